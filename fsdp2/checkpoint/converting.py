@@ -117,7 +117,7 @@ def convert(
         source: a file, a folder, or a pattern of files of ranks ("run/ckpt_rank-*.pth").
         target: a file or a folder that does not exist yet; for kind "steps" also a folder with
             other steps. It exists only when it is complete and durable.
-        from_kind: the kind of the source. Default ``None``: recognised from its files.
+        from_kind: the kind of the source. Default ``None``: recognized from its files.
         to_kind: the kind of the target. Default ``None``: "steps" if it is such a folder,
             "safetensors" and "torch" by the suffix of its name.
         step: of the source, by default the newest; for a target of kind "steps" also the step to

@@ -28,7 +28,7 @@ def unsaved(model: nn.Module) -> list[str]:
 
 
 def recomputed(model: nn.Module, name: str) -> Tensor | None:
-    """The value that its module's initialisation gives a buffer; changes nothing.
+    """The value that its module's initialization gives a buffer; changes nothing.
 
     Args:
         model: has the buffer.

@@ -1,8 +1,8 @@
-"""What a wrapper's constructor does before it shards: choose, materialise, synchronise, cast.
+"""What a wrapper's constructor does before it shards: choose, materialize, synchronise, cast.
 
     ignored_modules, ignored_states ──> Ignored         what is left alone
     policy                          ──> chosen          which modules get wrappers of their own
-    meta parameters                 ──> materialise     param_init_fn, or reset_parameters()
+    meta parameters                 ──> materialize     param_init_fn, or reset_parameters()
     sync_module_states              ──> synchronise     the first rank's parameters and buffers
     use_orig_params                 ──> follow_original_parameters   optimizers made before
     buffer_dtype                    ──> cast_buffers    and back in state dicts
@@ -200,7 +200,7 @@ def materialise(
         ignored: what is left as it is.
 
     Raises:
-        ValueError: some are still there when it was initialised.
+        ValueError: some are still there when it was initialized.
     """
     members = [each for each in own_modules(module) if each[0] not in ignored.modules]
     having = _to_materialise(members, ignored)

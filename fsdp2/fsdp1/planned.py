@@ -2,7 +2,7 @@
 
     the arguments      ──> ResolvedOptions      checked; the device, the mesh
     auto_wrap_policy   ──> WrapperPlan.below    the same of modules below, innermost first
-    check_plan         ──> each one's call of fully_shard planned, each one's initialisation looked
+    check_plan         ──> each one's call of fully_shard planned, each one's initialization looked
                            at; raises what can be known by now
 
 Wrappers are made of it one after the other, so that one at a time has memory and values. What only
@@ -130,7 +130,7 @@ def check_plan(plan: WrapperPlan) -> None:
 
     Raises:
         TypeError: as of `fully_shard`; ``param_init_fn`` cannot be called.
-        ValueError: as of `fully_shard`; a module cannot be initialised.
+        ValueError: as of `fully_shard`; a module cannot be initialized.
     """
     wrappers = list(plan.all())
     modules = {each.module for each in wrappers}

@@ -1,6 +1,6 @@
 """How programs written for torch's own FSDP find fsdp2, and what they may ask of it.
 
-identity    what torch's clients recognise: base classes, stand-ins, entries in torch's registries;
+identity    what torch's clients recognize: base classes, stand-ins, entries in torch's registries;
             with `wrapped`, all that imports ``torch.distributed.fsdp``
 wrapped     the same for torch's FSDP1
 installing  `fsdp2.install`, `fsdp2.uninstall`: torch's names, replaced and put back

@@ -1,4 +1,4 @@
-"""How clients of torch's own FSDP2 recognise a module that fsdp2 sharded, and what they may ask.
+"""How clients of torch's own FSDP2 recognize a module that fsdp2 sharded, and what they may ask.
 
     pipelining and others ask for                      and find
     isinstance(m, torch.distributed.fsdp.FSDPModule)   TorchIdentity, a base of our FSDPModule
@@ -6,7 +6,7 @@
     _get_module_fsdp_state(m)                          from ours, or refused by name
     m in the registry of composable APIs               entries: torch's fully_shard(), replicate()
                                                        refuse m, and leave it out below a parent
-    isinstance(policy, torch's or our class)           ours are subclasses of torch's, and recognise
+    isinstance(policy, torch's or our class)           ours are subclasses of torch's, and recognize
                                                        torch's objects; both functions take both
 
 It imports torch's FSDP, as `wrapped` does, for identity alone: no method of torch's class is left
@@ -403,7 +403,7 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
     """What stands where torch's clients look for the state of a sharded module.
 
     It is an ``FSDPState``, so that torch's ``_get_module_fsdp_state`` finds it. It inherits no
-    behaviour: no ``__init__`` of torch's runs, and its methods are refused.
+    behavior: no ``__init__`` of torch's runs, and its methods are refused.
 
     `torch.distributed.pipelining` ends a schedule, up to torch 2.13, by calling ``post_backward``
     of every parameter group below the root and then the root's final callback. Newer ones call

@@ -203,8 +203,8 @@ class Hardware:
     def traffic(self, kind: str, nbytes: int, ranks: tuple[int, ...]) -> tuple[float, float]:
         """Bytes that a rank sends within its node and to others, on average, in a ring.
 
-        Each rank sends (n - 1) / n of the tensor to its neighbour; one of the ranks in a node has
-        its neighbour in another. An all-reduce is a reduce-scatter and an all-gather.
+        Each rank sends (n - 1) / n of the tensor to its neighbor; one of the ranks in a node has
+        its neighbor in another. An all-reduce is a reduce-scatter and an all-gather.
         """
         size = len(ranks)
         if size == 1:

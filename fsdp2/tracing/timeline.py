@@ -380,7 +380,7 @@ def _events(timeline: Timeline) -> list[Event]:
 
 
 def _duration(span: Slice | Wait) -> float:
-    """As the difference of what is written, so that neighbours touch and do not overlap."""
+    """As the difference of what is written, so that neighbors touch and do not overlap."""
     return round(round(span.end, 3) - round(span.start, 3), 3)
 
 

@@ -547,7 +547,7 @@ def _settings(given: _Given) -> _UnitOptions:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A unit to be, and what initialises its parameters."""
+    """A unit to be, and what initializes its parameters."""
 
     module: nn.Module
     settings: _UnitOptions

@@ -1,4 +1,4 @@
-"""A byte or half a byte per number: integers, and a scale for each block of neighbours.
+"""A byte or half a byte per number: integers, and a scale for each block of neighbors.
 
     row   [ scale of block 0 | of block 1 | … | codes of block 0 | of block 1 | … | padding ]
     int8     fp32, of 128 numbers               a byte each
@@ -136,7 +136,7 @@ class Nibbles(Blocks):
     of a bit.
 
     Number ``i`` of a block's first half and number ``i`` of its second share a byte, so that all
-    operators run over neighbours in memory.
+    operators run over neighbors in memory.
     """
 
     name = "int4"

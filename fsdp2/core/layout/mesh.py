@@ -149,7 +149,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """The ranks of a data-parallel mesh as (replicate, shard) with ``size`` neighbours a group.
+    """The ranks of a data-parallel mesh as (replicate, shard) with ``size`` neighbors a group.
 
     Makes process groups for this rank alone, so that ranks of other meshes need not take part.
     """
