@@ -94,7 +94,7 @@ class Blocks(Codec):
 
 
 def in_blocks(numbers: Tensor, block: int) -> Tensor:
-    """[rows, n] -> [rows, blocks, block], behind the numbers zeros."""
+    """[rows, n] -> [rows, blocks, block], padded with zeros."""
     missing = round_up(numbers.shape[1], block) - numbers.shape[1]
     whole = pad(numbers, (0, missing)) if missing else numbers
     return whole.unflatten(1, (-1, block))
