@@ -533,22 +533,22 @@ class Copying(Protocol):
 
 
 class Route:
-    """The transports of one kind of gather, sorted by what they need.
+    """The transports of one kind of gather, sorted by their needs.
 
     Args:
         transports: all of them.
-        load: what copies shards from the host first, if they live there.
+        load: copies shards from the host first, if they are offloaded.
 
     Attributes:
-        gathering: those with a collective.
+        gathering: the transports with a collective.
         gathers: the collectives.
-        acquiring: what needs memory in front of the collectives.
-        copying: what copies in front of them.
-        finishing: those with something to do behind the collectives.
-        early: whether the gathered buffer must be there before the collectives.
+        acquiring: the transports that allocate memory before the collectives.
+        copying: the transports that copy before them.
+        finishing: the transports that copy or convert after the collectives.
+        early: whether the gathered buffer must exist before the collectives.
         loads: whether shards are copied from the host first.
         launches: whether there is anything to launch.
-        finishes: whether anything is to do behind what was launched.
+        finishes: whether anything remains to be done after the launched operations.
     """
 
     __slots__ = (
