@@ -30,7 +30,7 @@ from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.layout.mesh import local_of, locals_of
 from fsdp2.core.params.param import GATHERED
-from fsdp2.optim.in_backward import refuse_stepped
+from fsdp2.optim.in_backward import find_left, refuse_stepped
 from fsdp2.ranks.transfers import sum_over
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
@@ -149,7 +149,9 @@ def _sharded(parameters: Tensors) -> list[torch.Tensor]:
 
 def _grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
-        return [param.grad for param in params]
+        grads = [param.grad for param in params]
+    find_left(params, grads)
+    return grads
 
 
 @torch.no_grad()

@@ -47,14 +47,22 @@ def _step(model: nn.Module, optimizer: Any, mesh: Any, step: int, clips: bool = 
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("case", ["usual", "mixed", "pinned"])
-@pytest.mark.parametrize("early", [False, True])
+MODES: dict[str, dict[str, Any]] = {
+    "whole": {"offload": "cpu"},
+    "leaves": {"offload": "cpu", "leave_in_backward": True},
+    "steps": {"offload": "cpu", "step_in_backward": True},
+}
+
+
+@pytest.mark.parametrize("case", ["usual", "mixed", "pinned", "kept gradients", "whole"])
+@pytest.mark.parametrize("mode", MODES)
 @workers.ranks(2)
-def test_the_same_bits_and_no_race(case: str, early: bool) -> None:
-    """Clipped, and stepped by unit in backward; ``pinned`` has its shards on the CPU already."""
+def test_the_same_bits_and_no_race(case: str, mode: str) -> None:
+    """Clipped, but where units are stepped; ``pinned`` has its shards on the CPU already."""
+    early = mode == "steps"
     mesh = lanes._mesh(device.NAME, group.COALESCING, (2,))
     seen = []
-    for options in ({}, {"offload": "cpu", "step_in_backward": early}):
+    for options in ({}, MODES[mode]):
         model = lanes._build(mesh, case)
         optimizer = _optimizer(model, **options)
         device.races()
