@@ -26,6 +26,7 @@ from torch import nn
 
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.optim import offloaded
 from fsdp2.optim.in_backward import InBackward, LeaveInBackward, StepInBackward
 from fsdp2.optim.offloaded import HostSection, Staging, step_all
 from fsdp2.optim.runs import (
@@ -140,9 +141,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        self._offloads = offload is not None and any(
-            param.device.type != "cpu" for group in self.param_groups for param in group["params"]
-        )
+        devices = (param.device for group in self.param_groups for param in group["params"])
+        self._offloads = offload is not None and any(map(offloaded.travels, devices))
         if step_in_backward:
             self._in_backward = StepInBackward(self)
         elif leave_in_backward and self._offloads:
@@ -250,7 +250,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _section_of(self, members: Set[torch.Tensor]) -> Section:
         device = next(iter(members)).device
-        if not self._offloads or device.type == "cpu":
+        if not self._offloads or not offloaded.travels(device):
             return Section(self._make_inner, members)
         if self._staging is None:
             self._staging = Staging(device)

@@ -210,7 +210,8 @@ class StepInBackward(InBackward):
 
     def _step_apart(self, section: HostSection) -> None:
         """Let a section leave, and the thread step it."""
-        self._wait(all_but=HostSection.UNDER_WAY - 1)
+        again = any(section is other for other, _ in self._running)  # late gradients of it
+        self._wait(all_but=0 if again else HostSection.UNDER_WAY - 1)
         with torch.no_grad():
             self.optimizer.prepare(section)
             section.leave()

@@ -47,6 +47,11 @@ ALIGNMENT = 64
 """Bytes; of what lies in staging memory, for the CPU's vector registers."""
 
 
+def travels(device: torch.device) -> bool:
+    """Whether shards on ``device`` go elsewhere to be stepped on the CPU."""
+    return device.type != "cpu"
+
+
 class _Slot:
     """Host memory for one unit on its way.
 
