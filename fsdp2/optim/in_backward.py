@@ -30,7 +30,7 @@ from torch.autograd import Variable
 from fsdp2.core.config import ShardingStateError
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import unit_of
-from fsdp2.optim.offloaded import HostSection
+from fsdp2.optim.offloaded import LEAVING, HostSection
 from fsdp2.optim.runs import ParamGroupOptions, Section
 
 OUTSIDE = -1
@@ -211,7 +211,7 @@ class StepInBackward(InBackward):
     def _step_apart(self, section: HostSection) -> None:
         """Let a section leave, and the thread step it."""
         again = any(section is other for other, _ in self._running)  # late gradients of it
-        self._wait(all_but=0 if again else HostSection.UNDER_WAY - 1)
+        self._wait(all_but=0 if again else LEAVING - 1)
         with torch.no_grad():
             self.optimizer.prepare(section)
             section.leave()

@@ -7,7 +7,7 @@
     BACK                        parameters   parameters   …      host to device, on a stream
 
 A unit is on its way out while the one before it is stepped and the one before that goes back. Host
-memory for what travels is page-locked and holds two units at a time. Parameters leave in every step
+memory for what travels is page-locked and holds three units. Parameters leave in every step
 together with their gradients: they may have been written by any route since the last one (decision
 25), so that a copy on the host would not be theirs. So may gradients until `step`: those that leave
 in backward are dropped on the device (decision 30).
@@ -43,6 +43,12 @@ from fsdp2.optim.runs import FlatRun, ParamGroupOptions, ParamState, Section
 OUT, BACK = REDUCE, COPY_IN
 """Lanes of streams that are the optimizer's own: one for each direction of copies."""
 
+SLOTS = 3
+"""Units in staging memory: one leaves, one is stepped, one goes back."""
+
+LEAVING = 2
+"""Units whose gradients leave or are stepped in backward, besides one that is being reduced."""
+
 ALIGNMENT = 64
 """Bytes; of what lies in staging memory, for the CPU's vector registers."""
 
@@ -72,7 +78,7 @@ class _Slot:
 
 
 class Staging:
-    """The way of units to the host and back: two directions, and memory for two units.
+    """The way of units to the host and back: two directions, and memory for few units.
 
     Args:
         device: where the shards are.
@@ -81,7 +87,7 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self.streams: Streams = make_streams(device)
         self.kernels: Kernels = kernels_for(device, self.streams.asynchronous)
-        self._slots = [_Slot() for _ in range(HostSection.UNDER_WAY)]
+        self._slots = [_Slot() for _ in range(SLOTS)]
         self._next = 0
         self._leaving: deque[tuple[Event, list[torch.Tensor]]] = deque()
         self.back: Event = None  # behind the parameters that went back last
@@ -104,7 +110,7 @@ class Staging:
 
         The host, and no lane: what it frees is then over, whichever lane the memory goes to.
         """
-        self.release(HostSection.UNDER_WAY - 1)
+        self.release(but=LEAVING - 1)
         self._leaving.append((left, tensors))
 
     def release(self, but: int = 0) -> None:
@@ -128,9 +134,6 @@ class HostSection(Section):
         members: the parameters.
         staging: what they travel through.
     """
-
-    UNDER_WAY = 2
-    """How many sections may travel or be stepped at a time."""
 
     def __init__(
         self,
@@ -292,15 +295,19 @@ class LeftGradients:
 
 
 def step_all(sections: Sequence[HostSection], groups: Sequence[ParamGroupOptions]) -> None:
-    """Step sections, each on its way out while the one before it is stepped."""
-    if not sections:
-        return
-    sections[0].leave()
-    for section, following in zip(sections, [*sections[1:], None], strict=True):
-        if following is not None:
-            following.leave()
-        section.step(groups)
-    sections[-1].arrive()
+    """Step sections, each on its way out while the one before it is stepped.
+
+    In the order of backward: what was reduced last may still be leaving.
+    """
+    before: HostSection | None = None
+    for section in sections[::-1]:
+        section.leave()
+        if before is not None:
+            before.step(groups)
+        before = section
+    if before is not None:
+        before.step(groups)
+        before.arrive()
 
 
 def _give(run: FlatRun, grad: torch.Tensor) -> None:
