@@ -260,23 +260,28 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Step all of them; those that travel to the host, one after the other."""
         hosted: list[HostSection] = []
         for section in self._sections:
-            self.prepare(section)
+            if section.stale or not section.set_gradients():
+                self._cut(section)
             if isinstance(section, HostSection):
                 hosted.append(section)
             else:
                 section.step(self.param_groups)
-        step_all(hosted, self.param_groups)
+        if hosted:
+            step_all(hosted, self.param_groups)
         self._sections[-1].hand_back(self.param_groups)
 
     def prepare(self, section: Section) -> None:
         """Give a section's runs their gradients; make them anew where they do not fit."""
         if section.stale or not section.set_gradients():
-            members = section.members
-            known = self._loaded if members is None else self._loaded.keys() & members
-            loaded = {param: self._loaded.pop(param) for param in tuple(known)}
-            section.cut(self.param_groups, places_of(self._model), loaded)
-            fits = section.set_gradients()
-            assert fits
+            self._cut(section)
+
+    def _cut(self, section: Section) -> None:
+        members = section.members
+        known = self._loaded if members is None else self._loaded.keys() & members
+        loaded = {param: self._loaded.pop(param) for param in tuple(known)}
+        section.cut(self.param_groups, places_of(self._model), loaded)
+        fits = section.set_gradients()
+        assert fits
 
 
 def _check(model: object, optimizer_class: object, params: object) -> None:

@@ -66,7 +66,7 @@ def refuse_stepped(params: Iterable[torch.Tensor], action: str) -> None:
         params: the parameters.
         action: what asks for all gradients, as a call.
     """
-    for param in params if StepInBackward.count else ():
+    for param in params:
         if isinstance(_taker_of(param), StepInBackward):
             raise ShardingStateError(
                 f"{action} needs all gradients, but FlatOptimizer(step_in_backward=True) has "
@@ -82,7 +82,7 @@ def find_left(params: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) 
         params: the parameters.
         grads: theirs.
     """
-    for index, param in enumerate(params if LeaveInBackward.count else ()):
+    for index, param in enumerate(params):
         taker = _taker_of(param)
         if grads[index] is None and isinstance(taker, LeaveInBackward):
             grads[index] = taker.gradient_of(param)
@@ -101,7 +101,7 @@ class InBackward:
         optimizer: the optimizer, whose sections it makes.
 
     Attributes:
-        count: how many of its class were made in this process.
+        count: how many were made in this process; who asks parameters looks at it first.
         option: the optimizer's argument that asks for it.
     """
 
@@ -112,7 +112,7 @@ class InBackward:
         self._optimizer: weakref.ref[InSections] = weakref.ref(optimizer)
         self._units: list[_UnitGradients] = []
         self.watch()
-        type(self).count += 1
+        InBackward.count += 1
 
     def watch(self) -> None:
         """Make sections of the parameters that units have, and watch their gradients.

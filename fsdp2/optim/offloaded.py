@@ -299,15 +299,14 @@ def step_all(sections: Sequence[HostSection], groups: Sequence[ParamGroupOptions
 
     In the order of backward: what was reduced last may still be leaving.
     """
-    before: HostSection | None = None
-    for section in sections[::-1]:
-        section.leave()
-        if before is not None:
-            before.step(groups)
-        before = section
-    if before is not None:
-        before.step(groups)
-        before.arrive()
+    section, *others = sections[::-1]
+    section.leave()
+    for following in others:
+        following.leave()
+        section.step(groups)
+        section = following
+    section.step(groups)
+    section.arrive()
 
 
 def _give(run: FlatRun, grad: torch.Tensor) -> None:
