@@ -9,6 +9,7 @@ Core says when something happens; it does not know who listens, nor why:
     modules.ties        gained              modules register parameters of a group since
     modules.optimizers  changed             an optimizer steps, whose parameters may be others now
                         steps               an optimizer steps; empty unless somebody asks
+                        zeroed              a module's zero_grad(); empty unless somebody asks
     modules.registrations  unexpected       a forward begins, and a module registers something else
 
 Nothing is called in a step that repeats the one before.

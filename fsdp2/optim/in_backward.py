@@ -22,16 +22,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch.autograd import Variable
 
 from fsdp2.core.config import ShardingStateError
+from fsdp2.core.modules.optimizers import zeroed
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.unit import unit_of
+from fsdp2.core.schedule.unit import Unit, unit_of
 from fsdp2.optim.offloaded import LEAVING, HostSection
 from fsdp2.optim.runs import ParamGroupOptions, Section
+
+T = TypeVar("T")
 
 OUTSIDE = -1
 """Number of the backward that runs, as autograd has it, where none does."""
@@ -241,6 +244,9 @@ class LeaveInBackward(InBackward):
     def __init__(self, optimizer: InSections) -> None:
         self._sections: dict[torch.Tensor, HostSection] = {}
         super().__init__(optimizer)
+        forget = _when_alive(weakref.WeakMethod(self._forget_units))
+        zeroed.add(forget)
+        weakref.finalize(self, zeroed.remove, forget)
 
     def watches(self, section: Section) -> bool:
         """What is in CPU memory already stays."""
@@ -274,6 +280,12 @@ class LeaveInBackward(InBackward):
         for unit in self._units:
             unit.forget()
 
+    def _forget_units(self, units: Sequence[Unit]) -> None:
+        """Drop what has left of these units'."""
+        for unit in self._units:
+            if unit.is_of(units):
+                unit.forget()
+
 
 class _UnitGradients:
     """The gradients of one unit's group.
@@ -297,10 +309,10 @@ class _UnitGradients:
         self._owner = weakref.ref(owner)
         self._group = weakref.ref(group)
         self._waiting = 0  # hooks of this delivery that are still to run
-        hook: weakref.ref[Hook] = weakref.WeakMethod(self._delivered)
+        hook = _when_alive(weakref.WeakMethod(self._delivered))
         for param in self.params:
             param.__dict__[TAKEN] = self._owner
-            param.register_post_accumulate_grad_hook(_when_alive(hook))
+            param.register_post_accumulate_grad_hook(hook)
 
     def given(self) -> set[torch.Tensor]:
         """The parameters that have a gradient."""
@@ -335,6 +347,11 @@ class _UnitGradients:
             self._use(group)
         self.used.clear()
 
+    def is_of(self, units: Sequence[Unit]) -> bool:
+        """Whether these are gradients of one of ``units``."""
+        group = self._group()
+        return group is not None and unit_of(group) in units
+
     def forget(self) -> None:
         """The user drops gradients."""
         self._waiting = 0
@@ -347,15 +364,12 @@ def _params_of(optimizer: InSections) -> set[torch.Tensor]:
     return {param for group in groups for param in cast("list[torch.Tensor]", group["params"])}
 
 
-Hook = Callable[[torch.Tensor], None]
+def _when_alive(method: weakref.ref[Callable[[T], None]]) -> Callable[[T], None]:
+    """The method; nothing once its object is gone."""
 
-
-def _when_alive(hook: weakref.ref[Hook]) -> Hook:
-    """A hook that does nothing once the optimizer is gone."""
-
-    def run(param: torch.Tensor) -> None:
-        found = hook()
+    def run(given: T) -> None:
+        found = method()
         if found is not None:
-            found(param)
+            found(given)
 
     return run

@@ -300,7 +300,8 @@ def test_torchs_own_clipping_and_a_scaler_while_gradients_wait_for_the_step() ->
 
 @ranks(2)
 @pytest.mark.parametrize("mode", CLIPPED)
-def test_a_step_that_is_left_out_for_its_nans(mode: str) -> None:
+@pytest.mark.parametrize("zeroes", ["optimizer", "model"])
+def test_a_step_that_is_left_out_for_its_nans(mode: str, zeroes: str) -> None:
     seen = []
     for options in (PLAIN, MODES[mode]):
         with apart():
@@ -314,7 +315,7 @@ def test_a_step_that_is_left_out_for_its_nans(mode: str) -> None:
                 if finite:
                     optimizer.step()
                 skipped.append(not finite)
-                optimizer.zero_grad()
+                (optimizer if zeroes == "optimizer" else model).zero_grad()
             assert skipped[:2] == [False, True]
         seen.append([parity.full_params(model), states(optimizer)])
     parity.assert_equal(seen[1], seen[0])

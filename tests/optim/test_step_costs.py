@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -54,8 +55,8 @@ def steady(units: int, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any
     return model, optimizer
 
 
-def flat(model: nn.Module) -> torch.optim.Optimizer:
-    return fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW, lr=1e-3, fused=True)
+def flat(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW, lr=1e-3, fused=True, **options)
 
 
 def torchs(model: nn.Module) -> torch.optim.Optimizer:
@@ -63,10 +64,14 @@ def torchs(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("units", [2, 5])
-def test_a_step_of_the_flat_optimizer(units: int) -> None:
-    """Of it, and of the optimizer inside, torch's hooks are two each; the rest is per unit."""
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_a_step_of_the_flat_optimizer(units: int, offload: str | None) -> None:
+    """Of it, and of the optimizer inside, torch's hooks are two each; the rest is per unit.
+
+    Shards in CPU memory are stepped where they are, whether they are said to be offloaded or not.
+    """
     with null_world(2):
-        _, optimizer = steady(units, flat)
+        _, optimizer = steady(units, partial(flat, offload=offload))
         assert called(optimizer.step) == {
             "core.modules.optimizers.before": 2,
             "core.modules.optimizers.after": 2,
