@@ -19,6 +19,7 @@ and later reductions are added.
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -97,7 +98,7 @@ def _taker_of(param: torch.Tensor) -> InBackward | None:
     return None if taker is None else taker()
 
 
-class InBackward:
+class InBackward(ABC):
     """Uses the gradients of one optimizer's sections when reductions deliver.
 
     Args:
@@ -148,14 +149,15 @@ class InBackward:
         assert optimizer is not None  # it holds this
         return optimizer
 
+    @abstractmethod
     def use(self, unit: _UnitGradients, group: ParamGroup) -> None:
         """Use a unit's gradients, which are complete; they are dropped then."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self) -> None:
         """The user's step: use what no delivery has completed, and step what is left."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forget(self) -> None:
         """The user drops gradients."""
 
@@ -204,6 +206,9 @@ class StepInBackward(InBackward):
         self._step(optimizer.rest)
         for group, written in zip(optimizer.param_groups, self._written, strict=True):
             group.update(written)
+
+    def forget(self) -> None:
+        """There are none."""
 
     @torch.no_grad()
     def _step(self, section: Section) -> None:
