@@ -165,7 +165,7 @@ class InBackward(ABC):
 class StepInBackward(InBackward):
     """Steps sections.
 
-    Those that are stepped on the host are, by a thread: backward goes on meanwhile. One may be
+    A thread steps those that are stepped on the host, and backward goes on meanwhile. One may be
     stepped while the next one leaves; all are over when backward ends.
     """
 
