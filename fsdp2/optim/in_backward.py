@@ -28,7 +28,7 @@ from typing import Protocol, TypeVar, cast
 import torch
 from torch.autograd import Variable
 
-from fsdp2.core.config import ShardingStateError
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.optimizers import zeroed
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import Unit, unit_of
@@ -72,10 +72,12 @@ def refuse_stepped(params: Iterable[torch.Tensor], action: str) -> None:
     """
     for param in params:
         if isinstance(_taker_of(param), StepInBackward):
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "stepped-in-backward",
                 f"{action} needs all gradients, but FlatOptimizer(step_in_backward=True) has "
                 f"stepped and dropped them in backward; make the optimizer without "
-                f"step_in_backward, or leave this out"
+                f"step_in_backward, or leave this out",
             )
 
 
@@ -130,9 +132,11 @@ class InBackward(ABC):
         for param in own:
             other = _taker_of(param)
             if other is not None:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "stepped-twice-owner",
                     f"another FlatOptimizer({other.option}=True) takes the gradient of a parameter "
-                    f"of this one; make one optimizer with parameter groups"
+                    f"of this one; make one optimizer with parameter groups",
                 )
         for group, section in optimizer.split():
             if self.watches(section):
@@ -181,11 +185,13 @@ class StepInBackward(InBackward):
         """Step it, unless it was stepped before."""
         given = unit.given()
         if given & unit.used:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "stepped-again",
                 f"unit '{group.name}' has reduced gradients twice since the last optimizer.step(), "
                 f"but FlatOptimizer(step_in_backward=True) has used the first ones; call step() "
                 f"after each backward that reduces, or accumulate with "
-                f"set_requires_gradient_sync(False)"
+                f"set_requires_gradient_sync(False)",
             )
         unit.used |= given
         section = unit.section
