@@ -279,7 +279,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._sections[-1].hand_back(self.param_groups)
 
     def prepare(self, section: Section) -> None:
-        """Give a section's runs their gradients; make them anew where they do not fit."""
+        """Give a section's runs their gradients; make the runs again if they do not fit."""
         if section.stale or not section.set_gradients():
             self._cut(section)
 

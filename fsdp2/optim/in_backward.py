@@ -1,4 +1,4 @@
-"""What is done with a unit's gradients as soon as a reduction has delivered them.
+"""Uses of a unit's gradients as soon as a reduction has delivered them.
 
     backward   unit 3 reduces ── deliver ── hooks ──> stepped, or sent to the host; .grad = None
                unit 2 reduces ── deliver ── hooks ──> …
@@ -57,7 +57,7 @@ class InSections(Protocol):
         """Make sections of the parameters that units have, but for those that have some."""
 
     def prepare(self, section: Section) -> None:
-        """Give a section's runs their gradients; make them anew where they do not fit."""
+        """Give a section's runs their gradients; make the runs again if they do not fit."""
 
     def step_sections(self) -> None:
         """Step all sections."""
@@ -82,7 +82,7 @@ def refuse_stepped(params: Iterable[torch.Tensor], action: str) -> None:
 
 
 def find_left(params: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
-    """Where a parameter has no gradient because it has left, put what is on the host.
+    """Put the gradient on the host in place of one that has left.
 
     Args:
         params: the parameters.
@@ -260,7 +260,7 @@ class LeaveInBackward(InBackward):
         weakref.finalize(self, zeroed.remove, forget)
 
     def watches(self, section: Section) -> bool:
-        """What is in CPU memory already stays."""
+        """Gradients in CPU memory stay."""
         if not isinstance(section, HostSection):
             return False
         assert section.members is not None
@@ -282,7 +282,7 @@ class LeaveInBackward(InBackward):
         self.optimizer.step_sections()
 
     def gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """What has left of a parameter's gradient, on the host."""
+        """The copy on the host of a parameter's gradient; ``None`` if it has not left."""
         section = self._sections.get(param)
         return None if section is None else section.gradient_of(param)
 

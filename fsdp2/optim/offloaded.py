@@ -101,7 +101,7 @@ class Staging:
         return slot
 
     def begin_out(self) -> None:
-        """Let OUT be behind what the current lane has written."""
+        """Let OUT wait for the current lane."""
         event = self.streams.record(COMPUTE, "gradients there")
         self.streams.wait(OUT, event, "copies out after compute")
 
@@ -171,7 +171,7 @@ class HostSection(Section):
         self._gradients.send(self.runs)
 
     def gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """What has left of a parameter's gradient, on the host."""
+        """The copy on the host of a parameter's gradient; ``None`` if it has not left."""
         return self._gradients.of(param)
 
     def forget(self) -> None:
@@ -317,7 +317,7 @@ def _give(run: FlatRun, grad: torch.Tensor) -> None:
 
 
 def _leaves(run: FlatRun) -> list[torch.Tensor]:
-    """What travels of a run: the parameters, and a gradient that has not left."""
+    """The tensors of a run to copy: the parameters, and a gradient that has not left."""
     return [run.flat] if run.flat.grad is None else [run.flat, run.flat.grad]
 
 
@@ -328,7 +328,7 @@ def _bytes_of(run: FlatRun) -> int:
 def _views(
     runs: Sequence[FlatRun], memory: torch.Tensor
 ) -> Iterator[tuple[FlatRun, torch.Tensor, torch.Tensor | None]]:
-    """Places in host memory of each run's parameters, and of its gradient if that travels."""
+    """Places in host memory of each run's parameters, and of a gradient that has not left."""
     start = 0
     for run in runs:
         views = []

@@ -123,7 +123,7 @@ class Section:
         return state
 
     def given(self, param: torch.Tensor) -> object:
-        """What gradients of a parameter there are; neighbours with the same are stepped alike."""
+        """Which gradients a parameter has; neighbours with the same are stepped alike."""
         return param.grad is not None
 
     def _own(self, group: ParamGroupOptions) -> list[torch.Tensor]:
