@@ -124,10 +124,14 @@ def _host_cost(results: list[dict[str, Any]], device: str) -> list[Section]:
     return sections
 
 
+def _clock(result: dict[str, Any]) -> str:
+    return " of CPU time" if result.get("clock") == "cpu" else ""
+
+
 def _optimizer(results: list[dict[str, Any]], device: str) -> list[Section]:
     return [
         _rounds(
-            f"Clipping and optimizer step, {each['optimizer']}, ms",
+            f"Clipping and optimizer step, {each['optimizer']}, ms{_clock(each)}",
             each,
             ("clip", "step", "both"),
             "both",
