@@ -25,7 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class BatchNorm(nn.BatchNorm2d):
     """Batch norm in float32 for any compute dtype.
 
-    In bfloat16, running statistics no longer change once a change is less than 1/256 of their value.
+    In bfloat16, running statistics stop changing once a change is less than 1/256 of it.
     """
 
     def forward(self, x: Tensor) -> Tensor:
