@@ -64,7 +64,7 @@ def reach(url: str) -> tuple[FileSystem, str]:
         raise coded(
             CheckpointError,
             "ckpt-no-fsspec",
-            f"'{url}' is on a store, which the package fsspec reaches; pip install 'fsdp2[fsspec]' "
+            f"'{url}' is on a store, which the package fsspec reaches; pip install fsspec "
             f"and the store's own package",
         ) from error
     try:

@@ -138,7 +138,7 @@ class XlaFullyShardedDataParallel(WrapperModule):
 
         from fsdp2.xla import XlaFullyShardedDataParallel as FSDP
 
-        model.block = FSDP(model.block)
+        model.block = FSDP(model.block, compute_dtype=torch.bfloat16)
         model = FSDP(model, compute_dtype=torch.bfloat16)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
         model(x).sum().backward()
