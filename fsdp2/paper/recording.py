@@ -60,7 +60,7 @@ class Recording:
 
 
 class _Life(NamedTuple):
-    """Where a storage was allocated: this separates activations from temporary memory."""
+    """The allocation of a storage: it separates activations from temporary memory."""
 
     stretch: int
     phase: str

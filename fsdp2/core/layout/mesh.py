@@ -58,8 +58,8 @@ class MeshAxes:
         device: the device that holds gathered parameters, and shards unless they are offloaded.
         full: the full SPMD mesh that parameters must be DTensors on, if its dims were named.
         dims: the names.
-        levels: whether the replicate axis holds pieces of the shards instead of copies (decision
-            29).
+        levels: whether the replicate axis holds pieces of the shards instead of copies
+            (decision 29).
         whole: whether parameters stay whole, next to others that are sharded over the same ranks:
             their gradients are all-reduced together (`fsdp2.core.schedule.whole`).
     """

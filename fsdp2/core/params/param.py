@@ -60,7 +60,7 @@ WHOLE = "_fsdp2_whole"
 """Attribute of a full parameter that `fsdp2.gathered` has registered: its name."""
 
 PRE_HOOK, POST_HOOK = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-"""Methods of tensor subclasses that say what travels, and what becomes of it."""
+"""Methods of tensor subclasses that define what is sent, and how the result is built."""
 
 # Inside `DisableTorchFunctionSubclass` a look at a DTensor (`.grad`, `.requires_grad`) takes half
 # the time: otherwise torch first asks whether its class wants to answer instead, which it does not.
