@@ -193,7 +193,7 @@ class ReduceTransport:
             self.staging.release()
 
     def release_behind(self, job: Job) -> None:
-        """The same as a step: COMPUTE runs after the collective after its call has returned."""
+        """The same as a step; COMPUTE runs after the collective once its call has returned."""
         self.release()
 
     def unify(self, job: Job) -> torch.dtype:
