@@ -1,9 +1,9 @@
-"""Starting, watching and ending this machine's workers, and what a worker does to live and leave.
+"""Starting, watching and ending this machine's workers, and the worker's side of it.
 
-`run_workers` does on one machine what torchrun does: it sets RANK, WORLD_SIZE and their like, and
-starts the same command once a rank. A worker therefore cannot tell the two apart, but for three
-things that only ours offers: a store that the parent serves (so no port can be lost to another
-process), a file for its traceback, and a pipe that ends when the parent does.
+`run_workers` does on one machine what torchrun does: it sets RANK, WORLD_SIZE and similar
+variables, and starts the same command once per rank. A worker cannot tell the two apart, except by
+three things that only `run_workers` provides: a store that the parent serves (so another process
+cannot take the port), a file for its traceback, and a pipe that closes when the parent ends.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _SPEAKING_SECONDS = 60.0
 def run_workers(
     module: str, argv: Sequence[str], world_size: int, threads: int, name: str = "train_lm"
 ) -> int:
-    """Run ``python -m module *argv`` on `world_size` ranks; the exit code of the whole.
+    """Run ``python -m module *argv`` on `world_size` ranks; returns one exit code for all.
 
-    0 where every rank ended well. Where one fails, the others are ended, its traceback goes to
-    stderr and its exit code (or 1) is returned; 128 + number for a signal to this process.
-    `name` is what messages begin with.
+    The exit code is 0 if every rank ended without error. If one fails, the others are ended, its
+    traceback goes to stderr and its exit code (or 1) is returned; 128 + number for a signal to this
+    process. Messages begin with `name`.
     """
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="fsdp2-train-") as folder, _caught_signals() as caught:
@@ -199,10 +199,10 @@ def run_as_worker(work: Callable[[], int]) -> NoReturn:
 
 
 def let_rank_0_speak() -> None:
-    """Stay while rank 0 complains of a mistake that all ranks find.
+    """Stay while rank 0 reports a mistake that all ranks find.
 
-    A launcher ends all ranks as soon as one leaves: it ends this one, in general, long before the
-    time is over. On a busy machine rank 0 may be many seconds behind.
+    A launcher ends all ranks as soon as one leaves; it usually ends this one long before the time
+    is over. On a busy machine rank 0 may be many seconds later.
     """
     time.sleep(_SPEAKING_SECONDS)
 

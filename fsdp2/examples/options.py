@@ -1,4 +1,4 @@
-"""What the command line says, checked as a whole before anything starts.
+"""The command line, checked as a whole before anything starts.
 
 Every mistake becomes a `UsageError` whose message is one sentence; `train_lm.main` prints it and
 leaves with exit code 2.
@@ -30,7 +30,7 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class Training:
-    """What a preset trains with unless told otherwise; `lr` is the peak learning rate."""
+    """The training settings of a preset, unless overridden; `lr` is the peak learning rate."""
 
     seq_len: int
     batch_size: int
@@ -226,7 +226,7 @@ class Parser(argparse.ArgumentParser):
 def number(
     kind: type[int] | type[float], low: float, high: float, wanted: str
 ) -> Callable[[str], float]:
-    """What argparse calls to read a number from `low` to `high`, or to say it is not `wanted`."""
+    """A type for argparse: a number from `low` to `high`, or an error naming what is `wanted`."""
 
     def parse_number(text: str) -> float:
         try:

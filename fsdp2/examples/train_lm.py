@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 -m fsdp2.examples.train_lm --replicate 2 --tp 2
 
 The printed losses depend on the options that name the model, the data and the optimizer, not on the
-number of ranks or on what they share: every rank starts from the same full weights, and takes its
+number of ranks or on the mesh: every rank starts from the same full weights, and takes its
 slice of one global batch, which is a pure function of (seed, step).
 """
 
@@ -106,7 +106,9 @@ def _prepare(options: Options) -> tuple[data.Corpus, RunState | None]:
 
 @dataclass(frozen=True)
 class Run:
-    """What every part of the loop needs. `params` are the sharded parameters, frozen or not."""
+    """The objects that every part of the loop uses. `params` are the sharded parameters, frozen or
+    not.
+    """
 
     options: Options
     rank: int
@@ -206,8 +208,8 @@ def make_adamw(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimiz
 def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Transformer:
     """The sharded model. Filled and sharded part by part: no rank ever holds the whole of it.
 
-    Each rank fills a part with the same full weights; `fully_shard` keeps the rank's shard. What
-    changes the parameters themselves comes before it: adapters first, then tensor parallelism.
+    Each rank fills a part with the same full weights; `fully_shard` keeps the rank's shard. Steps
+    that change the parameters themselves come before it: adapters first, then tensor parallelism.
     """
     with torch.device("meta"):
         model = Transformer(options.model, options.activation_checkpointing)
@@ -253,7 +255,7 @@ def _shard(
 
 
 def plan_step(options: Options) -> Plan:
-    """What a step would take on the machine that ``--plan`` names: nothing is made or started."""
+    """The plan of a step on the machine that ``--plan`` names; nothing is made or started."""
     assert options.plan is not None
     on = torch.device("meta")
 
@@ -322,7 +324,7 @@ def train_step(run: Run, step: int) -> Tensor:
 
 
 def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -> float:
-    """Train from step `start` to the end; returns tokens a second, checkpoints not counted."""
+    """Train from step `start` to the end; returns tokens per second (not counting checkpoints)."""
     options = run.options
     every = 1 if options.steps <= 50 else 10
     tokens_a_step = options.batch_size * options.seq_len
