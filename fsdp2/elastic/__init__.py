@@ -2,8 +2,8 @@
 
     managers   what is asked of a manager of groups: torchft's, or a stand-in
 
-torchft is an extra (``pip install fsdp2[elastic]``). This room does not import it: the user hands in
-a `torchft.Manager`. ``import fsdp2`` does not load this room.
+torchft is an extra (``pip install fsdp2[elastic]``). This room does not import it: the user hands
+in a `torchft.Manager`. ``import fsdp2`` does not load this room.
 """
 
 from fsdp2.elastic.managers import Manager
