@@ -14,6 +14,7 @@
     presence_marks   who had a gradient
     levels           the reduce-scatter between nodes that stands where HSDP all-reduces
     partial_sums     sums that wait for the all-reduce over replicas, and that all-reduce
+    average          over copies of the model that the mesh does not have
     result           from the sums to what is delivered: hook, division, cast, copy to the host
     kept_gradients   gradients whose memory stays from step to step
 
