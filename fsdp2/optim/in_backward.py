@@ -53,14 +53,21 @@ def refuse_stepped(params: Iterable[torch.Tensor], action: str) -> None:
         params: the parameters.
         action: what asks for all gradients, as a call.
     """
+    if is_stepped(params):
+        raise ShardingStateError(
+            f"{action} needs all gradients, but FlatOptimizer(step_in_backward=True) has "
+            f"stepped and dropped them in backward; make the optimizer without "
+            f"step_in_backward, or leave this out"
+        )
+
+
+def is_stepped(params: Iterable[torch.Tensor]) -> bool:
+    """Whether an optimizer steps any of these in backward."""
     for param in params if InBackward.count else ():
         optimizer = getattr(param, "__dict__", {}).get(STEPPED)
         if optimizer is not None and optimizer() is not None:
-            raise ShardingStateError(
-                f"{action} needs all gradients, but FlatOptimizer(step_in_backward=True) has "
-                f"stepped and dropped them in backward; make the optimizer without "
-                f"step_in_backward, or leave this out"
-            )
+            return True
+    return False
 
 
 class InBackward:
