@@ -6,12 +6,16 @@ contents    what a rank has, as one value, and how a rank that joins takes it ov
 image       a value as a head and bytes, and back
 serving     serves an image from a thread, and never while it is written
 fetching    fetches one, piece by piece, on after a broken connection
+writing     `is_writer`: which group writes a checkpoint
+batches     `batch_number`, `Batches`: which batch a group trains on
 
 torchft is an extra (``pip install fsdp2[elastic]``). This room does not import it: the user hands
 in a `torchft.Manager`. ``import fsdp2`` does not load this room.
 """
 
+from fsdp2.elastic.batches import Batches, batch_number
 from fsdp2.elastic.managers import Manager
 from fsdp2.elastic.transport import ShardTransport
+from fsdp2.elastic.writing import is_writer
 
-__all__ = ["Manager", "ShardTransport"]
+__all__ = ["Batches", "Manager", "ShardTransport", "batch_number", "is_writer"]
