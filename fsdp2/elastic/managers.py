@@ -30,6 +30,18 @@ class Manager(Protocol):
     def is_participating(self) -> bool:
         """Whether this group does: not while it heals during the step."""
 
+    def participating_rank(self) -> int | None:
+        """This group's place among those that take part; ``None`` if it does not."""
+
+    def batches_committed(self) -> int:
+        """How many batches counted: in each step that counted as many as groups took part."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Both counts, of steps and of batches."""
+
+    def load_state_dict(self, state_dict: dict[str, int], /) -> None:
+        """Take them over."""
+
     def errored(self) -> object:
         """The error that this rank has reported in this step, or ``None``."""
 
