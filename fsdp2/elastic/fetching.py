@@ -36,6 +36,10 @@ class _BrokenError(OSError):
     """A connection that brought what is no frame of the image."""
 
 
+class _EarlyError(Exception):
+    """The peer has nothing of this step, yet."""
+
+
 class Fetch:
     """One image of a peer's.
 
@@ -56,7 +60,8 @@ class Fetch:
         """What the image is.
 
         Raises:
-            CommunicationError: the peer cannot be reached, or serves this step no more.
+            CommunicationError: the peer cannot be reached, does not serve this step in time, or is
+                at a later one.
         """
         return Head.decoded(self._until_done(lambda: self._ask("").read()))
 
@@ -79,6 +84,10 @@ class Fetch:
             before = self._read
             try:
                 return job()
+            except _EarlyError as error:
+                if time.monotonic() > self._end:
+                    raise self._gone() from error
+                sleep(0.02)
             except (OSError, http.client.HTTPException) as error:
                 failures = 1 if self._read > before else failures + 1
                 if failures >= ATTEMPTS or time.monotonic() > self._end:
@@ -99,13 +108,16 @@ class Fetch:
         )
         connection.request("GET", f"{self._url.path}/{self._step}{path}")
         answer = connection.getresponse()
-        if answer.status != HTTPStatus.OK:
-            connection.close()
-            raise CommunicationError(
-                f"the peer at {self._url.netloc} does not serve step {self._step} any more; this "
-                f"group heals in a later step"
-            )
-        return answer
+        if answer.status == HTTPStatus.OK:
+            return answer
+        connection.close()
+        raise _EarlyError if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else self._gone()
+
+    def _gone(self) -> CommunicationError:
+        return CommunicationError(
+            f"the peer at {self._url.netloc} does not serve step {self._step}, not in time or not "
+            f"any more; this group heals in a later step"
+        )
 
     def _read_frames(self, token: str, memories: list[Tensor], starts: list[int]) -> bytes:
         with self._ask(f"/{token}/{self._read}") as answer:

@@ -6,8 +6,9 @@
 
     frame   [ begin: 8 | length: 4 | CRC-32: 4 | bytes ]
 
-A connection that ends breaks a frame off, and who reads has no use for part of a frame. So what was
-read is of the image, whole pieces of it, however `close` ended.
+A group that joins may ask before this one knows of it, so a question waits for `open`, or is asked
+again. A connection that ends breaks a frame off, and who reads has no use for part of a frame. So
+what was read is of the image, whole pieces of it, however `close` ended.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ PIECE = 1 << 22
 """Bytes of a piece."""
 
 _IDLE = 60.0  # seconds that a peer may be silent in the middle of a request
+_WAIT = 1.0  # seconds that a question waits for an answer other than "not yet"
 
 
 class ShardServer:
@@ -70,6 +72,7 @@ class ShardServer:
         """Serve an image until `close`."""
         with self._changed:
             self._image = image
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Serve nothing; return when nobody reads what was served."""
@@ -103,6 +106,13 @@ class ShardServer:
             with self._changed:
                 self._readers.discard(connection)
                 self._changed.notify_all()
+
+    def is_early(self, step: int) -> bool:
+        """Whether an image of ``step`` may still come, which is waited for a little."""
+        with self._changed:
+            return not self._changed.wait_for(
+                lambda: self._image is not None and self._image.head.step >= step, _WAIT
+            )
 
     def shutdown(self) -> None:
         """End the thread and free the port."""
@@ -157,6 +167,9 @@ class _Handler(BaseHTTPRequestHandler):
             case _:
                 self._answer(HTTPStatus.NOT_FOUND, b"")
                 return
+        if not token and shards.is_early(int(step)):
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"")
+            return
         with shards.reading(self.connection, int(step), token) as image:
             if image is None:
                 self._answer(HTTPStatus.GONE, b"")

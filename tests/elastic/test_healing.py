@@ -25,7 +25,7 @@ import fsdp2
 from fsdp2 import elastic
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.progress import ShardReaders
-from fsdp2.elastic import contents, fetching, image
+from fsdp2.elastic import contents, fetching, image, serving
 from fsdp2.testing.null_group import fill_gathered, null_world
 from tests.common.errors import raises
 
@@ -363,15 +363,48 @@ def test_a_peer_that_is_lost(ranks: Callable[..., Rank], monkeypatch: pytest.Mon
 
 def test_a_step_that_is_over_is_refused(ranks: Callable[..., Rank]) -> None:
     donor, joins = ranks(1), ranks(2)
-    with raises("elastic-gone-on"):  # nothing was sent yet
-        joins.heal(donor)
     donor.send(3)
     with raises("elastic-gone-on"):
-        joins.heal(donor, 4)
+        joins.heal(donor, 2)
     joins.heal(donor, 3)
+    assert_same(donor, joins)
+
+
+def test_who_asks_before_the_peer_knows(
+    ranks: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both learn of it at the same time. An image of the step before, or of none, is no answer."""
+    monkeypatch.setattr(serving, "_WAIT", 0.01)
+    donor, joins = ranks(1), ranks(2)
+    asked = threading.Event()
+    monkeypatch.setattr(fetching, "sleep", lambda _: asked.set())
+    for opened in (False, True):
+        asked.clear()
+        if opened:
+            donor.send(2)
+        thread = threading.Thread(target=joins.heal, args=(donor,))
+        thread.start()
+        assert asked.wait(30)
+        donor.transport.disallow_checkpoint()
+        donor.step()
+        donor.send()
+        thread.join(30)
+        assert_same(donor, joins)
+        donor.transport.disallow_checkpoint()
+
+
+def test_a_peer_that_never_knows(
+    ranks: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "_WAIT", 0.01)
+    donor, joins = ranks(1), ranks(2)
+    at_once = datetime.timedelta(seconds=0)
+    with raises("elastic-gone-on"):
+        joins.transport.recv_checkpoint(0, donor.transport.metadata(), 3, at_once)
+    donor.send()
     donor.transport.disallow_checkpoint()
     with raises("elastic-gone-on"):
-        joins.heal(donor, 3)
+        joins.transport.recv_checkpoint(0, donor.transport.metadata(), 3, at_once)
 
 
 def test_a_step_between_head_and_pieces(
