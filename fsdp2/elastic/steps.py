@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from fsdp2.core.config import ShardingStateError
-from fsdp2.core.modules.registry import records_below
+from fsdp2.core.modules.registry import UnitRecord, records_below
 from fsdp2.core.schedule.scheduler import Scheduler
+from fsdp2.elastic.agreement import agree_on_step
 from fsdp2.elastic.loose import LooseParams
 from fsdp2.elastic.managers import Manager
 from fsdp2.module import FSDPModule
@@ -122,6 +123,7 @@ class Steps:
             self._zeroed += [m for m in model.modules() if isinstance(m, FSDPModule)]
         managed = {p.sharded for r in records for g in r.unit.own_groups for p in g.params}
         loose = [p for p in model.parameters() if p.requires_grad and p not in managed]
+        self._device = _device_of(model, records)
         self._loose = LooseParams(loose, self._syncs, self._average)
         for record in records:
             record.unit.change(average=self._average)
@@ -157,6 +159,7 @@ class Steps:
         """
         if not self.manager.should_commit():
             self.drop()
+            agree_on_step(self.manager, self._device)
             return False
         for optimizer in self._optimizers:
             if self._scaler is None:
@@ -233,3 +236,10 @@ class Steps:
                 "stepped before it, so no step could be dropped; make the optimizer without "
                 "step_in_backward"
             )
+
+
+def _device_of(model: nn.Module, records: Sequence[UnitRecord]) -> torch.device:
+    """Of this rank's collectives: the shards may be offloaded."""
+    axes = (p.axes.device for record in records for g in record.unit.own_groups for p in g.params)
+    params = (param.device for param in model.parameters())
+    return next(axes, next(params, torch.device("cpu")))

@@ -79,6 +79,12 @@ class StandIn:
     def current_step(self) -> int:
         return self.step
 
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "batches_committed": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
     def num_participants(self) -> int:
         return self.others_participate + self.participates if self.begun else 0
 

@@ -5,7 +5,8 @@
 Each life of a group begins with weights of its own, and heals. Behind every commit each rank writes
 down a hash of all that it trains: parameters, optimizer states, averages, learning rates. In the
 end, the hashes of a step are compared over the groups that committed it, and its batches counted.
-A rank is killed only where another group is healthy: without one, nobody has the weights.
+A rank is killed at any time, while its group starts and heals, too, but only where another group is
+healthy: without one, nobody has the weights.
 """
 
 import collections
@@ -32,11 +33,11 @@ from fsdp2 import elastic
 
 HOST = "localhost"
 RANKS = 2
-TIMEOUT = datetime.timedelta(seconds=10)
-QUORUM_TIMEOUT = datetime.timedelta(seconds=60)  # others may be waiting for one that has ended
+TIMEOUT = datetime.timedelta(seconds=10)  # between groups
+LONGER = datetime.timedelta(seconds=60)  # inside of a group, where a rank may wait for other groups
 LIMIT = 120.0  # seconds in which something must happen
 AFTER = 5  # steps of all groups together behind the last kill
-PAUSE = (1, 6)  # steps from a time when all are healthy to the next kill
+PAUSE = 6  # steps, at most, from one kill to the next
 PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "torchft", "fsdp2.elastic", "fsdp2.optim"]
 
 
@@ -70,7 +71,7 @@ def work(kind, quorum, group, life, rank, port, lighthouse, folder):
     """One rank of one life of a group."""
     torch.set_num_threads(1)
     store = dist.TCPStore(HOST, port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=LONGER)
     torch.manual_seed(1000 * group + life)
     model = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 8))
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",))
@@ -89,7 +90,7 @@ def work(kind, quorum, group, life, rank, port, lighthouse, folder):
         checkpoint_transport=transport,
         use_async_quorum=quorum == "async",
         timeout=TIMEOUT,
-        quorum_timeout=QUORUM_TIMEOUT,
+        quorum_timeout=LONGER,
         replica_id=f"group_{group}",
         store_addr=HOST,
         store_port=port,
@@ -143,6 +144,8 @@ class Supervisor:
         )
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOADED)
+        self.killed = set()
+        self.has_begun = False
         self.groups = [Group(number) for number in range(groups)]
         for group in self.groups:
             self.start(group)
@@ -183,6 +186,8 @@ class Supervisor:
                 if any(process.exitcode not in (None, 0) for process in group.processes):
                     print(f"group {group.number} has ended by itself", flush=True)
                     self.restart(group)
+            if self.has_begun and not any(map(self.is_healthy, self.groups)):
+                sys.exit("all groups have ended by themselves, and nobody has the weights")
             time.sleep(0.02)
 
     def restart(self, group):
@@ -199,22 +204,41 @@ class Supervisor:
             lambda: min(map(self.step_of, self.groups)) >= newest,
         )
 
+    def is_healthy(self, group):
+        """Whether it has committed a step since it was started, and nobody has ended."""
+        self.has_begun |= self.step_of(group) > 0
+        return self.step_of(group) > 0 and all(p.exitcode in (None, 0) for p in group.processes)
+
+    def wait_to_kill(self, group, more):
+        """Until others have gone on for some steps without being killed, and one is healthy."""
+        others = [each for each in self.groups if each is not group]
+        newest = max(map(self.step_of, others)) + more
+        self.wait(
+            f"step {newest} without group {group.number}",
+            lambda: any(self.is_healthy(each) and self.step_of(each) >= newest for each in others),
+        )
+
     def kill(self, group, rank):
         """As kill -9: the rest of the group notices, and ends; what does not is killed, too."""
         group.processes[rank].kill()
         end = time.monotonic() + 2
         while time.monotonic() < end and any(p.exitcode is None for p in group.processes):
             time.sleep(0.02)
+        self.killed.add((group.number, group.life))
         self.restart(group)
 
 
-def check(folder, groups):
-    """Raises where groups were apart, and returns what there was."""
+def check(folder, groups, killed):
+    """Raises where groups were apart, and returns what there was.
+
+    The last commit of a group that was killed may be its own alone: nobody else knows of it.
+    """
     hashes = collections.defaultdict(lambda: collections.defaultdict(set))
     numbers = collections.defaultdict(set)
     for path in Path(folder).glob("*-*-*"):
-        group, _, rank = path.name.split("-")
-        for line in path.read_text().splitlines():
+        group, life, rank = path.name.split("-")
+        lines = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
+        for line in lines[:-1] if (int(group), int(life)) in killed else lines:
             step, digest, number = line.split()
             hashes[int(step), rank][digest].add(group)
             if number != "-":
@@ -233,8 +257,8 @@ def main(kind, quorum, groups, kills, seed):
     with tempfile.TemporaryDirectory() as folder:
         supervisor = Supervisor(kind, quorum, groups, folder)
         for number in range(kills):
-            supervisor.wait_for_all(choose.randint(*PAUSE))
             group, rank = choose.choice(supervisor.groups), choose.randrange(RANKS)
+            supervisor.wait_to_kill(group, choose.randint(0, PAUSE))
             step = supervisor.step_of(group)
             print(f"kill {number}: rank {rank} of group {group.number} at {step}", flush=True)
             supervisor.kill(group, rank)
@@ -244,7 +268,7 @@ def main(kind, quorum, groups, kills, seed):
         os.rename(Path(folder, "stop.new"), Path(folder, "stop"))
         processes = [process for group in supervisor.groups for process in group.processes]
         supervisor.wait("end", lambda: all(process.exitcode == 0 for process in processes))
-        steps, shared = check(folder, groups)
+        steps, shared = check(folder, groups, supervisor.killed)
         print(f"{kills} kills in {steps} steps, {shared} of them by all groups: alike", flush=True)
         supervisor.lighthouse.shutdown()
         os._exit(0)
