@@ -24,7 +24,7 @@ import torch
 from fsdp2.checkpoint.entries import Entry, MappedFile, Tree, Window, entries_of
 from fsdp2.checkpoint.files import BrokenError
 from fsdp2.checkpoint.pickles import DTYPES, Interpreter, Maker, check_tree
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 ALIGNMENT = 64  # bytes, of storages in the file, as torch.save does it
 _SMALL, _ZIP64 = 30, 20  # bytes: of a member's header without names, and of its sizes of 64 bits
@@ -160,9 +160,11 @@ class _Names:
             return torch.uint8 if name == "UntypedStorage" else _dtype_of(name)
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-file-code",
             f"'{self._file.path}' names '{module}.{name}', which no plain value has; save tensors, "
-            f"numbers, strings, lists and dicts alone"
+            f"numbers, strings, lists and dicts alone",
         )
 
     def persistent(self, pid: Any) -> _Storage:
@@ -284,8 +286,10 @@ def read_archive(file: MappedFile, begin: int = 0, end: int | None = None) -> Tr
     except CheckpointError:
         raise
     except Exception as error:  # zip files and pickles may break in any way
-        raise CheckpointError(
-            f"'{file.path}' is no whole file of torch.save; save it again, or copy the whole file"
+        raise coded(
+            CheckpointError,
+            "ckpt-file-cut",
+            f"'{file.path}' is no whole file of torch.save; save it again, or copy the whole file",
         ) from error
     finally:
         file.release_all()

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NoReturn, TypeVar
 
-from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.process_groups import ProcessGroup, rank_and_size
+from fsdp2.core.errors import CheckpointError, coded, resaid
 from fsdp2.ranks.channels import LostRankError, SideChannel, members_of, side_channel
 
 T = TypeVar("T")
@@ -32,9 +32,11 @@ class Outcome(Generic[T]):
 
 def lost_rank(what: str) -> CheckpointError:
     """What the others raise."""
-    return CheckpointError(
+    return coded(
+        CheckpointError,
+        "ckpt-lost-rank",
         f"{what} lost a rank; what was complete before is complete still, so start the ranks "
-        f"again and load"
+        f"again and load",
     )
 
 
@@ -80,9 +82,11 @@ class Call:
             return Outcome(sentence=str(error)), error
         except Exception as error:  # whatever it is, no rank may wait for this one
             text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-            said = CheckpointError(
+            said = coded(
+                CheckpointError,
+                "ckpt-rank-failed",
                 f"{self.what} failed on rank {self.rank} ({type(error).__name__}: {text}); nothing "
-                f"that was complete has changed, so mend that and call it again"
+                f"that was complete has changed, so mend that and call it again",
             )
             return Outcome(sentence=str(said)), error
 
@@ -100,7 +104,7 @@ class Call:
         for outcome in told:
             if outcome.sentence is not None:
                 sentence = outcome.sentence
-                raise CheckpointError(sentence) from cause
+                raise resaid(CheckpointError, sentence) from cause
         return [outcome.value for outcome in told]  # type: ignore[misc]  # of T, as nobody raised
 
     def agree(
@@ -134,7 +138,7 @@ class Call:
             raise lost_rank(self.what) from error
         if answer.sentence is not None:
             sentence = answer.sentence
-            raise CheckpointError(sentence) from cause
+            raise resaid(CheckpointError, sentence) from cause
         return answer.value  # type: ignore[return-value]  # of V, as nobody raised
 
     def _answers(
@@ -157,13 +161,17 @@ class Call:
 def _refuse(what: str, group: object) -> NoReturn:
     """``new_group`` returns a number on ranks outside of the group."""
     if isinstance(group, (ProcessGroup, int)):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-not-in-group",
             f"{what} was called on rank {rank_and_size()[0]}, which its process_group does not "
-            f"have; call it on the ranks of the group alone, before the group is destroyed"
+            f"have; call it on the ranks of the group alone, before the group is destroyed",
         )
-    raise CheckpointError(
+    raise coded(
+        CheckpointError,
+        "ckpt-group-kind",
         f"{what} takes process_group= a process group of torch.distributed, not a "
-        f"{type(group).__qualname__}; pass mesh.get_group() of a mesh, or None for all ranks"
+        f"{type(group).__qualname__}; pass mesh.get_group() of a mesh, or None for all ranks",
     )
 
 

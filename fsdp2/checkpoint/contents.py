@@ -17,7 +17,7 @@ import torch
 
 from fsdp2.checkpoint.archives import Record
 from fsdp2.checkpoint.entries import Entry, Piece, Tree, whole_of
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 from fsdp2.core.names import clean
 from fsdp2.core.pieces import piece_of
 
@@ -83,10 +83,12 @@ def contents_of(tree: Tree, source: Path) -> Contents:
     if not models and _is_model(tree):
         return Contents(_cleaned(tree, source))
     if len(models) != 1 or len(optimizers) > 1 or not _is_model(tree[models[0]]):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-no-model",
             f"'{source}' has no one model that can be told apart among {sorted(map(str, tree))}; "
             f"save a dict with model.state_dict() as 'model' and optimizer.state_dict() as "
-            f"'optimizer'"
+            f"'optimizer'",
         )
     found = Contents(_cleaned(tree[models[0]], source))
     if optimizers:
@@ -120,9 +122,11 @@ def _cleaned(model: Mapping[str, object], source: Path) -> Nested:
     found: Nested = {}
     for name, value in model.items():
         if clean(name) in found:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-names-clash",
                 f"'{source}' has several tensors that are '{clean(name)}' without what wrappers "
-                f"put into names; rename all but one"
+                f"put into names; rename all but one",
             )
         found[clean(name)] = value
     return found
@@ -137,10 +141,12 @@ def _by_name(optimizer: Nested, model: Nested, source: Path) -> Nested:
         names = _names_of(groups, model)
     known = all(key in names for key in state)
     if not known or len({*names.values()}) != len(keys) or not _fits(state, names, model):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-optimizer-numbers",
             f"'{source}' has an optimizer of {len(keys)} parameters whose names it does not tell, "
             f"and a model of {len(model)} tensors; save what get_state_dict() of "
-            f"torch.distributed.checkpoint.state_dict returns, or make it of named_parameters()"
+            f"torch.distributed.checkpoint.state_dict returns, or make it of named_parameters()",
         )
     return {
         "state": {names[key]: dict(kept) for key, kept in state.items()},
@@ -245,9 +251,11 @@ def joined(trees: Sequence[Tree], source: Path) -> Tree:
 
 
 def _unlike(source: Path, name: str) -> CheckpointError:
-    return CheckpointError(
+    return coded(
+        CheckpointError,
+        "ckpt-ranks-unlike",
         f"'{source}' has files of ranks that do not have '{name}' alike; pass a folder with the "
-        f"files of one step and of nothing else"
+        f"files of one step and of nothing else",
     )
 
 

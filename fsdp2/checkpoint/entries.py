@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fsdp2.checkpoint.boxes import cover
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 BLOCK = 1 << 20  # bytes that are read at once, unless one element of dim 0 of a piece has more
 _AT_ONCE = 1 << 24  # the same, of what is in memory anyway
@@ -44,7 +44,11 @@ class MappedFile:
         self.path = path
         self.length = path.stat().st_size
         if not self.length:
-            raise CheckpointError(f"'{path}' is empty; save it again, or copy the whole file")
+            raise coded(
+                CheckpointError,
+                "ckpt-file-empty",
+                f"'{path}' is empty; save it again, or copy the whole file",
+            )
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._begin = self.values(0, 1, torch.uint8).data_ptr()
@@ -233,9 +237,11 @@ def whole_of(
     covered = sum(piece.tensor.numel() for piece in kept)
     boxes = [(piece.offsets, tuple(piece.tensor.shape)) for piece in kept]
     if any(piece.tensor.dtype != dtype for piece in kept) or not cover(shape, boxes):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-parts-missing",
             f"'{source}' has {covered} of {math.prod(shape)} elements of '{name}'; copy the files "
-            f"of all ranks, of one step"
+            f"of all ranks, of one step",
         )
     return Entry(tuple(shape), dtype, tuple(kept))
 

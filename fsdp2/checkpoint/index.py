@@ -26,7 +26,7 @@ from fsdp2.checkpoint.boxes import cover
 from fsdp2.checkpoint.files import BrokenError
 from fsdp2.checkpoint.pickles import DTYPES, Interpreter, Maker
 from fsdp2.checkpoint.stores import INDEX, AnyPath, is_inside
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 T = TypeVar("T")
 
@@ -106,9 +106,11 @@ def _find(module: str, name: str) -> object:
         return maker
     if module == "torch" and name in DTYPES:
         return DTYPES[name]
-    raise CheckpointError(
+    raise coded(
+        CheckpointError,
+        "ckpt-index-code",
         f"the index of the step names '{module}.{name}', which no index of DCP has; load only "
-        f"what save() has written"
+        f"what save() has written",
     )
 
 
@@ -124,8 +126,10 @@ def read_index(folder: AnyPath) -> Metadata:
     except CheckpointError:
         raise
     except Exception as error:  # a pickle may break in any way
-        raise CheckpointError(
-            f"'{path}' is no index of DCP; load another step, or copy the file again"
+        raise coded(
+            CheckpointError,
+            "ckpt-index-broken",
+            f"'{path}' is no index of DCP; load another step, or copy the file again",
         ) from error
 
 
@@ -203,9 +207,11 @@ def _require_whole(name: str, about: TensorStorageMetadata, path: AnyPath) -> No
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in about.chunks]
     if not cover(about.size, boxes):
         held = sum(math.prod(sizes) for _, sizes in boxes)
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-parts-missing",
             f"'{path}' has {held} of {math.prod(about.size)} elements of '{name}'; copy the files "
-            f"of all ranks, of one step"
+            f"of all ranks, of one step",
         )
 
 
@@ -223,9 +229,11 @@ def _place(draft: object, index: AnyPath) -> object:
     state = _state(draft, _Place)
     name = _of(state["relative_path"], str)
     if not is_inside(name):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-index-path",
             f"'{index}' names the file {name!r}, which is not in its folder; load only what save() "
-            f"has written"
+            f"has written",
         )
     offset, length = _of(state["offset"], int), _of(state["length"], int)
     transforms = state.get("transform_descriptors")

@@ -31,7 +31,7 @@ from fsdp2.checkpoint.stores import (
     number_of,
     step_name,
 )
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 _PART = 1 << 26  # bytes that an upload sends at once, and holds: S3 takes 10,000 parts of an object
 
@@ -61,16 +61,20 @@ def reach(url: str) -> tuple[FileSystem, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-no-fsspec",
             f"'{url}' is on a store, which the package fsspec reaches; pip install 'fsdp2[fsspec]' "
-            f"and the store's own package"
+            f"and the store's own package",
         ) from error
     try:
         found, path = url_to_fs(url)
     except Exception as error:  # of each store's own classes
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-not-reached",
             f"'{url}' cannot be reached ({type(error).__name__}: {error}); install the package of "
-            f"its store, or mend the URL"
+            f"its store, or mend the URL",
         ) from error
     return cast(FileSystem, found), str(path)
 
@@ -222,7 +226,7 @@ class RemoteStore:
 
     def prepare(self) -> None:
         if self.fs.isfile(self.root.path):
-            raise CheckpointError(f"'{self.root}' is a file; pass a folder")
+            raise coded(CheckpointError, "ckpt-is-file", f"'{self.root}' is a file; pass a folder")
 
     def hold(self) -> AbstractContextManager[Callable[[], bool]]:
         return nullcontext(lambda: True)

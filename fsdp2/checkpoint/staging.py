@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.buffers import FlatBuffer
+from fsdp2.core.errors import CheckpointError, coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.optimizers import steps, watch_steps
 from fsdp2.core.pieces import round_up
@@ -155,9 +155,11 @@ class Copy:
             ShardReaders.waiting.remove(self.wait)
             self._sources, self._counters = {}, {}
         if self._torn is not None:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-written-while-copied",
                 f"'{self._torn}' was written while it was copied, by neither an optimizer nor a "
-                f"load; call wait_staged() on what async_save() returned before, or use save()"
+                f"load; call wait_staged() on what async_save() returned before, or use save()",
             )
 
     def wait(self) -> None:

@@ -52,7 +52,7 @@ from fsdp2.checkpoint.stores import AnyPath
 from fsdp2.checkpoint.tensors import About, Catalogue, Place
 from fsdp2.checkpoint.tensors import Reader as TensorReader
 from fsdp2.checkpoint.values import Value, is_kept_by_dcp, packed
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.names import clean
 from fsdp2.core.pieces import piece_of
@@ -112,9 +112,11 @@ def as_module(model: Models) -> nn.Module:
         isinstance(name, str) and name and "." not in name and isinstance(each, nn.Module)
         for name, each in model.items()
     ):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-models",
             f"checkpoints take a module, or a dict of modules by names without dots, not "
-            f"{_shown(model)}; pass the model"
+            f"{_shown(model)}; pass the model",
         )
     return nn.ModuleDict(model)
 
@@ -134,9 +136,11 @@ def as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
     found = [each for each in found if each is not None]
     wrong = next((each for each in found if not hasattr(each, "param_groups")), None)
     if wrong is not None:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-optimizers",
             f"checkpoints take an optimizer, or a list of them, not {_shown(wrong)}; pass the "
-            f"optimizer"
+            f"optimizer",
         )
     return found
 
@@ -214,9 +218,11 @@ def _values_in(state: Nested) -> Iterator[tuple[tuple[str | int, ...], object]]:
 def _text(key: object, of: str) -> str:
     if isinstance(key, str):
         return key
-    raise CheckpointError(
+    raise coded(
+        CheckpointError,
+        "ckpt-state-key",
         f"the optimizer's state of '{of}' has the key {key!r}, which would come back as a string; "
-        f"name states by strings"
+        f"name states by strings",
     )
 
 
@@ -224,9 +230,11 @@ def _check_layout(path: tuple[str | int, ...], rows: Tensor) -> None:
     """A load writes into the tensor that is there, which has other elements then, or scales."""
     if rows.layout is not torch.strided or rows.is_quantized:
         what = f"of {rows.dtype}" if rows.is_quantized else f"of {rows.layout}"
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-layout",
             f"save() cannot keep '{'.'.join(map(str, path))}', a tensor {what}, which no load "
-            f"would restore in place; make it dense, or a buffer that is not persistent"
+            f"would restore in place; make it dense, or a buffer that is not persistent",
         )
 
 
@@ -250,9 +258,12 @@ def kept_values(state: Nested) -> Nested:
 
         held = packed(value, named)
         if held.wrong:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-value",
                 f"save() cannot keep '{name}', which has {held.wrong[0]}, as only running code "
-                f"would load it; make it of numbers, strings, bytes, tensors and containers of them"
+                f"would load it; make it of numbers, strings, bytes, tensors and containers of "
+                f"them",
             )
         found[name] = json.dumps([path, held.content])
     return found
@@ -433,9 +444,11 @@ class _Planner(DefaultLoadPlanner):
         try:
             self.state_dict[name] = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-value-code",
                 f"the step has '{name}' as an object of a class, which only running code would "
-                f"load; load it with torch.distributed.checkpoint, or leave it out by names="
+                f"load; load it with torch.distributed.checkpoint, or leave it out by names=",
             ) from error
 
 
@@ -566,17 +579,21 @@ def held_of(name: str, value: Tensor) -> Held:
     local = value.to_local() if isinstance(value, DTensor) else value
     if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided:
         kind = type(local).__name__ if local.layout is torch.strided else str(local.layout)
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "export-class",
             f"'{name}' is a {kind}, not a plain tensor, so that its bytes are not its values; "
-            f"convert it, or pass names= that returns None for it"
+            f"convert it, or pass names= that returns None for it",
         )
     if not isinstance(value, DTensor):
         return Held(shape, local, (0,) * len(shape), False)
     offsets, lengths = _part(shape, value)
     if lengths != tuple(local.shape):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "export-part",
             f"'{name}' has a part of shape {tuple(local.shape)} here, which its placements "
-            f"{value.placements} do not tell; redistribute it to Shard and Replicate"
+            f"{value.placements} do not tell; redistribute it to Shard and Replicate",
         )
     return Held(shape, local, offsets, True)
 

@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import BinaryIO, Literal, Protocol
 
 from fsdp2.checkpoint import files, owning
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 MANIFEST = "manifest.json"
 OWNER = ".owner"
@@ -165,9 +165,11 @@ def local_path(path: PathLike) -> Path:
         CheckpointError: it is a URL of a store.
     """
     if is_url(path):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-not-local",
             f"'{path}' is on a store, where steps are saved and loaded, and weights are read by "
-            f"load_pretrained() alone; name a path of a disk, and copy from there or to there"
+            f"load_pretrained() alone; name a path of a disk, and copy from there or to there",
         )
     return disk_path(path)
 
@@ -279,7 +281,7 @@ class DiskStore:
 
     def prepare(self) -> None:
         if self.root.exists() and not self.root.is_dir():
-            raise CheckpointError(f"'{self.root}' is a file; pass a folder")
+            raise coded(CheckpointError, "ckpt-is-file", f"'{self.root}' is a file; pass a folder")
         files.make_folders(self.root)
 
     @contextmanager
@@ -290,9 +292,11 @@ class DiskStore:
             try:
                 is_ours = held.enter_context(owning.owned(path, about))
             except BlockingIOError as error:
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "ckpt-other-job",
                     f"another job saves into '{self.root}' just now ({error}); pass a folder of "
-                    f"its own, or, if that job is gone, remove '{path}'"
+                    f"its own, or, if that job is gone, remove '{path}'",
                 ) from error
             yield is_ours
 

@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol, TypedDict
 
-from fsdp2.core.config import RankMismatchError
+from fsdp2.core.errors import RankMismatchError, coded, resaid
 
 SHORTEST_PAUSE = 0.0002  # seconds between looks at the board, at first
 LONGEST_PAUSE = 0.02
@@ -261,7 +261,7 @@ class Agreement:
 
     def _raise(self, sentence: str) -> NoReturn:
         self._begin()
-        raise RankMismatchError(sentence)
+        raise resaid(RankMismatchError, sentence)
 
     def _error(self, meeting: _Meeting, waited: float | None = None) -> RankMismatchError:
         """Who is where; without ``waited``, ranks that are under way get a moment to say so."""
@@ -313,8 +313,10 @@ class Agreement:
                 said = ", ".join(f"{value} on {_ranks(of)}" for value, of in by_value.items())
                 differing.append(f"{name} is {said}")
         more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
-        return RankMismatchError(
-            f"ranks disagree about {step.what}: {'; '.join(differing[:3])}{more}; {step.fix}"
+        return coded(
+            RankMismatchError,
+            "ranks-differ",
+            f"ranks disagree about {step.what}: {'; '.join(differing[:3])}{more}; {step.fix}",
         )
 
 
@@ -323,9 +325,11 @@ def _describe(places: Mapping[int, str]) -> RankMismatchError:
         f"{_ranks(of)} {place.replace('is at', 'are at', 1) if len(of) > 1 else place}"
         for place, of in _gather(dict(sorted(places.items()))).items()
     )
-    return RankMismatchError(
+    return coded(
+        RankMismatchError,
+        "ranks-elsewhere",
         f"ranks disagree on their next step: {said}; run the same units in the same order on every "
-        f"rank, on zeros where a rank has no use for one"
+        f"rank, on zeros where a rank has no use for one",
     )
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
 
+from fsdp2.core.errors import reword
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules import failures
 from fsdp2.core.modules.engine import schedulers
@@ -79,7 +80,9 @@ def _explain_sharded(error: RuntimeError, units: Iterable[Unit]) -> None:
     if found:
         params = _either(param.name for param, _ in found)
         owners = _either(group.name for _, group in found)
-        error.args = (
+        reword(
+            error,
+            "used-outside",
             f"parameter {params} was used outside the forward of its unit {owners}, where it is "
             f"sharded; use it in that forward or in a method given to "
             f"register_fsdp_forward_method, call fully_shard on the module that reads it, or call "
@@ -116,7 +119,9 @@ def _explain_freed_in(error: RuntimeError, nodes: Iterable[Node], units: Iterabl
         for value in _saved_by(node):
             for param, group in known.get(_memory(value) or 0, ()):
                 if _begins_in(value, param.unsharded):
-                    error.args = (
+                    reword(
+                        error,
+                        "entered-by-a-side-door",
                         f"backward came to unit '{group.name}' by a tensor that its forward did "
                         f"not return, and read parameter '{param.name}', which is freed; return "
                         f"that tensor from the forward too, or call "
@@ -155,7 +160,9 @@ def _explain_freed(error: RuntimeError, units: Iterable[Unit]) -> None:
     found = _find_freed(error.__traceback__, _freed(units))
     if found is not None:
         param, group = found
-        error.args = (
+        reword(
+            error,
+            "used-freed",
             f"parameter '{param.name}', or a view of it, was read after the forward of its unit "
             f"'{group.name}', which has freed it; return a copy from that forward (.clone()), or "
             f"call set_reshard_after_forward(False) on the unit (torch: {error})",
@@ -198,7 +205,7 @@ def explain_loading(errors: list[str]) -> None:
                 f"load whole tensors with torch.distributed.checkpoint.state_dict."
                 f"set_model_state_dict(model, state_dict, "
                 f"options=StateDictOptions(full_state_dict=True)), after reshard() on units that "
-                f"are gathered"
+                f"are gathered [plain-state-dict]"
             )
 
 

@@ -24,16 +24,17 @@ import torch
 
 from fsdp2.checks.agreement import Agreement, Intent
 from fsdp2.checks.environment import asks_for_ranks
-from fsdp2.core.config import (
-    CommunicationError,
-    GroupOptions,
-    NonFiniteGradientError,
-    RankMismatchError,
-    ShardingStateError,
-)
+from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.collectives import ReduceKind
 from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
+from fsdp2.core.errors import (
+    CommunicationError,
+    NonFiniteGradientError,
+    RankMismatchError,
+    ShardingStateError,
+    coded,
+)
 from fsdp2.core.layout.mesh import local_of, memory_order
 from fsdp2.core.modules import optimizers
 from fsdp2.core.modules.registry import scheduler_of
@@ -162,9 +163,11 @@ class Checks:
         except RankMismatchError:
             raise
         except RuntimeError as error:
-            raise CommunicationError(
+            raise coded(
+                CommunicationError,
+                "store-gone",
                 f"the process group's store could not be reached before {step.what}, so the rank "
-                f"that holds it has probably ended; start all ranks again: {error}"
+                f"that holds it has probably ended; start all ranks again: {error}",
             ) from error
 
     @classmethod
@@ -311,10 +314,12 @@ class CheckedGroup(Layer):
             params, zip(*self.base.collectives.exchange(own), strict=True), strict=True
         ):
             if any(by_rank):
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "written-kept-rows",
                     f"parameter '{param.name}' was written while its unit keeps rows of an earlier "
                     f"gather, by a route that no version counter shows; call reshard() on its "
-                    f"module after you write"
+                    f"module after you write",
                 )
 
     def _compared_params(self) -> list[ShardedParam]:
@@ -340,10 +345,12 @@ class CheckedGroup(Layer):
             if any(by_rank) and index < len(names):
                 refuse_written(names[index])
             if any(by_rank):
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "written-sharded",
                     f"parameter '{names[index - len(names)]}' was written while its unit stays "
                     f"unsharded, which computes with what it has gathered; call reshard() on its "
-                    f"module after you write"
+                    f"module after you write",
                 )
 
     # ---- agreeing
@@ -449,10 +456,12 @@ class CheckedGroup(Layer):
         ]
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            raise NonFiniteGradientError(
+            raise coded(
+                NonFiniteGradientError,
+                "not-finite",
                 f"the gradients of unit '{self.base.name}' hold NaN or infinity: parameter "
                 f"{', '.join(found[:3])}{more}; look at the loss and the inputs of those ranks, or "
-                f"reduce in a dtype with more range if it was on none of them"
+                f"reduce in a dtype with more range if it was on none of them",
             )
 
 

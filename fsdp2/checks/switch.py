@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdp2.checks.groups import Checks, EnabledChecks
+from fsdp2.core.errors import coded
 
 
 class DebugSettings:
@@ -89,7 +90,11 @@ def debug(
     """
     before = Checks.current()
     if timeout is not None and not timeout > 0:
-        raise ValueError(f"debug takes a positive number of seconds as timeout, not {timeout!r}")
+        raise coded(
+            ValueError,
+            "debug-timeout",
+            f"debug takes a positive number of seconds as timeout, not {timeout!r}",
+        )
     settings = replace(
         before,
         check_ranks=before.check_ranks if check_ranks is None else bool(check_ranks),

@@ -1,7 +1,8 @@
 """How fsdp2 works, in eight rooms on a ground floor; each imports only those before it.
 
 custom_collectives  the user's own collectives: what they have to be
-config              what a user may choose, as frozen values; the exceptions
+config              what a user may choose, as frozen values
+errors              the exceptions, and the code of each message
 progress            optimizer steps counted; what to say where a collective fails
 names               names without what wrappers put into them
 pieces              lengths cut into equal pieces, and rounded up

@@ -1,4 +1,4 @@
-"""What a user may choose, as frozen values, and the exceptions that fsdp2 raises (decision 11).
+"""What a user may choose, as frozen values (decision 11).
 
     MixedPrecisionPolicy ──┐
     OffloadPolicy ─────────┼──> fully_shard ──> a unit keeps frozen GroupOptions for its groups;
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fsdp2.core.custom_collectives import AllGather, ReduceScatter
+from fsdp2.core.errors import coded
 
 EXACT_BELOW = 16384
 """Elements below which parameters travel as they are: norms, biases, routers of a few experts."""
@@ -28,46 +29,6 @@ NCCL chooses an algorithm for operations of a group whose sizes differ by less t
 counts each as 16 KiB of a channel's traffic or more (enqueue.cc: ncclPrepareTasks,
 scheduleCollTasksToPlan; 32 KiB in some versions). Users found many small ones slow: 980 grouped
 reduce-scatters 116 s, concatenated 1.6 s (nvidia/nccl#725)."""
-
-
-class ShardingStateError(RuntimeError):
-    """A call came at a moment in which its module cannot honour it.
-
-    For example a parameter group that is asked to free parameters that are still on their way.
-    The message names the module, the state it is in and the call that leads out of it.
-    """
-
-
-class RankMismatchError(ShardingStateError):
-    """Ranks are about to run different collectives, which would hang.
-
-    Raised by `fsdp2.debug(check_ranks=True)` on all ranks alike, before anything is launched. The
-    message names the unit and the step that each rank is at.
-    """
-
-
-class CommunicationError(RuntimeError):
-    """A collective of a unit failed, for example because a rank did not come in time.
-
-    The message names the unit, the operation, whether forward or backward ran, and the iteration;
-    ``__cause__`` is what the backend raised.
-    """
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be saved, found or loaded.
-
-    Raised by `fsdp2.checkpoint` on all ranks alike, with one sentence. Complete steps have not been
-    changed then.
-    """
-
-
-class NonFiniteGradientError(FloatingPointError):
-    """A unit's gradients hold NaN or infinity.
-
-    Raised by `fsdp2.debug(check_nan=True)` on all ranks of the unit alike, before an optimizer can
-    use them. The message names the parameters.
-    """
 
 
 @dataclass(frozen=True)
@@ -114,23 +75,29 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         override = self.param_dtype_override_fn
         if override is not None and not callable(override):
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "policy-override-type",
                 f"MixedPrecisionPolicy(param_dtype_override_fn={override!r}) is not callable; pass "
-                f"a function of a parameter that returns a torch.dtype or None"
+                f"a function of a parameter that returns a torch.dtype or None",
             )
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
                 continue
             if not isinstance(dtype, torch.dtype):
-                raise TypeError(
+                raise coded(
+                    TypeError,
+                    "policy-value",
                     f"MixedPrecisionPolicy({name}={dtype!r}) is not a torch.dtype; pass for "
-                    f"example {name}=torch.bfloat16"
+                    f"example {name}=torch.bfloat16",
                 )
             if not dtype.is_floating_point:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "policy-integer",
                     f"MixedPrecisionPolicy({name}={dtype}) is not a floating-point dtype; pass "
-                    f"for example {name}=torch.bfloat16"
+                    f"for example {name}=torch.bfloat16",
                 )
 
     def overridden_dtype(self, name: str, param: torch.Tensor) -> torch.dtype | None:
@@ -146,9 +113,11 @@ class MixedPrecisionPolicy:
         if chosen is None or chosen == self.param_dtype:
             return None
         if chosen != param.dtype:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "policy-override-value",
                 f"param_dtype_override_fn returned {chosen!r} for parameter '{name}'; return None, "
-                f"the policy's {self.param_dtype} or the parameter's own {param.dtype}"
+                f"the policy's {self.param_dtype} or the parameter's own {param.dtype}",
             )
         return param.dtype
 
@@ -209,14 +178,18 @@ class DataParallelMeshDims:
 
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
-            raise ValueError(
-                "DataParallelMeshDims names no mesh dim; pass shard=, replicate= or both"
+            raise coded(
+                ValueError,
+                "dims-none",
+                "DataParallelMeshDims names no mesh dim; pass shard=, replicate= or both",
             )
         names = (*self.shard_names, *self.replicate_names)
         if len(set(names)) < len(names):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "dims-twice",
                 f"DataParallelMeshDims names a mesh dim twice in {names}; name each once, in "
-                f"shard= or in replicate="
+                f"shard= or in replicate=",
             )
 
     @property

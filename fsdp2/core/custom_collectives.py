@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from fsdp2.core.errors import coded
+
 
 class Comm(ABC):
     """A user's own collective: where its buffers come from, and what runs it.
@@ -116,9 +118,11 @@ def checked_buffer(
     with torch.inference_mode(False):
         buffer = comm.allocate((numel,), dtype=dtype, device=device)
     if tuple(buffer.shape) != (numel,) or buffer.dtype != dtype:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "custom-allocation",
             f"{type(comm).__name__}.allocate(({numel},), dtype={dtype}) returned a tensor of shape "
             f"{tuple(buffer.shape)} and {buffer.dtype}; return a 1-D tensor of the size and dtype "
-            f"that it is asked for"
+            f"that it is asked for",
         )
     return buffer

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from fsdp2.core.config import CommunicationError
+from fsdp2.core.errors import CommunicationError, coded
 
 
 class OptimizerSteps:
@@ -65,8 +65,10 @@ def communication_error(operation: str, unit: str, error: RuntimeError) -> Commu
         error: what the backend raised.
     """
     backward = torch._C._current_graph_task_id() != -1
-    return CommunicationError(
+    return coded(
+        CommunicationError,
+        "collective-failed",
         f"the {operation} of unit '{unit}' failed in {'backward' if backward else 'forward'}, "
         f"iteration {OptimizerSteps.ended}, most likely as another rank has ended, is too late or "
-        f"is at another step; fsdp2.debug(check_ranks=True) or FSDP2_DEBUG=1 finds out: {error}"
+        f"is at another step; fsdp2.debug(check_ranks=True) or FSDP2_DEBUG=1 finds out: {error}",
     )

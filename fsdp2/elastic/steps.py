@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from fsdp2.core.config import ShardingStateError
+from fsdp2.core.errors import coded
 from fsdp2.core.modules.registry import UnitRecord, records_below
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.elastic.agreement import agree_on_step
@@ -113,10 +114,12 @@ class Steps:
         self._refuse_stepped()
         for record in records:
             if record.unit.options.wire.feedback:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "elastic-feedback",
                     f"attach() was given a model whose unit '{record.unit.title}' has error "
                     f"feedback, which keeps parts of gradients that a dropped step brought; call "
-                    f"set_wire_format with feedback=False"
+                    f"set_wire_format with feedback=False",
                 )
         self._zeroed: list[nn.Module] = [model]
         if not isinstance(model, FSDPModule):
@@ -217,10 +220,12 @@ class Steps:
         """Average over the groups that take part, in place; whether this one does."""
         manager = self.manager
         if not manager.num_participants():
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "elastic-not-begun",
                 "a backward reduces gradients before any step has begun, so nobody knows which "
                 "replica groups take part; call begin() first, or zero_grad() of torchft's "
-                "Optimizer"
+                "Optimizer",
             )
         manager.allreduce(torch.view_as_real(flat) if flat.is_complex() else flat).wait()
         return manager.is_participating()
@@ -231,10 +236,12 @@ class Steps:
 
     def _refuse_stepped(self) -> None:
         if is_stepped(self._model.parameters()):
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "elastic-stepped-in-backward",
                 "elastic steps end with a vote, but FlatOptimizer(step_in_backward=True) has "
                 "stepped before it, so no step could be dropped; make the optimizer without "
-                "step_in_backward"
+                "step_in_backward",
             )
 
 

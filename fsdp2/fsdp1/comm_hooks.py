@@ -17,6 +17,7 @@ import torch
 from fsdp2.core.custom_collectives import ReduceScatter
 from fsdp2.core.device.collectives import ReduceKind, Replicas, scatter_sums
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import coded
 from fsdp2.ranks.transfers import sum_over
 
 Hook = Callable[..., object]
@@ -45,7 +46,11 @@ class DefaultState:
 
     def __init__(self, process_group: ProcessGroup) -> None:
         if process_group is None:
-            raise ValueError("DefaultState got no process group; pass the one to reduce over")
+            raise coded(
+                ValueError,
+                "fsdp1-hook-state",
+                "DefaultState got no process group; pass the one to reduce over",
+            )
         self.process_group = process_group
         self.world_size = process_group.size()
         before = 1

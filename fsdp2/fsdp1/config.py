@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fsdp2.core.errors import coded
 from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
 
 E = TypeVar("E", bound=Enum)
@@ -249,8 +250,10 @@ def checked_member(kind: type[E], value: object, argument: str) -> E:
     for member in kind:
         if member == value:
             return member
-    raise TypeError(
-        f"FullyShardedDataParallel({argument}=…) takes a member of {kind.__name__}, not {value!r}"
+    raise coded(
+        TypeError,
+        "fsdp1-member",
+        f"FullyShardedDataParallel({argument}=…) takes a member of {kind.__name__}, not {value!r}",
     )
 
 
@@ -263,9 +266,11 @@ def checked_precision(value: Any) -> MixedPrecision:
     if value is None:
         return MixedPrecision()
     if type(value).__name__ != "MixedPrecision" or not hasattr(value, "cast_root_forward_inputs"):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "fsdp1-precision",
             f"FullyShardedDataParallel(mixed_precision=…) takes a MixedPrecision, not {value!r}; "
-            f"import it from fsdp2.fsdp1"
+            f"import it from fsdp2.fsdp1",
         )
     found: MixedPrecision = value  # or of torch's class, with the same fields
     return found
@@ -289,8 +294,10 @@ def offload_of(value: object) -> CPUOffloadPolicy | None:
     if value is None:
         return None
     if not hasattr(value, "offload_params"):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "fsdp1-offload",
             f"FullyShardedDataParallel(cpu_offload=…) takes a CPUOffload, not {value!r}; import it "
-            f"from fsdp2.fsdp1"
+            f"from fsdp2.fsdp1",
         )
     return CPUOffloadPolicy() if value.offload_params else None

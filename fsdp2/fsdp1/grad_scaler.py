@@ -9,6 +9,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from fsdp2.core.device.process_groups import ProcessGroup, default_group
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.ranks.transfers import sum_over
 
@@ -67,8 +68,10 @@ class ShardedGradScaler(GradScaler):
             return type(outputs)(self.scale(output) for output in outputs)
         if isinstance(outputs, Iterable):
             return map(self.scale, outputs)
-        raise TypeError(
-            f"ShardedGradScaler.scale takes a tensor or an iterable of tensors, not {outputs!r}"
+        raise coded(
+            TypeError,
+            "fsdp1-scaler",
+            f"ShardedGradScaler.scale takes a tensor or an iterable of tensors, not {outputs!r}",
         )
 
     def _unscale_grads_(

@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp2.core.config import RankMismatchError
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import RankMismatchError, coded
 from fsdp2.core.layout.mesh import local_of, wrap_local
 from fsdp2.core.names import clean_as_fsdp1
 from fsdp2.core.params.param import ShardedParam
@@ -161,17 +161,21 @@ def rekey_optim_state_dict(
     """
     to_names = optim_state_key_type == OptimStateKeyType.PARAM_NAME
     if not to_names and optim_state_key_type != OptimStateKeyType.PARAM_ID:
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "optim-key-type",
             f"rekey_optim_state_dict takes a member of OptimStateKeyType, not "
-            f"{optim_state_key_type!r}; import it from fsdp2.fsdp1"
+            f"{optim_state_key_type!r}; import it from fsdp2.fsdp1",
         )
     groups = optim_state_dict.get("param_groups", [])
     keys = [*optim_state_dict["state"], *(key for group in groups for key in group["params"])]
     kinds = {type(key) for key in keys}
     if kinds - {str} and kinds - {int}:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "optim-keys-mixed",
             "rekey_optim_state_dict got states by name and by position at once; pass what "
-            "full_optim_state_dict() or an optimizer's state_dict() returned"
+            "full_optim_state_dict() or an optimizer's state_dict() returned",
         )
     if kinds <= {str if to_names else int}:
         return optim_state_dict
@@ -184,9 +188,11 @@ def rekey_optim_state_dict(
             other.update(dict.fromkeys(names, position))
     for key in keys:
         if key not in other:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "optim-key-unknown",
                 f"rekey_optim_state_dict got a state of {key!r}, which is no parameter of the "
-                f"model that is in the optimizer; pass the model and the optimizer of these states"
+                f"model that is in the optimizer; pass the model and the optimizer of these states",
             )
     rekeyed: StateDict = {
         "state": {other[key]: state for key, state in optim_state_dict["state"].items()},
@@ -367,10 +373,12 @@ def _positions(
     params, groups = _params_of(model, optim, optim_input)
     for at, each in enumerate(params):
         if id(each) not in names:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "optim-of-another-model",
                 f"the optimizer's parameter {at} of shape {tuple(each.shape)} is none of "
                 f"{type(model).__name__}'s; pass the model whose parameters it has, and make it "
-                f"after wrapping"
+                f"after wrapping",
             )
     keys: list[int | str] = [raw[id(p)] for p in params] if named else list(range(len(params)))
     managed = {id(selected.param.sharded): selected.param for selected in selection}
@@ -450,9 +458,11 @@ def _by_name(
     ranks = _agreement(positions, group)
     states = given["state"]
     if not ranks.is_alike((view, list(_facts(states, positions)))):
-        raise RankMismatchError(
+        raise coded(
+            RankMismatchError,
+            "optim-state-ranks",
             "ranks called optim_state_dict() with different settings, or on optimizers whose "
-            "states differ; set the same type on all ranks, and step all optimizers alike"
+            "states differ; set the same type on all ranks, and step all optimizers alike",
         )
     kept = not view.only_first or ranks.is_first
     found: dict[object, object] = {}
@@ -535,9 +545,11 @@ def _to_load(
         return _assembled(plan, positions, lambda item: _own_part(item, positions))
     names = [positions.names, [str(tuple(param.shape)) for param in positions.params]]
     if not ranks.is_alike(names):
-        raise RankMismatchError(
+        raise coded(
+            RankMismatchError,
+            "optim-scatter-ranks",
             "ranks scatter an optimizer's states into models that differ; build the same model and "
-            "the same optimizer on all ranks"
+            "the same optimizer on all ranks",
         )
     tensors: dict[tuple[int, str], torch.Tensor] = {}
     plan = _StatesToLoad("", [], {}, None)
@@ -603,9 +615,11 @@ class _StatesToLoad:
 
 def _checked(plan: _StatesToLoad) -> _StatesToLoad:
     if plan.problem:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "optim-not-loadable",
             f"the optimizer's state dict cannot be loaded, as {plan.problem}; pass one by names of "
-            f"this model, of optim_state_dict() or rekey_optim_state_dict()"
+            f"this model, of optim_state_dict() or rekey_optim_state_dict()",
         )
     return plan
 

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.api import plan_calls
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import coded
 from fsdp2.core.modules.walks import walk
 from fsdp2.fsdp1.config import (
     HYBRID,
@@ -164,8 +165,10 @@ class _Replicated:
 
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"FullyShardedDataParallel takes a module, not {type(module).__name__}; pass one"
+        raise coded(
+            TypeError,
+            "fsdp1-module",
+            f"FullyShardedDataParallel takes a module, not {type(module).__name__}; pass one",
         )
     sharded_class(module)  # raises if there can be none
 

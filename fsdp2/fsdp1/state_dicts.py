@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.config import RankMismatchError
+from fsdp2.core.errors import RankMismatchError, coded
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
 from fsdp2.core.modules.registry import UnitRecord, records_below
 from fsdp2.core.modules.ties import Owners
@@ -120,15 +120,19 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     """
     found = [settings_of(record) for record in records_below(module)]
     if not found:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "state-dict-no-units",
             f"{type(module).__name__} has no sharded modules whose state dicts could be of a type; "
-            f"wrap it, or call fully_shard on it"
+            f"wrap it, or call fully_shard on it",
         )
     for other in found[1:]:
         if other != found[0]:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "state-dict-types-below",
                 f"sharded modules below {type(module).__name__} have state dicts of different "
-                f"types, {_words(found[0])} and {_words(other)}; set one type on the outermost"
+                f"types, {_words(found[0])} and {_words(other)}; set one type on the outermost",
             )
     return found[0]
 
@@ -190,16 +194,20 @@ def _checked_type(value: object) -> StateDictType:
     for member in StateDictType:
         if member == value:
             if member == StateDictType.LOCAL_STATE_DICT:
-                raise NotImplementedError(
+                raise coded(
+                    NotImplementedError,
+                    "state-dict-local",
                     "LOCAL_STATE_DICT is the flat layout of torch's FSDP, which fsdp2 does not "
                     "have; use SHARDED_STATE_DICT, whose checkpoints torch.distributed.checkpoint."
                     "format_utils.dcp_to_torch_save converts to full ones, and save flat ones "
-                    "that exist as FULL_STATE_DICT where they were made"
+                    "that exist as FULL_STATE_DICT where they were made",
                 )
             return member
-    raise TypeError(
+    raise coded(
+        TypeError,
+        "state-dict-type",
         f"set_state_dict_type takes a member of StateDictType, not {value!r}; import it from "
-        f"fsdp2.fsdp1"
+        f"fsdp2.fsdp1",
     )
 
 
@@ -211,9 +219,11 @@ def _checked_config(value: C | None, kind: type[C], argument: str) -> C:
         made: Any = kind  # of the class that torch's documentation passes for any type
         return cast(C, made(offload_to_cpu=offload))
     if type(value).__name__ != kind.__name__ or offload is None:
-        raise RuntimeError(
+        raise coded(
+            RuntimeError,
+            "state-dict-config",
             f"set_state_dict_type({argument}=…) takes a {kind.__name__} for this type, not "
-            f"{type(value).__name__}; pass one, or leave it out"
+            f"{type(value).__name__}; pass one, or leave it out",
         )
     return value
 
@@ -286,9 +296,11 @@ def _require_alike(module: nn.Module, selection: Sequence[SelectedParam], ranks:
     chosen = [repr(settings_of(record)) for record in records_below(module)]
     facts = chosen, [(selected.names, str(selected.param.dtype)) for selected in selection]
     if not ranks.is_alike(facts):
-        raise RankMismatchError(
+        raise coded(
+            RankMismatchError,
+            "state-dict-ranks",
             "ranks called state_dict() with different types of state dicts, or on different "
-            "models; set the same type with the same configuration on all ranks"
+            "models; set the same type with the same configuration on all ranks",
         )
 
 

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.api import fully_shard
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import coded
 from fsdp2.core.modules.registry import UnitRecord, require_record
 from fsdp2.fsdp1 import optimizer_states as states
 from fsdp2.fsdp1.comm_hooks import Hook, HookedReduceScatter, HookedReplicas
@@ -367,17 +368,25 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
         """
         self._require_root("register_comm_hook")
         if not callable(hook):
-            raise TypeError(f"register_comm_hook takes a function, not {hook!r}; pass one")
+            raise coded(
+                TypeError,
+                "fsdp1-hook-type",
+                f"register_comm_hook takes a function, not {hook!r}; pass one",
+            )
         wrappers = self.fsdp_modules(self)
         for wrapper in wrappers:
             if wrapper.sharding_strategy in HYBRID:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "fsdp1-hook-hybrid",
                     f"register_comm_hook cannot be used with {wrapper.sharding_strategy.name}, "
-                    f"whose gradients are reduced over two groups; use another strategy"
+                    f"whose gradients are reduced over two groups; use another strategy",
                 )
             if wrapper.__dict__.get("_comm_hook") is not None:
-                raise RuntimeError(
-                    "register_comm_hook was called before on this model; call it once"
+                raise coded(
+                    RuntimeError,
+                    "fsdp1-hook-twice",
+                    "register_comm_hook was called before on this model; call it once",
                 )
         for wrapper in wrappers:
             wrapper._comm_hook = hook
@@ -391,9 +400,11 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
 
     def _require_root(self, method: str) -> None:
         if self._is_inner:
-            raise RuntimeError(
+            raise coded(
+                RuntimeError,
+                "fsdp1-inner",
                 f"{method}() was called on a FullyShardedDataParallel inside of another; call it "
-                f"on the outermost one"
+                f"on the outermost one",
             )
 
 

@@ -30,6 +30,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import Shard
 
 from fsdp2.core import config
+from fsdp2.core.errors import coded
 from fsdp2.core.modules.registry import UnitRecord, modules_below, record_of
 from fsdp2.core.modules.roots import start
 from fsdp2.core.params.param import ShardedParam, compute_dtype
@@ -65,9 +66,11 @@ class _StandIn:
         return "the model"
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
+        raise coded(
+            AttributeError,
+            "torchs-state",
             f"'{self._title}' is sharded by fsdp2, which has no '{name}' of torch's "
-            f"{self._stands_for}; use the public methods of fsdp2.FSDPModule"
+            f"{self._stands_for}; use the public methods of fsdp2.FSDPModule",
         )
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -77,9 +80,11 @@ class _StandIn:
         super().__setattr__(name, value)
 
     def _wrong(self, name: str, value: object) -> AttributeError:
-        return AttributeError(
+        return coded(
+            AttributeError,
+            "torchs-state-set",
             f"'{self._title}' is sharded by fsdp2, where '{name}' of torch's {self._stands_for} "
-            f"cannot be set to {value!r}; use the public methods of fsdp2.FSDPModule"
+            f"cannot be set to {value!r}; use the public methods of fsdp2.FSDPModule",
         )
 
 
@@ -443,9 +448,11 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
     def _fsdp_param_group(self) -> GroupStandIn | None:
         groups = self._fsdp_param_groups
         if len(groups) > 1:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "several-torch-groups",
                 f"'{self._title}' has parameters on several meshes, so that it has no one "
-                f"_fsdp_param_group; use _fsdp_param_groups ({len(groups)} groups)"
+                f"_fsdp_param_group; use _fsdp_param_groups ({len(groups)} groups)",
             )
         return groups[0] if groups else None
 
@@ -598,9 +605,11 @@ class TorchIdentity(TORCHS):  # typed as Any: our methods need not match the typ
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
     def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
-        raise NotImplementedError(
+        raise coded(
+            NotImplementedError,
+            "newer-method",
             f"{name}() is a method of FSDPModule in torch {torch.__version__} that fsdp2 does not "
-            f"have; update fsdp2, or leave the call out"
+            f"have; update fsdp2, or leave the call out",
         )
 
     return refuse
@@ -673,9 +682,11 @@ def check_untouched(module: nn.Module) -> None:
         refused = ("fully_shard", "replicate") if below is module else ("fully_shard",)
         found = [api for api in refused if api in registry]
         if found:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "torchs-own",
                 f"torch's {found[0]}() was already applied to '{name or type(below).__name__}'; "
-                f"use one implementation for the whole model"
+                f"use one implementation for the whole model",
             )
 
 

@@ -32,6 +32,7 @@ from torch import nn
 from fsdp2.core.device.collectives import run_all_gather
 from fsdp2.core.device.one_off import run_barrier
 from fsdp2.core.device.process_groups import default_group
+from fsdp2.core.errors import coded
 from fsdp2.planning.hardware import Curve, Hardware, Measured, from_json, load, write
 from fsdp2.planning.probes import (
     clock_of,
@@ -283,7 +284,11 @@ def _run_ranks(ranks: int, threads: int) -> dict[str, Any]:
         for process in processes:
             process.kill()
     if any(process.returncode for process in processes):
-        raise RuntimeError(f"a process of {ranks} that measure this machine failed; see above")
+        raise coded(
+            RuntimeError,
+            "plan-calibration",
+            f"a process of {ranks} that measure this machine failed; see above",
+        )
     found: dict[str, object] = json.loads(printed[0].splitlines()[-1])
     return found
 

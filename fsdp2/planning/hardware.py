@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fsdp2.core.errors import coded
 from fsdp2.record.notes import Operation
 
 FOLDER = Path(__file__).with_name("hardware")
@@ -253,9 +254,11 @@ def load(which: str | Path | Hardware) -> Hardware:
     if path.suffix != ".json":
         path = FOLDER / f"{str(which).lower()}.json"
     if not path.is_file():
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plan-hardware",
             f"hardware={str(which)!r} is neither one of {', '.join(names())} nor the path of a "
-            f".json file; write one with python -m fsdp2.planning calibrate"
+            f".json file; write one with python -m fsdp2.planning calibrate",
         )
     found: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
     known = {each.name for each in fields(Hardware)}
@@ -263,9 +266,11 @@ def load(which: str | Path | Hardware) -> Hardware:
     optional = {each.name for each in fields(Hardware) if _has_default(each)}
     missing = sorted(known - found.keys() - optional)
     if wrong or missing:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plan-hardware-file",
             f"{path.name} lacks {missing or 'nothing'} and has unknown {wrong or 'nothing'}; see "
-            f"fsdp2/planning/hardware/h100.json for what a file says"
+            f"fsdp2/planning/hardware/h100.json for what a file says",
         )
     return from_json(found)
 

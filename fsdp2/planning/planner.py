@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from fsdp2.core.device.streams import Lane
+from fsdp2.core.errors import coded
 from fsdp2.planning.hardware import Hardware, load
 from fsdp2.planning.memory import Memory, follow
 from fsdp2.planning.picture import drawn
@@ -246,9 +247,11 @@ class Plan:
         known = {each.name for each in fields(Settings)}
         for name in changes:
             if name not in known:
-                raise TypeError(
+                raise coded(
+                    TypeError,
+                    "plan-with-setting",
                     f"Plan.with_() has no setting '{name}'; pass some of "
-                    f"{', '.join(sorted(known))} or hardware"
+                    f"{', '.join(sorted(known))} or hardware",
                 )
         settings = replace(self.settings, **changes)
         if "mesh" in changes:
@@ -286,9 +289,11 @@ class Plan:
             ValueError: the user's own calls of `fully_shard` were planned, which cannot be varied.
         """
         if self._subject.shard is not None:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "plan-own-calls",
                 "fit() varies settings, but plan() got shard=…, whose calls it cannot change; "
-                "pass units=… in its place"
+                "pass units=… in its place",
             )
         room = self.room if memory is None else int(memory)
         return search(self, room, limit, low_precision, progress)
@@ -377,8 +382,10 @@ def _shape(mesh: int | Iterable[int]) -> tuple[int, ...]:
     shape = (mesh,) if isinstance(mesh, int) else tuple(mesh)
     known = len(shape) in (1, 2) and all(isinstance(size, int) and size > 0 for size in shape)
     if not known:
-        raise ValueError(
-            f"mesh={mesh!r} is no shape of ranks; pass a number, (shard,) or (replicate, shard)"
+        raise coded(
+            ValueError,
+            "plan-mesh",
+            f"mesh={mesh!r} is no shape of ranks; pass a number, (shard,) or (replicate, shard)",
         )
     return shape
 
@@ -436,14 +443,18 @@ def plan(
     known = {each.name for each in fields(Settings)}
     unknown = sorted(settings.keys() - known)
     if unknown:
-        raise TypeError(
-            f"plan() has no setting '{unknown[0]}'; pass some of {', '.join(sorted(known))}"
+        raise coded(
+            TypeError,
+            "plan-setting",
+            f"plan() has no setting '{unknown[0]}'; pass some of {', '.join(sorted(known))}",
         )
     machine = load(hardware)
     chosen = Settings(mesh=_shape(mesh), **settings)
     if not callable(model):
-        raise TypeError(
-            f"plan() takes a model or a function that makes one, not {type(model).__name__}"
+        raise coded(
+            TypeError,
+            "plan-model",
+            f"plan() takes a model or a function that makes one, not {type(model).__name__}",
         )
     make = (lambda: on_meta(model)) if isinstance(model, nn.Module) else model
     subject = Subject(make, make_batch, policy_of(units), shard, loss, optimizer, tokens)

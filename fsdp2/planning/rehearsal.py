@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.api import apply_calls, plan_calls
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.progress import OptimizerSteps
@@ -158,9 +159,11 @@ def rehearse(subject: Subject, settings: Settings, device: str, backend: str) ->
         with torch.device("meta"), Following(values), explaining("make_model"):
             model = subject.make_model()
         if not isinstance(model, nn.Module):
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "plan-no-model",
                 f"plan() takes a model or a function that makes one, which returned "
-                f"{type(model).__name__}; let it return an nn.Module"
+                f"{type(model).__name__}; let it return an nn.Module",
             )
         values.forget(model.parameters())
         with Following(values), explaining("make_batch"):
@@ -173,7 +176,11 @@ def _check(settings: Settings) -> None:
     for name in ("batch", "accumulate", "window"):
         value = getattr(settings, name)
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} cannot be planned; pass a whole number from 1 on")
+            raise coded(
+                ValueError,
+                "plan-count",
+                f"{name}={value!r} cannot be planned; pass a whole number from 1 on",
+            )
 
 
 def _check_units(subject: Subject, settings: Settings, found: Iterable[str]) -> None:
@@ -181,14 +188,18 @@ def _check_units(subject: Subject, settings: Settings, found: Iterable[str]) -> 
     units = set(found)
     lost = [name for name in settings.kept if name not in units]
     if lost:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plan-kept",
             f"kept={settings.kept!r} names no unit '{lost[0]}'; the units are "
-            f"{', '.join(sorted(units))}"
+            f"{', '.join(sorted(units))}",
         )
     if subject.units is not None and units == {"(root)"}:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plan-units",
             "units=… chooses no module of the model, which would be one unit; leave it out if that "
-            "is meant, or name classes that the model has"
+            "is meant, or name classes that the model has",
         )
 
 
@@ -236,9 +247,11 @@ def _rehearse(
 def _make_optimizer(subject: Subject, shards: Sequence[_Rows]) -> torch.optim.Optimizer:
     optimizer = subject.optimizer([rows.param for rows in shards])
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "plan-optimizer",
             f"optimizer=… of plan() returned {type(optimizer).__name__}; let it return one "
-            f"torch.optim.Optimizer"
+            f"torch.optim.Optimizer",
         )
     return optimizer
 
@@ -418,9 +431,11 @@ class _Step:
             with recorder.during("forward"), explaining("loss", model):
                 loss = self.subject.loss(model, self.batch)
                 if not loss.requires_grad:
-                    raise ValueError(
+                    raise coded(
+                        ValueError,
+                        "plan-loss",
                         "the loss of a plan needs no gradient, so that there is no backward; let "
-                        "loss=… return what depends on parameters that are trained"
+                        "loss=… return what depends on parameters that are trained",
                     )
             with recorder.during("backward"), explaining("backward", model):
                 loss.backward()

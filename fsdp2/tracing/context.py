@@ -11,8 +11,8 @@ from types import TracebackType
 
 import torch
 
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.process_groups import rank_and_size
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.schedule.unit import all_groups
 from fsdp2.tracing.page import show
 from fsdp2.tracing.recording import Tracer
@@ -83,20 +83,26 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
         self._path = self._path.replace(RANK, str(rank))
         folder = Path(self._path).parent
         if not folder.is_dir():
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "trace-no-folder",
                 f"fsdp2.trace cannot write '{self._path}', as there is no folder '{folder}'; make "
-                f"it first"
+                f"it first",
             )
         if not records:
             _check_file(self._path, _probe)
             return self
         if Tracer.current is not None:
-            raise ShardingStateError(
-                "fsdp2.trace was entered while another one is on in this process; leave that first"
+            raise coded(
+                ShardingStateError,
+                "trace-nested",
+                "fsdp2.trace was entered while another one is on in this process; leave that first",
             )
         if not any(True for _ in all_groups()):
-            raise ValueError(
-                "fsdp2.trace found no sharded module in this process; call fully_shard before it"
+            raise coded(
+                ValueError,
+                "trace-not-sharded",
+                "fsdp2.trace found no sharded module in this process; call fully_shard before it",
             )
         _check_file(self._path, _create)
         exits = contextlib.ExitStack()
@@ -122,9 +128,11 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
             if error is not None:
                 _warn(self._path, failed)
             elif isinstance(failed, OSError):
-                raise OSError(
+                raise coded(
+                    OSError,
+                    "trace-not-written",
                     f"fsdp2.trace could not write '{self._path}' when it ended: {failed}; the "
-                    f"timeline is still there: write it elsewhere with trace.timeline.write(path)"
+                    f"timeline is still there: write it elsewhere with trace.timeline.write(path)",
                 ) from failed
             else:
                 raise
@@ -135,9 +143,11 @@ def _check_file(path: str, attempt: Callable[[str], None]) -> None:
     try:
         attempt(path)
     except OSError as error:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "trace-cannot-write",
             f"fsdp2.trace cannot write '{path}': {error.strerror}; name a file that this process "
-            f"may write"
+            f"may write",
         ) from error
 
 

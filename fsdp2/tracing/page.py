@@ -13,6 +13,7 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
+from fsdp2.core.errors import coded
 from fsdp2.tracing.summaries import (
     COLUMNS,
     Source,
@@ -55,10 +56,18 @@ def show(
         fsdp2.trace.show("plan.json", "step.json", to="both.html")
     """
     if not files:
-        raise ValueError("show takes at least one timeline, but got none; give the file of one")
+        raise coded(
+            ValueError,
+            "trace-show-nothing",
+            "show takes at least one timeline, but got none; give the file of one",
+        )
     first = files[0]
     if to is None and isinstance(first, Timeline):
-        raise ValueError("show takes to= where the first timeline is no file; name the page there")
+        raise coded(
+            ValueError,
+            "trace-show-where",
+            "show takes to= where the first timeline is no file; name the page there",
+        )
     path = Path(to) if to is not None else Path(os.fspath(_path(first))).with_suffix(".html")
     timelines = [each if isinstance(each, Timeline) else Timeline.read(each) for each in files]
     if title is not None:

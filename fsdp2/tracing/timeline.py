@@ -32,6 +32,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fsdp2.core.errors import coded
+
 HOST = "host"
 COMPUTE = "compute"
 COPY_IN = "copy-in"
@@ -310,19 +312,25 @@ class Timeline:
         try:
             document = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"'{os.fspath(path)}' is no JSON; give a file that fsdp2.trace wrote: {error}"
+            raise coded(
+                ValueError,
+                "trace-no-json",
+                f"'{os.fspath(path)}' is no JSON; give a file that fsdp2.trace wrote: {error}",
             ) from error
         head = document.get("otherData") if isinstance(document, dict) else None
         if not isinstance(head, dict) or head.get("format") != _FORMAT:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "trace-other-json",
                 f"'{os.fspath(path)}' is JSON, but no timeline of fsdp2; give a file that "
-                f"fsdp2.trace wrote"
+                f"fsdp2.trace wrote",
             )
         if int(head.get("version", 0)) > VERSION:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "trace-version",
                 f"'{os.fspath(path)}' is a timeline of version {head['version']}, and this fsdp2 "
-                f"reads up to {VERSION}; read it with the fsdp2 that wrote it, or a later one"
+                f"reads up to {VERSION}; read it with the fsdp2 that wrote it, or a later one",
             )
         return _timeline(document["traceEvents"], head)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fsdp2.core.errors import coded
 from fsdp2.xla.shards import ShardInfo, ShardMetadata, check_metadata, local_shape, rows_of
 
 StateDict = Mapping[str, Any]
@@ -49,9 +50,11 @@ def consolidate_sharded_state_dicts(
     """
     metadata = check_metadata(shard_metadata, "shard_metadata")
     if len(state_dict_list) != metadata["world_size"]:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "xla-number",
             f"got {len(state_dict_list)} state dicts, but the model was sharded over "
-            f"{metadata['world_size']} ranks; pass one of each rank, in their order"
+            f"{metadata['world_size']} ranks; pass one of each rank, in their order",
         )
     names = [f"the state dict of rank {rank}" for rank in range(len(state_dict_list))]
     _check_models(state_dict_list, names, metadata)
@@ -91,9 +94,11 @@ def consolidate_sharded_model_checkpoints(
     pattern = ckpt_prefix + ckpt_suffix
     paths = [path for path in sorted(glob(pattern)) if Path(path) != Path(target)]
     if not paths:
-        raise FileNotFoundError(
+        raise coded(
+            FileNotFoundError,
+            "xla-no-files",
             f"no files are called '{pattern}'; pass the ckpt_prefix and the ckpt_suffix that the "
-            f"ranks have saved under"
+            f"ranks have saved under",
         )
     files = [(path, _read(path)) for path in paths]
     metadata = {path: check_metadata(file.get("shard_metadata"), path) for path, file in files}
@@ -176,14 +181,18 @@ def _read(path: str) -> dict[str, Any]:
     try:
         found = torch.load(path, map_location="cpu", mmap=is_archive, weights_only=True)
     except Exception as error:  # torch raises many kinds
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "xla-unreadable",
             f"'{path}' cannot be loaded, as it is cut short, or holds more than tensors and plain "
-            f"values; save that rank's file again"
+            f"values; save that rank's file again",
         ) from error
     if not isinstance(found, dict) or not isinstance(found.get("model"), Mapping):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "xla-no-model",
             f"'{path}' holds no 'model', so that it is no rank's file; choose a ckpt_suffix that "
-            f"leaves it out"
+            f"leaves it out",
         )
     return found
 
@@ -216,22 +225,28 @@ def check_ranks(metadata: Mapping[str, ShardMetadata], pattern: str) -> None:
     size = told["world_size"]
     for path, other in others:
         if other["world_size"] != size:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "xla-world-sizes",
                 f"'{first}' was saved by one of {size} ranks, but '{path}' by one of "
-                f"{other['world_size']}; choose a ckpt_suffix that finds the files of one run"
+                f"{other['world_size']}; choose a ckpt_suffix that finds the files of one run",
             )
     for path, found in metadata.items():
         if found["rank"] in seen:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "xla-rank-twice",
                 f"'{seen[found['rank']]}' and '{path}' were both saved by rank {found['rank']}; "
-                f"choose a ckpt_suffix that finds the files of one run"
+                f"choose a ckpt_suffix that finds the files of one run",
             )
         seen[found["rank"]] = path
     missing = sorted(set(range(size)) - set(seen))
     if missing:
-        raise FileNotFoundError(
+        raise coded(
+            FileNotFoundError,
+            "xla-missing",
             f"'{pattern}' finds {len(seen)} of {size} ranks' files, those of ranks {missing} are "
-            f"missing; copy them there"
+            f"missing; copy them there",
         )
 
 
@@ -253,9 +268,11 @@ def _check_alike(metadata: Sequence[ShardMetadata], names: Sequence[str]) -> Non
     for other, name in zip(infos[1:], names[1:], strict=True):
         if other != infos[0]:
             wrong = next(p for p in {**infos[0], **other} if infos[0].get(p) != other.get(p))
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "xla-other-model",
                 f"'{names[0]}' and '{name}' differ in parameter '{wrong}', so that they are of "
-                f"different models; choose a ckpt_suffix that finds the files of one run"
+                f"different models; choose a ckpt_suffix that finds the files of one run",
             )
 
 
@@ -267,20 +284,26 @@ def _check_models(
         absent = {*models[0], *metadata["shard_info"]} - set(model)
         extra = set(model) - set(models[0])
         if absent or extra:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "xla-names",
                 f"'{min(absent or extra)}' is missing in '{name if absent else names[0]}', but not "
-                f"in other ranks' state dicts; save those of all ranks in the same step"
+                f"in other ranks' state dicts; save those of all ranks in the same step",
             )
         for param, info in metadata["shard_info"].items():
             piece, like = model[param], models[0][param]
             shape = local_shape(info, len(models), rank)
             if not isinstance(piece, torch.Tensor) or tuple(piece.shape) != shape:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "xla-piece",
                     f"'{param}' in '{name}' is not rank {rank}'s piece {shape} of "
-                    f"{tuple(info['shape'])}; save what state_dict() of the wrapper returns"
+                    f"{tuple(info['shape'])}; save what state_dict() of the wrapper returns",
                 )
             if piece.dtype != like.dtype:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "xla-dtypes",
                     f"'{param}' is {piece.dtype} in '{name}', but {like.dtype} in '{names[0]}'; "
-                    f"save all ranks' files in the same step"
+                    f"save all ranks' files in the same step",
                 )

@@ -15,6 +15,7 @@ from typing import TypedDict
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp2.core.errors import coded
 from fsdp2.core.pieces import piece_of
 
 FORMAT = "fsdp2.xla 1"
@@ -78,10 +79,12 @@ def describe(params: Iterable[tuple[str, torch.Tensor]], world_size: int) -> dic
         # Copies on other dims of the mesh are other ranks' affair: each group has all rows.
         alone = type(placement) is Shard and all(each.is_replicate() for each in outer)
         if not alone or param.device_mesh.size(-1) != world_size:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "xla-other-mesh",
                 f"parameter '{name}' is {param.placements} on a mesh of "
                 f"{tuple(param.device_mesh.shape)}, not cut on one dim over the {world_size} ranks "
-                f"of its wrapper; save it with torch.distributed.checkpoint"
+                f"of its wrapper; save it with torch.distributed.checkpoint",
             )
         assert isinstance(placement, Shard)
         found[name] = {"shape": list(param.shape), "dim": placement.dim}
@@ -110,10 +113,12 @@ def whole(name: str, value: object, param: torch.Tensor) -> object:
         return value
     rows = param.to_local()
     if value.shape != rows.shape:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "xla-foreign-rows",
             f"'{name}' is {tuple(value.shape)} in the state dict, but this rank's rows are "
             f"{tuple(rows.shape)} of {tuple(param.shape)}; load the file that this rank has saved, "
-            f"or load a full one before wrapping"
+            f"or load a full one before wrapping",
         )
     return DTensor.from_local(
         value.to(rows.device),
@@ -137,8 +142,10 @@ def check_metadata(metadata: object, where: str) -> ShardMetadata:
     """
     found = metadata.get("format") if isinstance(metadata, Mapping) else None
     if found != FORMAT:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "xla-foreign",
             f"{where} has no shard_metadata of this version of fsdp2.xla; save what "
-            f"get_shard_metadata() returns beside the state dict, on each rank"
+            f"get_shard_metadata() returns beside the state dict, on each rank",
         )
     return metadata  # type: ignore[return-value]  # said by its format

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import wrapper_module
 from fsdp2.api import fully_shard, plan_calls
+from fsdp2.core.errors import coded
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.modules.walks import walk
 from fsdp2.interop import MixedPrecisionPolicy
@@ -304,9 +305,11 @@ class XlaFullyShardedDataParallel(WrapperModule):
         """
         for factor in (pre, post):
             if not isinstance(factor, int | float) or not 0 < factor < math.inf:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "xla-divide-factors",
                     f"set_gradient_divide_factors takes two positive numbers, not {pre!r} and "
-                    f"{post!r}; pass for example 1.0 and 1.0 to sum over the ranks"
+                    f"{post!r}; pass for example 1.0 and 1.0 to sum over the ranks",
                 )
         for record in records_below(self._unit, recursive):
             record.unit.change(divide_factor=float(pre * post))
@@ -341,10 +344,12 @@ class XlaFullyShardedDataParallel(WrapperModule):
         """
         mine = self._mesh.mesh.tolist()
         if groups is not None and mine not in [list(group) for group in groups]:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "xla-clip-groups",
                 f"clip_grad_norm_(groups={[list(group) for group in groups]}) leaves out the "
                 f"sharding group {mine}, which holds the gradients; leave groups out, or use "
-                f"fsdp2.get_total_norm and fsdp2.clip_grads_with_norm_"
+                f"fsdp2.get_total_norm and fsdp2.clip_grads_with_norm_",
             )
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
@@ -462,7 +467,11 @@ def checkpoint_module(module: M) -> M:
         block = XlaFullyShardedDataParallel(checkpoint_module(block))
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"checkpoint_module takes a module, not {type(module).__name__}")
+        raise coded(
+            TypeError,
+            "xla-checkpoint",
+            f"checkpoint_module takes a module, not {type(module).__name__}",
+        )
     own = module.__dict__.get("forward")
     reference = weakref.ref(module)  # a module does not keep itself alive
 
@@ -483,11 +492,17 @@ def checkpoint_module(module: M) -> M:
 
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"XlaFullyShardedDataParallel takes a module, not {type(module).__name__}")
+        raise coded(
+            TypeError,
+            "xla-not-a-module",
+            f"XlaFullyShardedDataParallel takes a module, not {type(module).__name__}",
+        )
     if isinstance(module, XlaFullyShardedDataParallel):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "xla-wrapped-twice",
             f"XlaFullyShardedDataParallel was given a wrapper around "
-            f"{type(module.module).__name__}; wrap each module once, inner ones first"
+            f"{type(module.module).__name__}; wrap each module once, inner ones first",
         )
     sharded_class(module)  # raises if there can be none
 
@@ -508,8 +523,10 @@ def _settings(given: _Given) -> _UnitOptions:
         reshard = None
     compute, megabytes = given["compute_dtype"], given["reduce_scatter_bucket_size_mb"]
     if megabytes is not None and (isinstance(megabytes, bool) or not 0 <= megabytes < math.inf):
-        raise ValueError(
-            f"reduce_scatter_bucket_size_mb={megabytes!r} is no number of MiB; pass 0 or more"
+        raise coded(
+            ValueError,
+            "xla-bucket",
+            f"reduce_scatter_bucket_size_mb={megabytes!r} is no number of MiB; pass 0 or more",
         )
     reduce = torch.float32 if given["fp32_reduce_scatter"] else compute
     return _UnitOptions(
@@ -571,9 +588,11 @@ def _mesh(groups: Sequence[Sequence[int]] | None, rank: int | None, size: int | 
         ("sharding_world_size", size, mesh.size()),
     ):
         if told is not None and told != known:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "xla-group-position",
                 f"{name}={told} does not fit the sharding group {mesh.mesh.tolist()}, of which "
-                f"it is {known}; leave {name} out"
+                f"it is {known}; leave {name} out",
             )
     return mesh
 

@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import (
 
 from fsdp2.core.custom_collectives import AllGather, ReduceScatter
 from fsdp2.core.device.backends import traits_of
+from fsdp2.core.errors import coded
 
 P = ParamSpec("P")
 
@@ -187,9 +188,11 @@ def _method(group: dist.ProcessGroup, names: tuple[str, ...]) -> Callable[..., A
         if hasattr(group, name):
             method: Callable[..., object] = getattr(group, name)
             return method
-    raise TypeError(
+    raise coded(
+        TypeError,
+        "no-collectives",
         f"{type(group).__name__} has none of the collectives {names}; use a "
-        f"process group of a torch from 2.11 on"
+        f"process group of a torch from 2.11 on",
     )
 
 

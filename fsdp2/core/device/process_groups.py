@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _hash_ranks_to_str
 from fsdp2.core.device.backends import backend_of
 from fsdp2.core.device.collectives import Collectives, GroupCollectives
 from fsdp2.core.device.one_off import largest_over
+from fsdp2.core.errors import coded
 
 ProcessGroup = dist.ProcessGroup
 """For modules that name the type alone: they do not touch c10d."""
@@ -81,10 +82,12 @@ def new_groups(
     axes = (GroupCollectives(group, device, asynchronous=False) for group in around)
     most, least = largest_over(axes, [own, -own])
     if -least != most:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "group-counts",
             "process groups of some ranks are to be made, but some ranks have made more process "
             "groups than others, so that torch would give one of them two names; let all ranks "
-            "make equally many before, for example with init_device_mesh"
+            "make equally many before, for example with init_device_mesh",
         )
     made = []
     for line in lines:

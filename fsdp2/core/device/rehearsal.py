@@ -17,6 +17,7 @@ import torch
 
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import Streams
+from fsdp2.core.errors import coded
 
 META = torch.device("meta")
 
@@ -47,7 +48,11 @@ def rehearsing(on: Stage) -> Iterator[None]:
     """
     global stage
     if stage is not None:
-        raise RuntimeError("a rehearsal is under way in this process; wait for its end")
+        raise coded(
+            RuntimeError,
+            "plan-rehearsal",
+            "a rehearsal is under way in this process; wait for its end",
+        )
     stage = on
     try:
         yield

@@ -40,6 +40,7 @@ from fsdp2.core.device.process_groups import (
     new_groups,
     rank_and_size,
 )
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.layout import Cut
 
 
@@ -127,9 +128,11 @@ class MeshAxes:
             return self.mesh
         names = self.mesh.mesh_dim_names
         if names is None:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "hooks-unnamed-mesh",
                 "all-gather extensions need the mesh of the shard axis; name the dims: "
-                "init_device_mesh(…, mesh_dim_names=('replicate', 'shard'))"
+                "init_device_mesh(…, mesh_dim_names=('replicate', 'shard'))",
             )
         return self.mesh[names[-1]]
 

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.streams import Streams
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules import failures
 from fsdp2.core.modules.containers import (
     cast,
@@ -472,10 +472,12 @@ class UnitHooks(UnitRecord):
             if holds:
                 self._watch_parameters(scheduler)
         elif now.ending() is None:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "backward-after-a-failed-one",
                 f"the backward of '{self.unit.title}' follows one that an exception ended, whose "
                 f"gradients are incomplete; call reset_iter_state() on the root, or run the "
-                f"forward again before its backward"
+                f"forward again before its backward",
             )
         if now.graph is not None and grad is not None:
             # As long as these live: what the gradient comes from, and forward's node that it is of.

@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.device.streams import Streams
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.scheduler import Scheduler
@@ -168,8 +169,10 @@ def require_record(module: object) -> UnitRecord:
     """
     record = record_of(module)
     if record is None:
-        raise ValueError(
-            f"{type(module).__name__} is not sharded; call fully_shard on it before its methods"
+        raise coded(
+            ValueError,
+            "not-sharded",
+            f"{type(module).__name__} is not sharded; call fully_shard on it before its methods",
         )
     return record
 

@@ -23,9 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.buffers import SavedPlace, absent, empties_storages, saved_in
 from fsdp2.core.device.streams import Streams
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.modules.dynamo import uncompiled, uncompiled_methods
 from fsdp2.core.modules.hooks import UnitHooks, _transformed
@@ -50,10 +50,12 @@ class _Kept:
 
     def unpack(self) -> torch.Tensor:
         if _version_of(self._tensor) != self._version:
-            raise RuntimeError(
+            raise coded(
+                RuntimeError,
+                "saved-and-modified",
                 f"a {tuple(self._tensor.shape)} tensor that backward reads was modified in place "
                 f"since forward; modify a clone of it, or run forward under "
-                f"torch.autograd.set_detect_anomaly(True) to see where it was saved"
+                f"torch.autograd.set_detect_anomaly(True) to see where it was saved",
             )
         return self._tensor
 
@@ -87,10 +89,12 @@ class _Gathered:
     def unpack(self) -> torch.Tensor:
         found = self._place.tensor()
         if found is None or _version_of(self._counter) != self._version:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "saved-and-freed",
                 f"backward reads a {self._place.place.shape} tensor of '{self._place.buffer.name}',"
                 f" which was freed or modified since forward; call set_unshard_in_backward(True) "
-                f"on its unit, and step the optimizer after backward"
+                f"on its unit, and step the optimizer after backward",
             )
         return found if self._spec is None else wrap_local(found, self._spec)
 

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.config import MixedPrecisionPolicy
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import Move, mark_managed
 from fsdp2.core.modules.registry import UnitRecord, record_of_unit
@@ -110,9 +111,11 @@ def check_same_dtype(name: str, other: Computed, policy: MixedPrecisionPolicy) -
         return
     computes, wanted = other.chosen or other.dtype, policy.param_dtype or other.dtype
     if computes != wanted:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "tied-dtypes",
             f"parameter '{name}' is tied to parameter '{other.name}', with which its unit computes "
-            f"in {computes}, not in {wanted}; give both units the same param_dtype"
+            f"in {computes}, not in {wanted}; give both units the same param_dtype",
         )
 
 
@@ -199,9 +202,11 @@ def _refuse_late_gradients(group: ParamGroup) -> None:
         if gathered is not None and gathered.requires_grad and gathered.is_leaf:
 
             def refuse(_: torch.Tensor, name: str = name) -> None:
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "tied-late",
                     f"a gradient came to parameter '{name}' from a forward that ran before "
-                    f"parameters of its unit were tied; run the backward before the next forward"
+                    f"parameters of its unit were tied; run the backward before the next forward",
                 )
 
             gathered.register_post_accumulate_grad_hook(refuse)

@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp2.core.errors import coded
+
 Hook = Callable[[Any], Any]
 
 
@@ -81,9 +83,11 @@ def run_tensor_hooks(param: torch.Tensor, gradient: DTensor, name: str) -> DTens
             continue
         fits = isinstance(result, DTensor) and result.shape == gradient.shape
         if not fits or result.dtype != gradient.dtype:
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "gradient-hook-result",
                 f"a hook on the gradient of parameter '{name}' must return None or a DTensor of "
-                f"shape {tuple(gradient.shape)} and {gradient.dtype}, not {_described(result)}"
+                f"shape {tuple(gradient.shape)} and {gradient.dtype}, not {_described(result)}",
             )
         if result.placements != gradient.placements:
             result = result.redistribute(placements=gradient.placements)

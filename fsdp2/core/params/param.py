@@ -31,7 +31,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.layout import Cut, ParamShape, Slot
 from fsdp2.core.layout.mesh import (
     MeshAxes,
@@ -193,10 +194,12 @@ def refuse_written(name: str) -> NoReturn:
     Raises:
         ShardingStateError: always.
     """
-    raise ShardingStateError(
+    raise coded(
+        ShardingStateError,
+        "written-unsharded",
         f"parameter '{name}' was written in place while it was unsharded, which is lost when it is "
         f"resharded; write it inside fsdp2.gathered(), or the sharded one after reshard(), which "
-        f"drops the write if you call it once more"
+        f"drops the write if you call it once more",
     )
 
 
@@ -400,10 +403,12 @@ class ShardedParam:
                 chosen = registered
         if chosen is not before and not self._fits(chosen):
             self.register(before)
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "assigned-does-not-fit",
                 f"parameter '{self.name}' was replaced by a {type(chosen).__name__} of shape "
                 f"{tuple(chosen.shape)}; assign a DTensor of shape {tuple(before.shape)} sharded "
-                f"like the parameter"
+                f"like the parameter",
             )
         if chosen is not before:
             before.__dict__[REPLACED] = weakref.ref(self)
@@ -453,22 +458,28 @@ class ShardedParam:
         if self._whole is None and self.local.device == device:
             return
         if self.is_meta and device.type != "meta":
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "still-on-meta",
                 f"parameter '{self.name}' is still on the meta device; call "
                 f"model.to_empty(device='{device.type}') and initialise it before the first "
-                f"forward"
+                f"forward",
             )
         if offloaded and self.local.device.type != device.type:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "moved-though-offloaded",
                 f"parameter '{self.name}' is on {self.local.device}, but its unit was sharded with "
                 f"CPUOffloadPolicy, which keeps parameters in CPU memory and copies them to the "
                 f"device around their use; move the model back with model.to('cpu') and move only "
-                f"its buffers to the device, or call fully_shard without offload_policy"
+                f"its buffers to the device, or call fully_shard without offload_policy",
             )
         if self.local.device.type != device.type:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "moved-away",
                 f"parameter '{self.name}' is on {self.local.device}, but its mesh computes on "
-                f"{device}; move the model back with model.to('{device.type}')"
+                f"{device}; move the model back with model.to('{device.type}')",
             )
 
     def gradient_over(self, rows: torch.Tensor) -> DTensor:
@@ -525,9 +536,11 @@ class ShardedParam:
         """The local tensor of a model-parallel gradient, placed as the parameter is."""
         assert self.parallel is not None
         if not isinstance(grad, DTensor):
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "plain-gradient",
                 f"the gradient of parameter '{self.name}' is a plain {type(grad).__name__}, but "
-                f"the parameter is a DTensor; assign DTensors to .grad"
+                f"the parameter is a DTensor; assign DTensors to .grad",
             )
         wanted = gradient_placements(self.axes, self.parallel, grad.placements)
         if wanted != grad.placements:

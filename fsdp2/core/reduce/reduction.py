@@ -39,6 +39,7 @@ from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE, Event, Streams
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.params.gradients import Gradients, Sum
 from fsdp2.core.params.param import ShardedParam
@@ -520,7 +521,9 @@ def _refuse_sparse(reduction: Reduction, job: Job, error: RuntimeError) -> None:
     """Looked for where staging has raised: before, it would be a look at each gradient."""
     for member, grad in zip(reduction.members, job.grads, strict=False):  # none once staged
         if isinstance(grad, torch.Tensor) and grad.layout != torch.strided:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "sparse-gradient",
                 f"the gradient of parameter '{member.name}' is sparse, and only dense ones are "
-                f"reduced; make its module with sparse=False, or pass it in ignored_params"
+                f"reduced; make its module with sparse=False, or pass it in ignored_params",
             ) from error

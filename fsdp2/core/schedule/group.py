@@ -19,12 +19,13 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
-from fsdp2.core.config import GroupOptions, ShardingStateError
+from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.buffers import FlatBuffer
 from fsdp2.core.device.collectives import Collectives, Replicas, Work
 from fsdp2.core.device.presence import meet
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import COMPUTE, Event
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.gather.launch import Launched, gather_inline, gather_on_lanes
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.gather.transport import Route
@@ -736,7 +737,9 @@ class ParamGroup:
 
     def _require_sharded(self, action: str) -> None:
         if self.state is not SHARDED:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "not-sharded-state",
                 f"cannot {action} '{self.name}' while its parameters are {self.state.value}; "
-                f"call reshard() on it first"
+                f"call reshard() on it first",
             )

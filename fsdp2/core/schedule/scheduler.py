@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch.autograd import profiler
 
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.streams import COMPUTE, SIDE_LANES, Event, Streams
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.logs import SCHEDULE
 from fsdp2.core.params.param import FlagChanges
 from fsdp2.core.progress import Backwards, OptimizerSteps
@@ -234,10 +234,12 @@ class Scheduler:
         """
         now = self.iteration
         if now.unawaited:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "forward-before-wait",
                 f"the forward of '{root.title}' was called before the gradients of the "
                 f"last finalize_backward(async_op=True) were waited for; call wait() on the "
-                f"handle that it returned"
+                f"handle that it returned",
             )
         captures = self.streams.captures
         if captures is not None and captures():
@@ -278,11 +280,13 @@ class Scheduler:
         for group in self.groups:
             options = group.options
             if not options.keep_storage or (expects_backward and not options.keep_gradients):
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "captured-in-moving-memory",
                     f"the forward of '{root.title}' was called while a CUDA graph is recorded, but "
                     f"memory of '{group.name}' does not stay where it is; call "
                     f"set_keep_unsharded_storage(True) and, for a backward, "
-                    f"set_keep_gradient_storage(True) on the root, and run some steps before"
+                    f"set_keep_gradient_storage(True) on the root, and run some steps before",
                 )
 
     def let_go(self) -> None:
@@ -375,10 +379,12 @@ class Scheduler:
         """
         for group in unit.groups:
             if written := group.written:
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "forward-writes",
                     f"the forward of '{unit.title}' wrote parameter '{written}' in place, which is "
                     f"lost when it is resharded; keep what forward changes in a buffer, or write "
-                    f"the sharded parameter between steps"
+                    f"the sharded parameter between steps",
                 )
         if self.iteration.records:
             calls.whole = calls.whole or unit.is_root
