@@ -19,8 +19,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fsdp2.core.config import ShardingStateError
-from fsdp2.core.errors import coded
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.registry import UnitRecord, records_below
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.elastic.agreement import agree_on_step
