@@ -133,7 +133,7 @@ class ShardTransport:
         self._server.open(image)
 
     def disallow_checkpoint(self) -> None:
-        """Return when nobody reads what `send_checkpoint` was given: it may be written then.
+        """Return when nobody reads what `send_checkpoint` was given: it may be written then (I18).
 
         Raises:
             ValueError: `recv_checkpoint` has found that this rank can never take over what groups

@@ -6,7 +6,8 @@ Each life of a group begins with weights of its own, and heals. Behind every com
 down a hash of all that it trains: parameters, optimizer states, averages, learning rates. In the
 end, the hashes of a step are compared over the groups that committed it, and its batches counted.
 A rank is killed at any time, while its group starts and heals, too, but only where another group is
-healthy: without one, nobody has the weights.
+healthy: without one, nobody has the weights. More than half of the groups must take part in a step:
+else two parts of them could train apart, each with a quorum of its own.
 """
 
 import collections
@@ -67,7 +68,12 @@ def hash_of(model, optimizer, ema):
     return found.hexdigest()[:16]
 
 
-def work(kind, quorum, group, life, rank, port, lighthouse, folder):
+def least(groups):
+    """How many groups must take part; of two, one may be gone."""
+    return 1 if groups == 2 else groups // 2 + 1
+
+
+def work(kind, quorum, groups, group, life, rank, port, lighthouse, folder):
     """One rank of one life of a group."""
     torch.set_num_threads(1)
     store = dist.TCPStore(HOST, port)
@@ -84,7 +90,7 @@ def work(kind, quorum, group, life, rank, port, lighthouse, folder):
     transport = elastic.ShardTransport(model, optimizer, states=states, host=HOST)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
-        min_replica_size=1,
+        min_replica_size=least(groups),
         load_state_dict=transport.load_state_dict,
         state_dict=transport.state_dict,
         checkpoint_transport=transport,
@@ -137,10 +143,10 @@ class Supervisor:
         self.kind, self.quorum, self.folder = kind, quorum, folder
         self.lighthouse = LighthouseServer(
             bind="[::]:0",
-            min_replicas=1,
+            min_replicas=least(groups),
             join_timeout_ms=200,
             quorum_tick_ms=20,
-            heartbeat_timeout_ms=1500,
+            heartbeat_timeout_ms=1500 if least(groups) > 1 else 10_000,
         )
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOADED)
@@ -157,7 +163,7 @@ class Supervisor:
             self.context.Process(
                 target=work,
                 args=(
-                    *(self.kind, self.quorum, group.number, group.life, rank),
+                    *(self.kind, self.quorum, len(self.groups), group.number, group.life, rank),
                     *(group.store.port, self.lighthouse.address(), self.folder),
                 ),
             )
@@ -244,7 +250,7 @@ def check(folder, groups, killed):
             if number != "-":
                 numbers[int(step)].add(int(number))
     apart = {at: dict(found) for at, found in hashes.items() if len(found) > 1}
-    assert not apart, f"groups have other weights at {sorted(apart)[:5]} of {len(hashes)}"
+    assert not apart, f"{len(apart)} of {len(hashes)} are apart, first {min(apart.items())}"
     counted = [number for step in sorted(numbers) for number in sorted(numbers[step])]
     twice = [n for n, count in collections.Counter(counted).items() if count > 1]
     assert not twice, f"batches {twice[:5]} were trained on in two steps"
