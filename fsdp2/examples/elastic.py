@@ -36,6 +36,7 @@ STORE = "FSDP2_EXAMPLE_GROUPS_STORE"
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 HOST = "127.0.0.1"
 HEARTBEAT = 2000  # ms without a sign of life, after which a group is counted out
+LATE = 10_000  # ms that groups wait for one that is alive, and late for a step
 TIMEOUT = timedelta(seconds=30)  # of collectives between groups, and of their votes
 START = timedelta(minutes=5)  # until all groups are there
 LEAVE = timedelta(minutes=1)  # until all groups have finished
@@ -63,7 +64,7 @@ def run(module: str, argv: Sequence[str], options: Options) -> int:
     assert options.elastic is not None
     groups = range(options.elastic)
     lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=HEARTBEAT
+        bind="[::]:0", min_replicas=1, join_timeout_ms=LATE, heartbeat_timeout_ms=HEARTBEAT
     )
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
@@ -109,7 +110,7 @@ def train(
     assert options.elastic is not None
     says = f"group {number}:"
     groups = TCPStore(HOST, int(os.environ[STORE]), is_master=False)
-    manager, shutdown = _manager(model, optimizer, options, rank, number)
+    manager, shutdown = make_manager(model, optimizer, options, rank, number)
     groups.set(f"group {number} is there", "")
     groups.wait([f"group {n} is there" for n in range(options.elastic)], START)
     finishes = _loop(model, optimizer, options, manager, backward, groups, rank, says)
@@ -126,7 +127,7 @@ def train(
     groups.wait(["leave"], LEAVE)
 
 
-def _manager(
+def make_manager(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, rank: int, number: int
 ) -> tuple[Manager, Callable[[], None]]:
     """torchft's manager of this rank, and what ends it."""
@@ -163,6 +164,7 @@ def _loop(
     says: str,
 ) -> bool:
     """Whether this group has committed the last step."""
+    assert options.elastic is not None
     every = 1 if options.steps <= 50 else 10
     steps = attach(model, manager, optimizer)
     committed = taking_part = 0
