@@ -21,10 +21,11 @@ up, so that the next gather is exact.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -37,6 +38,7 @@ from fsdp2.checkpoint.snapshots import (
     names_in,
     optimizer_state,
 )
+from fsdp2.checkpoint.values import Value
 from fsdp2.core.layout.mesh import local_of, wrap_local
 from fsdp2.elastic.image import Layout, MeshKey, described, meshes_of
 from fsdp2.full.loading import require_writable, rewritten
@@ -49,10 +51,10 @@ _COPIED = 4096
 class Stateful(Protocol):
     """An object whose state goes to peers: a scheduler, a scaler, an `fsdp2.optim.EMA`."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Nested:
         """What it needs to go on."""
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+    def load_state_dict(self, state_dict: Nested, /) -> object:
         """Take that over."""
 
 
@@ -88,7 +90,7 @@ class Contents:
         }
         return found
 
-    def meshes(self) -> Mapping[MeshKey, Any]:
+    def meshes(self) -> Mapping[MeshKey, DeviceMesh]:
         """The meshes of all parameters and buffers."""
         tensors = [*named_parameters(self.model), *named_buffers(self.model)]
         return meshes_of(tensor for _, tensor in tensors)
@@ -192,7 +194,7 @@ def _is_on_host(value: object) -> bool:
     return isinstance(value, Tensor) and local_of(value).device.type == "cpu"
 
 
-def _settled(value: Any) -> Any:
+def _settled(value: Value) -> Value:
     """A value whose small tensors are copies: a later step writes them in place."""
     if isinstance(value, Tensor):
         return value.clone() if local_of(value).nbytes <= _COPIED else value
@@ -203,7 +205,7 @@ def _settled(value: Any) -> Any:
     return value
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved(value: Value, device: torch.device) -> Value:
     """A value with its rows on a device."""
     if isinstance(value, DTensor):
         return wrap_local(local_of(value).to(device), value._spec)

@@ -35,6 +35,9 @@ sleep: Callable[[float], object] = time.sleep
 class _BrokenError(OSError):
     """A connection that brought what is no frame of the image."""
 
+    def __str__(self) -> str:
+        return "a piece was cut short, or is not what was sent"
+
 
 class _EarlyError(Exception):
     """The peer has nothing of this step, yet."""
@@ -86,7 +89,7 @@ class Fetch:
                 return job()
             except _EarlyError as error:
                 if time.monotonic() > self._end:
-                    raise self._gone() from error
+                    raise self._wrong() from error
                 sleep(0.02)
             except (OSError, http.client.HTTPException) as error:
                 failures = 1 if self._read > before else failures + 1
@@ -111,9 +114,11 @@ class Fetch:
         if answer.status == HTTPStatus.OK:
             return answer
         connection.close()
-        raise _EarlyError if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else self._gone()
+        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise _EarlyError()
+        raise self._wrong()
 
-    def _gone(self) -> CommunicationError:
+    def _wrong(self) -> CommunicationError:
         return CommunicationError(
             f"the peer at {self._url.netloc} does not serve step {self._step}, not in time or not "
             f"any more; this group heals in a later step"
@@ -133,12 +138,12 @@ class Fetch:
         begin, length, checksum = FRAME.unpack(frame)
         which = bisect.bisect_right(starts, self._read) - 1
         if begin != self._read or not 0 < length <= starts[which + 1] - begin:
-            raise _BrokenError(f"a piece at {begin} came in the place of one at {self._read}")
+            raise _BrokenError()
         at = begin - starts[which]
         target = memory_of(memories[which])[at : at + length]
         _fill(answer, target)
         if zlib.crc32(target) != checksum:
-            raise _BrokenError(f"the piece at byte {begin} is not what was sent")
+            raise _BrokenError()
         self._read = begin + length
 
 
@@ -151,5 +156,5 @@ def _fill(source: BufferedIOBase, target: memoryview) -> None:
     while target:
         count = source.readinto(target)
         if not count:
-            raise _BrokenError("the connection ended in the middle of a piece")
+            raise _BrokenError()
         target = target[count:]

@@ -17,7 +17,6 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp2.checkpoint.folder import Json
+from fsdp2.checkpoint.snapshots import Nested
 from fsdp2.checkpoint.values import Value, packed, unpacked
 from fsdp2.core.layout.mesh import local_of, wrap_local
 
@@ -51,7 +51,7 @@ class Part:
     dtype: str
     shape: Sequence[int]
     order: Sequence[int]
-    spread: Mapping[str, Any] | None = None
+    spread: Nested | None = None
 
     @property
     def nbytes(self) -> int:
@@ -239,7 +239,7 @@ def _key_of(mesh: DeviceMesh) -> MeshKey:
     return tuple(names), tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())
 
 
-def _spread_of(tensor: Tensor) -> dict[str, Any] | None:
+def _spread_of(tensor: Tensor) -> Nested | None:
     """Shape, stride, mesh and placements of a DTensor; ``None`` of any other tensor."""
     if not isinstance(tensor, DTensor):
         return None

@@ -20,12 +20,12 @@ import logging
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp2.checkpoint.saving import forget_load
+from fsdp2.checkpoint.snapshots import Nested
 from fsdp2.checkpoint.staging import watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import Optimizers, as_list
 from fsdp2.core.progress import ShardReaders
@@ -35,8 +35,6 @@ from fsdp2.elastic.image import Image, Layout
 from fsdp2.elastic.serving import ShardServer
 
 LOG = logging.getLogger("fsdp2.elastic")
-
-State = dict[str, Any]
 
 
 class ShardTransport:
@@ -88,12 +86,12 @@ class ShardTransport:
 
     # ---- for Manager(state_dict=…, load_state_dict=…)
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> Nested:
         """Views of what this rank has; safe at any time between two steps, in any thread."""
         _wait_for_device()  # for the last step's writes
         return self._contents.value()
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: Nested) -> None:
         """Take over what `recv_checkpoint` has brought.
 
         Raises:
@@ -109,7 +107,7 @@ class ShardTransport:
         return self._server.address
 
     def send_checkpoint(
-        self, dst_ranks: list[int], step: int, state_dict: State, timeout: timedelta
+        self, dst_ranks: list[int], step: int, state_dict: Nested, timeout: timedelta
     ) -> None:
         """Let peers read; returns at once.
 
@@ -146,7 +144,9 @@ class ShardTransport:
         if refused is not None:
             raise refused
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> State:
+    def recv_checkpoint(
+        self, src_rank: int, metadata: str, step: int, timeout: timedelta
+    ) -> Nested:
         """Fetch what the same rank of another group has; changes nothing here.
 
         Args:
@@ -189,7 +189,10 @@ def _wait_for_device() -> None:
 
 def _check_sent(refusal: str) -> None:
     if refusal:
-        raise ValueError(f"the group that this one joins cannot send its state: {refusal}")
+        raise ValueError(
+            f"the group that this one joins cannot send its state ({refusal}); mend that in all "
+            f"groups, and start them from a checkpoint"
+        )
 
 
 def _check_alike(own: Layout, theirs: Layout) -> None:
