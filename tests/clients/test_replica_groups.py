@@ -1,4 +1,4 @@
-"""torchft's groups on `fsdp2.elastic`: ranks are killed, groups heal, and all have the same bits."""
+"""torchft's groups on `fsdp2.elastic`: ranks are killed, groups heal, and have the same bits."""
 
 from __future__ import annotations
 

@@ -144,9 +144,9 @@ class Supervisor:
         self.lighthouse = LighthouseServer(
             bind="[::]:0",
             min_replicas=least(groups),
-            join_timeout_ms=200,
+            join_timeout_ms=60_000,  # a healthy group may be held up by one that was killed
             quorum_tick_ms=20,
-            heartbeat_timeout_ms=1500 if least(groups) > 1 else 10_000,
+            heartbeat_timeout_ms=5_000,
         )
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOADED)
