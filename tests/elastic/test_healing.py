@@ -193,6 +193,38 @@ def test_groups_with_replicas_inside(ranks: Callable[..., Rank]) -> None:
     assert_same(donor, joins)
 
 
+@pytest.mark.parametrize("world", [4], indirect=True)
+def test_groups_with_tensor_parallelism_inside() -> None:
+    """Strided pieces of pieces; optimizer states that are spread as the parameters."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    kept = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        for layer, dim in zip(model, (0, 1), strict=True):
+            rows = layer.weight.detach().chunk(2, dim)[1].contiguous()
+            whole = DTensor.from_local(rows, mesh["tp"], [Shard(dim)], run_check=False)
+            layer.weight = nn.Parameter(whole)
+            fsdp2.fully_shard(layer, mesh=mesh["shard"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        kept.append((model, optimizer, elastic.ShardTransport(model, optimizer, host="localhost")))
+    (model, optimizer, sends), (joined, other, joins) = kept
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    sends.send_checkpoint([1], 1, sends.state_dict(), TIME)
+    joins.load_state_dict(joins.recv_checkpoint(0, sends.metadata(), 1, TIME))
+    for first, second in zip(model.parameters(), joined.parameters(), strict=True):
+        assert first.placements == second.placements
+        assert equal(local_of(first), local_of(second))
+        for key, value in optimizer.state[first].items():
+            found = other.state[second][key]
+            assert equal(local_of(value), local_of(found))
+            assert getattr(value, "_spec", None) == getattr(found, "_spec", None)
+    for transport in (sends, joins):
+        transport.shutdown()
+
+
 def test_a_peer_is_read_in_the_middle_of_its_forward_and_backward(
     ranks: Callable[..., Rank],
 ) -> None:

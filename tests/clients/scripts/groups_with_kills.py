@@ -37,7 +37,8 @@ RANKS = 2
 TIMEOUT = datetime.timedelta(seconds=10)  # between groups
 LONGER = datetime.timedelta(seconds=60)  # inside of a group, where a rank may wait for other groups
 LIMIT = 120.0  # seconds in which something must happen
-AFTER = 5  # steps of all groups together behind the last kill
+AFTER = 12  # steps of all groups together behind the last kill
+SAVE_EVERY = 10
 PAUSE = 6  # steps, at most, from one kill to the next
 PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "torchft", "fsdp2.elastic", "fsdp2.optim"]
 
@@ -71,6 +72,15 @@ def hash_of(model, optimizer, ema):
 def least(groups):
     """How many groups must take part; of two, one may be gone."""
     return 1 if groups == 2 else groups // 2 + 1
+
+
+def save(folder, model, optimizer, manager):
+    """One group writes, at every tenth step; what it was killed in is no step of the folder."""
+    step = manager.current_step()
+    if step % SAVE_EVERY == 0 and elastic.is_writer(manager, model):
+        extra = {"manager": manager.state_dict()}
+        run = Path(folder, "run")
+        fsdp2.checkpoint.save(run, model, optimizer, step=step, extra=extra, keep=3)
 
 
 def work(kind, quorum, groups, group, life, rank, port, lighthouse, folder):
@@ -119,6 +129,7 @@ def work(kind, quorum, groups, group, life, rank, port, lighthouse, folder):
             if steps.commit():
                 schedule.step()
                 ema.update()
+                save(folder, model, optimizer, manager)
                 batch = number if counts else "-"
                 print(manager.current_step(), hash_of(model, optimizer, ema), batch, file=out)
     manager.shutdown(wait=False)
@@ -254,6 +265,12 @@ def check(folder, groups, killed):
     counted = [number for step in sorted(numbers) for number in sorted(numbers[step])]
     twice = [n for n, count in collections.Counter(counted).items() if count > 1]
     assert not twice, f"batches {twice[:5]} were trained on in two steps"
+    saved = fsdp2.checkpoint.steps(Path(folder, "run"))
+    assert saved
+    for step in saved:
+        found = fsdp2.checkpoint.read_extra(Path(folder, "run"), step)
+        assert found["manager"]["step"] == step
+        assert fsdp2.checkpoint.verify(Path(folder, "run"), step) == []
     shared = sum(len(set().union(*found.values())) == groups for found in hashes.values())
     return max(step for step, _ in hashes), shared // RANKS
 
