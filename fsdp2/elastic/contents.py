@@ -40,6 +40,7 @@ from fsdp2.checkpoint.snapshots import (
 )
 from fsdp2.checkpoint.values import Value
 from fsdp2.core.layout.mesh import local_of, wrap_local
+from fsdp2.core.modules.registry import records_below
 from fsdp2.elastic.image import Layout, MeshKey, described, meshes_of
 from fsdp2.full.loading import require_writable, rewritten
 from fsdp2.wire_states import wire_state
@@ -118,11 +119,14 @@ class Contents:
 
     @torch.no_grad()
     def put(self, value: Nested) -> None:
-        """Take over what a peer with the same `layout` had.
+        """Take over what a peer with the same `layout` had; an interrupted iteration is given up.
 
         Raises:
-            ShardingStateError: a forward or a backward of this rank's is under way.
+            ShardingStateError: parameters are whole for the user, in `fsdp2.gathered`.
         """
+        for record in records_below(self.model):
+            if record.scheduler is not None and record.scheduler.is_running:
+                record.scheduler.reset()
         require_writable(self.model, "ShardTransport.load_state_dict")
         with torch.inference_mode(False):
             with rewritten(self.model):

@@ -81,21 +81,30 @@ class ShardTransport:
         self._contents = Contents(model, as_list(optimizer), dict(states or {}))
         self._server = ShardServer(host or socket.gethostname(), port, patience)
         self._refused: ValueError | None = None
+        self._unsent: Exception | None = None  # why `state_dict` had none
         watch_optimizers()
         watch_loads(model)
 
     # ---- for Manager(state_dict=…, load_state_dict=…)
 
     def state_dict(self) -> Nested:
-        """Views of what this rank has; safe at any time between two steps, in any thread."""
+        """Views of what this rank has; safe at any time between two steps, in any thread.
+
+        What goes wrong is told to who asks for it: an exception would drop this rank's step.
+        """
         _wait_for_device()  # for the last step's writes
-        return self._contents.value()
+        try:
+            self._unsent = None
+            return self._contents.value()
+        except Exception as error:  # of the user's objects, too
+            self._unsent = error
+            return {}
 
     def load_state_dict(self, state: Nested) -> None:
-        """Take over what `recv_checkpoint` has brought.
+        """Take over what `recv_checkpoint` has brought; an interrupted iteration is given up.
 
         Raises:
-            ShardingStateError: a forward or a backward of this rank's is under way.
+            ShardingStateError: parameters are whole for the user, in `fsdp2.gathered`.
         """
         self._contents.put(state)
         forget_load(self._contents.model)
@@ -122,8 +131,10 @@ class ShardTransport:
         layout: Layout = {}
         try:
             layout = self._contents.layout()
+            if self._unsent is not None:
+                raise self._unsent
             image = Image.of(step, state_dict, layout)
-        except Exception as error:  # of the user's objects, too
+        except Exception as error:
             LOG.warning("this rank cannot send its state to a group that joins: %s", error)
             image = Image.of_refusal(step, layout, str(error))
         _wait_for_device()  # for the copies: other streams send them

@@ -263,6 +263,31 @@ def test_a_peer_is_read_in_the_middle_of_its_forward_and_backward(
     assert_same(donor, other)
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_iteration_that_was_interrupted(ranks: Callable[..., Rank], in_backward: bool) -> None:
+    """On weights that count for nothing, anything may be raised; the rank heals all the same."""
+    donor, joins = ranks(1), ranks(2)
+    donor.step()
+    donor.send()
+
+    def fail(*_: object) -> None:
+        raise FloatingPointError
+
+    block = joins.model.blocks[1]
+    register = block.register_full_backward_hook if in_backward else block.register_forward_hook
+    hook = register(fail)
+    with pytest.raises(FloatingPointError):
+        joins.step()
+    hook.remove()
+    joins.heal(donor)
+    assert_same(donor, joins)
+    donor.transport.disallow_checkpoint()
+    joins.model.zero_grad()
+    for rank in (donor, joins):
+        rank.step(5)
+    assert_same(donor, joins)
+
+
 # ---- the wire
 
 
@@ -562,6 +587,15 @@ class Odd:
 def test_what_cannot_be_sent(ranks: Callable[..., Rank]) -> None:
     """The rank that has it trains on; who asks is told."""
     donor, joins = ranks(1), ranks(2)
+    for rank in (donor, joins):
+        rank.transport._contents._states["odd"] = Odd(RuntimeError("it has none"))
+    donor.send()
+    with raises("elastic-not-sent") as caught:
+        joins.heal(donor)
+    assert "it has none" in str(caught.value)
+    with raises("elastic-not-sent"):
+        joins.transport.disallow_checkpoint()
+    donor.transport.disallow_checkpoint()
     for rank in (donor, joins):
         rank.transport._contents._states["odd"] = Odd(lambda: None)
     donor.send()

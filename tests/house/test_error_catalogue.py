@@ -40,6 +40,7 @@ NOT_CATALOGUED = {
     "AutocastError": "`plan.reasons` has a message for it",
     "_BrokenError()": "`elastic.fetching` has a message for it",
     "_EarlyError()": "the same",
+    "self._unsent": "the user's; `elastic.transport` has a message for it",
     "refused": "what `elastic.transport` has raised before, in another thread",
     "communication_error(operation, name, error)": "`core.progress` has it",
 }
