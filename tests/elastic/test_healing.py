@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,27 @@ def test_a_peer_is_read_in_the_middle_of_its_forward_and_backward(
     for rank in (donor, other):
         rank.optimizer.step()
     assert_same(donor, other)
+
+
+def test_what_messages_have_left_out(ranks: Callable[..., Rank]) -> None:
+    """Residuals are of the joining rank's own gradients: they begin at zero, and nobody warns."""
+    donor, joins = ranks(1), ranks(2)
+    for rank in (donor, joins):
+        rank.model.set_wire_format(reduce="int8", feedback=True, exact_below=0)
+        rank.step()
+    assert any(value.to_local().any() for value in residuals(joins))
+    donor.send()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        joins.heal(donor)
+    assert not any(value.to_local().any() for value in residuals(joins))
+
+
+def residuals(rank: Rank) -> list[DTensor]:
+    state = fsdp2.wire_state(rank.model).state_dict()
+    found = [value for name, value in state.items() if name.startswith("residuals.")]
+    assert found
+    return found
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
