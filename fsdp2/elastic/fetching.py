@@ -12,7 +12,8 @@ import http.client
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from http import HTTPStatus
 from io import BufferedIOBase
 from urllib.parse import urlsplit
@@ -57,7 +58,6 @@ class Fetch:
         self._step = step
         self._end = time.monotonic() + timeout
         self._read = 0  # bytes that are here, up to the end of a piece
-        self.attempts = 0
 
     def head(self) -> Head:
         """What the image is.
@@ -66,7 +66,7 @@ class Fetch:
             CommunicationError: the peer cannot be reached, does not serve this step in time, or is
                 at a later one.
         """
-        return Head.decoded(self._until_done(lambda: self._ask("").read()))
+        return Head.decoded(self._until_done(self._read_head))
 
     def tensors(self, head: Head) -> list[Tensor]:
         """Host memory with the bytes of each tensor.
@@ -102,27 +102,29 @@ class Fetch:
                 LOG.info("a connection to %s broke: %s", self._url.netloc, error)
                 sleep(0.02 * 2**failures)
 
-    def _ask(self, path: str) -> http.client.HTTPResponse:
+    @contextmanager
+    def _ask(self, path: str) -> Iterator[http.client.HTTPResponse]:
         """The answer to a request, on a connection of its own."""
-        self.attempts += 1
         left = max(0.1, self._end - time.monotonic())
-        connection = http.client.HTTPConnection(
-            self._url.hostname or "", self._url.port, timeout=left
-        )
-        connection.request("GET", f"{self._url.path}/{self._step}{path}")
-        answer = connection.getresponse()
-        if answer.status == HTTPStatus.OK:
-            return answer
-        connection.close()
-        if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-            raise _EarlyError()
-        raise self._wrong()
+        host, port = self._url.hostname or "", self._url.port
+        with closing(http.client.HTTPConnection(host, port, timeout=left)) as connection:
+            connection.request("GET", f"{self._url.path}/{self._step}{path}")
+            with connection.getresponse() as answer:
+                if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                    raise _EarlyError()
+                if answer.status != HTTPStatus.OK:
+                    raise self._wrong()
+                yield answer
 
     def _wrong(self) -> CommunicationError:
         return CommunicationError(
             f"the peer at {self._url.netloc} does not serve step {self._step}, not in time or not "
             f"any more; this group heals in a later step"
         )
+
+    def _read_head(self) -> bytes:
+        with self._ask("") as answer:
+            return answer.read()
 
     def _read_frames(self, token: str, memories: list[Tensor], starts: list[int]) -> bytes:
         with self._ask(f"/{token}/{self._read}") as answer:
