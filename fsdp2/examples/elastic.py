@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -36,7 +37,7 @@ STORE = "FSDP2_EXAMPLE_GROUPS_STORE"
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 HOST = "127.0.0.1"
 HEARTBEAT = 2000  # ms without a sign of life, after which a group is counted out
-LATE = 10_000  # ms that groups wait for one that is alive, and late for a step
+LATE = 60_000  # ms that groups wait for one that is alive, and late: longer than TIMEOUT
 TIMEOUT = timedelta(seconds=30)  # of collectives between groups, and of their votes
 START = timedelta(minutes=5)  # until all groups are there
 LEAVE = timedelta(minutes=1)  # until all groups have finished
@@ -80,11 +81,11 @@ def run(module: str, argv: Sequence[str], options: Options) -> int:
     ]
     code = launch.run_groups(module, argv, environments, watch)
     ended = [store.get(_weights(n)) for n in groups if store.check([_weights(n)])]
-    lighthouse.shutdown()
     if code == 0:
         alike = "the same weights" if len({*ended}) == 1 else "DIFFERENT WEIGHTS"
         print(f"{len(ended)} of {len(groups)} groups end with {alike}", flush=True)
-        return 0 if len({*ended}) == 1 else 1
+        code = 0 if len({*ended}) == 1 else 1
+    lighthouse.shutdown()
     return code
 
 
@@ -188,9 +189,16 @@ def _loop(
             if is_told and leads:
                 print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
         elif rank == 0:
-            why = str(manager.errored() or "another rank has voted no").partition("\n")[0]
-            print(f"{says} step {step + 1} is dropped, and tried again: {why}", flush=True)
+            print(
+                f"{says} step {step + 1} is dropped, and tried again: {_why(manager)}", flush=True
+            )
     return True
+
+
+def _why(manager: Manager) -> str:
+    """The first sentence of what went wrong on this rank, without gloo's place in its source."""
+    what = str(manager.errored() or "another rank has voted no").partition("\n")[0]
+    return re.sub(r"^\[[^]]*\] ", "", what).partition(". ")[0]
 
 
 def _checksum(model: nn.Module) -> str:

@@ -155,7 +155,7 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     if args.levels and (args.replicate < 2 or args.tp > 1 or args.plan is not None):
         raise UsageError("--levels needs --replicate R of 2 or more, and knows no --tp or --plan")
     _check_folders(args)
-    _check_elastic(args)
+    _check_elastic(args, world_size)
     if args.plan is not None and (args.tp > 1 or args.lora is not None):
         raise UsageError("--plan knows neither --tp nor --lora: leave them out to plan the rest")
     if args.plan is not None and args.optimizer != "adamw":
@@ -212,13 +212,14 @@ def _check_folders(args: argparse.Namespace) -> None:
             raise UsageError(f"{flag} needs --checkpoint DIR to say where to save")
 
 
-def _check_elastic(args: argparse.Namespace) -> None:
+def _check_elastic(args: argparse.Namespace, world_size: int) -> None:
     if args.elastic is None:
         return
-    if importlib.util.find_spec("torchft") is None:
-        raise UsageError("--elastic needs torchft: pip install 'fsdp2[elastic]'")
     if any(given is not None for given in (args.checkpoint, args.export, args.trace, args.plan)):
         raise UsageError("--elastic knows no --checkpoint, --export, --trace or --plan")
+    world_size_of(args.elastic * world_size, None, 1)  # all groups are on this machine
+    if importlib.util.find_spec("torchft") is None:
+        raise UsageError("--elastic needs torchft: pip install 'fsdp2[elastic]'")
 
 
 def cpu_count() -> int:

@@ -4,6 +4,7 @@ flat   [ rows of A | rows of B | marks ]    reduced, and divided, inside this co
          ── average ──> the same, of all copies that take part
 
 Marks are averaged too, so they say whether any copy had a gradient (`presence_marks`).
+Decision 31 says why this is a step of its own.
 """
 
 from __future__ import annotations
