@@ -1,17 +1,17 @@
-"""What a rank has to go on training, as one value, and how a rank that joins takes it over.
+"""The state that a rank trains with, as one value, and how a rank that joins takes it over.
 
     value()   model      parameters, each once: this rank's rows
               buffers    all, copied: a forward writes them
               extra      extra states of modules
               optimizers states by name of the parameter, options by group
               states     of the user's objects: schedulers, scalers, averages of weights, …
-    put(…)    the same, in place; what only this rank has had begins anew: see below
+    put(…)    the same, in place; state of this rank only is reset: see below
 
 Nothing communicates and nothing of the model changes where the value is made, so that another
 thread may make it during a forward or a backward (`fsdp2.checkpoint.snapshots`). It is of the step
-that was committed last: what optimizers, schedulers and averages write, they write behind a commit.
-Buffers belong to a group, as no average is made of them: with a quorum beside the forward they may
-be one forward ahead.
+that was committed last: optimizers, schedulers and averages write after a
+commit. Buffers belong to a group, as they are not averaged: if the quorum runs during the forward,
+they may be one forward ahead.
 
 Random numbers stay this rank's, which draws other ones than its peers. So do what wire formats keep
 between steps: residuals are of gradients of this rank's, and begin at zero; references are given
@@ -53,7 +53,7 @@ class Stateful(Protocol):
     """An object whose state goes to peers: a scheduler, a scaler, an `fsdp2.optim.EMA`."""
 
     def state_dict(self) -> Nested:
-        """What it needs to go on."""
+        """The state that it needs to go on."""
 
     def load_state_dict(self, state_dict: Nested, /) -> object:
         """Take that over."""
@@ -79,7 +79,7 @@ class Contents:
         self._states = states
 
     def layout(self) -> Layout:
-        """What this rank has of each parameter and buffer, and of the parts besides, in words."""
+        """This rank's part of each parameter and buffer, and the other objects, in words."""
         found = {name: described(param) for name, param in _once(self.model)}
         found |= {name: described(buffer) for name, buffer in named_buffers(self.model)}
         names = {id(param): name for name, param in _once(self.model)}

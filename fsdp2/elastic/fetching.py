@@ -34,7 +34,7 @@ sleep: Callable[[float], object] = time.sleep
 
 
 class _BrokenError(OSError):
-    """A connection that brought what is no frame of the image."""
+    """A connection that brought something other than a frame of the image."""
 
     def __str__(self) -> str:
         return "a piece was cut short, or is not what was sent"
@@ -60,7 +60,7 @@ class Fetch:
         self._read = 0  # bytes that are here, up to the end of a piece
 
     def head(self) -> Head:
-        """What the image is.
+        """Fetch the head.
 
         Raises:
             CommunicationError: the peer cannot be reached, does not serve this step in time, or is
@@ -72,8 +72,8 @@ class Fetch:
         """Host memory with the bytes of each tensor.
 
         Raises:
-            CommunicationError: the connection has broken and nobody answers, or the peer serves
-                this step no more.
+            CommunicationError: the connection has broken and the peer does not answer, or it
+                serves this step no longer.
         """
         memories = [part.memory() for part in head.parts]
         starts = head.starts()

@@ -8,10 +8,10 @@
       disallow_checkpoint   closed                     load_state_dict    in place
     optimizer.step()                                 optimizer.step()
 
-Rank r of a group fetches from rank r of another, so nothing is gathered and nobody else waits. With
-a quorum beside the forward, the joining rank's forward runs meanwhile, on weights that count for
-nothing, and autograd has saved them: that is why what comes is not written in place as it comes. A
-fetch that fails leaves the rank as it was.
+Rank r of a group fetches from rank r of another, so nothing is gathered and other ranks do not
+wait. If the quorum runs during the forward, the joining rank's forward runs meanwhile, on weights
+that count for nothing, and autograd has saved them: so the pieces are not written in place as they
+come. A fetch that fails leaves the rank as it was.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class ShardTransport:
         model: sharded inside the group, in all groups alike.
         optimizer: over parameters of ``model``; or a list. Default ``None``: none.
         states: further objects by name, with ``state_dict()`` and ``load_state_dict()``: learning
-            rate schedules, gradient scalers, ``EMA``. They change behind a commit, and not in a
+            rate schedules, gradient scalers, ``EMA``. They change after a commit, and not in a
             forward. Default ``None``: none.
         host: the name under which other groups reach this machine. Default ``None``: its host name.
         port: to listen at. Default 0: any that is free.
         patience: seconds that a step waits at most for who still reads the parameters that it
-            writes. Who does then heals in a later step. Default 10.
+            writes. A reader that is cut off heals in a later step. Default 10.
 
     Example::
 
@@ -90,7 +90,7 @@ class ShardTransport:
     def state_dict(self) -> Nested:
         """Views of what this rank has; safe at any time between two steps, in any thread.
 
-        What goes wrong is told to who asks for it: an exception would drop this rank's step.
+        An error is told to the rank that asks: an exception would drop this rank's step.
         """
         _wait_for_device()  # for the last step's writes
         try:
@@ -112,7 +112,7 @@ class ShardTransport:
     # ---- for Manager(checkpoint_transport=…)
 
     def metadata(self) -> str:
-        """Where this rank's state can be fetched."""
+        """The address of this rank's state."""
         return self._server.address
 
     def send_checkpoint(
@@ -120,7 +120,7 @@ class ShardTransport:
     ) -> None:
         """Let peers read; returns at once.
 
-        What cannot be sent is told to who asks, and raised there: this rank trains on.
+        An error is told to the rank that asks, and raised there: this rank trains on.
 
         Args:
             dst_ranks: groups that will ask.
@@ -142,7 +142,7 @@ class ShardTransport:
         self._server.open(image)
 
     def disallow_checkpoint(self) -> None:
-        """Return when nobody reads what `send_checkpoint` was given: it may be written then (I18).
+        """Return when the state of `send_checkpoint` is not read any more: it may be written (I18).
 
         Raises:
             ValueError: `recv_checkpoint` has found that this rank can never take over what groups
@@ -182,7 +182,7 @@ class ShardTransport:
             raise
 
     def shutdown(self, wait: bool = True) -> None:
-        """Serve nobody any more.
+        """Stop serving.
 
         Args:
             wait: is not needed.
