@@ -2,7 +2,7 @@
 
 steps       `attach`, `Steps`: averaged between groups, committed or dropped everywhere
 loose       parameters that no unit has, averaged where a backward ends
-agreement   ranks of a group that are at one step, behind one that was dropped
+agreement   ranks of a group agree on their step, after one that was dropped
 managers    what is asked of a manager of groups: torchft's, or a stand-in
 transport   `ShardTransport`: a rank's state, fetched by the same rank of another group
 contents    what a rank has, as one value, and how a rank that joins takes it over

@@ -1,4 +1,4 @@
-"""Ranks of a group that are at one step, behind one that was dropped.
+"""Ranks of a group agree on their step, after one that was dropped.
 
     rank 0   step 0   healed from step 7 ─> 7 ┐ dropped ─> 0   and both heal in the next step
     rank 1   step 0   its peer was lost       ┘            0
@@ -19,8 +19,8 @@ from fsdp2.elastic.managers import Manager
 def agree_on_step(manager: Manager, device: torch.device) -> None:
     """Let this rank be at the earliest step that a rank of its group is at; all ranks call it.
 
-    Where all have healed, they keep what they have, whatever the step was dropped for: the group
-    that they have it from may be gone.
+    If all have healed, they keep that state, whatever the step was dropped for: the group that
+    sent it may have ended.
 
     Args:
         manager: counts steps.

@@ -19,7 +19,7 @@ from fsdp2.elastic.managers import Manager
 def batch_number(manager: Manager) -> int:
     """The number of the batch that this group trains on in this step; all its ranks get the same.
 
-    Waits for the quorum of the step: call it behind ``start_quorum()``. A group that heals in this
+    Waits for the quorum of the step: call it after ``start_quorum()``. A group that heals in this
     step, or is a spare, counts for nothing, and may train on anything.
 
     Args:
@@ -36,7 +36,7 @@ def batch_number(manager: Manager) -> int:
 class Batches:
     """Batches of a shuffled data set by number, without end: each epoch in an order of its own.
 
-    The order is a function of ``seed`` and of the epoch alone, so that any number of groups agrees
+    The order is a function of only ``seed`` and the epoch, so that any number of groups agrees
     on it. Examples that fill no whole batch are left out of an epoch.
 
     Args:

@@ -1,17 +1,17 @@
-"""What a rank has to go on training, as one value, and how a rank that joins takes it over.
+"""The state that a rank trains with, as one value, and how a rank that joins takes it over.
 
     value()   model      parameters, each once: this rank's rows
               buffers    all, copied: a forward writes them
               extra      extra states of modules
               optimizers states by name of the parameter, options by group
               states     of the user's objects: schedulers, scalers, averages of weights, …
-    put(…)    the same, in place; what only this rank has had begins anew: see below
+    put(…)    the same, in place; state of this rank only is reset: see below
 
 Nothing communicates and nothing of the model changes where the value is made, so that another
 thread may make it during a forward or a backward (`fsdp2.checkpoint.snapshots`). It is of the step
-that was committed last: what optimizers, schedulers and averages write, they write behind a commit.
-Buffers belong to a group, as no average is made of them: with a quorum beside the forward they may
-be one forward ahead.
+that was committed last: optimizers, schedulers and averages write after a
+commit. Buffers belong to a group, as they are not averaged: if the quorum runs during the forward,
+they may be one forward ahead.
 
 Random numbers stay this rank's, which draws other ones than its peers. So do what wire formats keep
 between steps: residuals are of gradients of this rank's, and begin at zero; references are given
@@ -21,10 +21,11 @@ up, so that the next gather is exact.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -37,7 +38,9 @@ from fsdp2.checkpoint.snapshots import (
     names_in,
     optimizer_state,
 )
+from fsdp2.checkpoint.values import Value
 from fsdp2.core.layout.mesh import local_of, wrap_local
+from fsdp2.core.modules.registry import records_below
 from fsdp2.elastic.image import Layout, MeshKey, described, meshes_of
 from fsdp2.full.loading import require_writable, rewritten
 from fsdp2.wire_states import wire_state
@@ -49,10 +52,10 @@ _COPIED = 4096
 class Stateful(Protocol):
     """An object whose state goes to peers: a scheduler, a scaler, an `fsdp2.optim.EMA`."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What it needs to go on."""
+    def state_dict(self) -> Nested:
+        """The state that it needs to go on."""
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+    def load_state_dict(self, state_dict: Nested, /) -> object:
         """Take that over."""
 
 
@@ -76,7 +79,7 @@ class Contents:
         self._states = states
 
     def layout(self) -> Layout:
-        """What this rank has of each parameter and buffer, and of the parts besides, in words."""
+        """This rank's part of each parameter and buffer, and the other objects, in words."""
         found = {name: described(param) for name, param in _once(self.model)}
         found |= {name: described(buffer) for name, buffer in named_buffers(self.model)}
         names = {id(param): name for name, param in _once(self.model)}
@@ -88,7 +91,7 @@ class Contents:
         }
         return found
 
-    def meshes(self) -> Mapping[MeshKey, Any]:
+    def meshes(self) -> Mapping[MeshKey, DeviceMesh]:
         """The meshes of all parameters and buffers."""
         tensors = [*named_parameters(self.model), *named_buffers(self.model)]
         return meshes_of(tensor for _, tensor in tensors)
@@ -116,11 +119,14 @@ class Contents:
 
     @torch.no_grad()
     def put(self, value: Nested) -> None:
-        """Take over what a peer with the same `layout` had.
+        """Take over what a peer with the same `layout` had; an interrupted iteration is given up.
 
         Raises:
-            ShardingStateError: a forward or a backward of this rank's is under way.
+            ShardingStateError: parameters are whole for the user, in `fsdp2.gathered`.
         """
+        for record in records_below(self.model):
+            if record.scheduler is not None and record.scheduler.is_running:
+                record.scheduler.reset()
         require_writable(self.model, "ShardTransport.load_state_dict")
         with torch.inference_mode(False):
             with rewritten(self.model):
@@ -192,7 +198,7 @@ def _is_on_host(value: object) -> bool:
     return isinstance(value, Tensor) and local_of(value).device.type == "cpu"
 
 
-def _settled(value: Any) -> Any:
+def _settled(value: Value) -> Value:
     """A value whose small tensors are copies: a later step writes them in place."""
     if isinstance(value, Tensor):
         return value.clone() if local_of(value).nbytes <= _COPIED else value
@@ -203,7 +209,7 @@ def _settled(value: Any) -> Any:
     return value
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved(value: Value, device: torch.device) -> Value:
     """A value with its rows on a device."""
     if isinstance(value, DTensor):
         return wrap_local(local_of(value).to(device), value._spec)

@@ -12,14 +12,15 @@ import http.client
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from http import HTTPStatus
 from io import BufferedIOBase
 from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from fsdp2.core.config import CommunicationError
+from fsdp2.core.errors import CommunicationError
 from fsdp2.elastic.image import Head, memory_of
 from fsdp2.elastic.serving import FRAME
 
@@ -33,7 +34,10 @@ sleep: Callable[[float], object] = time.sleep
 
 
 class _BrokenError(OSError):
-    """A connection that brought what is no frame of the image."""
+    """A connection that brought something other than a frame of the image."""
+
+    def __str__(self) -> str:
+        return "a piece was cut short, or is not what was sent"
 
 
 class _EarlyError(Exception):
@@ -54,23 +58,22 @@ class Fetch:
         self._step = step
         self._end = time.monotonic() + timeout
         self._read = 0  # bytes that are here, up to the end of a piece
-        self.attempts = 0
 
     def head(self) -> Head:
-        """What the image is.
+        """Fetch the head.
 
         Raises:
             CommunicationError: the peer cannot be reached, does not serve this step in time, or is
                 at a later one.
         """
-        return Head.decoded(self._until_done(lambda: self._ask("").read()))
+        return Head.decoded(self._until_done(self._read_head))
 
     def tensors(self, head: Head) -> list[Tensor]:
         """Host memory with the bytes of each tensor.
 
         Raises:
-            CommunicationError: the connection has broken and nobody answers, or the peer serves
-                this step no more.
+            CommunicationError: the connection has broken and the peer does not answer, or it
+                serves this step no longer.
         """
         memories = [part.memory() for part in head.parts]
         starts = head.starts()
@@ -86,7 +89,7 @@ class Fetch:
                 return job()
             except _EarlyError as error:
                 if time.monotonic() > self._end:
-                    raise self._gone() from error
+                    raise self._wrong() from error
                 sleep(0.02)
             except (OSError, http.client.HTTPException) as error:
                 failures = 1 if self._read > before else failures + 1
@@ -99,25 +102,29 @@ class Fetch:
                 LOG.info("a connection to %s broke: %s", self._url.netloc, error)
                 sleep(0.02 * 2**failures)
 
-    def _ask(self, path: str) -> http.client.HTTPResponse:
+    @contextmanager
+    def _ask(self, path: str) -> Iterator[http.client.HTTPResponse]:
         """The answer to a request, on a connection of its own."""
-        self.attempts += 1
         left = max(0.1, self._end - time.monotonic())
-        connection = http.client.HTTPConnection(
-            self._url.hostname or "", self._url.port, timeout=left
-        )
-        connection.request("GET", f"{self._url.path}/{self._step}{path}")
-        answer = connection.getresponse()
-        if answer.status == HTTPStatus.OK:
-            return answer
-        connection.close()
-        raise _EarlyError if answer.status == HTTPStatus.SERVICE_UNAVAILABLE else self._gone()
+        host, port = self._url.hostname or "", self._url.port
+        with closing(http.client.HTTPConnection(host, port, timeout=left)) as connection:
+            connection.request("GET", f"{self._url.path}/{self._step}{path}")
+            with connection.getresponse() as answer:
+                if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                    raise _EarlyError()
+                if answer.status != HTTPStatus.OK:
+                    raise self._wrong()
+                yield answer
 
-    def _gone(self) -> CommunicationError:
+    def _wrong(self) -> CommunicationError:
         return CommunicationError(
             f"the peer at {self._url.netloc} does not serve step {self._step}, not in time or not "
             f"any more; this group heals in a later step"
         )
+
+    def _read_head(self) -> bytes:
+        with self._ask("") as answer:
+            return answer.read()
 
     def _read_frames(self, token: str, memories: list[Tensor], starts: list[int]) -> bytes:
         with self._ask(f"/{token}/{self._read}") as answer:
@@ -133,12 +140,12 @@ class Fetch:
         begin, length, checksum = FRAME.unpack(frame)
         which = bisect.bisect_right(starts, self._read) - 1
         if begin != self._read or not 0 < length <= starts[which + 1] - begin:
-            raise _BrokenError(f"a piece at {begin} came in the place of one at {self._read}")
+            raise _BrokenError()
         at = begin - starts[which]
         target = memory_of(memories[which])[at : at + length]
         _fill(answer, target)
         if zlib.crc32(target) != checksum:
-            raise _BrokenError(f"the piece at byte {begin} is not what was sent")
+            raise _BrokenError()
         self._read = begin + length
 
 
@@ -151,5 +158,5 @@ def _fill(source: BufferedIOBase, target: memoryview) -> None:
     while target:
         count = source.readinto(target)
         if not count:
-            raise _BrokenError("the connection ended in the middle of a piece")
+            raise _BrokenError()
         target = target[count:]

@@ -1,4 +1,4 @@
-"""A value for a peer: a head that says what it is, and its tensors' bytes one behind the other.
+"""A value for a peer: a head that says what it is, and its tensors' bytes one after the other.
 
     head    JSON: the value with its types (`fsdp2.checkpoint.values`), a `Part` per tensor, layout
     bytes   [ tensor 0 | tensor 1 | … ]     each as it lies in memory on its rank: nothing is copied
@@ -17,7 +17,6 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp2.checkpoint.folder import Json
+from fsdp2.checkpoint.snapshots import Nested
 from fsdp2.checkpoint.values import Value, packed, unpacked
 from fsdp2.core.layout.mesh import local_of, wrap_local
 
@@ -51,7 +51,7 @@ class Part:
     dtype: str
     shape: Sequence[int]
     order: Sequence[int]
-    spread: Mapping[str, Any] | None = None
+    spread: Nested | None = None
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +91,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Head:
-    """What an image is.
+    """The description of an image.
 
     Attributes:
         step: how many steps were committed before.
@@ -111,7 +111,7 @@ class Head:
 
     @classmethod
     def decoded(cls, data: bytes) -> Head:
-        """What `Head.encoded` gave."""
+        """The head that `encoded` has written."""
         fields = json.loads(data)
         fields["parts"] = [Part(**part) for part in fields["parts"]]
         return cls(**fields)
@@ -121,7 +121,7 @@ class Head:
         return json.dumps(asdict(self)).encode()
 
     def starts(self) -> list[int]:
-        """Where each tensor's bytes begin, and where the last one's end."""
+        """The offset of each tensor's bytes, and the end of the last one's."""
         return list(itertools.accumulate((part.nbytes for part in self.parts), initial=0))
 
     def value(self, memories: Sequence[Tensor], meshes: Mapping[MeshKey, DeviceMesh]) -> Value:
@@ -215,7 +215,7 @@ def meshes_of(tensors: Iterable[Tensor]) -> dict[MeshKey, DeviceMesh]:
 
 
 def described(tensor: Tensor) -> str:
-    """What this rank has of a tensor, in words that two ranks share if they have the same."""
+    """This rank's part of a tensor, in words that two ranks share if they have the same."""
     local = local_of(tensor)
     text = f"{str(local.dtype).removeprefix('torch.')} {list(local.shape)}"
     if not isinstance(tensor, DTensor):
@@ -239,7 +239,7 @@ def _key_of(mesh: DeviceMesh) -> MeshKey:
     return tuple(names), tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())
 
 
-def _spread_of(tensor: Tensor) -> dict[str, Any] | None:
+def _spread_of(tensor: Tensor) -> Nested | None:
     """Shape, stride, mesh and placements of a DTensor; ``None`` of any other tensor."""
     if not isinstance(tensor, DTensor):
         return None

@@ -2,7 +2,7 @@
 
     open(image)    readers come:   GET /SECRET/STEP            the head
                                    GET /SECRET/STEP/TOKEN/N    bytes from N on: frames
-    close()        nobody new; those that read get `patience` seconds, then their connections end
+    close()        no new readers; others get `patience` seconds, then their connections end
 
     frame   [ begin: 8 | length: 4 | CRC-32: 4 | bytes ]
 
@@ -29,7 +29,7 @@ from fsdp2.elastic.image import Image
 LOG = logging.getLogger("fsdp2.elastic")
 
 FRAME = struct.Struct(">QII")
-"""Where a piece begins, its length, its CRC-32."""
+"""The offset of a piece, its length, its CRC-32."""
 
 PIECE = 1 << 22
 """Bytes of a piece."""
@@ -75,7 +75,7 @@ class ShardServer:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Serve nothing; return when nobody reads what was served."""
+        """Serve nothing; return when the image is not read any more."""
         with self._changed:
             self._image = None
             if self._changed.wait_for(lambda: not self._readers, self.patience):
@@ -143,7 +143,7 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = "", self.server_address[1]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A peer that has gone is no error of this rank's."""
+        """A peer that has gone is not an error of this rank."""
         LOG.info("a peer at %s has gone", client_address, exc_info=True)
 
 

@@ -245,7 +245,7 @@ class Steps:
 
 
 def _device_of(model: nn.Module, records: Sequence[UnitRecord]) -> torch.device:
-    """Of this rank's collectives: the shards may be offloaded."""
+    """The device of this rank's collectives: the shards may be offloaded."""
     axes = (p.axes.device for record in records for g in record.unit.own_groups for p in g.params)
     params = (param.device for param in model.parameters())
     return next(axes, next(params, torch.device("cpu")))

@@ -8,10 +8,10 @@
       disallow_checkpoint   closed                     load_state_dict    in place
     optimizer.step()                                 optimizer.step()
 
-Rank r of a group fetches from rank r of another, so nothing is gathered and nobody else waits. With
-a quorum beside the forward, the joining rank's forward runs meanwhile, on weights that count for
-nothing, and autograd has saved them: that is why what comes is not written in place as it comes. A
-fetch that fails leaves the rank as it was.
+Rank r of a group fetches from rank r of another, so nothing is gathered and other ranks do not
+wait. If the quorum runs during the forward, the joining rank's forward runs meanwhile, on weights
+that count for nothing, and autograd has saved them: so the pieces are not written in place as they
+come. A fetch that fails leaves the rank as it was.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import logging
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp2.checkpoint.saving import forget_load
+from fsdp2.checkpoint.snapshots import Nested
 from fsdp2.checkpoint.staging import watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import Optimizers, as_list
 from fsdp2.core.progress import ShardReaders
@@ -35,8 +35,6 @@ from fsdp2.elastic.image import Image, Layout
 from fsdp2.elastic.serving import ShardServer
 
 LOG = logging.getLogger("fsdp2.elastic")
-
-State = dict[str, Any]
 
 
 class ShardTransport:
@@ -52,12 +50,12 @@ class ShardTransport:
         model: sharded inside the group, in all groups alike.
         optimizer: over parameters of ``model``; or a list. Default ``None``: none.
         states: further objects by name, with ``state_dict()`` and ``load_state_dict()``: learning
-            rate schedules, gradient scalers, ``EMA``. They change behind a commit, and not in a
+            rate schedules, gradient scalers, ``EMA``. They change after a commit, and not in a
             forward. Default ``None``: none.
         host: the name under which other groups reach this machine. Default ``None``: its host name.
         port: to listen at. Default 0: any that is free.
         patience: seconds that a step waits at most for who still reads the parameters that it
-            writes. Who does then heals in a later step. Default 10.
+            writes. A reader that is cut off heals in a later step. Default 10.
 
     Example::
 
@@ -83,21 +81,30 @@ class ShardTransport:
         self._contents = Contents(model, as_list(optimizer), dict(states or {}))
         self._server = ShardServer(host or socket.gethostname(), port, patience)
         self._refused: ValueError | None = None
+        self._unsent: Exception | None = None  # why `state_dict` had none
         watch_optimizers()
         watch_loads(model)
 
     # ---- for Manager(state_dict=…, load_state_dict=…)
 
-    def state_dict(self) -> State:
-        """Views of what this rank has; safe at any time between two steps, in any thread."""
-        _wait_for_device()  # for the last step's writes
-        return self._contents.value()
+    def state_dict(self) -> Nested:
+        """Views of what this rank has; safe at any time between two steps, in any thread.
 
-    def load_state_dict(self, state: State) -> None:
-        """Take over what `recv_checkpoint` has brought.
+        An error is told to the rank that asks: an exception would drop this rank's step.
+        """
+        _wait_for_device()  # for the last step's writes
+        try:
+            self._unsent = None
+            return self._contents.value()
+        except Exception as error:  # of the user's objects, too
+            self._unsent = error
+            return {}
+
+    def load_state_dict(self, state: Nested) -> None:
+        """Take over what `recv_checkpoint` has brought; an interrupted iteration is given up.
 
         Raises:
-            ShardingStateError: a forward or a backward of this rank's is under way.
+            ShardingStateError: parameters are whole for the user, in `fsdp2.gathered`.
         """
         self._contents.put(state)
         forget_load(self._contents.model)
@@ -105,15 +112,15 @@ class ShardTransport:
     # ---- for Manager(checkpoint_transport=…)
 
     def metadata(self) -> str:
-        """Where this rank's state can be fetched."""
+        """The address of this rank's state."""
         return self._server.address
 
     def send_checkpoint(
-        self, dst_ranks: list[int], step: int, state_dict: State, timeout: timedelta
+        self, dst_ranks: list[int], step: int, state_dict: Nested, timeout: timedelta
     ) -> None:
         """Let peers read; returns at once.
 
-        What cannot be sent is told to who asks, and raised there: this rank trains on.
+        An error is told to the rank that asks, and raised there: this rank trains on.
 
         Args:
             dst_ranks: groups that will ask.
@@ -124,8 +131,10 @@ class ShardTransport:
         layout: Layout = {}
         try:
             layout = self._contents.layout()
+            if self._unsent is not None:
+                raise self._unsent
             image = Image.of(step, state_dict, layout)
-        except Exception as error:  # of the user's objects, too
+        except Exception as error:
             LOG.warning("this rank cannot send its state to a group that joins: %s", error)
             image = Image.of_refusal(step, layout, str(error))
         _wait_for_device()  # for the copies: other streams send them
@@ -133,7 +142,7 @@ class ShardTransport:
         self._server.open(image)
 
     def disallow_checkpoint(self) -> None:
-        """Return when nobody reads what `send_checkpoint` was given: it may be written then.
+        """Return when the state of `send_checkpoint` is not read any more: it may be written (I18).
 
         Raises:
             ValueError: `recv_checkpoint` has found that this rank can never take over what groups
@@ -146,7 +155,9 @@ class ShardTransport:
         if refused is not None:
             raise refused
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> State:
+    def recv_checkpoint(
+        self, src_rank: int, metadata: str, step: int, timeout: timedelta
+    ) -> Nested:
         """Fetch what the same rank of another group has; changes nothing here.
 
         Args:
@@ -171,7 +182,7 @@ class ShardTransport:
             raise
 
     def shutdown(self, wait: bool = True) -> None:
-        """Serve nobody any more.
+        """Stop serving.
 
         Args:
             wait: is not needed.
@@ -189,7 +200,10 @@ def _wait_for_device() -> None:
 
 def _check_sent(refusal: str) -> None:
     if refusal:
-        raise ValueError(f"the group that this one joins cannot send its state: {refusal}")
+        raise ValueError(
+            f"the group that this one joins cannot send its state ({refusal}); mend that in all "
+            f"groups, and start them from a checkpoint"
+        )
 
 
 def _check_alike(own: Layout, theirs: Layout) -> None:

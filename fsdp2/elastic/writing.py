@@ -1,4 +1,4 @@
-"""Which group writes a checkpoint: all have the same weights behind a commit, so one is enough.
+"""Which group writes a checkpoint: all have the same weights after a commit, so one is enough.
 
 The ranks of that group write, as `fsdp2.checkpoint.save` does; a step's folder is that of any run,
 and any number of groups of any size loads it. If the group dies in the middle, the steps that were
@@ -17,12 +17,12 @@ def is_writer(manager: Manager, model: nn.Module) -> bool:
     """Whether this group writes the checkpoint of the step that was just committed.
 
     One group does: the first of those that took part in the step. The others train on. Call it on
-    all ranks of all groups, behind the commit of a step that is to be saved; without communication.
+    all ranks of all groups, after the commit of a step that is to be saved; without communication.
 
     Args:
         manager: whose step was committed.
-        model: that is saved. What a group does not write, others have: its next save goes on from
-            there, and replaces no steps (`fsdp2.checkpoint.replaced`).
+        model: that is saved. If another group writes, this group's next save goes on from there,
+            and replaces no steps (`fsdp2.checkpoint.replaced`).
 
     Example::
 

@@ -37,7 +37,7 @@ STORE = "FSDP2_EXAMPLE_GROUPS_STORE"
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 HOST = "127.0.0.1"
 HEARTBEAT = 2000  # ms without a sign of life, after which a group is counted out
-LATE = 10_000  # ms that groups wait for one that is alive, and late for a step
+LATE = 60_000  # ms that groups wait for one that is alive, and late: longer than TIMEOUT
 TIMEOUT = timedelta(seconds=30)  # of collectives between groups, and of their votes
 START = timedelta(minutes=5)  # until all groups are there
 LEAVE = timedelta(minutes=1)  # until all groups have finished

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,38 @@ def test_groups_with_replicas_inside(ranks: Callable[..., Rank]) -> None:
     assert_same(donor, joins)
 
 
+@pytest.mark.parametrize("world", [4], indirect=True)
+def test_groups_with_tensor_parallelism_inside() -> None:
+    """Strided pieces of pieces; optimizer states that are spread as the parameters."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    kept = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+        for layer, dim in zip(model, (0, 1), strict=True):
+            rows = layer.weight.detach().chunk(2, dim)[1].contiguous()
+            whole = DTensor.from_local(rows, mesh["tp"], [Shard(dim)], run_check=False)
+            layer.weight = nn.Parameter(whole)
+            fsdp2.fully_shard(layer, mesh=mesh["shard"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        kept.append((model, optimizer, elastic.ShardTransport(model, optimizer, host="localhost")))
+    (model, optimizer, sends), (joined, other, joins) = kept
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    sends.send_checkpoint([1], 1, sends.state_dict(), TIME)
+    joins.load_state_dict(joins.recv_checkpoint(0, sends.metadata(), 1, TIME))
+    for first, second in zip(model.parameters(), joined.parameters(), strict=True):
+        assert first.placements == second.placements
+        assert equal(local_of(first), local_of(second))
+        for key, value in optimizer.state[first].items():
+            found = other.state[second][key]
+            assert equal(local_of(value), local_of(found))
+            assert getattr(value, "_spec", None) == getattr(found, "_spec", None)
+    for transport in (sends, joins):
+        transport.shutdown()
+
+
 def test_a_peer_is_read_in_the_middle_of_its_forward_and_backward(
     ranks: Callable[..., Rank],
 ) -> None:
@@ -229,6 +262,52 @@ def test_a_peer_is_read_in_the_middle_of_its_forward_and_backward(
     for rank in (donor, other):
         rank.optimizer.step()
     assert_same(donor, other)
+
+
+def test_what_messages_have_left_out(ranks: Callable[..., Rank]) -> None:
+    """Residuals are of the joining rank's own gradients: they begin at zero, and nobody warns."""
+    donor, joins = ranks(1), ranks(2)
+    for rank in (donor, joins):
+        rank.model.set_wire_format(reduce="int8", feedback=True, exact_below=0)
+        rank.step()
+    assert any(value.to_local().any() for value in residuals(joins))
+    donor.send()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        joins.heal(donor)
+    assert not any(value.to_local().any() for value in residuals(joins))
+
+
+def residuals(rank: Rank) -> list[DTensor]:
+    state = fsdp2.wire_state(rank.model).state_dict()
+    found = [value for name, value in state.items() if name.startswith("residuals.")]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_iteration_that_was_interrupted(ranks: Callable[..., Rank], in_backward: bool) -> None:
+    """On weights that count for nothing, anything may be raised; the rank heals all the same."""
+    donor, joins = ranks(1), ranks(2)
+    donor.step()
+    donor.send()
+
+    def fail(*_: object) -> None:
+        raise FloatingPointError
+
+    block = joins.model.blocks[1]
+    register = block.register_full_backward_hook if in_backward else block.register_forward_hook
+    hook = register(fail)
+    with pytest.raises(FloatingPointError):
+        joins.step()
+    hook.remove()
+    joins.heal(donor)
+    assert_same(donor, joins)
+    donor.transport.disallow_checkpoint()
+    joins.model.zero_grad()
+    for rank in (donor, joins):
+        rank.step(5)
+    assert_same(donor, joins)
 
 
 # ---- the wire
@@ -530,6 +609,15 @@ class Odd:
 def test_what_cannot_be_sent(ranks: Callable[..., Rank]) -> None:
     """The rank that has it trains on; who asks is told."""
     donor, joins = ranks(1), ranks(2)
+    for rank in (donor, joins):
+        rank.transport._contents._states["odd"] = Odd(RuntimeError("it has none"))
+    donor.send()
+    with raises("elastic-not-sent") as caught:
+        joins.heal(donor)
+    assert "it has none" in str(caught.value)
+    with raises("elastic-not-sent"):
+        joins.transport.disallow_checkpoint()
+    donor.transport.disallow_checkpoint()
     for rank in (donor, joins):
         rank.transport._contents._states["odd"] = Odd(lambda: None)
     donor.send()

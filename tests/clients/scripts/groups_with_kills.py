@@ -6,7 +6,8 @@ Each life of a group begins with weights of its own, and heals. Behind every com
 down a hash of all that it trains: parameters, optimizer states, averages, learning rates. In the
 end, the hashes of a step are compared over the groups that committed it, and its batches counted.
 A rank is killed at any time, while its group starts and heals, too, but only where another group is
-healthy: without one, nobody has the weights.
+healthy: without one, nobody has the weights. More than half of the groups must take part in a step:
+else two parts of them could train apart, each with a quorum of its own.
 """
 
 import collections
@@ -36,7 +37,8 @@ RANKS = 2
 TIMEOUT = datetime.timedelta(seconds=10)  # between groups
 LONGER = datetime.timedelta(seconds=60)  # inside of a group, where a rank may wait for other groups
 LIMIT = 120.0  # seconds in which something must happen
-AFTER = 5  # steps of all groups together behind the last kill
+AFTER = 12  # steps of all groups together behind the last kill
+SAVE_EVERY = 10
 PAUSE = 6  # steps, at most, from one kill to the next
 PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "torchft", "fsdp2.elastic", "fsdp2.optim"]
 
@@ -67,7 +69,21 @@ def hash_of(model, optimizer, ema):
     return found.hexdigest()[:16]
 
 
-def work(kind, quorum, group, life, rank, port, lighthouse, folder):
+def least(groups):
+    """How many groups must take part; of two, one may be gone."""
+    return 1 if groups == 2 else groups // 2 + 1
+
+
+def save(folder, model, optimizer, manager):
+    """One group writes, at every tenth step; what it was killed in is no step of the folder."""
+    step = manager.current_step()
+    if step % SAVE_EVERY == 0 and elastic.is_writer(manager, model):
+        extra = {"manager": manager.state_dict()}
+        run = Path(folder, "run")
+        fsdp2.checkpoint.save(run, model, optimizer, step=step, extra=extra, keep=3)
+
+
+def work(kind, quorum, groups, group, life, rank, port, lighthouse, folder):
     """One rank of one life of a group."""
     torch.set_num_threads(1)
     store = dist.TCPStore(HOST, port)
@@ -84,7 +100,7 @@ def work(kind, quorum, group, life, rank, port, lighthouse, folder):
     transport = elastic.ShardTransport(model, optimizer, states=states, host=HOST)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
-        min_replica_size=1,
+        min_replica_size=least(groups),
         load_state_dict=transport.load_state_dict,
         state_dict=transport.state_dict,
         checkpoint_transport=transport,
@@ -113,6 +129,7 @@ def work(kind, quorum, group, life, rank, port, lighthouse, folder):
             if steps.commit():
                 schedule.step()
                 ema.update()
+                save(folder, model, optimizer, manager)
                 batch = number if counts else "-"
                 print(manager.current_step(), hash_of(model, optimizer, ema), batch, file=out)
     manager.shutdown(wait=False)
@@ -137,10 +154,10 @@ class Supervisor:
         self.kind, self.quorum, self.folder = kind, quorum, folder
         self.lighthouse = LighthouseServer(
             bind="[::]:0",
-            min_replicas=1,
-            join_timeout_ms=200,
+            min_replicas=least(groups),
+            join_timeout_ms=60_000,  # a healthy group may be held up by one that was killed
             quorum_tick_ms=20,
-            heartbeat_timeout_ms=1500,
+            heartbeat_timeout_ms=5_000,
         )
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOADED)
@@ -157,7 +174,7 @@ class Supervisor:
             self.context.Process(
                 target=work,
                 args=(
-                    *(self.kind, self.quorum, group.number, group.life, rank),
+                    *(self.kind, self.quorum, len(self.groups), group.number, group.life, rank),
                     *(group.store.port, self.lighthouse.address(), self.folder),
                 ),
             )
@@ -244,10 +261,16 @@ def check(folder, groups, killed):
             if number != "-":
                 numbers[int(step)].add(int(number))
     apart = {at: dict(found) for at, found in hashes.items() if len(found) > 1}
-    assert not apart, f"groups have other weights at {sorted(apart)[:5]} of {len(hashes)}"
+    assert not apart, f"{len(apart)} of {len(hashes)} are apart, first {min(apart.items())}"
     counted = [number for step in sorted(numbers) for number in sorted(numbers[step])]
     twice = [n for n, count in collections.Counter(counted).items() if count > 1]
     assert not twice, f"batches {twice[:5]} were trained on in two steps"
+    saved = fsdp2.checkpoint.steps(Path(folder, "run"))
+    assert saved
+    for step in saved:
+        found = fsdp2.checkpoint.read_extra(Path(folder, "run"), step)
+        assert found["manager"]["step"] == step
+        assert fsdp2.checkpoint.verify(Path(folder, "run"), step) == []
     shared = sum(len(set().union(*found.values())) == groups for found in hashes.values())
     return max(step for step, _ in hashes), shared // RANKS
 
