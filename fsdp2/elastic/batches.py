@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from fsdp2.core.errors import coded
 from fsdp2.elastic.managers import Manager
 
 
@@ -56,9 +57,11 @@ class Batches:
 
     def __init__(self, length: int, size: int, seed: int = 0) -> None:
         if not 0 < size <= length:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "elastic-no-batch",
                 f"Batches(length={length}, size={size}) has no batch; pass a size from 1 to the "
-                f"number of examples"
+                f"number of examples",
             )
         self._length, self._size, self._seed = length, size, seed
         self._epoch, self._order = -1, torch.empty(0)

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from fsdp2.core.errors import CommunicationError
+from fsdp2.core.errors import CommunicationError, coded
 from fsdp2.elastic.image import Head, memory_of
 from fsdp2.elastic.serving import FRAME
 
@@ -94,10 +94,12 @@ class Fetch:
             except (OSError, http.client.HTTPException) as error:
                 failures = 1 if self._read > before else failures + 1
                 if failures >= ATTEMPTS or time.monotonic() > self._end:
-                    raise CommunicationError(
+                    raise coded(
+                        CommunicationError,
+                        "elastic-not-fetched",
                         f"step {self._step} could not be fetched from the peer at "
                         f"{self._url.netloc}: {self._read} bytes have come ({error}); this group "
-                        f"heals in a later step"
+                        f"heals in a later step",
                     ) from error
                 LOG.info("a connection to %s broke: %s", self._url.netloc, error)
                 sleep(0.02 * 2**failures)
@@ -117,9 +119,11 @@ class Fetch:
                 yield answer
 
     def _wrong(self) -> CommunicationError:
-        return CommunicationError(
+        return coded(
+            CommunicationError,
+            "elastic-gone-on",
             f"the peer at {self._url.netloc} does not serve step {self._step}, not in time or not "
-            f"any more; this group heals in a later step"
+            f"any more; this group heals in a later step",
         )
 
     def _read_head(self) -> bytes:

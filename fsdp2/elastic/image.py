@@ -28,6 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fsdp2.checkpoint.folder import Json
 from fsdp2.checkpoint.snapshots import Nested
 from fsdp2.checkpoint.values import Value, packed, unpacked
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import local_of, wrap_local
 
 MeshKey = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
@@ -78,9 +79,11 @@ class Part:
         names, shape, ranks = self.spread["mesh"]
         key = (tuple(names), tuple(shape), tuple(ranks))
         if key not in meshes:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "elastic-mesh",
                 f"a peer has a DTensor over the ranks {ranks} of a mesh {shape}, which no "
-                f"parameter lies on here; start groups of as many ranks, sharded alike"
+                f"parameter lies on here; start groups of as many ranks, sharded alike",
             )
         placements = tuple(_placement(kind, at) for kind, *at in self.spread["placements"])
         meta = TensorMeta(
@@ -157,9 +160,11 @@ class Image:
         numbers = itertools.count()
         found = packed(value, lambda *_: str(next(numbers)))
         if found.wrong:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "elastic-code",
                 f"a peer cannot be sent {found.wrong[0]}, which only running code would load; let "
-                f"states be of numbers, strings, bytes, tensors and containers of them"
+                f"states be of numbers, strings, bytes, tensors and containers of them",
             )
         parts, rows = [], []
         for tensor in found.tensors.values():
@@ -258,9 +263,11 @@ def _written(placement: Placement) -> list[str | int]:
         return ["shard", placement.dim]
     if placement.is_replicate():
         return ["replicate"]
-    raise ValueError(
+    raise coded(
+        ValueError,
+        "elastic-partial",
         f"a peer cannot be sent a DTensor that is {placement}; redistribute it to Shard and "
-        f"Replicate"
+        f"Replicate",
     )
 
 

@@ -28,6 +28,7 @@ from fsdp2.checkpoint.saving import forget_load
 from fsdp2.checkpoint.snapshots import Nested
 from fsdp2.checkpoint.staging import watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import Optimizers, as_list
+from fsdp2.core.errors import coded
 from fsdp2.core.progress import ShardReaders
 from fsdp2.elastic.contents import Contents, Stateful
 from fsdp2.elastic.fetching import Fetch
@@ -200,9 +201,11 @@ def _wait_for_device() -> None:
 
 def _check_sent(refusal: str) -> None:
     if refusal:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "elastic-not-sent",
             f"the group that this one joins cannot send its state ({refusal}); mend that in all "
-            f"groups, and start them from a checkpoint"
+            f"groups, and start them from a checkpoint",
         )
 
 
@@ -215,8 +218,11 @@ def _check_alike(own: Layout, theirs: Layout) -> None:
     names = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
     if names:
         name = names[0]
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "elastic-unlike",
             f"this group cannot join: '{name}' is {own.get(name, 'missing')} here and "
             f"{theirs.get(name, 'missing')} in the group that it joins; start groups of as many "
-            f"ranks, sharded alike, or start all from a checkpoint, which any number of ranks loads"
+            f"ranks, sharded alike, or start all from a checkpoint, which any number of ranks "
+            f"loads",
         )
