@@ -92,7 +92,7 @@ class FSDPModule(TorchIdentity):
 
     The class comes first in the method resolution order: ``[FSDP<Original>, FSDPModule, …,
     Original]``. It is a subclass of ``torch.distributed.fsdp.FSDPModule``, so that clients of that
-    class recognise it, but inherits no behaviour. Methods with ``recurse`` also apply to the units
+    class recognize it, but inherits no behavior. Methods with ``recurse`` also apply to the units
     below.
     """
 
@@ -850,7 +850,7 @@ class FSDPModule(TorchIdentity):
                 training: `fsdp2.wire_state`. Default ``False``.
             rotate: whether each block of 128 gradient numbers is multiplied by an orthonormal
                 matrix (random signs and a Hadamard matrix) before encoding, and its sum by the
-                inverse, so that a single large number costs its neighbours less precision. Default
+                inverse, so that a single large number costs its neighbors less precision. Default
                 ``False``.
             level: the level of a mesh (`fsdp2.Levels`) to which the formats apply: ``"inside"`` a
                 node, ``"between"`` nodes, or ``"all"`` (default). The other level is unchanged.

@@ -101,7 +101,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check_resets(members: Members) -> None:
-    """Raise if `reset` could not initialise modules; changes nothing.
+    """Raise if `reset` could not initialize modules; changes nothing.
 
     Raises:
         ValueError: a class has no ``reset_parameters()``.
@@ -135,7 +135,7 @@ def reset(members: Members, device: torch.device | str) -> None:
 
 
 def check_values(members: Members, ignored: Set[torch.Tensor] = frozenset()) -> None:
-    """See that an initialisation has left nothing on the meta device.
+    """See that an initialization has left nothing on the meta device.
 
     Args:
         members: which modules.

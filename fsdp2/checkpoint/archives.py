@@ -35,7 +35,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Sink(Protocol):
-    """What is written to, from the begin to the end."""
+    """The output, written from beginning to end."""
 
     def write(self, data: Bytes, /) -> int: ...
 
@@ -258,7 +258,7 @@ def _dtype_of(storage: str) -> torch.dtype:
 
 
 def read_archive(file: MappedFile, begin: int = 0, end: int | None = None) -> Tree:
-    """What ``torch.save`` was given, tensors as entries.
+    """The object passed to ``torch.save``, with tensors as entries.
 
     Args:
         file: the file.
@@ -266,7 +266,7 @@ def read_archive(file: MappedFile, begin: int = 0, end: int | None = None) -> Tr
         end: where it ends. Default ``None``: with the file.
 
     Raises:
-        CheckpointError: it is cut short, or has other classes than plain ones.
+        CheckpointError: it is truncated, or contains classes other than plain ones.
     """
     end = file.length if end is None else end
     try:
@@ -296,7 +296,7 @@ def read_archive(file: MappedFile, begin: int = 0, end: int | None = None) -> Tr
 
 
 def _data_of(file: MappedFile, begin: int, info: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin in the file."""
+    """The offset of a member's bytes in the file."""
     if info.compress_type != zipfile.ZIP_STORED:
         raise BrokenError()
     header = begin + info.header_offset
@@ -308,7 +308,7 @@ def _data_of(file: MappedFile, begin: int, info: zipfile.ZipInfo) -> int:
 
 
 class _Counted(io.RawIOBase):
-    """Counts what is written; cannot seek, so that zip files have sizes behind the bytes."""
+    """Counts written bytes; cannot seek, so that zip files store sizes after the bytes."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -397,7 +397,7 @@ def write_archive(sink: Sink, tree: Tree) -> None:
 
 
 def read_file(path: Path) -> Tree:
-    """What one file of ``torch.save`` holds."""
+    """The contents of one file of ``torch.save``."""
     return read_archive(MappedFile(path))
 
 

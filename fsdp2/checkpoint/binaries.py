@@ -33,10 +33,10 @@ def are_binaries(path: AnyPath) -> bool:
 
 
 def catalogue_of(path: AnyPath) -> Catalogue:
-    """What they hold, by name: what tensors lie where in which file.
+    """Their contents, by name: which tensor is at which position of which file.
 
     Raises:
-        CheckpointError: they are on a store, are broken, or hold tensors that do not lie in order.
+        CheckpointError: they are on a store, are broken, or hold tensors that are not in order.
     """
     if not isinstance(path, Path):
         raise coded(

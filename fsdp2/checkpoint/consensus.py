@@ -3,8 +3,8 @@
 rank 0  action() ─ ok ───────┐               ┌─> CheckpointError("the disk is full …")
 rank 1  action() ─ raises ───┴─ exchange ────┴─> CheckpointError("the disk is full …")
 
-A `Call` knows the ranks that take part: those of one process group. `Call.together` exchanges over
-that group, as training does; `Call.agree` over one of its own, so that a save may go on beside
+A `Call` knows the participating ranks: those of one process group. `Call.together` exchanges over
+that group, as training does; `Call.agree` over a separate one, so that a save can continue during
 training.
 """
 
@@ -24,14 +24,14 @@ V = TypeVar("V")
 
 @dataclass
 class Outcome(Generic[T]):
-    """What an action came to on one rank: a value, or a sentence."""
+    """The result of an action on one rank: a value, or a message."""
 
     value: T | None = None
     sentence: str | None = None
 
 
 def lost_rank(what: str) -> CheckpointError:
-    """What the others raise."""
+    """The error that the other ranks raise."""
     return coded(
         CheckpointError,
         "ckpt-lost-rank",
@@ -41,12 +41,12 @@ def lost_rank(what: str) -> CheckpointError:
 
 
 class Call:
-    """A call of a public function, and the ranks that take part in it.
+    """A call of a public function, and the participating ranks.
 
     Args:
-        what: the function that was called, and its folder, for sentences.
-        group: the process group whose ranks call it. Default ``None``: the default group; this
-            process alone where there is none.
+        what: the function that was called, and its folder, for messages.
+        group: the process group whose ranks call it. Default ``None``: the default group; only this
+            process if there is none.
 
     Attributes:
         what: as it was given.
@@ -54,7 +54,7 @@ class Call:
         size: the number of ranks in the group.
 
     Raises:
-        CheckpointError: this rank has no part in the group, or ``group`` is no process group.
+        CheckpointError: this rank is not in the group, or ``group`` is not a process group.
     """
 
     def __init__(self, what: str, group: ProcessGroup | None = None) -> None:
@@ -71,11 +71,11 @@ class Call:
         return self.rank == 0
 
     def channel(self) -> SideChannel:
-        """What objects go over beside training; made in the first call of these ranks."""
+        """The channel for objects during training; created in the first call of these ranks."""
         return side_channel(self._members)
 
     def attempt(self, action: Callable[[], T]) -> tuple[Outcome[T], Exception | None]:
-        """Run ``action``, which communicates with nobody; what it came to, and what it raised."""
+        """Run ``action``, which does not communicate; return its result and its exception."""
         try:
             return Outcome(action()), None
         except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""What a checkpoint of any kind holds: a model, an optimizer by name, and the rest.
+"""The contents of a checkpoint of any kind: a model, an optimizer by name, and the rest.
 
 {"app": {"model": …, "optim": numbered}}   ┐
 {"model": …, "optimizer": by name}         ├── contents_of ──> Contents ── tree ──> {"model": …,
@@ -61,15 +61,14 @@ class Contents:
 
 
 def contents_of(tree: Tree, source: Path) -> Contents:
-    """Find model and optimizer in what a file or a folder holds.
+    """Find model and optimizer in the contents of a file or a folder.
 
     Args:
         tree: entries and plain values, nested as they were saved.
         source: where they are, for messages.
 
     Raises:
-        CheckpointError: what is the model cannot be told, or which name the optimizer's state
-            belongs to.
+        CheckpointError: the model cannot be identified, or the names of the optimizer's states.
     """
     while isinstance(tree, dict) and len(tree) == 1:  # {"app": {"model": …}}
         (inner,) = tree.values()
@@ -111,7 +110,7 @@ def contents_of_step(tree: Nested, source: Path) -> Contents:
 
 
 def _is_model(tree: Nested) -> bool:
-    """Whether it is a state dict of tensors by name; modules may have values beside."""
+    """Whether it is a state dict of tensors by name, possibly with other values of modules."""
     return any(isinstance(v, Entry) for v in tree.values()) and not any(
         not isinstance(key, str) or (isinstance(value, dict) and not key.endswith("_extra_state"))
         for key, value in tree.items()
@@ -188,7 +187,7 @@ def _fits(state: Mapping[object, Nested], names: Mapping[Any, str], model: Neste
 
 
 def _numbered(optimizer: Nested) -> Nested:
-    """As the optimizer of an unsharded model has it; names beside the numbers."""
+    """The form of an unsharded model's optimizer, with names in addition to numbers."""
     names = [name for group in optimizer["param_groups"] for name in group["params"]]
     number = {name: place for place, name in enumerate(names)}
     return {
@@ -205,12 +204,12 @@ def _numbered(optimizer: Nested) -> Nested:
 
 
 def joined(trees: Sequence[Tree], source: Path) -> Tree:
-    """What ranks have saved of one checkpoint, each its parts, as one tree.
+    """The parts of one checkpoint that ranks have saved, as one tree.
 
-    ShardedTensors and DTensors become whole; of all else it is rank 0's.
+    ShardedTensors and DTensors become full tensors; other values are rank 0's.
 
     Raises:
-        CheckpointError: they are not alike, or parts are missing.
+        CheckpointError: they differ, or parts are missing.
     """
 
     def join(name: str, values: list[Any]) -> Tree:

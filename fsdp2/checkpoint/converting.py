@@ -117,7 +117,7 @@ def convert(
         source: a file, a folder, or a pattern of files of ranks ("run/ckpt_rank-*.pth").
         target: a file or a folder that does not exist yet; for kind "steps" also a folder with
             other steps. It exists only when it is complete and durable.
-        from_kind: the kind of the source. Default ``None``: recognised from its files.
+        from_kind: the kind of the source. Default ``None``: recognized from its files.
         to_kind: the kind of the target. Default ``None``: "steps" if it is such a folder,
             "safetensors" and "torch" by the suffix of its name.
         step: of the source, by default the newest; for a target of kind "steps" also the step to
@@ -477,7 +477,7 @@ def _write(
 
 
 def _saving(place: Path) -> Path:
-    """Where a target is written; what a crash has left there goes."""
+    """The path where a target is written; removes the remains of a crash there."""
     path = place.with_name(f".saving-{place.name}")
     files.discard(path)
     files.make_folders(place.parent)
@@ -526,7 +526,7 @@ def _write_step(
     entries: dict[int, Entry] = {}
 
     def entry(value: Tree) -> Tree:
-        """Of a tensor without memory what it stands for; others are the bytes of numpy's arrays."""
+        """For a tensor without memory, its entry; otherwise the bytes of a numpy array."""
         found = entries.get(id(value), value)
         return Entry.of(found) if isinstance(found, torch.Tensor) else found
 

@@ -1,10 +1,10 @@
-"""Tensors that stay in their files: mapped, read block by block, and let go behind.
+"""Tensors that stay in their files: mapped, read block by block, and released after use.
 
     __0_0.distcp  ─ mapped ─> Piece(offsets (0, 0)) ┐
     __1_0.distcp  ─ mapped ─> Piece(offsets (4, 0)) ┴─> Entry ── blocks() ──> bytes, row-major
 
-Memory holds a block of a tensor at a time. One whose pieces are not cut along dim 0 alone is put
-together first: memory holds that one tensor.
+Memory holds a block of a tensor at a time. If a tensor's pieces are not split only on dim 0, it is
+assembled first: memory holds that one tensor.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Piece:
         return _AT_ONCE if self.file is None else BLOCK
 
     def blocks(self) -> Iterator[torch.Tensor]:
-        """Views one after the other, in row-major order; pages go behind each."""
+        """Views one after the other, in row-major order; pages are released after each."""
         for block in _blocks(self.tensor, self.block):
             yield block
             if self.file is not None:

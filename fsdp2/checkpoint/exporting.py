@@ -268,10 +268,10 @@ class _Export(ABC):
     tied: dict[str, str] = field(default_factory=dict)
 
     def mapped(self) -> dict[str, str]:
-        """The names of what is written, by the source's.
+        """The names of the written tensors, by the source's.
 
         Raises:
-            CheckpointError: two tensors have one name, or a name is no string.
+            CheckpointError: two tensors have one name, or a name is not a string.
         """
         found: dict[str, str] = {}
         taken: dict[str, str] = {}
@@ -509,7 +509,9 @@ def _bytes_in(size: int | str) -> int:
 
 
 def _begin(out: Path, writing: Path, layout: Layout, writer: Writer) -> None:
-    """All files with their headers, beside the place; what an earlier crash left is gone."""
+    """Create all files with their headers in a temporary folder; removes remains of an earlier
+    crash.
+    """
     files.discard(writing)
     above = next(path for path in out.absolute().parents if path.is_dir())
     free = files.free_bytes(above)

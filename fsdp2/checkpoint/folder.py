@@ -90,19 +90,19 @@ class Manifest:
 
 
 def store_of(path: PathLike) -> Store:
-    """Where the steps of a folder are: on a disk, or behind a URL.
+    """The store of a folder's steps: on a disk, or at a URL.
 
     Raises:
-        CheckpointError: the URL cannot be reached from here.
+        CheckpointError: the URL cannot be reached from this process.
     """
     return RemoteStore(os.fspath(path)) if is_url(path) else DiskStore(local_path(path))
 
 
 def any_path(path: PathLike) -> AnyPath:
-    """What is to be read: on a disk, or behind a URL.
+    """The path to read: on a disk, or at a URL.
 
     Raises:
-        CheckpointError: the URL cannot be reached from here.
+        CheckpointError: the URL cannot be reached from this process.
     """
     return remote_path(os.fspath(path)) if is_url(path) else local_path(path)
 
@@ -234,7 +234,7 @@ def broken_values(place: AnyPath) -> Iterator[None]:
 
 
 def items_of(store: Store, manifest: Manifest) -> AnyPath:
-    """Where DCP's files of a complete step are."""
+    """The folder of DCP's files in a complete step."""
     inside = items_folder(manifest.files)
     place = store.folder(manifest.step)
     return place / inside if inside else place
@@ -282,11 +282,11 @@ def check_hashes(store: Store, manifest: Manifest, names: Iterable[str]) -> None
 
 
 def newest_readable(store: Store, verify: bool) -> Manifest:
-    """The manifest of the newest step whose files are there, with an index that is whole.
+    """The manifest of the newest step whose files exist, with a complete index.
 
     Args:
         store: where the steps are.
-        verify: whether to compare every byte as well; on this rank alone.
+        verify: whether to also compare every byte, only on this rank.
 
     Raises:
         CheckpointError: no step can be read.

@@ -37,7 +37,7 @@ _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 
 
 class _Draft:
-    """What a file says of an object."""
+    """An object as described by a file."""
 
     __slots__ = ("state",)
 
@@ -174,7 +174,7 @@ def _state(draft: object, kind: type[_Draft]) -> dict[str, object]:
 
 
 def _sizes(value: object) -> torch.Size:
-    """Not negative, and few enough for torch."""
+    """Sizes that are not negative, and few enough for torch."""
     sizes = _of(value, tuple)
     if any(type(each) is not int or not 0 <= each < 1 << 62 for each in sizes) or len(sizes) > 64:
         raise BrokenError()
@@ -243,7 +243,7 @@ def _place(draft: object, index: AnyPath) -> object:
 
 
 def _nesting(value: object) -> tuple[str | int, ...]:
-    """Where a value is in the nested state dict."""
+    """The position of a value in the nested state dict."""
     place = _of(value, tuple)
     numbers = [_of(each, int) for each in place if type(each) is not str]
     if not place or any(not 0 <= each < _LONGEST for each in numbers):

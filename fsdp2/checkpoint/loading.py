@@ -316,7 +316,7 @@ def _kind_at(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is loaded into, as of `load`, and by whom."""
+    """The targets of `load`, and the ranks that call it."""
 
     call: Call
     model: nn.Module

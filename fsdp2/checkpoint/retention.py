@@ -137,7 +137,7 @@ class Origins:
         self._known.setdefault(model, {})[str(store)] = step
 
     def saved(self, model: nn.Module, store: Store, step: int) -> None:
-        """Take note of a save: what other models have been loaded from is no branch of it."""
+        """Record a save: the loads of other models do not start a branch of it."""
         name = str(store)
         self._known.get(model, {}).pop(name, None)
         for known in self._known.values():
@@ -149,9 +149,9 @@ class Origins:
         self._known.pop(model, None)
 
     def of(self, model: nn.Module, store: Store) -> int | None:
-        """The step that a save of the model goes on from, if it is the first behind a load.
+        """The step from which a save of the model continues, if it is the first after a load.
 
-        Several models may have been loaded from several steps of one folder: from the newest.
+        If several models were loaded from several steps of one folder, it is the newest.
         """
         name = str(store)
         if name not in self._known.get(model, {}):
@@ -188,9 +188,9 @@ def branch(store: Store, step: int, origin: int | None) -> list[int]:
 
 
 class Pruner:
-    """Removes what `keep` says when a step is durable; what fails is tried again by the next save.
+    """Removes steps according to `keep` when a step is durable; the next save retries failures.
 
-    What removals have left on a disk is told by its name, on a store by this object alone.
+    On a disk, a name identifies the remains of removals; on a store, only this object does.
     """
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class Pruner:
 
 
 def _doomed(store: Store, step: int, keep: Keep) -> list[int]:
-    """What is replaced and does not fit beside the others, and what is older."""
+    """Replaced steps that exceed the limit together with the others, and older steps."""
     live, replaced = store.steps(), sorted(store.replaced())
     stay = {step, *live[-keep.newest :]}
     if keep.best:

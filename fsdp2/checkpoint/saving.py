@@ -1,20 +1,20 @@
-"""`save`, `async_save`: staged, written beside, synced, listed with hashes, renamed.
+"""`save`, `async_save`: staged, written to a temporary folder, synced, listed with hashes, renamed.
 
-1. every rank    what is saved, by name; copied beside training where the call returns at once
+1. every rank    the state to save, by name; copied during training for `async_save`
 2. every rank    __r_0.distcp   written, synced               .saving-step-N-TOKEN/
 3. all           tell rank 0 what they have written, or why not                    one exchange
 4. rank 0        .metadata, manifest.json                     written, synced; the folder synced
 5. rank 0        rename         .saving-step-N-TOKEN -> step-N; FOLDER synced: now the step exists
-6. rank 0        older steps    removed, where `keep` says so (`retention`); and tells all
+6. rank 0        older steps    removed, if `keep` requires it (`retention`); and tells all
 
-On a store (`remote`) files are put under a name of the try's own in 2, and the manifest at last in
-the place of 5.
+On a store (`remote`), step 2 puts files under a name that contains the attempt's token, and the
+manifest, put last, replaces step 5.
 
-Who writes what is planned in the first save, in one more exchange before 2, and again when a rank's
-layout has changed: a rank that has no plan for its layout says so in 3.
+The first save plans which rank writes which data, in one more exchange before 2, and so does a save
+after a rank's layout has changed: a rank that has no plan for its layout says so in 3.
 
-Two saves beside training may be under way. 1 overlaps, 2 to 6 do not, so that ranks exchange in the
-order of the calls, however fast each is.
+Two asynchronous saves may overlap in 1, but not in 2 to 6, so that ranks exchange in the order of
+the calls.
 
     call 1   copy to memory 0 | 2 … 6 |
     call 2                copy to memory 1 | 2 … 6 |
@@ -72,7 +72,7 @@ from fsdp2.wire_states import RESIDUALS, wire_state
 LOG = logging.getLogger("fsdp2.checkpoint")
 
 Facts = tuple[str, int, Keep | None, tuple[object, ...]]
-"""What ranks must agree on: folder, step, keep, DTensors in ``extra``."""
+"""Facts on which ranks must agree: folder, step, keep, DTensors in ``extra``."""
 
 Layout = list[tuple[str, object]]
 """By name, what a plan depends on: of a DTensor its spec, of a tensor its shape and dtype."""
@@ -398,16 +398,17 @@ class _Process:
         self._plans: list[tuple[Layout, object, _WritePlan]] = []
 
     def wait(self, overlaps: int, call: Call, channel: SideChannel) -> None:
-        """In the next save: wait for those before, and raise what nobody here has been told.
+        """In the next save: wait for earlier ones, and raise errors that this rank's user has not
+        seen.
 
-        What is waited for depends on the order of calls alone, so that ranks raise alike, whatever
-        was over already. A rank that has asked for the result goes on to save, and hears of it
-        there.
+        Only the order of calls determines what is waited for, so that ranks raise in the same way,
+        whichever saves have ended already. A rank that has asked for the result continues to save,
+        and gets the error there.
 
         Args:
             overlaps: how many of the latest are not waited for.
             call: the function that is called, and its ranks.
-            channel: to tell the others, behind all that goes on there.
+            channel: to tell the others, after all earlier messages.
 
         Raises:
             CheckpointError: of the first that has failed.
@@ -427,7 +428,7 @@ class _Process:
             saving._wait()
 
     def free_memory(self) -> HostMemory:
-        """What no save uses: there are two, and all saves but the latest are over."""
+        """A buffer that no save uses: there are two, and all saves but the latest have ended."""
         copies = [saving._copy for saving in self.latest if not saving._ended.is_set()]
         used = [copy.memory for copy in copies if copy is not None]
         return next(memory for memory in self._memories if memory not in used)
@@ -443,12 +444,12 @@ class _Process:
         self._plans = [*others[-_PLANS:], (layout, channel, plan)]
 
     def forget(self, layout: Layout, channel: SideChannel) -> None:
-        """Plan anew in the next save, which then has a folder of its own."""
+        """Plan again in the next save, which then has a separate folder."""
         self._plans = [kept for kept in self._plans if kept[1] is not channel or kept[0] != layout]
 
 
 _OVERLAPS = 1
-"""Saves that are under way when another begins beside training."""
+"""Number of saves that may still run when another asynchronous one begins."""
 
 _PLANS = 3
 """Plans of other layouts that are kept, where a process saves several models in turn."""
@@ -516,14 +517,14 @@ class _Answer:
 
 
 class _Save:
-    """A save of one rank's.
+    """A save on one rank.
 
     Args:
         folder: of steps, on a disk or on a store.
         step: the number of the step.
         stay: which complete steps stay.
         call: the function that is called, and its ranks.
-        beside: whether it goes on beside training.
+        beside: whether it continues during training.
     """
 
     def __init__(self, folder: PathLike, step: int, stay: Stay, call: Call, beside: bool) -> None:
@@ -778,7 +779,7 @@ class _Save:
             raise
 
     def _origin(self) -> int | None:
-        """Asked behind the save before, as that may be the first of the branch."""
+        """Determined after the save before, which may be the first of the branch."""
         return _process.origins.of(self._stay.model, self._store)
 
 

@@ -1,19 +1,19 @@
-"""What is saved of a model, an optimizer and a run, by name; and how that differs from a step's.
+"""The saved state of a model, an optimizer and a run, by name; and its differences from a step's.
 
 model.<name>                              parameters and persistent buffers
-buffers.<name>                            buffers that are not persistent, on request
+buffers.<name>                            non-persistent buffers, on request
 optimizer.state.<parameter>.<key>         the names of torch's get_optimizer_state_dict
-optimizer.param_groups                    with names in the place of parameters
-states.<name>.<key>                       tensors besides the model's, such as averages of weights
-wire.residuals.<name>                     what error feedback adds to the next gradients
-wire.references.<name>                    what the next differences of weights are to
+optimizer.param_groups                    with names instead of parameters
+states.<name>.<key>                       further tensors, such as averages of weights
+wire.residuals.<name>                     errors that error feedback adds to the next gradients
+wire.references.<name>                    the base of the next differences of weights
 rng.<rank>.<device>                       states of random number generators
-extra.<place>                             tensors of the user's
+extra.<place>                             tensors of the user
 rank_extra.<rank>.<place>                 the same, of each rank
 values.<name>                             of a name above: its value with its types, see `values`
 about                                     how it was saved: `Saved`
 
-And which part of each tensor this rank has: `held_by`.
+`held_by` returns which part of each tensor this rank has.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ States: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Asked:
-    """What is saved, as of `save`."""
+    """The arguments of `save` that select the state."""
 
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
@@ -239,7 +239,7 @@ def _check_layout(path: tuple[str | int, ...], rows: Tensor) -> None:
 
 
 def kept_values(state: Nested) -> Nested:
-    """What DCP's items do not bring back as it was, with its types; and tensors inside of it."""
+    """Values that DCP's items do not restore exactly, with their types; and tensors in them."""
     found: Nested = {}
     for path, value in _values_in(state):
         if isinstance(value, Tensor):
@@ -296,15 +296,15 @@ def set_rng_states(states: Mapping[str, torch.Tensor]) -> None:
 
 @dataclass
 class Differences:
-    """Names that a model or an optimizer and a step do not have alike.
+    """Names that differ between a model or an optimizer and a step.
 
     Attributes:
         missing: the model or the optimizer has it, the step does not.
-        unexpected: the step has it, nobody takes it.
-        reshaped: both have it, of other shapes.
-        retyped: both have it, in other dtypes.
-        conflicting: one has several values where the other has one: a parameter that is tied now
-            and was not; an option of groups that were merged or cut.
+        unexpected: the step has it, the model and the optimizer do not.
+        reshaped: both have it, with different shapes.
+        retyped: both have it, with different dtypes.
+        conflicting: one has several values and the other has one: a parameter that is tied now and
+            was not; an option of groups that were merged or split.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -317,7 +317,7 @@ class Differences:
         return any(vars(self).values())
 
     def left(self) -> set[str]:
-        """What is not loaded of what is there."""
+        """Entries that exist but are not loaded."""
         return {*self.missing, *self.reshaped, *self.retyped, *self.conflicting}
 
     def compare(self, name: str, value: Tensor, saved: object, cast: bool = False) -> bool:
@@ -341,7 +341,7 @@ class Differences:
 
     @classmethod
     def over_ranks(cls, parts: Sequence[Differences]) -> Differences:
-        """What is so on any rank; unexpected is what is so on all."""
+        """Differences on any rank; unexpected ones are those on all."""
         unexpected = set(parts[0].unexpected).intersection(*(part.unexpected for part in parts))
         return cls(
             sorted({name for part in parts for name in part.missing}),
@@ -353,7 +353,7 @@ class Differences:
 
 
 def is_whole(saved: object, like: Tensor) -> bool:
-    """Whether every element of such a tensor was saved: not if a replica alone has saved it."""
+    """Whether every element of such a tensor was saved: false if only one replica has saved it."""
     if not isinstance(saved, TensorStorageMetadata) or tuple(saved.size) != tuple(like.shape):
         return False
     count = sum(prod(chunk.sizes) for chunk in saved.chunks)
@@ -364,7 +364,7 @@ def is_whole(saved: object, like: Tensor) -> bool:
 
 
 class _Files(FileSystem):
-    """What DCP's reader does to files, done to any."""
+    """The file operations of DCP's reader, for any path."""
 
     def concat_path(self, path: Any, suffix: str) -> Any:
         return path / suffix
@@ -570,7 +570,7 @@ def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def held_of(name: str, value: Tensor) -> Held:
-    """What this rank has of a tensor.
+    """This rank's part of a tensor.
 
     Raises:
         CheckpointError: it is of a class whose bytes are not its values.
@@ -599,10 +599,10 @@ def held_of(name: str, value: Tensor) -> Held:
 
 
 def _part(shape: tuple[int, ...], value: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and lengths of this rank's part, as the placements say.
+    """Offsets and lengths of this rank's part, according to the placements.
 
-    Several dims of a mesh may cut one dim of a tensor: from the left to the right, but a strided
-    one comes behind those to its right, whose pieces its ``split_factor`` counts.
+    Several dims of a mesh may shard one dim of a tensor: from left to right, but a strided one
+    comes after those to its right, whose pieces its ``split_factor`` counts.
     """
     mesh, coordinate = value.device_mesh, value.device_mesh.get_coordinate()
     offsets, lengths = [0] * len(shape), list(shape)

@@ -81,7 +81,7 @@ class About:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a whole tensor's bytes are.
+    """The position of a full tensor's bytes.
 
     Attributes:
         file: the file's name, in the folder.
@@ -96,13 +96,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """What a folder, or one file, holds.
+    """The contents of a folder, or of one file.
 
     Attributes:
         folder: where the files are.
         lengths: of each file, in bytes, by its name.
         places: of each tensor, by its name.
-        tied: names that stand for another tensor of the folder, as the files' metadata say.
+        tied: names that represent another tensor of the folder, according to the files' metadata.
     """
 
     folder: AnyPath
@@ -211,7 +211,7 @@ def _shards(tensors: Mapping[str, About], limit: int | None) -> list[list[str]]:
 
 
 def _header(tensors: Mapping[str, About], tied: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """A file's first bytes, and where behind them each tensor begins."""
+    """A file's first bytes, and the offset of each tensor after them."""
     ordered = sorted(tensors, key=lambda name: (_RANKS[tensors[name].dtype], name.encode()))
     content: dict[str, object] = {METADATA: {"format": "pt", **tied}}
     offsets, at = {}, 0
@@ -315,10 +315,11 @@ class Writer:
 def catalogue(path: AnyPath) -> Catalogue:
     """Read the headers of a file or a folder; no tensor.
 
-    Of a folder: the files that its index names; else ``model.safetensors``; else all that end so.
+    For a folder: the files in its index; otherwise ``model.safetensors``; otherwise all with that
+    suffix.
 
     Raises:
-        CheckpointError: there is none; one is missing, cut short, or no file of the format.
+        CheckpointError: there is no file; one is missing, truncated, or has another format.
     """
     folder, names, wanted = _files_of(path)
     lengths: dict[str, int] = {}
@@ -460,7 +461,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _whole_numbers(value: object) -> list[int]:
-    """Not negative, and neither words nor fractions."""
+    """Integers that are not negative."""
     if not isinstance(value, list) or any(type(each) is not int or each < 0 for each in value):
         raise BrokenError()
     return value
@@ -568,7 +569,7 @@ class Reader:
 def _check_box(
     name: str, whole: tuple[int, ...], first: tuple[int, ...], shape: tuple[int, ...]
 ) -> None:
-    """What calls with a wrong box would overwrite or read is another tensor."""
+    """A wrong box would overwrite or read another tensor."""
     fits = len(whole) == len(first) == len(shape) and all(
         at >= 0 and at + length <= full
         for at, length, full in zip(first, shape, whole, strict=True)

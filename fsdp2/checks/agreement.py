@@ -64,12 +64,12 @@ class Board(Protocol):
 
 @dataclass(frozen=True)
 class Intent:
-    """What a rank is about to do.
+    """The next step of a rank.
 
     Attributes:
         what: for example ``"the all-gather of 'blocks.1' for its forward, iteration 3"``.
-        details: what must be equal besides, by name.
-        fix: what to do where the details differ.
+        details: further facts that must be equal, by name.
+        fix: the remedy if the details differ.
     """
 
     what: str
@@ -78,12 +78,12 @@ class Intent:
 
     @property
     def note(self) -> str:
-        """What goes on the board: equal for equal steps."""
+        """The note on the board: equal for equal steps."""
         return f"{self.digest}|{self.what}"
 
     @property
     def digest(self) -> str:
-        """Of the details."""
+        """The digest of the details."""
         return hashlib.sha256(json.dumps(dict(self.details)).encode()).hexdigest()[:16]
 
 
@@ -97,7 +97,9 @@ class _Meeting:
     name: str
 
     def key(self, part: int | str, back: int = 0) -> str:
-        """Of a rank's note, or of the `_OUTCOME`; of this step or of one ``back`` from it."""
+        """The key of a rank's note, or of the `_OUTCOME`; for this step or for one ``back`` from
+        it.
+        """
         return f"{self.name}/{self.number - back}/{part}"
 
 
@@ -264,7 +266,9 @@ class Agreement:
         raise resaid(RankMismatchError, sentence)
 
     def _error(self, meeting: _Meeting, waited: float | None = None) -> RankMismatchError:
-        """Who is where; without ``waited``, ranks that are under way get a moment to say so."""
+        """The error with the step of each rank; without ``waited``, ranks still on their way get a
+        moment to report theirs.
+        """
         deadline = time.monotonic() + (GRACE if waited is None else 0)
         notes, places = self._places(meeting)
         while None in places.values() and time.monotonic() < deadline:

@@ -91,13 +91,14 @@ def _explain_sharded(error: RuntimeError, units: Iterable[Unit]) -> None:
 
 
 def explain_backward(error: RuntimeError, nodes: Iterable[Node], units: Iterable[Unit]) -> None:
-    """The same for what a backward raised; where C++ read a freed parameter, it may go on after.
+    """The same for an exception of a backward; if C++ read a freed parameter, it may continue
+    after.
 
-    From then on side doors are looked for. The next forward resets what was interrupted, and
-    whoever runs it again will not see the error.
+    From then on side doors are recorded. The next forward resets the interrupted state, and a
+    repeated run does not raise the error.
 
     Args:
-        error: what it raised.
+        error: the exception.
         nodes: those that it would run.
         units: those of this process.
     """
@@ -170,7 +171,7 @@ def _explain_freed(error: RuntimeError, units: Iterable[Unit]) -> None:
 
 
 def _find_freed(trace: TracebackType | None, known: dict[int, list[_Owned]]) -> _Owned | None:
-    """What the innermost frame that has a tensor in such memory has there."""
+    """The object over such memory in the innermost frame that has one."""
     for frame, _ in _innermost_first(trace):
         for value in frame.f_locals.values():
             for owned in known.get(_memory(value) or 0, ()):
@@ -180,7 +181,7 @@ def _find_freed(trace: TracebackType | None, known: dict[int, list[_Owned]]) -> 
 
 
 def _memory(value: object) -> int | None:
-    """What tells a plain tensor's storage, or a DTensor's, from others."""
+    """Identifies a plain tensor's storage, or a DTensor's."""
     local = local_of(value) if isinstance(value, torch.Tensor) else None
     if local is None or is_extended(local):
         return None
@@ -219,7 +220,7 @@ def _innermost_first(trace: TracebackType | None) -> list[tuple[FrameType, int]]
 
 
 def _find(trace: TracebackType | None, known: _Known) -> list[_Owned]:
-    """What the innermost frame that has a module, or a parameter of ours, means."""
+    """The meaning of the innermost frame that has a module, or a parameter of fsdp2."""
     for frame, number in _innermost_first(trace):
         values: list[object] = list(frame.f_locals.values())
         for value in frame.f_locals.values():
@@ -238,9 +239,10 @@ def _find(trace: TracebackType | None, known: _Known) -> list[_Owned]:
 
 
 def _named(modules: Sequence[nn.Module], words: set[str], known: _Known) -> list[_Owned]:
-    """Sharded parameters below ``modules`` whose names' parts the code has: ``blocks[1].weight``.
+    """Sharded parameters below ``modules`` whose names' parts are in the code:
+    ``blocks[1].weight``.
 
-    Where no index is written out, those of all indices.
+    Without an explicit index, those of all indices.
     """
     exact: dict[int, _Owned] = {}
     similar: dict[int, _Owned] = {}

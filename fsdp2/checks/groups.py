@@ -64,14 +64,14 @@ _CHUNK = 1 << 20  # elements of which a checksum is taken at a time
 
 @dataclass(frozen=True)
 class EnabledChecks:
-    """What is checked.
+    """The active checks.
 
     Attributes:
-        check_ranks: whether ranks agree on each step before they take it.
+        check_ranks: whether ranks agree on each step before they run it.
         check_nan: whether reduced gradients must be finite.
-        check_writes: whether what is gathered must be what shards are, and stay so.
-        timeout: seconds that a rank waits for others of which nothing is heard; ``None`` for the
-            process group's own time-out.
+        check_writes: whether unsharded parameters must equal their shards, and stay so.
+        timeout: seconds that a rank waits for silent ranks; ``None`` for the process group's own
+            time-out.
     """
 
     check_ranks: bool = False
@@ -81,11 +81,11 @@ class EnabledChecks:
 
 
 class Contents(NamedTuple):
-    """What a group's parameters held at some moment, as checksums.
+    """Checksums of a group's parameters at some moment.
 
     Attributes:
         shards: this rank's rows.
-        registered: what stood in their stead: what was gathered, or a smaller group's rows.
+        registered: the registered tensors: unsharded parameters, or a smaller group's rows.
     """
 
     shards: list[str]
@@ -99,11 +99,11 @@ class Checks:
     """The checks of this process.
 
     Attributes:
-        settings: what is checked; ``None`` until somebody asks.
-        runs: how often the check of ranks was switched on: ranks do that alike.
-        compared: groups of which ranks have compared the copies of their shards.
-        contents: of groups that are gathered, checksums of each parameter then: of the shard, and
-            of what was registered in its stead.
+        settings: the active checks; ``None`` until requested.
+        runs: how often the check of ranks was switched on: all ranks do so equally often.
+        compared: groups of which ranks have compared the replicas of their shards.
+        contents: of unsharded groups, checksums of each parameter at that time: of the shard, and
+            of the registered tensor.
     """
 
     settings: EnabledChecks | None = None
@@ -115,7 +115,7 @@ class Checks:
 
     @classmethod
     def current(cls) -> EnabledChecks:
-        """What is checked now; the environment is read at the first call."""
+        """The active checks; the environment is read at the first call."""
         if cls.settings is None:
             asked = asks_for_ranks()
             cls.settings = EnabledChecks()
@@ -172,7 +172,7 @@ class Checks:
 
     @classmethod
     def agreement(cls) -> Agreement:
-        """Of the process group there is now."""
+        """The agreement of the current process group."""
         store = default_store()
         if cls._store is not store:
             cls.runs += cls._agreement is not None
@@ -323,7 +323,7 @@ class CheckedGroup(Layer):
                 )
 
     def _compared_params(self) -> list[ShardedParam]:
-        """Of others a gather may bring what it likes."""
+        """For other parameters, an all-gather may return any values."""
         return [p for p in self.base.params if not (p.is_meta or p.is_extended or p.is_its_shard)]
 
     def _refuse_written(self, stays: bool = False) -> None:
@@ -536,7 +536,7 @@ def _said(options: GroupOptions) -> dict[str, str]:
 
 
 def _exact(group: ParamGroup) -> dict[str, str]:
-    """Which parameters travel as they are, in a group that sends fewer bytes."""
+    """Which parameters are sent without a codec, in a group that encodes."""
     wire = group.options.wire
     if wire.gather is None and wire.reduce is None:
         return {}
@@ -553,7 +553,7 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 
 def _checksum(local: torch.Tensor) -> str:
-    """Of the bits, the same on any device."""
+    """The checksum of the bits, the same on any device."""
     if local.is_meta:
         return "not there yet (meta)"
     flat = local.detach().contiguous().view(-1).view(torch.uint8)

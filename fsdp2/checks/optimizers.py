@@ -1,7 +1,7 @@
-"""What optimizers hold when they step: one that would train nothing is refused.
+"""The parameters that optimizers hold when they step: one that would train nothing raises.
 
-A parameter that a unit has replaced, and a gathered form of one, are not what trains. Each
-optimizer is looked at again when it, or what is sharded, has changed.
+A parameter that a unit has replaced, and an unsharded form of one, are not trained. Each optimizer
+is checked again when it, or the set of sharded parameters, has changed.
 """
 
 from __future__ import annotations

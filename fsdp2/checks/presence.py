@@ -38,11 +38,11 @@ _IMAGINED = ("fake", "null")
 _announced: WeakSet[ProcessGroup] = WeakSet()
 
 _ALIKE = "fsdp2"
-"""What the first rank leaves for the others if all ranks' backends are alike."""
+"""The first rank's note for the others if all ranks' backends are equal."""
 
 
 def announce(group: ProcessGroup | None, device: torch.device) -> None:
-    """Leave a note that this rank of ``group`` runs fsdp2; waits for nobody."""
+    """Leave a note that this rank of ``group`` runs fsdp2; does not wait."""
     if group is None or group in _announced:
         return
     _announced.add(group)

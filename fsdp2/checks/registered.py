@@ -1,7 +1,7 @@
-"""What modules register that no unit has put there: refused, by name, when a forward begins.
+"""Registrations by modules that belong to no unit: they raise, by name, when a forward begins.
 
-Whatever a user put in the entry of a managed parameter would be overwritten at the next gather, and
-a new parameter trained by each rank for itself, all in silence.
+A user's tensor in the entry of a managed parameter would silently be overwritten at the next
+all-gather, and each rank would train a new parameter separately.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fsdp2.core.params.param import GATHERED, OWNER, WHOLE
 
 
 class Unmanaged:
-    """What becomes of a parameter that no unit manages.
+    """The treatment of a parameter that no unit manages.
 
     Attributes:
-        leave: called with its name, where that is not an error; ``None`` (default): it is one.
+        leave: called with its name, if that is not an error; ``None`` (default): it is one.
     """
 
     leave: Callable[[str], None] | None = None

@@ -56,40 +56,39 @@ def resaid(kind: Callable[[str], E], sentence: str) -> E:
 
 
 class ShardingStateError(RuntimeError):
-    """A call came at a moment in which its module cannot honour it.
+    """A call is not possible in the current state of its module.
 
-    For example a parameter group that is asked to free parameters that are still on their way.
-    The message names the module, the state it is in and the call that leads out of it.
+    For example, a parameter group cannot reshard parameters whose all-gather is still running. The
+    message names the module, its state and the call that resolves it.
     """
 
 
 class RankMismatchError(ShardingStateError):
     """Ranks are about to run different collectives, which would hang.
 
-    Raised by `fsdp2.debug(check_ranks=True)` on all ranks alike, before anything is launched. The
-    message names the unit and the step that each rank is at.
+    `fsdp2.debug(check_ranks=True)` raises it on all ranks before anything is launched. The message
+    names the unit and the step of each rank.
     """
 
 
 class CommunicationError(RuntimeError):
-    """A collective of a unit failed, for example because a rank did not come in time.
+    """A collective of a unit failed, for example because a rank did not arrive in time.
 
     The message names the unit, the operation, whether forward or backward ran, and the iteration;
-    ``__cause__`` is what the backend raised.
+    ``__cause__`` is the backend's exception.
     """
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be saved, found or loaded.
 
-    Raised by `fsdp2.checkpoint` on all ranks alike, with one sentence. Complete steps have not been
-    changed then.
+    `fsdp2.checkpoint` raises it on all ranks with the same message. Complete steps are unchanged.
     """
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """A unit's gradients hold NaN or infinity.
+    """A unit's gradients contain NaN or infinity.
 
-    Raised by `fsdp2.debug(check_nan=True)` on all ranks of the unit alike, before an optimizer can
-    use them. The message names the parameters.
+    `fsdp2.debug(check_nan=True)` raises it on all ranks of the unit before an optimizer can use the
+    gradients. The message names the parameters.
     """

@@ -1,11 +1,11 @@
-"""Communication hooks: how `FullyShardedDataParallel.register_comm_hook` lets a user reduce.
+"""Communication hooks for `FullyShardedDataParallel.register_comm_hook`.
 
     hook(state, grad, output)    sharded: sum the flat ``grad`` [ranks * n], this rank's part to
                                  ``output`` [n]
     hook(state, grad)            NO_SHARD: sum the flat ``grad`` in place
 
 The hooks here have the names, arguments and arithmetic of torch's default ones
-(``torch.distributed.algorithms._comm_hooks.default_hooks``), which may be used as well.
+(``torch.distributed.algorithms._comm_hooks.default_hooks``), which you may use as well.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Hook = Callable[..., object]
 
 
 class DefaultState:
-    """What `allreduce_hook` and `reduce_scatter_hook` need: a process group and two divisors.
+    """The state of `allreduce_hook` and `reduce_scatter_hook`: a process group and two divisors.
 
     Gradients are averaged: divided by about half of the group's size before the sum, and by the
-    rest behind it, so that fp16 neither overflows nor vanishes.
+    rest after it, so that fp16 neither overflows nor vanishes.
 
     Args:
         process_group: the group to reduce over.
@@ -61,7 +61,7 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """What the compressing hooks need besides: the dtype of the result.
+    """The state of the compressing hooks, which adds the dtype of the result.
 
     Args:
         process_group: the group to reduce over.

@@ -1,8 +1,8 @@
-"""What a wrapper's constructor does before it shards: choose, materialise, synchronise, cast.
+"""What a wrapper's constructor does before it shards: choose, materialize, synchronise, cast.
 
     ignored_modules, ignored_states ──> Ignored         what is left alone
     policy                          ──> chosen          which modules get wrappers of their own
-    meta parameters                 ──> materialise     param_init_fn, or reset_parameters()
+    meta parameters                 ──> materialize     param_init_fn, or reset_parameters()
     sync_module_states              ──> synchronise     the first rank's parameters and buffers
     use_orig_params                 ──> follow_original_parameters   optimizers made before
     buffer_dtype                    ──> cast_buffers    and back in state dicts
@@ -61,7 +61,7 @@ def own_modules(
 
 @dataclass(frozen=True)
 class Ignored:
-    """What a wrapper leaves alone.
+    """The modules and parameters that a wrapper does not manage.
 
     Attributes:
         modules: with all that is below them, except wrappers.
@@ -76,7 +76,7 @@ def ignored_of(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None,
 ) -> Ignored:
-    """What the two arguments name.
+    """The modules and parameters that the two arguments name.
 
     Raises:
         ValueError: both are given, or they name wrappers, or both parameters and modules.
@@ -200,7 +200,7 @@ def materialise(
         ignored: what is left as it is.
 
     Raises:
-        ValueError: some are still there when it was initialised.
+        ValueError: some are still there when it was initialized.
     """
     members = [each for each in own_modules(module) if each[0] not in ignored.modules]
     having = _to_materialise(members, ignored)

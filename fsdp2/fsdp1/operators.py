@@ -362,10 +362,10 @@ def _replicated(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _number(tensor: DTensor) -> object:
-    """``item()`` of what is not yet summed over ranks, of which DTensor returns a rank's summand.
+    """``item()`` of a value not yet summed over ranks, for which DTensor returns a rank's summand.
 
-    Optimizers mean the sum. Loops may mean the summand, and sum it themselves. Of a maximum, and of
-    whether any element is so, that changes nothing.
+    Optimizers mean the sum. Loops may mean the summand, and sum it themselves. For a maximum, and
+    for whether any element is true, both give the same result.
     """
     whole_twice_is_whole = tensor.dtype == torch.bool or all(
         placement.is_replicate() or getattr(placement, "reduce_op", None) in ("max", "min")
@@ -404,7 +404,7 @@ _STEPS = {
 
 @dataclass(eq=False)
 class _Home:
-    """Where views of a whole tensor come from.
+    """The origin of views of a full tensor.
 
     Attributes:
         rows: this rank's.
@@ -488,7 +488,7 @@ def _view_of_whole(op: Operator, args: Args, kwargs: Kwargs) -> object:
 
 
 def _own_values(tensor: DTensor, method: str) -> torch.Tensor:
-    """What each rank has whole, without communication: a rank may ask alone."""
+    """A tensor that each rank holds in full, without communication: a single rank may ask."""
     local = tensor._local_tensor
     if all(p.is_replicate() for p in tensor.placements) and not isinstance(local, WholeView):
         return local

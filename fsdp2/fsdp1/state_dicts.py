@@ -1,4 +1,4 @@
-"""What ``state_dict()`` of a model holds and ``load_state_dict()`` takes: full or sharded tensors.
+"""The contents of a model's ``state_dict()`` and ``load_state_dict()``: full or sharded tensors.
 
     set_state_dict_type ──> settings of each unit below, and hooks on the modules that are its own
     model.state_dict()
@@ -7,7 +7,7 @@
     model.load_state_dict()
       each module             plain tensor ── cut_rows ──> DTensor        no communication
 
-Units without settings are as ever: their state dicts hold DTensors, and nothing here runs.
+Units without settings are unaffected: their state dicts hold DTensors, and nothing here runs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 _settings: weakref.WeakKeyDictionary[UnitRecord, StateDictSettings] = weakref.WeakKeyDictionary()
 _records: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnitRecord]]
 _records = weakref.WeakKeyDictionary()
-"""Of each module with hooks, the unit that it belongs to."""
+"""For each module with hooks, the unit that it belongs to."""
 
 
 # ---- what users set
@@ -68,20 +68,21 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Choose what state dicts of the units at and below a module hold.
+    """Choose the contents of state dicts of the units at and below a module.
 
-    ``state_dict()`` of the module and of modules below follows, wherever it is called; so does
-    `optim_state_dict`. All ranks must choose alike. Full tensors are made one parameter at a time.
-    Loading takes full tensors as well as DTensors of the same mesh, whatever is set.
+    It applies to ``state_dict()`` of the module and of modules below, wherever it is called, and to
+    `optim_state_dict`. All ranks must choose the same. Full tensors are created one parameter at a
+    time. Loading accepts full tensors as well as DTensors of the same mesh, whatever the setting.
 
     Args:
         module: a wrapper, or any module with units below.
-        state_dict_type: a `StateDictType`, ours or torch's.
-        state_dict_config: the config of that type, ours or torch's. ``None`` (default): a new one.
+        state_dict_type: a `StateDictType`, fsdp2's or torch's.
+        state_dict_config: the config of that type, fsdp2's or torch's. ``None`` (default): a new
+            one.
         optim_state_dict_config: the same for the optimizer's.
 
     Returns:
-        What was set before.
+        The earlier setting.
 
     Raises:
         NotImplementedError: the type is ``LOCAL_STATE_DICT``.
@@ -109,11 +110,11 @@ def set_state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """What state dicts of the units at and below a module hold.
+    """Return the settings of state dicts of the units at and below a module.
 
     Args:
         module: a wrapper, or any module with units below. Without a setting, wrappers have full
-            state dicts, and units that `fully_shard` made have sharded ones.
+            state dicts, and units of `fully_shard` have sharded ones.
 
     Raises:
         ValueError: there is no unit, or units below have different settings.
@@ -144,10 +145,11 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """A context in which `set_state_dict_type` holds; behind it, what was set before.
+    """A context with the settings of `set_state_dict_type`; it restores the earlier ones at its
+    end.
 
     Args:
-        module: as for `set_state_dict_type`, and so the others.
+        module: as for `set_state_dict_type`, like all other arguments.
         state_dict_type: a `StateDictType`.
         state_dict_config: the model's config. ``None`` (default): a new one.
         optim_state_dict_config: the optimizer's config. ``None`` (default): a new one.
@@ -171,7 +173,7 @@ def state_dict_type(
 
 
 def use_full_state_dicts(record: UnitRecord) -> None:
-    """What a wrapper's unit has from the start: torch's default."""
+    """Set the initial state of a wrapper's unit: torch's default."""
     _settings[record] = StateDictSettings(
         StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
     )
@@ -179,7 +181,7 @@ def use_full_state_dicts(record: UnitRecord) -> None:
 
 
 def settings_of(record: UnitRecord) -> StateDictSettings:
-    """Those of a unit; sharded ones where nobody set any."""
+    """Those of a unit; sharded ones by default."""
     found = _settings.get(record)
     if found is None:
         found = StateDictSettings(
@@ -247,7 +249,7 @@ def _watch(record: UnitRecord) -> None:
 
 
 def _record_of(module: nn.Module) -> UnitRecord | None:
-    """Of the unit that a module with hooks belongs to."""
+    """The record of the unit to which a module with hooks belongs."""
     reference = _records.get(module)
     return None if reference is None else reference()
 
@@ -407,7 +409,7 @@ def _before_load(
 
 
 def _owners_of(module: nn.Module, record: UnitRecord) -> Owners:
-    """Of a unit's module's parameters; of all units' where it is tied to another unit's."""
+    """The units of a unit's module's parameters; all units if it is tied to another unit's."""
     owners = Owners([record.unit])
     for param in module._parameters.values():
         if isinstance(param, DTensor) and owners.of(param) is None:
@@ -422,7 +424,7 @@ def as_dtensor(param: ShardedParam, rows: torch.Tensor) -> DTensor:
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether it is what torch's FSDP1 has in sharded state dicts where it was given no mesh."""
+    """Whether it is the type in torch's FSDP1 sharded state dicts without a mesh."""
     return hasattr(value, "local_shards") and hasattr(value, "metadata")
 
 

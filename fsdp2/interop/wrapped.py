@@ -1,4 +1,4 @@
-"""How clients of torch's FSDP1 recognise a wrapper of ours, as `identity` has it for FSDP2.
+"""How clients of torch's FSDP1 recognize a wrapper of ours, as `identity` has it for FSDP2.
 
     clients ask for                                    and find
     isinstance(m, FullyShardedDataParallel) of torch   TorchWrapperIdentity, a base of our wrapper

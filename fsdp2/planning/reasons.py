@@ -2,7 +2,7 @@
 
     with explaining(model): model(batch)      values, devices, autocast, FlexAttention
 
-What is none of these goes on as it is: it would be raised in a run, too.
+Other exceptions propagate unchanged: a run would raise them, too.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.params.aliases import REPLACED, Alias
 
 _TORCHS = frozenset(nn.Module().__dict__)
-"""Attributes of every module: its parameters and submodules among them, which are no aliases."""
+"""Attributes of every module, such as its parameters and submodules, which are not aliases."""
 
 
 def aliases_in(module: nn.Module) -> Iterator[tuple[Alias, nn.Parameter]]:

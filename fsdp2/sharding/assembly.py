@@ -66,7 +66,7 @@ def check_groups(
 
 
 def connect_meshes(plans: list[PlannedParam], arguments: Arguments) -> None:
-    """Make the process groups that groups of ``plans`` use: what may fail, for want of a peer."""
+    """Create the process groups that groups of ``plans`` use: this fails if a peer is missing."""
     for plan in plans:
         plan.axes.mesh_of(plan.cut)
     for axes in axes_in(plans):

@@ -54,21 +54,22 @@ class FSDPMeshInfo:
 
 
 class Levels:
-    """A mesh (between, inside) whose two dims parameters are sharded over, for ``mesh=``.
+    """A mesh (between, inside) over both of whose dims parameters are sharded, for ``mesh=``.
 
-    Parameters are gathered and gradients are reduced inside: along the second dim, as a node's
-    ranks. Masters, the last micro-batch's gradients and optimizer states are sharded over all
-    ranks: dim 0 of a parameter is cut into a piece for each rank of a node, and each piece into one
-    for each node.
+    Parameters are gathered and gradients are reduced inside: along the second dim, over the ranks
+    of a node. Master parameters, the last micro-batch's gradients and optimizer states are sharded
+    over all ranks: dim 0 of a parameter is split into one piece per rank of a node, and each piece
+    into one per node.
 
-    A dim of one rank is no level: parameters are sharded along the other then, on a mesh of it.
+    A dim with one rank does not form a level: parameters are then sharded along the other, on a
+    mesh of that dim.
 
     Args:
         mesh: a 2-D device mesh (between, inside).
 
     Raises:
         TypeError: ``mesh`` is not a DeviceMesh.
-        ValueError: it has not two dims.
+        ValueError: it does not have two dims.
 
     Example::
 
@@ -108,11 +109,11 @@ class MeshInfo(Protocol):
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What ``shard_placement_fn`` returns for a parameter with a mesh of its own.
+    """The return value of ``shard_placement_fn`` for a parameter with a separate mesh.
 
     Args:
-        placement: the shard dim, or those that it may be cut on; ``None`` for ``Shard(0)``;
-            ``Replicate()``: the parameter stays whole on the mesh's ranks.
+        placement: the shard dim, or the allowed dims; ``None`` for ``Shard(0)``; ``Replicate()``:
+            the parameter stays whole on the mesh's ranks.
         mesh_info: the mesh, for example of the expert-parallel ranks.
     """
 

@@ -37,7 +37,7 @@ Placed = Shard | tuple[Shard, ...] | Replicate | ShardPlacementResult | None
 """A choice for a parameter."""
 
 PlacementFn = Callable[[nn.Parameter], Placed]
-"""What ``shard_placement_fn`` is."""
+"""The type of ``shard_placement_fn``."""
 
 
 def whole_below(numel: int, otherwise: PlacementFn | None = None) -> PlacementFn:
@@ -108,7 +108,7 @@ def managed_parameters(
 
 
 def entries_of(modules: tuple[nn.Module, ...], params: set[nn.Parameter]) -> set[ModuleEntry]:
-    """Where ``modules``, and those below, register any of ``params``."""
+    """The entries in which ``modules``, and those below, register any of ``params``."""
     if not params:
         return set()
     return {

@@ -1,6 +1,6 @@
-"""One HTML file to look at: lanes over time, memory under them, a table of units.
+"""One HTML file: lanes over time, memory below them, a table of units.
 
-timelines ──> page.html with their data in it; it needs no network and no server
+timelines ──> page.html that contains their data; it needs neither network nor server
 
 The numbers of the table and of the peak are `fsdp2.trace.summary`'s: the page only draws.
 """
@@ -30,7 +30,7 @@ from fsdp2.tracing.summaries import (
 from fsdp2.tracing.timeline import Timeline
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-"""What runs of one page are called where names have no room."""
+"""Short labels of the runs of a page, if names do not fit."""
 
 _MARK = "/*DATA*/"
 
@@ -41,9 +41,9 @@ def show(
     """Write a page that shows one timeline, or several on one axis.
 
     Args:
-        files: what `fsdp2.trace` wrote, or `Timeline` objects.
+        files: files that `fsdp2.trace` wrote, or `Timeline` objects.
         to: the HTML file, which is replaced. Default: the first file with the suffix ".html".
-        title: of the first timeline, in place of its own.
+        title: the title of the first timeline, instead of its own.
 
     Returns:
         The page's path.
@@ -95,7 +95,7 @@ def _html(timelines: list[Timeline]) -> str:
 
 
 def _compared(letter: str, first: Summary, second: Summary) -> str:
-    """What another run takes of the first one's, a step."""
+    """The times per step of another run relative to the first one's."""
     told = []
     for name, key in (("in all", "duration"), ("of exposed communication", "exposed")):
         a, b = getattr(first, key) / first.steps, getattr(second, key) / second.steps
@@ -108,7 +108,7 @@ def _compared(letter: str, first: Summary, second: Summary) -> str:
 
 
 def _run(timeline: Timeline, number: int, compares: bool) -> dict[str, object]:
-    """What the page draws of a timeline; where it compares, the table is of a step."""
+    """The data that the page draws for a timeline; if it compares, the table is per step."""
     found = summary(timeline)
     steps = found.steps if compares else 1
     head = timeline.metadata

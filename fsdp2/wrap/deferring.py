@@ -152,7 +152,7 @@ class _Construction:
         self._note([module])
 
     def apply(self, module: nn.Module, run: Callable[[], T]) -> T:
-        """Run what initialises a module, with what is sharded of its own whole meanwhile."""
+        """Run what initializes a module, with what is sharded of its own whole meanwhile."""
         units = {
             prefix + key: unit
             for member, prefix in managed_modules((module,))
@@ -311,7 +311,7 @@ def _watched(construction: _Construction) -> Iterator[None]:
 
 
 _INITIALISER = "_init_weights"
-"""Method that initialises the module that it is given, as of transformers' models."""
+"""Method that initializes the module that it is given, as of transformers' models."""
 
 
 def _constructing(original: Callable[..., None], construction: _Construction) -> object:

@@ -1,11 +1,11 @@
-"""Per-rank files become one full file.
+"""Per-rank files are merged into one full file.
 
     prefix_rank-0-of-2.pth   {'model': rows, 'shard_metadata': whose}   ┐
     prefix_rank-1-of-2.pth   {'model': rows, 'shard_metadata': whose}   ┘ ──> {'model': tensors}
 
 All files are opened and compared before anything is written. They are mapped, not read: memory
-holds the pages of one tensor at a time. The full tensors of a file that is written are mapped, too,
-in a scratch file beside it that has no name. The full file appears under its name when it is whole.
+holds the pages of one tensor at a time. The full tensors of the output are also mapped, in an
+unnamed scratch file next to it. The full file appears under its name when it is complete.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 def consolidate_sharded_state_dicts(
     state_dict_list: Sequence[StateDict], shard_metadata: ShardMetadata
 ) -> dict[str, Any]:
-    """Put all ranks' state dicts together to that of the unwrapped model.
+    """Merge all ranks' state dicts into that of the unwrapped model.
 
     Args:
-        state_dict_list: of each rank ``model.state_dict()``, in the order of ranks.
+        state_dict_list: each rank's ``model.state_dict()``, in the order of ranks.
         shard_metadata: ``model.get_shard_metadata()`` of any rank.
 
     Returns:
         The full state dict: names and shapes of the unwrapped model, plain tensors on the CPU, in
-        the dtypes of the shards. Buffers are rank 0's, in the dtypes that they had before
-        ``buffer_dtype``. Parameters that are tied in every state dict are one tensor.
+            the dtypes of the shards. Buffers are rank 0's, in their dtypes before ``buffer_dtype``.
+            Parameters that are tied in every state dict are one tensor.
 
     Raises:
-        ValueError: a state dict is missing, or is not what the metadata says; before any tensor is
-            made.
+        ValueError: a state dict is missing, or differs from the metadata; before any tensor is
+            created.
 
     Example::
 
@@ -64,27 +64,28 @@ def consolidate_sharded_state_dicts(
 def consolidate_sharded_model_checkpoints(
     ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "", save_model: bool = True
 ) -> tuple[dict[str, Any], str | None]:
-    """Put the files of all ranks together to one that the unwrapped model loads.
+    """Merge the files of all ranks into one that the unwrapped model loads.
 
     Each file is a dict that ``torch.save`` wrote on one rank, with ``model.state_dict()`` under
-    "model" and ``model.get_shard_metadata()`` under "shard_metadata"; what else is in it is left
-    out. It is loaded with ``weights_only=True``.
+    "model" and ``model.get_shard_metadata()`` under "shard_metadata"; other entries are ignored. It
+    is loaded with ``weights_only=True``.
 
     Args:
-        ckpt_prefix: what the names of all files begin with.
-        ckpt_suffix: what they go on with, a pattern as of ``glob``. Default "*.pth".
-        save_path: the full file; by default ``ckpt_prefix + "_consolidated.pth"``. A file that is
-            there is replaced. It never counts as a rank's.
-        save_model: whether it is written. Default ``True``. It holds {'model': full state dict}.
+        ckpt_prefix: the prefix of the names of all files.
+        ckpt_suffix: the rest of the names, a ``glob`` pattern. Default "*.pth".
+        save_path: the full file; by default ``ckpt_prefix + "_consolidated.pth"``. An existing file
+            is replaced. It never counts as a rank's.
+        save_model: whether to write the full file. Default ``True``. It holds {'model': full state
+            dict}.
 
     Returns:
-        The full state dict, as of `consolidate_sharded_state_dicts`, and the path of the full file;
-        ``None`` in its place where none was written.
+        The full state dict, as for `consolidate_sharded_state_dicts`, and the path of the full
+        file; ``None`` instead if none was written.
 
     Raises:
-        FileNotFoundError: no file is called like that, or that of a rank is missing.
-        ValueError: a file cannot be read, is no rank's, or belongs to other files. Nothing has been
-            written then.
+        FileNotFoundError: no file matches, or that of a rank is missing.
+        ValueError: a file cannot be read, is not a rank's, or belongs to other files. Nothing was
+            written in this case.
 
     Example::
 
@@ -120,7 +121,7 @@ def _in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Mapped:
-    """Makes tensors whose pages are those of files without names, beside ``target``."""
+    """Creates tensors whose pages are those of unnamed files next to ``target``."""
 
     def __init__(self, target: Path) -> None:
         self._path = target.with_name(f".{target.name}.scratch-{os.getpid()}")
@@ -139,7 +140,7 @@ class _Mapped:
 def _joined(
     models: Sequence[StateDict], metadata: ShardMetadata, allocate: Allocate
 ) -> dict[str, object]:
-    """Whole tensors, one after the other; tied ones once."""
+    """Full tensors, one after the other; tied ones once."""
     full: dict[str, object] = {}
     made: dict[object, torch.Tensor] = {}
     for name, value in models[0].items():
@@ -175,7 +176,7 @@ def _whole(pieces: Sequence[torch.Tensor], info: ShardInfo, allocate: Allocate) 
 
 
 def _read(path: str) -> dict[str, Any]:
-    """What a rank has saved; tensors are mapped where the file allows it."""
+    """A rank's saved state; tensors are mapped if the file allows it."""
     with open(path, "rb") as file:
         is_archive = file.read(2) == b"PK"  # not one of the older format
     try:
@@ -198,7 +199,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _write(target: Path, value: object) -> None:
-    """Write the file beside its place, and put it there when it is whole."""
+    """Write a temporary file, and rename it when it is complete."""
     saving = target.with_name(f".{target.name}.saving-{os.getpid()}")
     try:
         with saving.open("wb") as file:

@@ -43,6 +43,7 @@ Schedules on paper
 Programs that run by themselves
     programs        random programs on ranks, each against the same without sharding
     written         the same, with weights that are written by hand
+    guide_setting   names that examples of the docs use: a model, its data, its ranks
     planned_memory  random models, planned and run
     killed_train_lm the main job, in a process that kills itself
 """

@@ -118,7 +118,7 @@ RULES = (
     ),
     _rule(
         "dropped verb",
-        r"\b(?:it|they|which|who|that) (?:has|have|had|does|do|did) none\b|\bnext to none\b"
+        r"\bnext to none\b"
         r"|\bor cannot do without\b|\bas a `?\w+`? does that\b|\bnewer than its\.",
         "say the verb and its object",
         "It costs none, and next to none.",

@@ -57,7 +57,7 @@ from fsdp2.core.pieces import round_up
 RELEASE_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 _FAILED = 0
-"""What a rank says of a parameter whose hook raised; digests are odd."""
+"""A rank's value for a parameter whose hook raised; digests are odd."""
 
 
 class Input(NamedTuple):
@@ -131,13 +131,13 @@ def check_hooks(name: str, local: torch.Tensor, cut: Cut, even: bool) -> None:
 
 @dataclass(frozen=True)
 class ExtensionContext:
-    """What the transport needs besides buffers.
+    """The context of the transport besides buffers.
 
     Attributes:
         options: dtypes, and the policy that is passed to the hooks.
         device: where hooks run.
-        offload: where shards are in CPU memory and are copied to the device first.
-        made: called when a gathered parameter has been made.
+        offload: the offload policy, if shards are in CPU memory and are copied to the device first.
+        made: called when an unsharded parameter has been created.
     """
 
     options: GroupOptions
@@ -147,11 +147,11 @@ class ExtensionContext:
 
 
 class ExtendedParam:
-    """One parameter, its hooks, and the tensors that they make.
+    """One parameter, its hooks, and the tensors that they create.
 
     Attributes:
         param: the parameter.
-        inputs: what travels, once its first pre hook has run.
+        inputs: the tensors to send, once its first pre hook has run.
         targets: where each rank's piece of each output belongs: [ranks, *shape of the input].
     """
 
@@ -221,7 +221,7 @@ class ExtendedParam:
         self.inputs = found
 
     def _strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the ranks' pieces in an output: one behind the other on the sharded dim."""
+        """Strides of the ranks' pieces in an output: one after another on the sharded dim."""
         slot = self._slot
         if slot.dim == 0:
             return (torch.Size(shape).numel(), *contiguous_strides(shape))
@@ -282,7 +282,7 @@ class ExtendedParam:
         notify(self.param)
 
     def _cut(self, gathered: torch.Tensor) -> torch.Tensor:
-        """The parameter's shape and strides, over a tensor that may have padding behind it."""
+        """The parameter's shape and strides, over a tensor that may have padding after it."""
         shape = self.param.shape
         strides = contiguous_strides(shape)
         if tuple(gathered.shape) == shape and gathered.stride() == strides:
@@ -406,7 +406,7 @@ class ExtensionTransport(GatherTransport):
                 member.post()
 
     def release(self) -> None:
-        """Drop what travelled: the copy-in lane's work on it is over."""
+        """Drop the sent tensors: the copy-in lane's work on them has ended."""
         self._packed = self._own = self._inputs = None
 
     def free(self) -> None:

@@ -95,7 +95,8 @@ def start(record: UnitRecord) -> Scheduler:
 def served_with(record: UnitRecord) -> dict[UnitRecord, list[str]]:
     """The units that one scheduler serves, and their names: those below a root, and tied ones.
 
-    Where one uses parameters of a unit elsewhere, that and all that is served with it belong too.
+    If a unit uses parameters of a unit elsewhere, that unit and all units of its scheduler belong
+    too.
     """
     found: dict[UnitRecord, list[str]] = {}
     for name, module in record.modules[0].named_modules():

@@ -1,15 +1,16 @@
-"""What autograd saves of gathered parameters, on devices where storages cannot be emptied.
+"""Saved tensors of unsharded parameters, on devices whose storages cannot be resized.
 
-    weight, weight.t()   ── pack ──>    a place in the gathered buffer      the memory can go
-                         <── unpack ──  that place in what is gathered now
+    weight, weight.t()   ── pack ──>    a position in the gathered buffer   the memory can be freed
+                         <── unpack ──  that position in the current gathered buffer
 
-Elsewhere a saved tensor keeps an emptied storage, which costs nothing, and units have no such
-hooks. Here a saved view would keep the whole parameter from forward to backward: a parameter's
-``.data`` can be swapped, but a view made of it (a linear layer saves ``weight.t()``) is another
-tensor. So hooks on saved tensors stand around each forward of a unit. All else they hand to the
-hooks around, such as a checkpoint's, or keep as it is.
+On other devices, a saved tensor keeps an emptied storage, which costs nothing, and units have no
+such hooks. On these devices, a saved view would keep the whole parameter from forward to backward:
+a parameter's ``.data`` can be swapped, but a view of it (a linear layer saves ``weight.t()``) is
+another tensor. Saved-tensor hooks therefore surround each forward of a unit. They pass all other
+tensors to enclosing hooks, such as a checkpoint's, or keep them unchanged.
 
-With hooks, torch (2.11 to 2.15) does not look whether a saved tensor was modified since. These do.
+With hooks, torch (2.11 to 2.15) does not check whether a saved tensor was modified since. These
+hooks do.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def _place_of(tensor: torch.Tensor) -> SavedPlace | None:
 
 
 def _packing(around: tuple[_Pack, _Unpack] | None) -> _Pack:
-    """What packs, inside of other hooks."""
+    """The packing function, inside other hooks."""
 
     @uncompiled
     def pack(tensor: torch.Tensor) -> _Kept | _Handed | _Gathered:

@@ -47,7 +47,7 @@ class Owned(NamedTuple):
 
 
 class Owners:
-    """What parameters belong to.
+    """The owners of parameters.
 
     Args:
         units: the units to look in.
@@ -66,22 +66,23 @@ class Owners:
         return self._owned[id(param)]
 
     def of(self, registered: nn.Parameter) -> Owned | None:
-        """Of what a module registers: a form of a parameter, or what it was before it was sharded.
+        """The owner of a registered object: a form of a parameter, or its object from before
+        sharding.
 
-        ``None`` for one that no unit manages.
+        ``None`` if no unit manages it.
         """
         replaced = registered.__dict__.get(REPLACED)
         return self._owned.get(id(registered if replaced is None else replaced()))
 
 
 class Computed(NamedTuple):
-    """How a unit computes with a parameter of its own.
+    """How a unit computes with one of its parameters.
 
     Attributes:
         name: the parameter's.
         dtype: of its shard.
-        chosen: dtype of compute; ``None``: the shard's.
-        is_exception: whether the user has chosen that for this parameter alone.
+        chosen: compute dtype; ``None``: the shard's.
+        is_exception: whether the user has chosen that only for this parameter.
     """
 
     name: str

@@ -71,10 +71,10 @@ def run_tensor_hooks(param: torch.Tensor, gradient: DTensor, name: str) -> DTens
         name: the parameter's, for messages.
 
     Returns:
-        What the last hook returned that returned anything, else ``gradient``.
+        The result of the last hook that returned one, otherwise ``gradient``.
 
     Raises:
-        TypeError: a hook returned what is no gradient of the parameter.
+        TypeError: a hook returned something other than a gradient of the parameter.
     """
     hooks: Any = param._backward_hooks
     for hook in tuple(hooks.values()) if hooks else ():

@@ -131,7 +131,7 @@ class ParamGroup:
         self.adopt()
 
     def _run_on(self, runtime: Runtime) -> None:
-        """What a step uses at hand, so that it looks nothing up."""
+        """Store the objects that a step uses, so that it needs no lookup."""
         self.runtime = runtime
         self.collectives = self.reducers = runtime.collectives
         self.replicas = runtime.replicas
@@ -395,7 +395,7 @@ class ParamGroup:
         self.stale = False
 
     def _follow_params(self) -> None:
-        """Lay the group out anew, where parameters were changed or moved."""
+        """Lay the group out again, if parameters were changed or moved."""
         offloads = self.offload is not None and self.device != META
         home = torch.device("cpu") if offloads else self.device
         for param in self.params:
@@ -545,7 +545,9 @@ class ParamGroup:
         return any(map(operator.gt, bound.count_references(self.params), bound.references))
 
     def forget_rows(self) -> None:
-        """Let the next gather bring rows anew: shards may have changed; no-op if none are kept."""
+        """Make the next all-gather fetch rows again: shards may have changed; no effect if none are
+        kept.
+        """
         if self.bound is not None and self.bound.keeping is not None:
             self.bound.keeping.forget()
             if self.state not in (GATHERING, RESHARDED):  # nobody reads them, or will in backward
@@ -556,7 +558,7 @@ class ParamGroup:
             param.follow_smaller()
 
     def abandon(self) -> None:
-        """Free what an exception left half way; COMPUTE is behind the other lanes."""
+        """Free the remains of an exception; COMPUTE has waited for the other lanes."""
         if self.bound is not None and self.bound.keeping is not None:
             self.bound.keeping.lose()
         self.reshard()
@@ -604,9 +606,10 @@ class ParamGroup:
             self.streams.wait(COMPUTE, self._gathered_event, "compute after all-gather")
 
     def refresh_requires_grad(self) -> None:
-        """Carry ``requires_grad`` from one form of a parameter to the other, if it changed.
+        """Copy ``requires_grad`` from one form of a parameter to the other, if it changed.
 
-        What users had at hand is compared: shards here, what is gathered where they had that.
+        The form that users had access to is compared: shards, or unsharded parameters if these were
+        registered.
         """
         bound = self.bound
         if bound is None:

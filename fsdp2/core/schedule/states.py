@@ -20,10 +20,10 @@ from fsdp2.core.errors import ShardingStateError, coded
 
 
 class GroupState(Enum):
-    """Where a group's parameters are.
+    """The state of a group's parameters.
 
     Attributes:
-        needs_gather: whether they have to be gathered before use.
+        needs_gather: whether they must be gathered before use.
     """
 
     SHARDED = "sharded"
