@@ -40,7 +40,7 @@ from fsdp2.sharding.meshes import FSDPMeshInfo, Levels, ShardPlacementResult
 from fsdp2.sharding.selection import whole_below
 
 if TYPE_CHECKING:
-    from fsdp2 import checkpoint, optim, xla
+    from fsdp2 import checkpoint, elastic, optim, xla
     from fsdp2.checks.switch import DebugSettings, debug
     from fsdp2.full import full_parameters, gathered, load_from_rank0, sync_module_states
     from fsdp2.interop.installing import install, uninstall
@@ -110,6 +110,7 @@ __all__ = [
     "clip_grads_with_norm_",
     "debug",
     "deferred",
+    "elastic",
     "enable_wrap",
     "full_parameters",
     "fully_shard",
@@ -139,8 +140,8 @@ __all__ = [
 ]
 
 _ROOMS = (
-    *("checkpoint", "fsdp1", "full", "optim", "paper", "planning", "record", "reports", "tracing"),
-    *("wire", "wire_states", "wrap", "wrapper_module", "xla"),
+    *("checkpoint", "elastic", "fsdp1", "full", "optim", "paper", "planning", "record", "reports"),
+    *("tracing", "wire", "wire_states", "wrap", "wrapper_module", "xla"),
 )
 """Modules that are attributes of this one without an import, and load when they are first used."""
 

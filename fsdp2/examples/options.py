@@ -111,6 +111,7 @@ class Options:
     device: str  # "cpu" or "cuda"
     backend: str  # "gloo", "nccl", or one for each kind of tensor: "cpu:gloo,cuda:nccl"
     threads: int
+    elastic: int | None = None  # replica groups, of `world_size` ranks each
     trace: Path | None = None  # where rank 0 writes a timeline of two steps
     plan: str | None = None  # the machine that a plan is printed for, in place of training
 
@@ -154,6 +155,7 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     if args.levels and (args.replicate < 2 or args.tp > 1 or args.plan is not None):
         raise UsageError("--levels needs --replicate R of 2 or more, and knows no --tp or --plan")
     _check_folders(args)
+    _check_elastic(args, world_size)
     if args.plan is not None and (args.tp > 1 or args.lora is not None):
         raise UsageError("--plan knows neither --tp nor --lora: leave them out to plan the rest")
     if args.plan is not None and args.optimizer != "adamw":
@@ -189,7 +191,8 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         seed=args.seed,
         device=device,
         backend=backend_for(device, local_world_size, args.cpu_offload),
-        threads=args.threads or threads_for(local_world_size),
+        threads=args.threads or threads_for(local_world_size * (args.elastic or 1)),
+        elastic=args.elastic,
         trace=args.trace,
         plan=args.plan,
     )
@@ -207,6 +210,16 @@ def _check_folders(args: argparse.Namespace) -> None:
     for flag in ("--checkpoint-every", "--checkpoint-async", "--keep"):
         if args.checkpoint is None and getattr(args, flag[2:].replace("-", "_")):
             raise UsageError(f"{flag} needs --checkpoint DIR to say where to save")
+
+
+def _check_elastic(args: argparse.Namespace, world_size: int) -> None:
+    if args.elastic is None:
+        return
+    if any(given is not None for given in (args.checkpoint, args.export, args.trace, args.plan)):
+        raise UsageError("--elastic knows no --checkpoint, --export, --trace or --plan")
+    world_size_of(args.elastic * world_size, None, 1)  # all groups are on this machine
+    if importlib.util.find_spec("torchft") is None:
+        raise UsageError("--elastic needs torchft: pip install 'fsdp2[elastic]'")
 
 
 def cpu_count() -> int:
@@ -315,6 +328,12 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         "--levels",
         action="store_true",
         help="with --replicate: shard masters and optimizer states over all ranks",
+    )
+    add(
+        "--elastic",
+        type=count,
+        metavar="N",
+        help="N replica groups, of --nproc ranks and a batch each, which may die and come back",
     )
     add(
         "--tp",

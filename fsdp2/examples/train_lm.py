@@ -12,6 +12,7 @@ slice of one global batch, which is a pure function of (seed, step).
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import time
@@ -38,7 +39,7 @@ from fsdp2 import (
     trace,
 )
 
-from . import checkpointing, data, launch, lora, parallel, reporting
+from . import checkpointing, data, elastic, launch, lora, parallel, reporting
 from .checkpointing import RunState
 from .model import Block, Transformer, reset_parameters, token_losses
 from .options import GivenRanks, Options, UsageError, parse
@@ -74,7 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _prepare(options)
     except UsageError as error:
         return _complain(error)
-    return launch.run_workers(MODULE, argv, options.world_size, options.threads)
+    name = "train_lm"
+    if options.elastic is not None:
+        if elastic.group() is None:
+            return elastic.run(MODULE, argv, options)
+        name = f"train_lm: group {elastic.group()}"
+    return launch.run_workers(MODULE, argv, options.world_size, options.threads, name)
 
 
 def _worker(argv: Sequence[str], ranks: GivenRanks) -> int:
@@ -132,6 +138,9 @@ def _train(
     options: Options, ranks: GivenRanks, corpus: data.Corpus, found: RunState | None
 ) -> None:
     run = _set_up(options, ranks, corpus)
+    if options.elastic is not None:
+        _train_elastic(run)
+        return
     if options.resume:
         found = checkpointing.agreed(found)
     if ranks.rank == 0:
@@ -161,6 +170,21 @@ def _train(
             print(f"exported to {made.folder}: {len(made.files)} file(s), {size}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _train_elastic(run: Run) -> None:
+    """With other replica groups, each on a batch of its own."""
+    if run.rank == 0 and elastic.group() == 0:
+        _print_start(run)
+
+    def step(number: int, batch: int) -> Tensor:
+        set_rate(run, number)
+        total = backward(run, batch)
+        dist.all_reduce(total)
+        return total / run.options.world_size
+
+    held_out = functools.partial(held_out_loss, run)
+    elastic.train(run.model, run.optimizer, run.options, run.rank, step, held_out)
 
 
 def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
@@ -294,15 +318,27 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def train_step(run: Run, step: int) -> Tensor:
-    """One optimizer step; this rank's mean loss, fp64 [] on the device, not yet waited for."""
-    options = run.options
-    rate = learning_rate(step, options.steps, options.lr)
+def set_rate(run: Run, step: int) -> None:
+    """Let the optimizer take step `step`."""
+    rate = learning_rate(step, run.options.steps, run.options.lr)
     for group in run.optimizer.param_groups:
         group["lr"] = rate * MUON_RATE if "ns_steps" in group else rate
+
+
+def train_step(run: Run, step: int) -> Tensor:
+    """One optimizer step; this rank's mean loss, fp64 [] on the device, not yet waited for."""
+    set_rate(run, step)
     run.optimizer.zero_grad(set_to_none=True)
+    total = backward(run, step)
+    run.optimizer.step()
+    return total
+
+
+def backward(run: Run, number: int) -> Tensor:
+    """The clipped gradients of a batch; this rank's mean loss, as `train_step` returns it."""
+    options = run.options
     batch = data.global_batch(
-        run.corpus.train, options.seed, step, options.batch_size, options.seq_len
+        run.corpus.train, options.seed, number, options.batch_size, options.seq_len
     )
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     for micro in range(options.grad_accum):
@@ -319,7 +355,6 @@ def train_step(run: Run, step: int) -> Tensor:
         # In fp64, so that what is printed does not depend on how the batch was cut up.
         total += losses.detach().double().mean() / options.grad_accum
     nn.utils.clip_grad_norm_(run.trained, MAX_GRAD_NORM)
-    run.optimizer.step()
     return total
 
 

@@ -70,15 +70,19 @@ def refuse_stepped(params: Iterable[torch.Tensor], action: str) -> None:
         params: the parameters.
         action: what asks for all gradients, as a call.
     """
-    for param in params:
-        if isinstance(_taker_of(param), StepInBackward):
-            raise coded(
-                ShardingStateError,
-                "stepped-in-backward",
-                f"{action} needs all gradients, but FlatOptimizer(step_in_backward=True) has "
-                f"stepped and dropped them in backward; make the optimizer without "
-                f"step_in_backward, or leave this out",
-            )
+    if is_stepped(params):
+        raise coded(
+            ShardingStateError,
+            "stepped-in-backward",
+            f"{action} needs all gradients, but FlatOptimizer(step_in_backward=True) has "
+            f"stepped and dropped them in backward; make the optimizer without "
+            f"step_in_backward, or leave this out",
+        )
+
+
+def is_stepped(params: Iterable[torch.Tensor]) -> bool:
+    """Whether an optimizer steps any of these in backward."""
+    return any(isinstance(_taker_of(param), StepInBackward) for param in params)
 
 
 def find_left(params: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) -> None:

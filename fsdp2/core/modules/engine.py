@@ -15,7 +15,7 @@ backward, and none per unit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +44,11 @@ _MARKS = ("AliasBackward0", "_ExitBackwardBackward")
 
 Ends = Iterable[torch.Tensor | GradientEdge]
 """The edges at which a backward begins."""
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` when the running backward is over; never if it raises."""
+    Variable._execution_engine.queue_callback(function)
 
 
 class _WatchedEngine(_Engine):

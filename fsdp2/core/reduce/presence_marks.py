@@ -116,6 +116,11 @@ class PresenceMarks:
         found = [any(number != 0 for number in of_one) for of_one in numbers]
         return [there and not here for here, there in zip(job.present, found, strict=False)]
 
+    def present(self, job: Job) -> list[bool]:
+        """Which members had a gradient anywhere, by the sums; the host waits for them."""
+        numbers = self.kernels.numbers(self.within(job.flat))
+        return [number != 0 for number, _ in zip(numbers, job.present, strict=False)]
+
     def within(self, flat: torch.Tensor | None) -> torch.Tensor:
         """The place of their sums in the flat result."""
         assert flat is not None
