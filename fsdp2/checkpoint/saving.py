@@ -463,7 +463,7 @@ def note_load(model: nn.Module, store: Store, step: int) -> None:
 
 
 def forget_load(model: nn.Module) -> None:
-    """The next save of this model is no branch: others have trained on from what it has loaded."""
+    """The next save of this model is not a branch: others have gone on from the step it loaded."""
     _process.origins.forget(model)
 
 

@@ -3,7 +3,7 @@
     gradient arrives ── the first of a backward ──> engine: at the end ──> average
     flat   [ grad of A | grad of B | marks ]    one per dtype and device
 
-A unit's gradients are averaged when they are reduced. These are reduced by nobody: each rank has
+A unit's gradients are averaged when they are reduced. These are not reduced: each rank has
 its own, as with one replica group, and a rank's counterparts in the other groups average theirs.
 """
 
@@ -89,5 +89,5 @@ class LooseParams:
 
 
 def _kind(param: torch.Tensor) -> tuple[str, str]:
-    """What one flat tensor has: the same order on all ranks."""
+    """The kind of tensor that shares a flat one: the same order on all ranks."""
     return str(param.device), str(param.dtype)

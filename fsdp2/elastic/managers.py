@@ -1,4 +1,4 @@
-"""What this room asks of a manager of replica groups: `torchft.Manager`, or a stand-in in tests."""
+"""The interface of a manager of replica groups: `torchft.Manager`, or a stand-in in tests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fsdp2.core.device.collectives import Work
 
 
 class Manager(Protocol):
-    """What is used of `torchft.Manager`; its own docstrings say more."""
+    """The used part of `torchft.Manager`; its own docstrings say more."""
 
     def start_quorum(self) -> None:
-        """Begin a step: find out which groups take part, and heal this one if it is behind."""
+        """Begin a step: find out which groups take part, and heal this one if it missed a step."""
 
     def allreduce(self, tensor: torch.Tensor) -> Work:
         """Average in place over the groups that take part; report errors instead of raising."""

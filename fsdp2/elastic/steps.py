@@ -1,6 +1,6 @@
 """Steps that are averaged between replica groups, and committed or dropped everywhere.
 
-    begin     drop gradients, ask who takes part; a group that is behind heals
+    begin     drop gradients, ask who takes part; a group that missed a step heals
     backward  unit by unit: reduce-scatter inside the group ── manager.allreduce ──> ``.grad``
     commit    the ranks of the group vote ── yes ──> optimizers step
                                           └─ no ───> drop: all is as before the step
@@ -30,7 +30,7 @@ from fsdp2.optim.in_backward import is_stepped
 
 
 class Scaler(Protocol):
-    """What is used of a gradient scaler, such as ``torch.amp.GradScaler``."""
+    """The used part of a gradient scaler, such as ``torch.amp.GradScaler``."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> object:
         """Step the optimizer unless a gradient is infinite."""
@@ -53,9 +53,9 @@ def attach(
 
     Inside a group, `fully_shard` works as always: over any mesh, with replicas, tensor parallelism
     or none. Between groups each rank averages its rows with the same ranks of the other groups: one
-    flat all-reduce per unit and backward that reduces, behind the all-reduce of HSDP. Whole
+    flat all-reduce per unit and backward that reduces, after the all-reduce of HSDP. Whole
     parameters of all units, and parameters that no unit has, share one each. With accumulation by
-    `set_requires_gradient_sync` or `set_requires_all_reduce` only the last micro-batch travels.
+    `set_requires_gradient_sync` or `set_requires_all_reduce` only the last micro-batch is sent.
 
     Ranks that use different units call ``set_reduce_scatter_unused_params(True)``; that holds for
     groups, too.
@@ -72,7 +72,7 @@ def attach(
 
     Raises:
         RuntimeError: a parameter is stepped in backward.
-        ValueError: a unit's gradients travel with error feedback.
+        ValueError: a unit's gradients are sent with error feedback.
 
     Example::
 
@@ -141,8 +141,8 @@ class Steps:
     def begin(self) -> None:
         """Begin a step: drop the model's gradients, and ask who takes part.
 
-        Where the manager heals before the forward (``use_async_quorum=False``), a group that is
-        behind has the others' state on return.
+        If the manager heals before the forward (``use_async_quorum=False``), a group that
+        missed a step has the others' state on return.
 
         Raises:
             RuntimeError: a parameter is stepped in backward; or the manager's own error, such as
@@ -176,8 +176,8 @@ class Steps:
         """Let this step be dropped because of an exception that was caught.
 
         All ranks of the group must have left the step, as with an exception that all of them raise,
-        or one behind the backward: ranks that are still in a collective of the group wait for this
-        one. Then call `commit`, which returns ``False``. An exception on one rank alone must end
+        or one after the backward: ranks that are still in a collective of the group wait for this
+        one. Then call `commit`, which returns ``False``. An exception on only one rank must end
         the process, and so the group.
 
         Other groups that wait for this one's gradients notice when the manager's process group

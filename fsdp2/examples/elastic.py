@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from fsdp2.elastic import ShardTransport, attach, batch_number
-from fsdp2.elastic.managers import Manager
+from fsdp2 import elastic
 
 from . import launch
 from .options import Options
@@ -90,7 +89,7 @@ def run(module: str, argv: Sequence[str], options: Options) -> int:
 
 
 def _weights(number: int) -> str:
-    """Where a group that has finished leaves the checksum of its weights."""
+    """The key under which a group that has finished leaves the checksum of its weights."""
     return f"weights of group {number}"
 
 
@@ -130,13 +129,13 @@ def train(
 
 def make_manager(
     model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, rank: int, number: int
-) -> tuple[Manager, Callable[[], None]]:
+) -> tuple[elastic.Manager, Callable[[], None]]:
     """torchft's manager of this rank, and what ends it."""
     import torchft
 
     logging.getLogger("torchft").setLevel(logging.CRITICAL)  # a lost peer is no error here
     kind = torchft.ProcessGroupNCCL if "nccl" in options.backend else torchft.ProcessGroupGloo
-    transport = ShardTransport(model, optimizer, host=HOST)
+    transport = elastic.ShardTransport(model, optimizer, host=HOST)
     manager = torchft.Manager(
         pg=kind(timeout=TIMEOUT),
         min_replica_size=1,
@@ -158,7 +157,7 @@ def _loop(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     options: Options,
-    manager: Manager,
+    manager: elastic.Manager,
     backward: Backward,
     groups: TCPStore,
     rank: int,
@@ -167,7 +166,7 @@ def _loop(
     """Whether this group has committed the last step."""
     assert options.elastic is not None
     every = 1 if options.steps <= 50 else 10
-    steps = attach(model, manager, optimizer)
+    steps = elastic.attach(model, manager, optimizer)
     committed = taking_part = 0
     while manager.current_step() < options.steps:
         steps.begin()
@@ -180,7 +179,7 @@ def _loop(
         if count != taking_part and leads:
             print(f"step {step + 1}: {count} of {options.elastic} groups take part", flush=True)
         committed, taking_part = step, count
-        loss = backward(step, batch_number(manager))
+        loss = backward(step, elastic.batch_number(manager))
         is_told = (step + 1) % every == 0 or step + 1 == options.steps
         if is_told:
             manager.allreduce(loss).wait()
@@ -195,14 +194,14 @@ def _loop(
     return True
 
 
-def _why(manager: Manager) -> str:
+def _why(manager: elastic.Manager) -> str:
     """The first sentence of what went wrong on this rank, without gloo's place in its source."""
     what = str(manager.errored() or "another rank has voted no").partition("\n")[0]
     return re.sub(r"^\[[^]]*\] ", "", what).partition(". ")[0]
 
 
 def _checksum(model: nn.Module) -> str:
-    """Of the bits of all ranks' shards; the same on all ranks."""
+    """A checksum of the bits of all ranks' shards; the same on all ranks."""
     own = hashlib.sha256()
     for param in model.parameters():
         shard = getattr(param, "_local_tensor", param).detach().cpu().contiguous()

@@ -4,7 +4,7 @@ flat   [ rows of A | rows of B | marks ]    reduced, and divided, inside this co
          ── average ──> the same, of all copies that take part
 
 Marks are averaged too, so they say whether any copy had a gradient (`presence_marks`).
-Decision 31 says why this is a step of its own.
+Why this is a step of its own: decision 31.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdp2.core.reduce.reduction import ReduceTransport
 
 
 class Average:
-    """What averages the flat result.
+    """The step that averages the flat result.
 
     Args:
         average: does it in place; says whether this copy's own gradient is in the average.
@@ -35,7 +35,7 @@ class Average:
         """Average, on ALL_REDUCE.
 
         A copy whose gradient does not count gets exactly those that the others have: where it had
-        one and they had none, the average is zero, and an optimizer would step here alone.
+        one and they had none, the average is zero, and an optimizer would step only here.
         """
         assert job.flat is not None
         if not self._average(job.flat):

@@ -378,7 +378,7 @@ class Parts:
             reduce.append(marks.reduce)
 
     def _sum_copies(self, all_reduce: list[Step]) -> None:
-        """What follows the partial sums, which end here."""
+        """The steps after the partial sums, which end here."""
         if self.sums_later:
             all_reduce.append(self.partial_sums.add)
         if self.all_reduce is not None:
