@@ -26,6 +26,7 @@ pickles    pickles, by an interpreter that reaches new containers alone
 boxes      pieces that cover a tensor, each element once
 entries    tensors that stay in their files, read block by block
 tensors    the safetensors format by offsets: slices written and read at their places
+preemption `Preemption`: a signal ahead of the end, and ranks that agree on when to leave
 consensus  ranks that succeed together or fail together
 owning     one job at a time in a folder: by a lock, or by a lease
 files      all that is done to files, in one place
@@ -38,6 +39,7 @@ from fsdp2.checkpoint.converting import Converted, convert
 from fsdp2.checkpoint.exporting import Exported, export
 from fsdp2.checkpoint.folder import remove, replaced, steps, unfinished, verify
 from fsdp2.checkpoint.loading import Loaded, load, read_extra
+from fsdp2.checkpoint.preemption import Preemption
 from fsdp2.checkpoint.pretrained import load_pretrained
 from fsdp2.checkpoint.retention import Keep, best_step
 from fsdp2.checkpoint.saving import Saving, async_save, save
@@ -50,6 +52,7 @@ __all__ = [
     "Exported",
     "Keep",
     "Loaded",
+    "Preemption",
     "Saving",
     "Snapshot",
     "async_save",

@@ -111,6 +111,9 @@ class Options:
     device: str  # "cpu" or "cuda"
     backend: str  # "gloo", "nccl", or one for each kind of tensor: "cpu:gloo,cuda:nccl"
     threads: int
+    timeout: float = 600.0  # seconds that a collective waits for a rank that is gone
+    grace: float = 30.0  # seconds from a signal to the end, in which the run is saved
+    preempted_exit_code: int = 143  # of a run that a signal has ended, once it is saved
     trace: Path | None = None  # where rank 0 writes a timeline of two steps
     plan: str | None = None  # the machine that a plan is printed for, in place of training
 
@@ -190,6 +193,9 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         device=device,
         backend=backend_for(device, local_world_size, args.cpu_offload),
         threads=args.threads or threads_for(local_world_size),
+        timeout=args.timeout,
+        grace=args.grace or Options.grace,
+        preempted_exit_code=args.preempted_exit_code or Options.preempted_exit_code,
         trace=args.trace,
         plan=args.plan,
     )
@@ -204,7 +210,8 @@ def _check_folders(args: argparse.Namespace) -> None:
         raise UsageError(f"--export {args.export} is there already: name a new folder")
     if args.checkpoint is None and args.resume:
         raise UsageError("--resume needs --checkpoint DIR to say what to resume from")
-    for flag in ("--checkpoint-every", "--checkpoint-async", "--keep"):
+    flags = ("--checkpoint-every", "--checkpoint-async", "--keep", "--grace")
+    for flag in (*flags, "--preempted-exit-code"):
         if args.checkpoint is None and getattr(args, flag[2:].replace("-", "_")):
             raise UsageError(f"{flag} needs --checkpoint DIR to say where to save")
 
@@ -282,10 +289,29 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpoint-async", action="store_true", help="train on while a checkpoint is written")
     add("--keep", type=count, metavar="N", help="how many checkpoints stay, the newest (2)")
     add("--resume", action="store_true", help="continue from the latest checkpoint in DIR, if any")
+    add(
+        "--preempted-exit-code",
+        type=number(int, 3, 255, "an exit code from 3 to 255"),
+        metavar="N",
+        help="of a run that SIGTERM or SIGUSR1 has ended, when it is saved (143)",
+    )
+    add(
+        "--grace",
+        type=rate,
+        metavar="SECONDS",
+        help="from a signal to SIGKILL, where no launcher started the ranks (30)",
+    )
     add("--export", type=Path, metavar="OUT", help="at the end, weights as safetensors files here")
     add("--seed", type=seed, default=0, help="fixes weights and data order")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--threads", type=count, help="CPU threads a rank (default: the CPUs, shared out)")
+    add(
+        "--timeout",
+        type=number(float, 1.0, 1e6, "a number of seconds, at least 1"),
+        default=Options.timeout,
+        metavar="SECONDS",
+        help="how long a collective waits for a rank that is gone (default: 600)",
+    )
     add(
         "--plan",
         nargs="?",
