@@ -246,6 +246,8 @@ def init_process_group(
     ranks: GivenRanks, backend: str, device: torch.device, timeout: timedelta = _TIMEOUT
 ) -> None:
     """Join the default group: over the parent's store where there is one, else as torchrun says."""
+    if dist.is_initialized():
+        return  # Ray Train has made it
     store: TCPStore | PrefixStore | None = None
     if _PARENT_STORE in os.environ:
         port = int(os.environ["MASTER_PORT"])

@@ -249,6 +249,7 @@ def number(
 
 count = number(int, 1, 2**31 - 1, "a whole number of at least 1")
 rate = number(float, 1e-12, 1e3, "a positive number")
+seconds = number(float, 1.0, 1e6, "a number of seconds, at least 1")
 seed = number(int, 0, MAX_SEED, f"a whole number between 0 and {MAX_SEED}")
 
 
@@ -297,7 +298,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--grace",
-        type=rate,
+        type=seconds,
         metavar="SECONDS",
         help="from a signal to SIGKILL, where no launcher started the ranks (30)",
     )
@@ -307,7 +308,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=count, help="CPU threads a rank (default: the CPUs, shared out)")
     add(
         "--timeout",
-        type=number(float, 1.0, 1e6, "a number of seconds, at least 1"),
+        type=seconds,
         default=Options.timeout,
         metavar="SECONDS",
         help="how long a collective waits for a rank that is gone (default: 600)",

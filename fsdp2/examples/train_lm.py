@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _complain(error)
     if ranks is not None:
-        launch.run_as_worker(lambda: _worker(argv, ranks))
+        launch.run_as_worker(lambda: run_rank(argv))
     try:
         options = parse(argv, None)
         if options.plan is not None:
@@ -84,7 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return launch.run_workers(MODULE, argv, options.world_size, options.threads, ending=ending)
 
 
-def _worker(argv: Sequence[str], ranks: GivenRanks) -> int:
+def run_rank(argv: Sequence[str]) -> int:
+    """Be the rank that the environment says, in this process; its exit code.
+
+    A process group that is there already is used.
+    """
+    ranks = GivenRanks.from_environment()
+    assert ranks is not None, "RANK and WORLD_SIZE are not set"
     try:
         options = parse(argv, ranks)
         inputs = _prepare(options)

@@ -42,5 +42,6 @@ Programs that run by themselves
     programs        random programs on ranks, each against the same without sharding
     written         the same, with weights that are written by hand
     planned_memory  random models, planned and run
+    jobs            jobs as their users start them, and every process of theirs
     killed_train_lm the main job, in a process that kills itself
 """
