@@ -1,8 +1,8 @@
 """Jobs as their users start them: a command, what it prints, and every process that comes of it.
 
-    run = jobs.Run(*jobs.TRAIN_LM, "--nproc", "2", *jobs.TINY)
-    run.wait_for("step +3/")
-    code, out, err = run.finish()
+run = jobs.Run(*jobs.TRAIN_LM, "--nproc", "2", *jobs.TINY)
+run.wait_for("step +3/")
+code, out, err = run.finish()
 """
 
 from __future__ import annotations

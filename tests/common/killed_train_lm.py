@@ -1,6 +1,7 @@
 """`fsdp2.examples.train_lm` in a process that something happens to, in its first attempt.
 
     FSDP2_TEST_KILL=RANK:PHASE:N   rank RANK sends itself SIGKILL at the N-th moment of PHASE
+                  …:@N             at the third one from the N-th step of training on
                   …:N:memory       raises there that its device has no memory left
                   …:N:slow         stands still there for `SLOW` seconds
     FSDP2_TEST_COUNTS=DIR          each rank writes how many moments each phase had: DIR/rank0.json
@@ -80,17 +81,26 @@ class Killer:
 
     def __init__(self) -> None:
         self.passed: Counter[str] = Counter()
-        self._phase, self._at, self._how = "", -1, ""
+        self.step = 0
+        self._phase, self._at, self._how, self._from = "", -1, "", -1
         chosen = os.environ.get("FSDP2_TEST_KILL")
         if chosen and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             rank, phase, number, *how = chosen.split(":")
             if rank == os.environ["RANK"]:
-                self._phase, self._at, self._how = phase, int(number), "".join(how)
+                self._phase, self._how = phase, "".join(how)
+                if number.startswith("@"):
+                    self._from = int(number[1:])
+                else:
+                    self._at = int(number)
 
     def moment(self, phase: str) -> None:
         number = self.passed[phase]
         self.passed[phase] += 1
-        if phase == self._phase and number == self._at:
+        if phase != self._phase:
+            return
+        if 0 < self._from <= self.step:  # from now on, moments are known by their numbers
+            self._from, self._at = -1, number + 2
+        if number == self._at:
             self._fault()
 
     def _fault(self) -> None:
@@ -134,9 +144,10 @@ def _ahead(clock: Callable[[], float], seconds: float) -> float:
     return clock() + seconds
 
 
-def _longer(train_step: Callable[..., Any], *args: Any) -> Any:
-    time.sleep(float(os.environ["FSDP2_TEST_STEP"]))
-    return train_step(*args)
+def _train_step(original: Callable[..., Any], killer: Killer, run: Any, step: int) -> Any:
+    killer.step = step + 1
+    time.sleep(float(os.environ.get("FSDP2_TEST_STEP", "0")))
+    return original(run, step)
 
 
 def main() -> int:
@@ -147,8 +158,7 @@ def main() -> int:
             for owner, name in calls:
                 killer.watch(owner, name, phase)
         train_lm._train = functools.partial(_train, train_lm._train, killer)
-        if "FSDP2_TEST_STEP" in os.environ:
-            train_lm.train_step = functools.partial(_longer, train_lm.train_step)
+        train_lm.train_step = functools.partial(_train_step, train_lm.train_step, killer)
         if "FSDP2_TEST_CLOCK" in os.environ:
             _skew()
     return train_lm.main()
