@@ -6,10 +6,10 @@
 
 Two ranks train `STEPS` steps of a tiny model, which take a tenth of a second more than they need,
 and save every `EVERY`. In the middle, something happens to a rank, to a node or to what is between
-nodes. Nodes are network namespaces (`benchmarks/namespaces.py`: Linux, root, iproute2), whose agents
-deploy/torchrun_c10d.sh starts; without these, such faults are left out. Per fault:
+nodes. Nodes are network namespaces (`benchmarks/namespaces.py`: Linux, root, iproute2);
+deploy/torchrun_c10d.sh starts their agents. Without these, such faults are left out. Per fault:
 
-    how it went on        from what was seen: whether workers were started again, and from which step
+    how it goes on        as was seen: whether workers were started again, and from which step
     seconds               from the fault until a step is done that was not done before it
     steps trained again   those since the last save
     losses                whether all that were printed are those of the undisturbed run

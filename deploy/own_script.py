@@ -48,8 +48,8 @@ def main() -> int:
         timeout=datetime.timedelta(minutes=10),
     )
 
-    # (3) The mesh: all ranks, or the ranks of a node as shards and the nodes as copies. Which one is
-    # faster, and whether it fits, `fsdp2.plan` says (docs/guides/planning.md).
+    # (3) The mesh: all ranks, or the ranks of a node as shards and the nodes as copies. Which one
+    # is faster, and whether it fits, `fsdp2.plan` says (docs/guides/planning.md).
     if options.inside_a_node:
         shape, names = (world_size // local_size, local_size), ("replicate", "shard")
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)

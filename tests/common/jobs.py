@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +44,7 @@ class Run:
         self.id = uuid.uuid4().hex
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         given = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path, MARK: self.id}
-        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._out, self._err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -77,10 +78,14 @@ class Run:
 
     def wait_for(self, pattern: str) -> None:
         """Return when a line that they print begins with it; fails if they end before."""
+        self.wait_until(lambda: re.search(f"^{pattern}", self.out(), re.M) is not None)
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Return when ``is_so`` says so; fails if they end before."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not re.search(f"^{pattern}", self.out(), re.M):
+        while not is_so():
             running = self.process.poll() is None and time.monotonic() < deadline
-            assert running, f"no {pattern!r} in {self.out()}\n{_text(self._err)}"
+            assert running, f"it has not come to that: {self.out()}\n{_text(self._err)}"
             time.sleep(0.05)
 
     def processes(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""A signal ahead of the end: the run is saved at the end of a step, leaves, and goes on to the bit."""
+"""A signal ahead of the end: the run is saved at the end of a step, leaves, and is resumed."""
 
 from __future__ import annotations
 
