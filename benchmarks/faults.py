@@ -10,7 +10,8 @@ nodes. Nodes are network namespaces (`benchmarks/namespaces.py`: Linux, root, ip
 deploy/torchrun_c10d.sh starts their agents. Without these, such faults are left out. Per fault:
 
     how it goes on        as was seen: whether workers were started again, and from which step
-    seconds               from the fault until a step is done that was not done before it
+    seconds               from the fault until a step is done that was not done before it; where
+                          workers are started again, by these
     steps trained again   those since the last save
     losses                whether all that were printed are those of the undisturbed run
 
@@ -99,7 +100,8 @@ def judge(seen: Seen, losses: Mapping[int, str]) -> Row:
     fault = float("inf") if seen.fault is None else seen.fault
     before = max((number for at, number, _ in steps if at <= fault), default=0)
     after = [(at, number) for at, number, _ in steps if at > fault]
-    new = next((at for at, number in after if number > before), None)
+    again = max((at for at, line in seen.lines if RESUMED.match(line)), default=fault)
+    new = next((at for at, number in after if number > before and at > again), None)
     how = "goes on"
     if starts:
         how = f"workers are started again, from step {starts[0]}"

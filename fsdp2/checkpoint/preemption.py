@@ -11,9 +11,8 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import FrameType, TracebackType
-from typing import Any
 
 from fsdp2.checkpoint.consensus import Call
 from fsdp2.core.device.process_groups import ProcessGroup
@@ -67,7 +66,7 @@ class Preemption:
         self._signals = tuple(signals)
         self._call = Call("Preemption.agreed()", process_group)
         self._vote: Vote | None = None
-        self._before: dict[int, Any] = {}
+        self._given_back = ExitStack()
         self._is_requested = False
 
     @property
@@ -96,7 +95,9 @@ class Preemption:
         """Take the signals, in the main thread; Python lets no other one: call `request` there."""
         if threading.current_thread() is threading.main_thread():
             for number in self._signals:
-                self._before[number] = signal.signal(number, self._take)
+                before = signal.signal(number, self._take)
+                again = signal.SIG_DFL if before is None else before
+                self._given_back.callback(signal.signal, number, again)
         return self
 
     def __exit__(
@@ -106,9 +107,7 @@ class Preemption:
         trace: TracebackType | None,
     ) -> None:
         """Give the signals back; without an exception all ranks do, so that none is asked still."""
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before.clear()
+        self._given_back.close()
         if self._vote is not None and kind is None:
             with suppress(LostRankError):  # nothing more is asked of it
                 self._vote.finish()

@@ -154,13 +154,8 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     world_size = world_size_of(args.nproc, ranks, default)
     _check_world_size(world_size, micro_batch, args.replicate, args.tp, args.preset)
     local_world_size = ranks.local_world_size if ranks else world_size
-    if args.levels and (args.replicate < 2 or args.tp > 1 or args.plan is not None):
-        raise UsageError("--levels needs --replicate R of 2 or more, and knows no --tp or --plan")
+    _check_levels_and_plan(args)
     _check_folders(args)
-    if args.plan is not None and (args.tp > 1 or args.lora is not None):
-        raise UsageError("--plan knows neither --tp nor --lora: leave them out to plan the rest")
-    if args.plan is not None and args.optimizer != "adamw":
-        raise UsageError(f"--plan does not know --optimizer {args.optimizer}: leave it out")
     return Options(
         preset=args.preset,
         data=args.data,
@@ -199,6 +194,15 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         trace=args.trace,
         plan=args.plan,
     )
+
+
+def _check_levels_and_plan(args: argparse.Namespace) -> None:
+    if args.levels and (args.replicate < 2 or args.tp > 1 or args.plan is not None):
+        raise UsageError("--levels needs --replicate R of 2 or more, and knows no --tp or --plan")
+    if args.plan is not None and (args.tp > 1 or args.lora is not None):
+        raise UsageError("--plan knows neither --tp nor --lora: leave them out to plan the rest")
+    if args.plan is not None and args.optimizer != "adamw":
+        raise UsageError(f"--plan does not know --optimizer {args.optimizer}: leave it out")
 
 
 def _check_folders(args: argparse.Namespace) -> None:
@@ -285,24 +289,7 @@ def _parser() -> argparse.ArgumentParser:
         help="free gathered parameters after forward (auto: all groups but the root's)",
     )
     _add_parallelism(parser)
-    add("--checkpoint", type=Path, metavar="DIR", help="save the run here")
-    add("--checkpoint-every", type=count, metavar="N", help="steps between checkpoints (50)")
-    add("--checkpoint-async", action="store_true", help="train on while a checkpoint is written")
-    add("--keep", type=count, metavar="N", help="how many checkpoints stay, the newest (2)")
-    add("--resume", action="store_true", help="continue from the latest checkpoint in DIR, if any")
-    add(
-        "--preempted-exit-code",
-        type=number(int, 3, 255, "an exit code from 3 to 255"),
-        metavar="N",
-        help="of a run that SIGTERM or SIGUSR1 has ended, when it is saved (143)",
-    )
-    add(
-        "--grace",
-        type=seconds,
-        metavar="SECONDS",
-        help="from a signal to SIGKILL, where no launcher started the ranks (30)",
-    )
-    add("--export", type=Path, metavar="OUT", help="at the end, weights as safetensors files here")
+    _add_checkpoints(parser)
     add("--seed", type=seed, default=0, help="fixes weights and data order")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--threads", type=count, help="CPU threads a rank (default: the CPUs, shared out)")
@@ -327,6 +314,28 @@ def _parser() -> argparse.ArgumentParser:
         help="a timeline: steps 3 and 4 of rank 0, or --plan's",
     )
     return parser
+
+
+def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--checkpoint", type=Path, metavar="DIR", help="save the run here")
+    add("--checkpoint-every", type=count, metavar="N", help="steps between checkpoints (50)")
+    add("--checkpoint-async", action="store_true", help="train on while a checkpoint is written")
+    add("--keep", type=count, metavar="N", help="how many checkpoints stay, the newest (2)")
+    add("--resume", action="store_true", help="continue from the latest checkpoint in DIR, if any")
+    add(
+        "--preempted-exit-code",
+        type=number(int, 3, 255, "an exit code from 3 to 255"),
+        metavar="N",
+        help="of a run that SIGTERM or SIGUSR1 has ended, when it is saved (143)",
+    )
+    add(
+        "--grace",
+        type=seconds,
+        metavar="SECONDS",
+        help="from a signal to SIGKILL, where no launcher started the ranks (30)",
+    )
+    add("--export", type=Path, metavar="OUT", help="at the end, weights as safetensors files here")
 
 
 def _add_parallelism(parser: argparse.ArgumentParser) -> None:
