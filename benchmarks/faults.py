@@ -102,14 +102,15 @@ def judge(seen: Seen, losses: Mapping[int, str]) -> Row:
     after = [(at, number) for at, number, _ in steps if at > fault]
     again = max((at for at, line in seen.lines if RESUMED.match(line)), default=fault)
     new = next((at for at, number in after if number > before and at > again), None)
-    how = "goes on"
+    alone = any(re.search(r"\b1 rank\(s\)", line) for _, line in seen.lines)
+    how = "one node trains alone" if alone else "goes on"
     if starts:
         how = f"workers are started again, from step {starts[0]}"
     codes = [code for code in seen.codes if code]
     if codes:
-        how = f"ends with code {codes[0]}" + (
-            f"; started again, from step {starts[0]}" if starts else ""
-        )
+        again_from = f"; started again, from step {starts[0]}" if starts else ""
+        how = f"{how}; " if alone else ""
+        how += f"ends with code {codes[0]}{again_from}"
     if seen.hung:
         how = "hangs"
     return Row(
@@ -367,14 +368,14 @@ def _cut_for_ever(folder: Path) -> Seen:
         return ended(made.jobs, fault)
 
 
-def _clock_of_a_node(folder: Path) -> Seen:
+def _clock_of_a_node(folder: Path, **environment: str) -> Seen:
     """Its agent's is a minute behind: what agents tell each other has times in it."""
     python = folder / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -m benchmarks.skewed -60 "$@"\n')
     python.chmod(0o755)
     with nodes(folder) as made:
-        made.start(0)
-        made.start(1, PYTHON=str(python))
+        made.start(0, **environment)
+        made.start(1, **environment, PYTHON=str(python))
         return ended(made.jobs, None)
 
 
@@ -396,8 +397,9 @@ FAULTS: dict[str, Callable[[Path], Seen]] = {
     "a node's link is cut for 5 s": _cut_for_a_while,
     "a node's link is cut for ever": _cut_for_ever,
     "the clock of a node's agent is a minute behind": _clock_of_a_node,
+    "the same, with MISSED=20": functools.partial(_clock_of_a_node, MISSED="20"),
 }
-OF_NODES = [name for name in FAULTS if "node" in name]
+OF_NODES = [name for name in FAULTS if "node" in name or "MISSED" in name]
 OF_ROOT = [*OF_NODES, "the disk is full in a save"]
 
 

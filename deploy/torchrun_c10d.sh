@@ -21,11 +21,17 @@ LOGS=${LOGS:-logs/$RUN}               # of this node: a file per rank and attemp
 TRAIN=${TRAIN:--m fsdp2.examples.train_lm}
 PYTHON=${PYTHON:-python}
 
+# Heartbeats, 5 seconds apart, without which an agent is taken for dead. Agents write the times of
+# their own clocks: a node whose clock is further behind than that is left out of the run, without a
+# word. With MISSED=20 it may be 100 seconds behind; but then a dead node is missed as late.
+MISSED=${MISSED:-3}
+
 options=()
 # The address under which others reach this node, where its host name does not resolve.
 [ -z "${ADDRESS:-}" ] || options+=("--local-addr=$ADDRESS")
 # Whether this node has the store; by default the one whose host name HEAD has.
-[ -z "${IS_HOST:-}" ] || options+=("--rdzv-conf=is_host=$IS_HOST")
+conf=keep_alive_max_attempt=$MISSED
+[ -z "${IS_HOST:-}" ] || conf+=,is_host=$IS_HOST
 
 # Workers of several nodes that are started again must not read what dead ones have left in the
 # agents' store (https://github.com/pytorch/pytorch/issues/135712).
@@ -37,6 +43,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # shellcheck disable=SC2086  # TRAIN is words
 exec "$PYTHON" deploy/torchrun.py \
   --nnodes="$NODES" --nproc-per-node="$NPROC" --max-restarts="$RESTARTS" \
-  --rdzv-backend=c10d --rdzv-endpoint="$HEAD" --rdzv-id="$RUN" "${options[@]}" \
+  --rdzv-backend=c10d --rdzv-endpoint="$HEAD" --rdzv-id="$RUN" --rdzv-conf="$conf" \
+  "${options[@]}" \
   --log-dir="$LOGS" --tee=3 \
   $TRAIN --checkpoint "$CHECKPOINT" --resume "$@"

@@ -22,6 +22,7 @@ EXPECTED: dict[str, tuple[str, int]] = {
     "a node is killed": (AGAIN, 2),
     "a node's link is cut for 5 s": ("goes on", 0),
     "a node's link is cut for ever": (AGAIN, 2),
+    "the same, with MISSED=20": ("goes on", 0),
 }
 """How a run goes on, and how many steps it trains again."""
 
@@ -65,6 +66,16 @@ def test_an_agent_that_is_lost_loses_no_step() -> None:
     assert row.again == 0
 
 
+@pytest.mark.extended
+@pytest.mark.skipif(
+    faults.missing("a node is killed") is not None, reason=f"{faults.missing('a node is killed')}"
+)
+def test_a_clock_that_is_behind_leaves_its_node_out() -> None:
+    """torch's rendezvous does so; should it stop to, the guide has to."""
+    row = faults.run("the clock of a node's agent is a minute behind")
+    assert row.outcome.startswith("one node trains alone; ends with code ")
+
+
 LOSSES = {number: f"{5 - number / 100:.4f}" for number in range(1, faults.STEPS + 1)}
 
 
@@ -104,6 +115,8 @@ def test_a_run_says_how_it_went_on() -> None:
     assert outcome(steps, [0]) == "goes on"
     assert outcome(resumed + steps, [143, 0]) == "ends with code 143; started again, from step 10"
     assert outcome(steps, [1]) == "ends with code 1"
+    alone = [(0.1, "tiny: 131,392 parameters, fp32, 1 rank(s) on cpu over gloo")]
+    assert outcome(alone + steps, [1]) == "one node trains alone; ends with code 1"
     assert outcome(resumed + steps, [], hung=True) == "hangs"
 
 
