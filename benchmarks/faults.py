@@ -397,7 +397,7 @@ FAULTS: dict[str, Callable[[Path], Seen]] = {
     "a node's link is cut for 5 s": _cut_for_a_while,
     "a node's link is cut for ever": _cut_for_ever,
     "the clock of a node's agent is a minute behind": _clock_of_a_node,
-    "the same, with MISSED=20": functools.partial(_clock_of_a_node, MISSED="20"),
+    "a minute behind with MISSED=20": functools.partial(_clock_of_a_node, MISSED="20"),
 }
 OF_NODES = [name for name in FAULTS if "node" in name or "MISSED" in name]
 OF_ROOT = [*OF_NODES, "the disk is full in a save"]
