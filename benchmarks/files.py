@@ -65,6 +65,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "faults": ("faults.py",),
     "muon": ("muon.py",),
     "muon_losses": ("muon.py", "--losses"),
+    "ema": ("ema.py", "--steps", "30"),
+    "ema_small": ("ema.py", "--units", "64", "--dim", "32", "--steps", "100"),
     "accuracy": ("accuracy.py", "--formats", "exact,bf16-sums,int8,int4,int4-naive"),
 }
 """What `--measure` runs, by the last part of the file's name."""

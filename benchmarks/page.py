@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy, choices, faults, muon, scaling, slow_link, stats, targets
+from benchmarks import accuracy, choices, ema, faults, muon, scaling, slow_link, stats, targets
 from benchmarks.files import RESULTS, ROOT, RUNS, machine, newest
 
 PAGES = tuple(
@@ -221,6 +221,7 @@ MADE: dict[str, Callable[[Path], str]] = {
     "choices": choices.table,
     "faults": partial(tables, faults.page_table, ["faults"]),
     "muon": partial(tables, muon.page_table, ["muon", "muon_losses"]),
+    "ema": partial(tables, ema.page_table, ["ema", "ema_small"]),
     "losses": partial(tables, accuracy.page_table, ["accuracy"]),
     "compiled": partial(targets.quoted, "docs/compile.md"),
 }

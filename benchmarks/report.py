@@ -34,6 +34,7 @@ from benchmarks import (
     budget,
     checkpoint,
     compile,
+    ema,
     faults,
     files,
     imports,
@@ -313,6 +314,14 @@ def _muon(results: dict[str, Any], device: str) -> list[Section]:
     return [Section(title, header, rows, results["ratios"], bars=bars)]
 
 
+def _ema(results: dict[str, Any], device: str) -> list[Section]:
+    options = results["options"]
+    header, rows = ema.table(results)
+    bars = {"call": {name: _bar(each) for name, each in results["rounds"].items()}}
+    title = f"Update of EMA and step of AdamW, {options['units']} units of width {options['dim']}"
+    return [Section(title, header, rows, results["ratios"], bars=bars)]
+
+
 def _accuracy(results: dict[str, Any], device: str) -> list[Section]:
     options = results["options"]
     header, rows = accuracy.table(results["losses"])
@@ -357,6 +366,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "slow_link": _slow_link,
     "faults": _faults,
     "muon": _muon,
+    "ema": _ema,
     "accuracy": _accuracy,
 }
 

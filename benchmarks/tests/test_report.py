@@ -198,6 +198,14 @@ FILES: dict[str, tuple[Any, str]] = {
         },
         "| fsdp2 | 2.00  [2.00 .. 2.00] | 3.0 | 1.00 | 1.062 |",
     ),
+    "ema": (
+        {
+            "options": {"units": 3, "dim": 64},
+            "rounds": {"every 1": [0.5], "flat": [2.0]},
+            "ratios": {"every 1 / flat": {"median": 0.25, "min": 0.25, "max": 0.25}},
+        },
+        "| flat | 2.00  [2.00 .. 2.00] |",
+    ),
     "startup": (STARTUP, "### Start-up, 100 blocks of 10 parameters, fp32, ms"),
     "gloo": (GLOO, "| torch | 12.00 [10.00 .. 20.00] |"),
     "collective_cost": (

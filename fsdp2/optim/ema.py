@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.buffers import separate
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import ShardedParam, is_extended
@@ -47,6 +47,9 @@ class EMA:
         model: a module, sharded or with sharded modules in it, or none; its parameters have memory.
         decay: from 0 to 1; or a function of the number of updates so far, which returns that;
             ``None``: the plain mean of all weights (SWA). Default 0.999.
+        every: calls of `update` per update: with 10 the first one averages, and then the 11th. The
+            others cost nothing. ``decay ** every`` reaches as far back as ``decay`` does with
+            ``every=1``, which is the default.
         dtype: of the averages of floating-point weights. ``None`` (default): the weights' own. A
             bf16 weight moves its average by less than half of its last bit where ``decay`` is near
             1: give ``torch.float32`` then.
@@ -56,11 +59,11 @@ class EMA:
 
     Attributes:
         model: the module.
-        updates: how many there were.
+        steps: how often `update` was called; set it to resume a run.
 
     Raises:
-        ValueError: ``decay`` is not as above, or a parameter has no memory or is of a tensor
-            subclass with all-gather hooks.
+        ValueError: ``decay`` or ``every`` is not as above, or a parameter has no memory or is of a
+            tensor subclass with all-gather hooks.
 
     Example::
 
@@ -79,15 +82,23 @@ class EMA:
         model: nn.Module,
         decay: Decay = 0.999,
         *,
+        every: int = 1,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         buffers: bool = False,
     ) -> None:
         if decay is not None and not callable(decay):
             _checked(decay)
+        if not isinstance(every, int) or every < 1:
+            raise coded(
+                ValueError,
+                "ema-every",
+                f"EMA takes every as a number of calls of update() from 1, not {every!r}; pass for "
+                f"example every=10",
+            )
         self.model = model
-        self.updates = 0
-        self._decay = decay
+        self.steps = 0
+        self._decay, self._every = decay, every
         self._dtype, self._buffers = dtype, buffers
         self._device = None if device is None else torch.device(device)
         self._swapped = False
@@ -98,14 +109,19 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights as they are now into the average: call it behind ``optimizer.step()``.
+        """Take the weights as they are now into the average: call it after ``optimizer.step()``.
 
         Raises:
             ValueError: the function of the number of updates returned no number from 0 to 1.
             ShardingStateError: the averages are swapped in.
         """
         self._require_apart("update")
-        weight = self._weight()
+        if self.steps % self._every == 0:
+            self._average(self._weight())
+        self.steps += 1
+
+    def _average(self, weight: float) -> None:
+        """Take the weights into the average, with this share."""
         self._follow()
         together: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], ...]] = {}
         for each in self._averages:
@@ -120,7 +136,11 @@ class EMA:
                 each.average.lerp_(each.weights.to(each.average), weight)
         for averages, weights in together.values():
             torch._foreach_lerp_(averages, weights, weight)
-        self.updates += 1
+
+    @property
+    def updates(self) -> int:
+        """How often weights were averaged: once per ``every`` calls of `update`."""
+        return -(-self.steps // self._every)
 
     @contextmanager
     def swapped(self) -> Iterator[nn.Module]:
@@ -175,12 +195,12 @@ class EMA:
         return found
 
     def state_dict(self) -> dict[str, object]:
-        """The averages by name, and the number of updates; for ``torch.distributed.checkpoint``.
+        """The averages by name, and the number of steps; for ``torch.distributed.checkpoint``.
 
         Raises:
             ShardingStateError: the averages are swapped in.
         """
-        return {"updates": self.updates, "averages": self.averages()}
+        return {"steps": self.steps, "averages": self.averages()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -199,31 +219,36 @@ class EMA:
         wrong = sorted(own.keys() ^ given.keys())
         wrong += [name for name in own if name in given and not _alike(own[name], given[name])]
         if wrong:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "ema-load",
                 f"EMA.load_state_dict got averages that do not fit this model: {wrong[0]}"
                 f"{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}; load what was "
-                f"sharded in another way with fsdp2.checkpoint or torch.distributed.checkpoint"
+                f"sharded in another way with fsdp2.checkpoint or torch.distributed.checkpoint",
             )
         for name, tensor in own.items():
             local_of(tensor).copy_(local_of(given[name]))
-        self.updates = int(cast(int, state["updates"]))
+        self.steps = int(cast(int, state["steps"]))
 
     # ---- where they are
 
     def _weight(self) -> float:
         """The share of the weights in this update."""
-        if not self.updates:
+        before = self.updates
+        if not before:
             return 1.0
         if self._decay is None:
-            return 1 / (self.updates + 1)
-        decay = self._decay(self.updates) if callable(self._decay) else self._decay
+            return 1 / (before + 1)
+        decay = self._decay(before) if callable(self._decay) else self._decay
         return 1 - _checked(decay)
 
     def _require_apart(self, method: str) -> None:
         if self._swapped:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "ema-swapped",
                 f"EMA.{method}() was called while the averages are the model's weights; call it "
-                f"behind the end of `with ema.swapped()`"
+                f"behind the end of `with ema.swapped()`",
             )
 
     def _follow(self) -> None:
@@ -360,22 +385,28 @@ def _tensors_of(
 def _check_averaged(name: str, tensor: torch.Tensor) -> None:
     local = local_of(tensor)
     if local.is_meta:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "ema-meta",
             f"EMA cannot average '{name}', which is on the meta device; make it when the model's "
-            f"parameters have memory"
+            f"parameters have memory",
         )
     if is_extended(local):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "ema-extension",
             f"EMA cannot average '{name}', whose tensor subclass has all-gather hooks "
-            f"({type(local).__name__}); average the model from before it was converted"
+            f"({type(local).__name__}); average the model from before it was converted",
         )
 
 
 def _checked(decay: float) -> float:
     if not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "ema-decay",
             f"EMA takes a decay from 0 to 1, or a function of the number of updates that returns "
-            f"one, or None for the plain mean, not {decay!r}; pass for example 0.999"
+            f"one, or None for the plain mean, not {decay!r}; pass for example 0.999",
         )
     return decay
 

@@ -152,6 +152,29 @@ def test_a_schedule() -> None:
 
 
 @ranks(2)
+def test_every_third_call() -> None:
+    """The first and the fourth of four calls average; the others run no operator."""
+    model, other = sharded(), sharded()
+    ema, wanted = EMA(model, 0.5, every=3), EMA(other, 0.5)
+    optimizer, others = optimizer_of(model), optimizer_of(other)
+    for number in range(STEPS):
+        step(model, optimizer, number)
+        step(other, others, number)
+        with Operators() as seen:
+            ema.update()
+        if number % 3 == 0:
+            wanted.update()
+        assert bool(seen.names) == (number % 3 == 0)
+        assert ema.updates == wanted.updates
+    parity.assert_equal(whole(ema.averages()), whole(wanted.averages()))
+    resumed = EMA(sharded(5), 0.5, every=3)
+    resumed.load_state_dict(ema.state_dict())
+    assert (resumed.steps, resumed.updates) == (STEPS, 2)
+    with raises("ema-every"):
+        EMA(model, every=0)
+
+
+@ranks(2)
 def test_one_tensor_for_each_stretch() -> None:
     """Of one dtype a unit's averages are one tensor, whose lerp is one kernel; nothing is sent."""
     model: Any = models.seeded(models.MLP)
