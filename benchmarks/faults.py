@@ -395,7 +395,7 @@ FAULTS: dict[str, Callable[[Path], Seen]] = {
     "a node is killed": _node_killed,
     "a node's agent is killed, its worker lives": _agent_killed,
     "a node's link is cut for 5 s": _cut_for_a_while,
-    "a node's link is cut for ever": _cut_for_ever,
+    "a node's link is cut for good": _cut_for_ever,
     "the clock of a node's agent is a minute behind": _clock_of_a_node,
     "a minute behind with MISSED=20": functools.partial(_clock_of_a_node, MISSED="20"),
 }

@@ -21,7 +21,7 @@ EXPECTED: dict[str, tuple[str, int]] = {
     "the disk is full in a save": (AGAIN, 5),
     "a node is killed": (AGAIN, 2),
     "a node's link is cut for 5 s": ("goes on", 0),
-    "a node's link is cut for ever": (AGAIN, 2),
+    "a node's link is cut for good": (AGAIN, 2),
     "a minute behind with MISSED=20": ("goes on", 0),
 }
 """How a run goes on, and how many steps it trains again."""

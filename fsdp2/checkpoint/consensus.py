@@ -75,7 +75,7 @@ class Call:
         return side_channel(self._members)
 
     def vote(self) -> Vote:
-        """What these ranks agree by, a step later; a new one at each call, which all make."""
+        """A `Vote` among these ranks; every rank makes the call."""
         return Vote(self._members)
 
     def asked(self, vote: Vote, yes: bool) -> bool:

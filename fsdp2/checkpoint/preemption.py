@@ -19,7 +19,7 @@ from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.ranks.channels import LostRankError, Vote
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-"""What schedulers send ahead of SIGKILL."""
+"""Schedulers send one of them before SIGKILL."""
 
 
 class Preemption:
@@ -30,8 +30,8 @@ class Preemption:
     it is ``True`` on all of them at the same step, at most two steps after the signal. Save then,
     and leave with a code that the scheduler knows. Signals that come meanwhile change nothing.
 
-    A call costs the sum of one number over a gloo group of its own, which runs beside the step.
-    Who makes no `Preemption` pays nothing.
+    A call costs the sum of one number over a gloo group of its own, which runs during the next
+    step. A run without a `Preemption` pays nothing.
 
     Args:
         signals: that announce the end. Default: SIGTERM and SIGUSR1.
@@ -52,7 +52,7 @@ class Preemption:
                 train(step)
                 if preemption.agreed():
                     fsdp2.checkpoint.save("run", model, optimizer, step=step + 1)
-                    sys.exit(preemption.exit_code)
+                    raise SystemExit(preemption.exit_code)
     """
 
     exit_code = 143

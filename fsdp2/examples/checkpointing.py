@@ -129,7 +129,7 @@ class Saves:
         self._inside.__exit__(kind, error, trace)
 
     def is_due(self, done: int) -> bool:
-        """Whether the run is saved after so many steps; asked once a step, by every rank."""
+        """Whether the run is saved after so many steps; every rank asks once per step."""
         if self._preemption is None:
             return False
         is_last = done == self._last

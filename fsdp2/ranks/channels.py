@@ -191,7 +191,7 @@ class Vote:
     """Whether any rank has said yes, as all ranks hear in the same call: the one after.
 
     A call starts the sum of one number over a gloo group of its own, and looks at the sum that the
-    call before has started: where calls are a step apart, nobody waits. To make one is a collective
+    call before has started: if calls are a step apart, no rank waits. To make one is a collective
     of all ``members``.
     """
 
