@@ -31,7 +31,7 @@ owning     one job at a time in a folder: by a lock, or by a lease
 files      all that is done to files, in one place
 
 The room stands on public modules, on `fsdp2.full` and on ``torch.distributed.checkpoint``;
-``python -m fsdp2.checkpoint`` is `__main__`. It adds nothing to a step of training.
+``fsdp2 checkpoint`` is its command. It adds nothing to a step of training.
 """
 
 from fsdp2.checkpoint.converting import Converted, convert

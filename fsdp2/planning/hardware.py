@@ -1,7 +1,7 @@
 """What a machine can do, from a JSON file: rates, bandwidths, latencies, and where each is from.
 
     load("h100")            one of the files beside this module
-    load("my_machine.json") what `python -m fsdp2.planning calibrate` wrote, or somebody
+    load("my_machine.json") what `fsdp2 calibrate` wrote, or somebody
 
 Durations are a roofline: an operator takes the longer of its arithmetic and its memory traffic,
 and a fixed cost; products, attention and all else have rates of their own. A collective takes the
@@ -22,8 +22,6 @@ import torch
 from fsdp2.record.notes import Operation
 
 FOLDER = Path(__file__).with_name("hardware")
-
-GB = 10**9
 
 Curve = list[tuple[float, float]]
 """Bytes and seconds, the smallest first."""
@@ -255,7 +253,7 @@ def load(which: str | Path | Hardware) -> Hardware:
     if not path.is_file():
         raise ValueError(
             f"hardware={str(which)!r} is neither one of {', '.join(names())} nor the path of a "
-            f".json file; write one with python -m fsdp2.planning calibrate"
+            f".json file; write one with fsdp2 calibrate"
         )
     found: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
     known = {each.name for each in fields(Hardware)}

@@ -29,7 +29,7 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
     Each unit's compute, gathers, copies and reductions become slices by lane; each wait of one lane
     for another an arrow; what fsdp2 has allocated counters. Where lanes are streams (a GPU), times
     are those of events on them. On the CPU they are the host's. `ui.perfetto.dev` opens the file,
-    and so do `fsdp2.trace.summary`, `fsdp2.trace.diff` and ``python -m fsdp2.tracing view``.
+    and so do `fsdp2.trace.summary`, `fsdp2.trace.diff` and ``fsdp2 trace view``.
 
     Only this process is recorded, and nothing is communicated. Steps inside cost more, by some µs
     for each slice; steps outside cost what they cost without it. Units bind their collectives anew
