@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] in (["-h"], ["--help"]):
-        print(__doc__)
+        print((__doc__ or "").rstrip())
         sys.exit(0)
     as_module = arguments[:1] == ["-m"]
     target = arguments[as_module:]

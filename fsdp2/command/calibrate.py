@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp2.command.options import DONE, Parser, complain, count, counts
-from fsdp2.command.output import Line, print_json
+from fsdp2.command.output import ProgressLine, print_json
 
 PROG = "fsdp2 calibrate"
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     from fsdp2.planning.hardware import load, write
 
     try:
-        with Line("calibrate") as line:
+        with ProgressLine("calibrate") as line:
             if given.device == "cpu":
                 found, is_first = measure_cpu(given.ranks, given.rounds, line.say), True
             else:
@@ -65,8 +65,15 @@ def parser() -> Parser:
         "--ranks",
         type=counts,
         default=[1, 2, 4],
+        metavar="N,N,…",
         help="of a CPU: how many processes are measured at the same time (1,2,4)",
     )
-    add("--rounds", type=count, default=1, help="of a CPU: each figure is the median of these (1)")
+    add(
+        "--rounds",
+        type=count,
+        default=1,
+        metavar="N",
+        help="of a CPU: each figure is the median of these (1)",
+    )
     made.add_json()
     return made

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp2.command.options import CODES, DONE, PROBLEM, Parser, complain, count, step, subparsers
-from fsdp2.command.output import Line, print_json, print_table
+from fsdp2.command.output import ProgressLine, print_json, print_table
 
 if TYPE_CHECKING:
     from fsdp2.checkpoint.folder import Manifest
@@ -70,7 +70,8 @@ def parser() -> Parser:
     add("--ranks", type=count, default=1, help="files that --to xla makes (1)")
     add = below["rm"].add_argument
     chosen = below["rm"].add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--step", type=step, nargs="+", metavar="STEP", help="these steps")
+    text = "this step; several are named by --step 100 --step 200"
+    chosen.add_argument("--step", type=step, action="append", help=text)
     chosen.add_argument("--unfinished", action="store_true", help="what crashes left half-done")
     add("--yes", action="store_true", help="do not ask")
     return made
@@ -162,7 +163,7 @@ def _verify(given: argparse.Namespace) -> int:
     checked = steps(given.folder) if given.step is None else [given.step]
     if not checked:
         read_manifest(store_of(given.folder), None)  # raises: it knows what to say
-    with Line(f"verify {given.folder}") as line:
+    with ProgressLine(f"verify {given.folder}") as line:
         wrong = verify(given.folder, given.step, progress=line.bytes)
     if given.json:
         print_json({"steps": checked, "wrong": wrong})
@@ -183,7 +184,7 @@ def _export(given: argparse.Namespace) -> int:
     from fsdp2.checkpoint.exporting import export
     from fsdp2.tracing.summaries import amount
 
-    with Line(f"export {given.out}") as line:
+    with ProgressLine(f"export {given.out}") as line:
         found = export(
             given.out,
             given.folder,
@@ -203,7 +204,7 @@ def _export(given: argparse.Namespace) -> int:
 def _convert(given: argparse.Namespace) -> int:
     from fsdp2.checkpoint.converting import convert
 
-    with Line(f"convert {given.target}") as line:
+    with ProgressLine(f"convert {given.target}") as line:
         found = convert(
             given.source,
             given.target,
@@ -235,7 +236,7 @@ def _rm(given: argparse.Namespace) -> int:
     if not given.yes and not _asked(f"remove {', '.join(map(str, doomed))} of '{store}'"):
         return complain(f"{PROG} rm", "nothing was removed; pass --yes to remove it unasked")
     gone: list[str] = []
-    with Line(f"rm {given.folder}") as line:
+    with ProgressLine(f"rm {given.folder}") as line:
         for each in [None] if given.unfinished else given.step:
             gone += remove(given.folder, each)
             line.say(gone[-1])

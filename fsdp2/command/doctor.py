@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import fsdp2
 from fsdp2.command.options import CODES, DONE, PROBLEM, Parser, count, positive
-from fsdp2.command.output import Line, paint, print_json, print_table
+from fsdp2.command.output import ProgressLine, paint, print_json, print_table
 
 if TYPE_CHECKING:
-    from fsdp2.command.selftest import Outcome
+    from fsdp2.command.selftest import SelfTest
 
 PROG = "fsdp2 doctor"
 
@@ -31,9 +31,10 @@ OPTIONAL = ("numpy", "rich", "safetensors", "fsspec")
 VARIABLES = ("FSDP2_", "NCCL_", "TORCH_NCCL_", "GLOO_", "CUDA_VISIBLE", "OMP_")
 """Beginnings of environment variables that change what a run does."""
 
-_DESCRIPTION = """Show what is installed and visible. Then try a first step, for each kind of device: one process
-per rank trains a tiny model for one step, sharded, and compares it with the same step unsharded.
-That is 2 ranks on the CPU, and one rank per visible accelerator. It takes about 10 seconds."""
+_DESCRIPTION = """Show what is installed and visible. Then try a first step on each kind of device:
+one process per rank trains a tiny model for one step, sharded, and compares it with the same step
+unsharded. That is 2 ranks on the CPU, and one rank per visible accelerator. It takes about 10
+seconds."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Check:
 def main(arguments: Sequence[str]) -> int:
     """Exit code: 0 all is well, 1 something is not, 2 wrong usage."""
     given = parser().parse_args(arguments)
-    with Line("doctor") as line:
+    with ProgressLine("doctor") as line:
         line.say("import torch")
         checks = [*installed(), *visible()]
         outcomes = []
@@ -81,7 +82,7 @@ def parser() -> Parser:
     made = Parser(PROG, _DESCRIPTION, CODES)
     add = made.add_argument
     add("--skip-self-test", action="store_true", help="start no processes")
-    add("--ranks", type=count, default=2, help="of the self-test on the CPU (2)")
+    add("--ranks", type=count, default=2, metavar="N", help="of the self-test on the CPU (2)")
     text = "after which a self-test fails (60)"
     add("--timeout", type=positive, default=60.0, metavar="SECONDS", help=text)
     made.add_json()
@@ -174,20 +175,20 @@ def _first_steps(cpu_ranks: int) -> list[tuple[str, str, int]]:
     return found
 
 
-def _selftest(device: str, backend: str, ranks: int, seconds: float) -> Outcome:
+def _selftest(device: str, backend: str, ranks: int, seconds: float) -> SelfTest:
     from fsdp2.command.selftest import run
 
     return run(device, backend, ranks, seconds)
 
 
-def _check_of(outcome: Outcome) -> Check:
+def _check_of(outcome: SelfTest) -> Check:
     detail = outcome.problem or (
         f"{outcome.seconds:.1f} s; parameters differ by {outcome.difference:.1g} from unsharded"
     )
     return Check(outcome.title, _judged(not outcome.problem), detail)
 
 
-def told(outcome: Outcome) -> str:
+def told(outcome: SelfTest) -> str:
     """What a first step does on such devices, in sentences."""
     from fsdp2.tracing.summaries import amount
 

@@ -58,5 +58,6 @@ def known() -> dict[str, str]:
     for path in sorted(FOLDER.glob("[a-z]*.py")):
         text = path.read_text(encoding="utf-8")
         if 'if __name__ == "__main__":' in text:
-            found[path.stem] = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+            said = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+            found[path.stem] = said.replace("``", "")
     return found

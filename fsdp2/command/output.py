@@ -66,7 +66,7 @@ def _plain(value: object) -> object:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else str(value)
 
 
-class Line:
+class ProgressLine:
     """Says on one line of stderr how far a command is, once that takes longer than `PATIENCE`.
 
     Nothing is said where stderr is no terminal.
@@ -77,7 +77,7 @@ class Line:
 
     Example::
 
-        with Line("verify run") as line:
+        with ProgressLine("verify run") as line:
             verify("run", progress=line.bytes)
     """
 
@@ -111,7 +111,7 @@ class Line:
         self._stream.flush()
         self._drawn = True
 
-    def __enter__(self) -> Line:
+    def __enter__(self) -> ProgressLine:
         if is_live(self._stream):
             self._thread = threading.Thread(target=self._keep_drawing, daemon=True)
             self._thread.start()

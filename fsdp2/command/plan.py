@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp2.command.options import CODES, DONE, PROBLEM, Parser, complain, count, positive
-from fsdp2.command.output import Line, print_json, print_table, print_text
+from fsdp2.command.output import ProgressLine, print_json, print_table, print_text
 
 if TYPE_CHECKING:
     from fsdp2.planning.planner import Plan
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.model is None:
         return complain(PROG, "name a model, or module:function; --list has the models")
     try:
-        with Line(f"plan {given.model}") as line:
+        with ProgressLine(f"plan {given.model}") as line:
             made = of_function(given) if ":" in given.model else of_preset(given)
             room = None if given.memory is None else given.memory * 1e9
             found = made.fit(room, progress=line.say) if given.fit else None
@@ -73,11 +73,23 @@ def parser() -> Parser:
     add("model", nargs="?", help="one of --list; or module:function, which returns a Plan")
     add("--list", action="store_true", help="print the known models and machines, and leave")
     add("--hardware", default="h100", help="one of --list, or a file of fsdp2 calibrate (h100)")
-    add("--ranks", type=count, default=8, help="ranks in all (8)")
-    add("--replicate", type=count, default=1, help="HSDP: groups that each hold all shards (1)")
-    add("--batch-size", type=count, default=1, help="sequences of one micro-batch on one rank (1)")
-    add("--seq-len", type=count, help="tokens of one sequence (the model's)")
-    add("--grad-accum", type=count, default=1, help="micro-batches of one step (1)")
+    add("--ranks", type=count, metavar="N", default=8, help="ranks in all (8)")
+    add(
+        "--replicate",
+        type=count,
+        metavar="N",
+        default=1,
+        help="HSDP: groups that each hold all shards (1)",
+    )
+    add(
+        "--batch-size",
+        type=count,
+        metavar="N",
+        default=1,
+        help="sequences of one micro-batch on one rank (1)",
+    )
+    add("--seq-len", type=count, metavar="N", help="tokens of one sequence (the model's)")
+    add("--grad-accum", type=count, metavar="N", default=1, help="micro-batches of one step (1)")
     add("--reduce-each", action="store_true", help="reduce gradients after every micro-batch")
     add(
         "--activation-checkpointing",
@@ -93,7 +105,7 @@ def parser() -> Parser:
         default="always",
         help="whether blocks are freed between forward and backward (always)",
     )
-    add("--prefetch-window", type=count, default=1, help="units gathered ahead (1)")
+    add("--prefetch-window", type=count, metavar="N", default=1, help="units gathered ahead (1)")
     add("--precision", choices=["bf16", "fp32"], default="bf16", help="compute dtype (bf16)")
     add("--clip-grad-norm", type=positive, metavar="NORM", help="clip gradients to this norm")
     add("--cpu-offload", action="store_true", help="keep shards and optimizer in CPU memory")

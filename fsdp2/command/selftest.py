@@ -43,7 +43,7 @@ LATE = 5.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SelfTest:
     """What a self-test found.
 
     Attributes:
@@ -78,7 +78,7 @@ class Outcome:
 # ---- the parent
 
 
-def run(device: str, backend: str, ranks: int, seconds: float) -> Outcome:
+def run(device: str, backend: str, ranks: int, seconds: float) -> SelfTest:
     """Start the ranks, wait until all have ended or the time is over, and end the others.
 
     Args:
@@ -105,12 +105,12 @@ def run(device: str, backend: str, ranks: int, seconds: float) -> Outcome:
                 process.wait()
         took = time.monotonic() - begin
         if problem:
-            return Outcome(device, backend, ranks, took, problem)
+            return SelfTest(device, backend, ranks, took, problem)
         found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
     most = max(each["difference"] for each in found)
     if not most <= TOLERANCE:
         problem = f"parameters differ by {most:.2g} from unsharded ones; {TOLERANCE:.0e} is allowed"
-    return Outcome(device, backend, ranks, took, problem, **{**found[0], "difference": most})
+    return SelfTest(device, backend, ranks, took, problem, **{**found[0], "difference": most})
 
 
 def _env() -> dict[str, str]:
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str]) -> None:
         torch.accelerator.set_device_index(rank)
     model, whole = _model(device), _model(device)
     at("join the process group")
-    store = dist.FileStore(str(folder / "store"), size)
+    store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
     )

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from fsdp2.command.options import DONE, Parser, complain, subparsers
-from fsdp2.command.output import Line, print_json, print_text
+from fsdp2.command.output import ProgressLine, print_json, print_text
 
 PROG = "fsdp2 trace"
 
@@ -46,7 +46,7 @@ def _view(given: argparse.Namespace) -> int:
 
     from fsdp2.tracing.page import show
 
-    with Line("trace view"):
+    with ProgressLine("trace view"):
         page = show(*given.files, to=given.to)
     if given.json:
         print_json({"page": page})
@@ -60,7 +60,7 @@ def _view(given: argparse.Namespace) -> int:
 def _summary(given: argparse.Namespace) -> int:
     from fsdp2.tracing.summaries import summary
 
-    with Line("trace summary"):
+    with ProgressLine("trace summary"):
         found = summary(given.file)
     if given.json:
         print_json(found)
@@ -72,7 +72,7 @@ def _summary(given: argparse.Namespace) -> int:
 def _diff(given: argparse.Namespace) -> int:
     from fsdp2.tracing.summaries import diff
 
-    with Line("trace diff"):
+    with ProgressLine("trace diff"):
         found = diff(given.first, given.second)
     if given.json:
         print_json(found)
