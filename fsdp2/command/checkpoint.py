@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp2.command.options import CODES, DONE, PROBLEM, Parser, complain, count, step, subparsers
+from fsdp2.command.options import DONE, PROBLEM, Parser, complain, count, step, subparsers
 from fsdp2.command.output import ProgressLine, print_json, print_table
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code: 0 done, 1 a file is not what was saved, 2 wrong usage or no checkpoint."""
+    """Exit code: 0 done, 1 something there is not what was saved, 2 wrong usage, no checkpoint."""
     given = parser().parse_args(arguments)
     from fsdp2.core.config import CheckpointError
 
@@ -48,8 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def parser() -> Parser:
     """The options of `fsdp2 checkpoint`."""
-    codes = CODES.replace("a problem was found", "verify found a changed file")
-    made = Parser(PROG, "Folders of steps that fsdp2.checkpoint.save wrote.", codes)
+    made = Parser(PROG, "Folders of steps that fsdp2.checkpoint.save wrote.")
     below = subparsers(made, COMMANDS)
     for name in ("ls", "show", "verify", "rm", "export"):
         text = "what save() was given: a folder, or a URL as s3://bucket/run"
@@ -82,25 +81,35 @@ def parser() -> Parser:
 
 def _ls(given: argparse.Namespace) -> int:
     from fsdp2.checkpoint.folder import read_manifest, store_of
+    from fsdp2.core.config import CheckpointError
 
     store = store_of(given.folder)
     replaced, unfinished = store.replaced(), store.unfinished()
     known = store.steps()
     if not known and not replaced and not unfinished:
         read_manifest(store, None)  # raises: it knows what to say
-    found = [read_manifest(store, each) for each in known]
+    found: list[Manifest] = []
+    broken: dict[int, str] = {}
+    for each in known:
+        try:
+            found.append(read_manifest(store, each))
+        except CheckpointError as error:
+            broken[each] = str(error)
+    code = PROBLEM if broken else DONE
     if given.json:
-        steps = [_facts(manifest) for manifest in found]
-        print_json({"steps": steps, "replaced": replaced, "unfinished": unfinished})
-        return DONE
+        told = {"broken": broken, "replaced": replaced, "unfinished": unfinished}
+        print_json({"steps": [_facts(manifest) for manifest in found], **told})
+        return code
     if found:
         head = ["step", "size", "files", "ranks", "optimizer", "metric"]
         print_table(head, [_row(manifest) for manifest in found])
+    for number, why in broken.items():
+        print(f"broken: step {number}, {why}")
     for number, why in replaced.items():
         print(f"replaced: step {number}, {why}")
     for name in unfinished:
         print(f"half-done: {name}")
-    return DONE
+    return code
 
 
 def _facts(manifest: Manifest) -> dict[str, object]:

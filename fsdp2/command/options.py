@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
@@ -102,5 +103,5 @@ def _number(text: str, kind: Callable[[str], float], least: float, wanted: str) 
     except ValueError:
         value = least - 1
     if not value >= least:
-        raise argparse.ArgumentTypeError(f"the option takes {wanted}, not '{text}'")
+        raise ArgumentTypeError(f"the option takes {wanted}, not '{text}'")
     return value

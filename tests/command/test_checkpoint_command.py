@@ -99,6 +99,18 @@ def test_what_is_no_checkpoint_is_refused(
     assert not there or (folder / "me.png").is_file()
 
 
+def test_ls_goes_on_after_a_broken_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "step-00000002" / "manifest.json").write_text("{}")
+    assert main(["ls", str(run)]) == 1
+    said = capsys.readouterr().out
+    assert "\n1 " in said
+    assert "\n3 " in said
+    path = run / "step-00000002" / "manifest.json"
+    assert f"\nbroken: step 2, '{path}' is no manifest of a step; " in said
+    assert main(["ls", str(run), "--json"]) == 1
+    assert list(json.loads(capsys.readouterr().out)["broken"]) == ["2"]
+
+
 def test_verify_in_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(run)]) == 0
     assert capsys.readouterr().out == "3 steps, every byte as it was saved\n"

@@ -60,6 +60,7 @@ TOUCHING: dict[str, set[str]] = {
     "comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
     "paper.null_group": {"torch.distributed"},
     "paper.stage": {"torch.distributed"},
+    "command.checkpoint": {"torch.distributed.checkpoint.metadata"},
     "command.doctor": {"torch.distributed"},
     "command.selftest": {"torch.distributed"},
     "interop.installing": {"torch.distributed.checkpoint.state_dict"},

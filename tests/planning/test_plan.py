@@ -655,7 +655,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     main, tiny = command.main, ["tiny", "--ranks", "4"]
     assert main([*tiny, "--trace", str(tmp_path / "t.json")]) == 0
     printed = capsys.readouterr()
-    assert "233,536 parameters on 4 x H100 SXM5 80GB, 1 micro-batch of 32 tokens per rank" in (
+    assert "229,952 parameters on 4 x H100 SXM5 80GB, 1 micro-batch of 32 tokens per rank" in (
         printed.out
     )
     assert printed.err == ""  # nobody looks at it
