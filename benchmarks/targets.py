@@ -111,6 +111,7 @@ def _blocks() -> tuple[Target, ...]:
             "blocks" + PRECISIONS[precision],
             _given("ratios", f"{case}: {_ADDED.format(VARIANTS[path])}"),
             path,
+            pages=("README.md",) if (case, path) == ("llama", COALESCED) else (),
         )
         for case, name in BLOCKS.items()
         for path, limits in _LIMITS.items()
@@ -211,7 +212,6 @@ TARGETS = (
         2.5,
         "optimizer",
         _given(0, "ratios", "fsdp2 / none"),
-        pages=("README.md",),
     ),
     Target(
         "the same with `step_shards`",
@@ -219,7 +219,6 @@ TARGETS = (
         2.5,
         "optimizer",
         _given(0, "ratios", "shards / none"),
-        pages=("README.md",),
     ),
     Target(
         "the same over torch FSDP2's DTensors",
@@ -245,7 +244,7 @@ TARGETS = (
             run,
             _compiled,
             PACKED,
-            pages=("README.md", "docs/compile.md"),
+            pages=("docs/compile.md",),
         )
         for what, limit, run in (
             ("the host", 0.38, "compile"),
