@@ -24,6 +24,8 @@ measured where torchrun started several ranks; what lies between nodes is taken 
 def main(arguments: Sequence[str]) -> int:
     """Exit code: 0 measured, 2 wrong usage."""
     given = parser().parse_args(arguments)
+    if not given.output.parent.is_dir():  # it is known before two minutes of measuring
+        return complain(PROG, f"'{given.output.parent}' is no folder; --output names a file in one")
     from fsdp2.planning.calibrate import measure_cpu, measure_gpu
     from fsdp2.planning.hardware import load, write
 

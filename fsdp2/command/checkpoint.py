@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,37 +80,52 @@ def parser() -> Parser:
 # ---- looking
 
 
+@dataclass(frozen=True)
+class Listing:
+    """What `ls` tells: steps, and why others are none, by their number."""
+
+    steps: list[Manifest]
+    broken: dict[int, str]
+    replaced: dict[int, str]
+    unfinished: list[str]
+
+
 def _ls(given: argparse.Namespace) -> int:
+    with ProgressLine(f"ls {given.folder}"):
+        found = _listed(given.folder)
+    code = PROBLEM if found.broken else DONE
+    if given.json:
+        facts = [_facts(manifest) for manifest in found.steps]
+        others = {"replaced": found.replaced, "unfinished": found.unfinished}
+        print_json({"steps": facts, "broken": found.broken, **others})
+        return code
+    if found.steps:
+        head = ["step", "size", "files", "ranks", "optimizer", "metric"]
+        print_table(head, [_row(manifest) for manifest in found.steps])
+    for number, why in found.broken.items():
+        print(f"broken: step {number}, {why}")
+    for number, why in found.replaced.items():
+        print(f"replaced: step {number}, {why}")
+    for name in found.unfinished:
+        print(f"half-done: {name}")
+    return code
+
+
+def _listed(folder: str) -> Listing:
     from fsdp2.checkpoint.folder import read_manifest, store_of
     from fsdp2.core.config import CheckpointError
 
-    store = store_of(given.folder)
-    replaced, unfinished = store.replaced(), store.unfinished()
+    store = store_of(folder)
+    found = Listing([], {}, store.replaced(), store.unfinished())
     known = store.steps()
-    if not known and not replaced and not unfinished:
+    if not known and not found.replaced and not found.unfinished:
         read_manifest(store, None)  # raises: it knows what to say
-    found: list[Manifest] = []
-    broken: dict[int, str] = {}
-    for each in known:
+    for number in known:
         try:
-            found.append(read_manifest(store, each))
+            found.steps.append(read_manifest(store, number))
         except CheckpointError as error:
-            broken[each] = str(error)
-    code = PROBLEM if broken else DONE
-    if given.json:
-        told = {"broken": broken, "replaced": replaced, "unfinished": unfinished}
-        print_json({"steps": [_facts(manifest) for manifest in found], **told})
-        return code
-    if found:
-        head = ["step", "size", "files", "ranks", "optimizer", "metric"]
-        print_table(head, [_row(manifest) for manifest in found])
-    for number, why in broken.items():
-        print(f"broken: step {number}, {why}")
-    for number, why in replaced.items():
-        print(f"replaced: step {number}, {why}")
-    for name in unfinished:
-        print(f"half-done: {name}")
-    return code
+            found.broken[number] = str(error)
+    return found
 
 
 def _facts(manifest: Manifest) -> dict[str, object]:
@@ -142,14 +158,15 @@ def _size(manifest: Manifest) -> int:
 
 
 def _show(given: argparse.Namespace) -> int:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    with ProgressLine(f"show {given.folder}"):
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from fsdp2.checkpoint.folder import items_of, read_manifest, store_of
-    from fsdp2.checkpoint.state import Reader
+        from fsdp2.checkpoint.folder import items_of, read_manifest, store_of
+        from fsdp2.checkpoint.state import Reader
 
-    store = store_of(given.folder)
-    manifest = read_manifest(store, given.step)
-    metadata = Reader(items_of(store, manifest)).read_metadata().state_dict_metadata
+        store = store_of(given.folder)
+        manifest = read_manifest(store, given.step)
+        metadata = Reader(items_of(store, manifest)).read_metadata().state_dict_metadata
     tensors = {
         name: (tuple(about.size), str(about.properties.dtype).removeprefix("torch."))
         for name, about in sorted(metadata.items())

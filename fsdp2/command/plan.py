@@ -48,15 +48,15 @@ def main(arguments: Sequence[str]) -> int:
             made = of_function(given) if ":" in given.model else of_preset(given)
             room = None if given.memory is None else given.memory * 1e9
             found = made.fit(room, progress=line.say) if given.fit else None
-            made.verdict  # noqa: B018  # what would fit is rehearsed here, while the line is there
-    except (ValueError, TypeError, RuntimeError) as error:
+            # What is shown may rehearse once more: what would fit.
+            shown = _facts_of(made, found) if given.json else str(made if found is None else found)
+            files = _write(made if found is None else found.best or made, given)
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
         return complain(PROG, error)
-    best = made if found is None else found.best or made
-    files = _write(best, given)
     if given.json:
-        print_json(_facts(made) if found is None else _facts_of_fit(found))
+        print_json(shown)
     else:
-        print_text(made if found is None else found)
+        print_text(shown)
         for name in files:
             print(f"\nwrote {name}")
     fits = made.fits if found is None else found.best is not None
@@ -226,6 +226,10 @@ def _list(as_json: bool) -> int:
     ]
     print_table(["hardware", "device", "backend", "memory", "ranks per node"], rows, left=3)
     return DONE
+
+
+def _facts_of(made: Plan, found: Fit[Plan] | None) -> dict[str, object]:
+    return _facts(made) if found is None else _facts_of_fit(found)
 
 
 def _facts(made: Plan) -> dict[str, object]:

@@ -89,6 +89,25 @@ def test_wrong_usage_is_one_sentence(
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["plan", "tiny", "--trace", "/no/such/step.json"], "fsdp2 plan: [Errno 2] No such file"),
+        (["plan", "tiny", "--hardware", "abacus"], "fsdp2 plan: hardware='abacus' is neither one"),
+        (["calibrate", "--output", "/no/such/m.json"], "fsdp2 calibrate: '/no/such' is no folder"),
+        (["trace", "summary", "/no/such.json"], "fsdp2 trace summary: [Errno 2] No such file"),
+    ],
+)
+def test_files_that_cannot_be_are_one_sentence(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(given) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(said)
+    assert printed.err.count("\n") == 1
+
+
 @pytest.mark.parametrize("given", [[], ["plan"], ["checkpoint", "ls"], ["doctor"]])
 def test_versions(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
