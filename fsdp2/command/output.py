@@ -105,7 +105,7 @@ class ProgressLine:
     def draw(self) -> None:
         """Show what was told last, in the place of the line before."""
         seconds = f"{time.monotonic() - self._begin:.0f} s"
-        told = "  ".join(part for part in (self._title, self._text, seconds) if part)
+        told = "  ".join(part for part in (self._title, seconds, self._text) if part)
         width = shutil.get_terminal_size().columns - 1
         self._stream.write(f"\r\x1b[K{told[:width]}")
         self._stream.flush()

@@ -89,7 +89,7 @@ def test_progress_is_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatch) ->
     line.bytes(500_000, 1_000_000)
     line.draw()
     bar = "#" * 12 + "." * 12
-    assert stream.getvalue() == f"\r\x1b[Kverify run  [{bar}]  50%  500.00 kB of 1.00 MB  0 s"
+    assert stream.getvalue() == f"\r\x1b[Kverify run  0 s  [{bar}]  50%  500.00 kB of 1.00 MB"
     with line:
         pass
     assert stream.getvalue().endswith("\r\x1b[K")
