@@ -15,6 +15,7 @@ checkers and editors do not run that: they read the imports under ``TYPE_CHECKIN
 tests/house/test_imports.py compares with the tables.
 """
 
+import functools
 import importlib
 import sys
 from typing import TYPE_CHECKING
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
     from fsdp2 import checkpoint, optim, xla
     from fsdp2.api import fully_shard
     from fsdp2.checks.switch import DebugSettings, debug
-    from fsdp2.core.config import (
+    from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
+    from fsdp2.core.errors import (
         CheckpointError,
         CommunicationError,
         NonFiniteGradientError,
         RankMismatchError,
         ShardingStateError,
     )
-    from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
     from fsdp2.full import full_parameters, gathered, load_from_rank0, sync_module_states
     from fsdp2.handles import GradientReductionHandle, UnshardHandle
     from fsdp2.interop import (
@@ -148,7 +149,7 @@ _ROOMS = (
 
 _TOGETHER = {
     "api": ("fully_shard",),
-    "core.config": (
+    "core.errors": (
         *("CheckpointError", "CommunicationError", "NonFiniteGradientError", "RankMismatchError"),
         "ShardingStateError",
     ),
@@ -195,18 +196,22 @@ _HOMES = {
 
 
 def _load(name: str) -> object:
-    """What the tables have under ``name``; from then on an attribute like any other.
+    """Load the attribute that the tables list as ``name``, and keep it as an ordinary attribute.
 
     Raises:
-        AttributeError: none has it.
+        AttributeError: no table lists it.
     """
     if name in _ROOMS:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
-        raise AttributeError(
+        # `obj` has the names of which Python suggests a similar one.
+        from fsdp2.core.errors import coded
+
+        missing = functools.partial(AttributeError, name=name, obj=sys.modules[__name__])
+        raise coded(
+            missing,
+            "no-such-name",
             f"module 'fsdp2' has no attribute '{name}'; dir(fsdp2) lists what it has",
-            name=name,
-            obj=sys.modules[__name__],  # from whose names Python suggests a similar one
         )
     if _HOMES[name] in _TOGETHER:
         for home, names in _TOGETHER.items():

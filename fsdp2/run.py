@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 -m fsdp2.run script.py ARGUMENTS…
 
 ``python -m fsdp2.run`` is ``fsdp2 run``: torchrun and other launchers start modules. The script
-sees the ``sys.argv``, ``sys.path`` and ``__name__`` that it would see without us.
+sees the same ``sys.argv``, ``sys.path`` and ``__name__`` as without fsdp2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Install fsdp2's names, then become the script that the arguments name.
+    """Install fsdp2's names, then run the script that the arguments name.
 
     Args:
         arguments: in place of ``sys.argv``.

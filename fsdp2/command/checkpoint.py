@@ -37,7 +37,7 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 def main(arguments: Sequence[str]) -> int:
     """Exit code: 0 done, 1 something there is not what was saved, 2 wrong usage, no checkpoint."""
     given = parser().parse_args(arguments)
-    from fsdp2.core.config import CheckpointError
+    from fsdp2.core.errors import CheckpointError
 
     commands = {"ls": _ls, "show": _show, "verify": _verify, "rm": _rm}
     commands |= {"export": _export, "convert": _convert}
@@ -113,7 +113,7 @@ def _ls(given: argparse.Namespace) -> int:
 
 def _listed(folder: str) -> Listing:
     from fsdp2.checkpoint.folder import read_manifest, store_of
-    from fsdp2.core.config import CheckpointError
+    from fsdp2.core.errors import CheckpointError
 
     store = store_of(folder)
     found = Listing([], {}, store.replaced(), store.unfinished())

@@ -103,5 +103,8 @@ def _number(text: str, kind: Callable[[str], float], least: float, wanted: str) 
     except ValueError:
         value = least - 1
     if not value >= least:
-        raise ArgumentTypeError(f"the option takes {wanted}, not '{text}'")
+        from fsdp2.core.errors import coded
+
+        message = f"the option takes {wanted}, not '{text}'"
+        raise coded(ArgumentTypeError, "command-argument", message)
     return value

@@ -125,19 +125,25 @@ def of_preset(given: argparse.Namespace) -> Plan:
     """
     import torch
 
+    from fsdp2.core.errors import coded
     from fsdp2.interop import MixedPrecisionPolicy
     from fsdp2.planning import presets
     from fsdp2.planning.planner import plan
 
     shape = presets.PRESETS.get(given.model)
     if shape is None:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plan-preset",
             f"'{given.model}' is no preset; choose one of {', '.join(presets.PRESETS)}, or pass "
-            f"module:function"
+            f"module:function",
         )
     if given.ranks % given.replicate:
-        raise ValueError(
-            f"--replicate {given.replicate} does not divide --ranks {given.ranks}; choose a divisor"
+        raise coded(
+            ValueError,
+            "plan-replicate",
+            f"--replicate {given.replicate} does not divide --ranks {given.ranks}; "
+            f"choose a divisor",
         )
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shards = given.ranks // given.replicate
@@ -169,14 +175,17 @@ def of_function(given: argparse.Namespace) -> Plan:
     """
     import importlib
 
+    from fsdp2.core.errors import coded
     from fsdp2.planning.planner import Plan
 
     known = parser()
     for name in _OF_PRESETS:
         if getattr(given, name) != known.get_default(name):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "plan-own-settings",
                 f"--{name.replace('_', '-')} is for models of --list, and '{given.model}' makes "
-                f"its own plan; pass the setting to fsdp2.plan there"
+                f"its own plan; pass the setting to fsdp2.plan there",
             )
     module, _, function = given.model.partition(":")
     sys.path.insert(0, os.getcwd())
@@ -190,8 +199,10 @@ def of_function(given: argparse.Namespace) -> Plan:
         sys.path.remove(os.getcwd())
     made = found() if callable(found) else None
     if not isinstance(made, Plan):
-        raise ValueError(
-            f"'{given.model}' names no function that returns a Plan; let it return fsdp2.plan(…)"
+        raise coded(
+            ValueError,
+            "plan-function",
+            f"'{given.model}' names no function that returns a Plan; let it return fsdp2.plan(…)",
         )
     return made
 

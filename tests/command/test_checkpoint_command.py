@@ -94,7 +94,7 @@ def test_what_is_no_checkpoint_is_refused(
     assert printed.out == ""
     assert printed.err == (
         f"fsdp2 checkpoint {command}: '{folder}' has no complete step; pass the folder that "
-        f"save() was given\n"
+        f"save() was given [ckpt-none]\n"
     )
     assert not there or (folder / "me.png").is_file()
 
