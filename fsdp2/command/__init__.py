@@ -1,6 +1,6 @@
-"""The command ``fsdp2``, also ``python -m fsdp2``: everything that is done outside of a script.
+"""The command ``fsdp2``, also ``python -m fsdp2``: all work outside of a training script.
 
-main        finds the subcommand, and imports its module alone
+main        finds the subcommand, and imports only its module
 options     one parser for all: options, complaints, exit codes
 output      tables, colours, JSON, and the progress line on stderr
 plan        `fsdp2 plan`: memory and time of a step, planned

@@ -1,4 +1,4 @@
-"""`fsdp2 checkpoint`: folders of steps, on a disk or behind a URL as s3://bucket/run."""
+"""`fsdp2 checkpoint`: folders of steps, on a disk or at a URL such as s3://bucket/run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMMANDS = {
 }
 
 KINDS = ("steps", "dcp", "torch", "fsdp1", "ranks", "xla", "safetensors")
-"""Of `convert`: a test compares them with `fsdp2.checkpoint.converting`, which needs torch."""
+"""The kinds of `convert`; a test compares them with `fsdp2.checkpoint.converting`."""
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
@@ -82,7 +82,7 @@ def parser() -> Parser:
 
 @dataclass(frozen=True)
 class Listing:
-    """What `ls` tells: steps, and why others are none, by their number."""
+    """The steps of a folder, and the reasons why others cannot be read, by number."""
 
     steps: list[Manifest]
     broken: dict[int, str]
@@ -283,7 +283,7 @@ def _checked(given: argparse.Namespace) -> list[str]:
 
 
 def _asked(what: str) -> bool:
-    """Whether somebody at a terminal wants it."""
+    """Ask at the terminal; ``False`` without one."""
     if not sys.stdin.isatty():
         return False
     print(f"{what}? [y/N] ", end="", file=sys.stderr, flush=True)

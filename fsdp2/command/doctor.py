@@ -188,7 +188,7 @@ def _check_of(outcome: SelfTest) -> Check:
 
 
 def told(outcome: SelfTest) -> str:
-    """What a first step does on such devices, in sentences."""
+    """A first step on such devices, in sentences."""
     from fsdp2.tracing.summaries import amount
 
     how = {

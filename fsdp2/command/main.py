@@ -1,4 +1,4 @@
-"""`fsdp2 COMMAND …`: finds the subcommand. Its module alone is imported, and does the rest."""
+"""`fsdp2 COMMAND …`: finds the subcommand, imports only its module, and calls it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _guarded(command: Callable[[Sequence[str]], int], given: Sequence[str]) -> int:
-    """Run a command; no traceback where the reader goes away or somebody presses Ctrl-C."""
+    """Run a command; no traceback if the reader of a pipe ends, or after Ctrl-C."""
     try:
         code = command(given)
         sys.stdout.flush()
@@ -45,7 +45,7 @@ def _guarded(command: Callable[[Sequence[str]], int], given: Sequence[str]) -> i
 
 
 def _parser() -> Parser:
-    """What says which commands there are; it knows none of their options."""
+    """The parser that lists the commands; their options are in their own modules."""
     lines = ["commands:"]
     for name in NAMES:
         module = _module(name)

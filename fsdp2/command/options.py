@@ -60,7 +60,7 @@ def subparsers(parser: Parser, commands: Mapping[str, str]) -> dict[str, Parser]
 
 
 class _Sub(Parser):
-    """What argparse makes of a subcommand."""
+    """The parser of a subcommand, as argparse calls it."""
 
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog, description)
@@ -105,6 +105,7 @@ def _number(text: str, kind: Callable[[str], float], least: float, wanted: str) 
     if not value >= least:
         from fsdp2.core.errors import coded
 
-        message = f"the option takes {wanted}, not '{text}'"
-        raise coded(ArgumentTypeError, "command-argument", message)
+        raise coded(
+            ArgumentTypeError, "command-argument", f"the option takes {wanted}, not '{text}'"
+        )
     return value

@@ -1,4 +1,4 @@
-"""What commands print: tables and JSON on stdout, and one line of progress on stderr.
+"""Output of commands: tables and JSON on stdout, and one line of progress on stderr.
 
 Text is plain, and the same with and without a terminal. On a terminal, heads of tables are bold and
 verdicts are coloured, unless ``NO_COLOR`` is set (https://no-color.org). Amounts of bytes are in
@@ -31,7 +31,7 @@ _STYLES = {"bold": "1", "pass": "32", "fail": "31", "skip": "33"}
 
 
 def is_live(stream: TextIO) -> bool:
-    """Whether somebody looks at a stream who sees a line change."""
+    """Whether a stream is a terminal that can rewrite a line."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -67,9 +67,9 @@ def _plain(value: object) -> object:
 
 
 class ProgressLine:
-    """Says on one line of stderr how far a command is, once that takes longer than `PATIENCE`.
+    """Shows the progress of a command on one line of stderr, after `PATIENCE` seconds.
 
-    Nothing is said where stderr is no terminal.
+    It shows nothing if stderr is not a terminal.
 
     Args:
         title: what is done.

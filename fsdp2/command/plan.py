@@ -168,7 +168,7 @@ def of_preset(given: argparse.Namespace) -> Plan:
 
 
 def of_function(given: argparse.Namespace) -> Plan:
-    """What the user's function returns.
+    """The plan that the user's function returns.
 
     Raises:
         ValueError: there is none, it returns no plan, or options contradict it.

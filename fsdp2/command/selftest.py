@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 ROOT = Path(__file__).parents[2]
 
 TOLERANCE = 1e-5
-"""Of parameters after a step: sums over ranks have another order than a whole batch's."""
+"""The largest difference of a parameter after a step: ranks sum in another order."""
 
 INTERVAL = 0.02
 """Seconds between two looks at the ranks."""
@@ -44,7 +44,7 @@ LATE = 5.0
 
 @dataclass(frozen=True)
 class SelfTest:
-    """What a self-test found.
+    """The result of a self-test.
 
     Attributes:
         device: type of the devices.
@@ -70,7 +70,7 @@ class SelfTest:
 
     @property
     def title(self) -> str:
-        """What was tried, in words."""
+        """The ranks, device and backend, in words."""
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
         return f"{ranks} on {self.device} over {self.backend}"
 
@@ -199,13 +199,13 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _model(device: torch.device) -> nn.Sequential:
-    """Of two layers; 33 rows do not divide evenly, so that shards are padded."""
+    """Two layers; 33 rows do not divide evenly, so that shards are padded."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 5)).to(device)
 
 
 def _loss(model: nn.Module, rank: int, device: torch.device) -> Tensor:
-    """Of the samples of one rank."""
+    """The loss of the samples of one rank."""
     generator = torch.Generator().manual_seed(1 + rank)
     inputs = torch.randn(4, 8, generator=generator).to(device)
     outputs: Tensor = model(inputs)

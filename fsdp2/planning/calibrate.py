@@ -55,7 +55,7 @@ def measure_cpu(
     Args:
         ranks: numbers of processes that are measured at the same time; 1 is among them.
         rounds: how often all is measured; each figure is the median.
-        progress: called with what is measured next. Default: nobody is told.
+        progress: called with a description of the next measurement. Default: no call.
     """
     return median_of([_measure_cpu(ranks, progress) for _ in range(rounds)])
 

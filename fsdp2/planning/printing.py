@@ -267,7 +267,7 @@ def _step(settings: Settings) -> list[str]:
 
 
 def _number(count: int) -> str:
-    """A number of elements, for people: two digits behind the point where it is in millions."""
+    """A number of elements, for people, such as "1.24 million"."""
     for size, name in ((10**9, "billion"), (10**6, "million")):
         if count >= size:
             return f"{count / size:,.2f} {name}"
