@@ -34,6 +34,7 @@ from benchmarks import (
     budget,
     checkpoint,
     compile,
+    elastic,
     ema,
     files,
     imports,
@@ -124,10 +125,14 @@ def _host_cost(results: list[dict[str, Any]], device: str) -> list[Section]:
     return sections
 
 
+def _clock(result: dict[str, Any]) -> str:
+    return " of CPU time" if result.get("clock") == "cpu" else ""
+
+
 def _optimizer(results: list[dict[str, Any]], device: str) -> list[Section]:
     return [
         _rounds(
-            f"Clipping and optimizer step, {each['optimizer']}, ms",
+            f"Clipping and optimizer step, {each['optimizer']}, ms{_clock(each)}",
             each,
             ("clip", "step", "both"),
             "both",
@@ -203,6 +208,16 @@ def _gloo(results: dict[str, Any], device: str) -> list[Section]:
     options = results["options"]
     title = f"Training step on two gloo ranks, {options['preset']}, {options['precision']}, ms"
     return [_rounds(title, results, ("step",), "step")]
+
+
+def _elastic(results: dict[str, Any], device: str) -> list[Section]:
+    header, rows = elastic.table(results)
+    bars: Bars = {
+        kind: {name: _bar(each[kind]) for name, each in results["rounds"].items()}
+        for kind in ("step", "cpu")
+    }
+    title = f"Training step of two replica groups of two ranks, {results['options']['preset']}, ms"
+    return [Section(title, header, rows, results["ratios"], bars=bars)]
 
 
 def _collective_cost(results: dict[str, dict[str, float]], device: str) -> list[Section]:
@@ -348,6 +363,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "instructions": _instructions,
     "startup": _startup,
     "gloo": _gloo,
+    "elastic": _elastic,
     "collective_cost": _collective_cost,
     "block_collectives": _block_collectives,
     "padding": _padding,

@@ -21,7 +21,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fsdp2 import checkpoint, optim, xla
+    from fsdp2 import checkpoint, elastic, optim, xla
     from fsdp2.api import fully_shard
     from fsdp2.checks.switch import DebugSettings, debug
     from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
@@ -110,6 +110,7 @@ __all__ = [
     "clip_grads_with_norm_",
     "debug",
     "deferred",
+    "elastic",
     "enable_wrap",
     "full_parameters",
     "fully_shard",
@@ -142,8 +143,8 @@ _ROOMS = (
     # `fully_shard` loads those of the first two lines.
     *("api", "checks", "comm_memory", "core", "handles", "interop", "module", "ranks"),
     *("sharded_class", "sharding"),
-    *("checkpoint", "fsdp1", "full", "optim", "paper", "planning", "record", "reports", "tracing"),
-    *("wire", "wire_states", "wrap", "wrapper_module", "xla"),
+    *("checkpoint", "elastic", "fsdp1", "full", "optim", "paper", "planning", "record", "reports"),
+    *("tracing", "wire", "wire_states", "wrap", "wrapper_module", "xla"),
 )
 """Modules that are attributes of this one without an import, and load when they are first used."""
 

@@ -1,8 +1,8 @@
-"""A run's checkpoints: a folder of steps of `fsdp2.checkpoint`, each with where the run stood.
+"""A run's checkpoints: a folder of steps of `fsdp2.checkpoint`, each with the state of the run.
 
     DIR/step-00000050/   one checkpoint; its manifest has the `RunState`
 
-What makes a step complete, and what becomes of a half-written one, is `fsdp2.checkpoint`'s affair.
+`fsdp2.checkpoint` determines when a step is complete, and removes partly written steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FORMAT = 2
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run must know, besides weights and optimizer, to go on as if never interrupted."""
+    """The state, besides weights and optimizer, from which a run continues bit for bit."""
 
     step: int  # optimizer steps done
     data_position: int  # sequences consumed; the order itself is a function of (seed, step)
@@ -57,7 +57,7 @@ class RunState:
 
 
 def find(options: Options, text: str) -> RunState | None:
-    """What to resume, or None for a fresh run. Raises `UsageError`, creates DIR."""
+    """The checkpoint to resume, or None for a fresh run. Raises `UsageError`, creates DIR."""
     try:
         return _find(options, text)
     except OSError as error:
@@ -85,7 +85,7 @@ def _find(options: Options, text: str) -> RunState | None:
 
 
 def agreed(found: RunState | None) -> RunState | None:
-    """What rank 0 found, on every rank: a shared folder may show others an older state."""
+    """The checkpoint that rank 0 found, on every rank: a shared folder may be older elsewhere."""
     chosen = [found]
     dist.broadcast_object_list(chosen, src=0)
     return chosen[0]
@@ -94,7 +94,7 @@ def agreed(found: RunState | None) -> RunState | None:
 class Saves:
     """The checkpoints that a run makes; every rank does the same.
 
-    Saving, the newest, goes on beside training where the options say so.
+    If the options request it, the newest one is written while training continues.
     """
 
     def __init__(self, options: Options, rank: int) -> None:
@@ -106,7 +106,7 @@ class Saves:
             checkpoint.remove(self._folder)  # what an attempt that was killed has left half-done
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: RunState) -> None:
-        """Save one checkpoint; unless it goes on beside, it is complete on return."""
+        """Save one checkpoint; it is complete on return, unless it is asynchronous."""
         assert self._folder is not None
         save = checkpoint.async_save if self._beside else checkpoint.save
         saving = save(
@@ -135,7 +135,7 @@ def _read(folder: Path, step: int) -> RunState:
 
 
 def _check_resumable(folder: Path, state: RunState, options: Options, text: str) -> None:
-    """What fixes the parameters' shapes and the order of the data must be as it was."""
+    """Options that fix the parameters' shapes and the order of data must be unchanged."""
     path = f"step {state.step} of {folder}"
     now = RunState.of(options, text, state.step, state.first_held_out_loss)
     if state.format != _FORMAT:

@@ -1,9 +1,9 @@
-"""Starting, watching and ending this machine's workers, and what a worker does to live and leave.
+"""Starting, watching and ending this machine's workers, and the worker's side of it.
 
-`run_workers` does on one machine what torchrun does: it sets RANK, WORLD_SIZE and their like, and
-starts the same command once a rank. A worker therefore cannot tell the two apart, but for three
-things that only ours offers: a store that the parent serves (so no port can be lost to another
-process), a file for its traceback, and a pipe that ends when the parent does.
+`run_workers` does on one machine what torchrun does: it sets RANK, WORLD_SIZE and similar
+variables, and starts the same command once per rank. A worker cannot tell the two apart, except by
+three things that only `run_workers` provides: a store that the parent serves (so another process
+cannot take the port), a file for its traceback, and a pipe that closes when the parent ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +36,7 @@ _LIFELINE = "FSDP2_EXAMPLE_LIFELINE"
 _HOST = "127.0.0.1"
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
+_MAX_RESTARTS = 100  # of all groups together
 _TIMEOUT = timedelta(minutes=10)
 _SPEAKING_SECONDS = 60.0
 
@@ -46,12 +47,13 @@ _SPEAKING_SECONDS = 60.0
 def run_workers(
     module: str, argv: Sequence[str], world_size: int, threads: int, name: str = "train_lm"
 ) -> int:
-    """Run ``python -m module *argv`` on `world_size` ranks; the exit code of the whole.
+    """Run ``python -m module *argv`` on `world_size` ranks; returns one exit code for all.
 
-    0 where every rank ended well. Where one fails, the others are ended, its traceback goes to
-    stderr and its exit code (or 1) is returned; 128 + number for a signal to this process.
-    `name` is what messages begin with.
+    The exit code is 0 if every rank ended without error. If one fails, the others are ended, its
+    traceback goes to stderr and its exit code (or 1) is returned; 128 + number for a signal to this
+    process. Messages begin with `name`.
     """
+    _die_with_parent()  # of one that started this group beside others
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="fsdp2-train-") as folder, _caught_signals() as caught:
         lifeline, held_end = os.pipe()
@@ -72,6 +74,51 @@ def run_workers(
             if sys.stdout.isatty():
                 # A worker that was ended beside its progress bar could not bring the cursor back.
                 print("\x1b[?25h", end="", flush=True)
+
+
+def run_groups(
+    module: str,
+    argv: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    watch: Callable[[Sequence[int]], bool],
+    name: str = "train_lm",
+) -> int:
+    """Run ``python -m module *argv`` in each environment; one that fails is started again.
+
+    0 where all ended well. `watch` is called again and again with the numbers of those that run; it
+    says whether one that fails now is started again.
+    """
+    with _caught_signals() as caught:
+        lifeline, held_end = os.pipe()
+        groups: list[subprocess.Popen[bytes]] = []
+        restarts = 0
+
+        def start(number: int) -> subprocess.Popen[bytes]:
+            env = {**os.environ, **environments[number], _LIFELINE: str(lifeline)}
+            with _blocked(signal.SIGINT):
+                command = [sys.executable, "-m", module, *argv]
+                return subprocess.Popen(command, env=env, pass_fds=(lifeline,))
+
+        try:
+            groups += map(start, range(len(environments)))
+            while not caught:
+                codes = [group.poll() for group in groups]
+                starts_again = watch([n for n, code in enumerate(codes) if code is None])
+                for number, code in enumerate(codes):
+                    if code and (code == 2 or restarts == _MAX_RESTARTS):
+                        return code if code > 0 else 1
+                    if code and starts_again:
+                        restarts += 1
+                        print(f"{name}: group {number} is started again", flush=True)
+                        groups[number] = start(number)
+                if all(group.poll() is not None for group in groups):
+                    return 0 if 0 in codes else 1
+                time.sleep(_POLL_SECONDS)
+            return 128 + caught[0]
+        finally:
+            _end(groups)
+            os.close(lifeline)
+            os.close(held_end)
 
 
 def _worker_env(
@@ -199,10 +246,10 @@ def run_as_worker(work: Callable[[], int]) -> NoReturn:
 
 
 def let_rank_0_speak() -> None:
-    """Stay while rank 0 complains of a mistake that all ranks find.
+    """Stay while rank 0 reports a mistake that all ranks find.
 
-    A launcher ends all ranks as soon as one leaves: it ends this one, in general, long before the
-    time is over. On a busy machine rank 0 may be many seconds behind.
+    A launcher ends all ranks as soon as one leaves; it usually ends this one long before the time
+    is over. On a busy machine rank 0 may be many seconds later.
     """
     time.sleep(_SPEAKING_SECONDS)
 

@@ -1,4 +1,4 @@
-"""What the command line says, checked as a whole before anything starts.
+"""The command line, checked as a whole before anything starts.
 
 Every mistake becomes a `UsageError` whose message is one sentence; `train_lm.main` prints it and
 leaves with exit code 2.
@@ -30,7 +30,7 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class Training:
-    """What a preset trains with unless told otherwise; `lr` is the peak learning rate."""
+    """The training settings of a preset, unless overridden; `lr` is the peak learning rate."""
 
     seq_len: int
     batch_size: int
@@ -111,6 +111,7 @@ class Options:
     device: str  # "cpu" or "cuda"
     backend: str  # "gloo", "nccl", or one for each kind of tensor: "cpu:gloo,cuda:nccl"
     threads: int
+    elastic: int | None = None  # replica groups, of `world_size` ranks each
     trace: Path | None = None  # where rank 0 writes a timeline of two steps
     plan: str | None = None  # the machine that a plan is printed for, in place of training
 
@@ -154,6 +155,7 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     if args.levels and (args.replicate < 2 or args.tp > 1 or args.plan is not None):
         raise UsageError("--levels needs --replicate R of 2 or more, and knows no --tp or --plan")
     _check_folders(args)
+    _check_elastic(args, world_size)
     if args.plan is not None and (args.tp > 1 or args.lora is not None):
         raise UsageError("--plan knows neither --tp nor --lora: leave them out to plan the rest")
     if args.plan is not None and args.optimizer != "adamw":
@@ -189,7 +191,8 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         seed=args.seed,
         device=device,
         backend=backend_for(device, local_world_size, args.cpu_offload),
-        threads=args.threads or threads_for(local_world_size),
+        threads=args.threads or threads_for(local_world_size * (args.elastic or 1)),
+        elastic=args.elastic,
         trace=args.trace,
         plan=args.plan,
     )
@@ -209,6 +212,16 @@ def _check_folders(args: argparse.Namespace) -> None:
             raise UsageError(f"{flag} needs --checkpoint DIR to say where to save")
 
 
+def _check_elastic(args: argparse.Namespace, world_size: int) -> None:
+    if args.elastic is None:
+        return
+    if any(given is not None for given in (args.checkpoint, args.export, args.trace, args.plan)):
+        raise UsageError("--elastic knows no --checkpoint, --export, --trace or --plan")
+    world_size_of(args.elastic * world_size, None, 1)  # all groups are on this machine
+    if importlib.util.find_spec("torchft") is None:
+        raise UsageError("--elastic needs torchft: pip install 'fsdp2[elastic]'")
+
+
 def cpu_count() -> int:
     """CPUs this process may run on, which a container may have made fewer than the machine's."""
     if hasattr(os, "sched_getaffinity"):
@@ -226,7 +239,7 @@ class Parser(argparse.ArgumentParser):
 def number(
     kind: type[int] | type[float], low: float, high: float, wanted: str
 ) -> Callable[[str], float]:
-    """What argparse calls to read a number from `low` to `high`, or to say it is not `wanted`."""
+    """A type for argparse: a number from `low` to `high`, or an error naming what is `wanted`."""
 
     def parse_number(text: str) -> float:
         try:
@@ -315,6 +328,12 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         "--levels",
         action="store_true",
         help="with --replicate: shard masters and optimizer states over all ranks",
+    )
+    add(
+        "--elastic",
+        type=count,
+        metavar="N",
+        help="N replica groups, of --nproc ranks and a batch each, which may die and come back",
     )
     add(
         "--tp",

@@ -5,13 +5,14 @@
     torchrun --nproc-per-node 8 -m fsdp2.examples.train_lm --replicate 2 --tp 2
 
 The printed losses depend on the options that name the model, the data and the optimizer, not on the
-number of ranks or on what they share: every rank starts from the same full weights, and takes its
+number of ranks or on the mesh: every rank starts from the same full weights, and takes its
 slice of one global batch, which is a pure function of (seed, step).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import time
@@ -38,7 +39,7 @@ from fsdp2 import (
     trace,
 )
 
-from . import checkpointing, data, launch, lora, parallel, reporting
+from . import checkpointing, data, elastic, launch, lora, parallel, reporting
 from .checkpointing import RunState
 from .model import Block, Transformer, reset_parameters, token_losses
 from .options import GivenRanks, Options, UsageError, parse
@@ -74,7 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _prepare(options)
     except UsageError as error:
         return _complain(error)
-    return launch.run_workers(MODULE, argv, options.world_size, options.threads)
+    name = "train_lm"
+    if options.elastic is not None:
+        if elastic.group() is None:
+            return elastic.run(MODULE, argv, options)
+        name = f"train_lm: group {elastic.group()}"
+    return launch.run_workers(MODULE, argv, options.world_size, options.threads, name)
 
 
 def _worker(argv: Sequence[str], ranks: GivenRanks) -> int:
@@ -106,7 +112,9 @@ def _prepare(options: Options) -> tuple[data.Corpus, RunState | None]:
 
 @dataclass(frozen=True)
 class Run:
-    """What every part of the loop needs. `params` are the sharded parameters, frozen or not."""
+    """The objects that every part of the loop uses. `params` are the sharded parameters, frozen or
+    not.
+    """
 
     options: Options
     rank: int
@@ -130,6 +138,9 @@ def _train(
     options: Options, ranks: GivenRanks, corpus: data.Corpus, found: RunState | None
 ) -> None:
     run = _set_up(options, ranks, corpus)
+    if options.elastic is not None:
+        _train_elastic(run)
+        return
     if options.resume:
         found = checkpointing.agreed(found)
     if ranks.rank == 0:
@@ -159,6 +170,21 @@ def _train(
             print(f"exported to {made.folder}: {len(made.files)} file(s), {size}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _train_elastic(run: Run) -> None:
+    """With other replica groups, each on a batch of its own."""
+    if run.rank == 0 and elastic.group() == 0:
+        _print_start(run)
+
+    def step(number: int, batch: int) -> Tensor:
+        set_rate(run, number)
+        total = backward(run, batch)
+        dist.all_reduce(total)
+        return total / run.options.world_size
+
+    held_out = functools.partial(held_out_loss, run)
+    elastic.train(run.model, run.optimizer, run.options, run.rank, step, held_out)
 
 
 def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
@@ -206,8 +232,8 @@ def make_adamw(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimiz
 def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Transformer:
     """The sharded model. Filled and sharded part by part: no rank ever holds the whole of it.
 
-    Each rank fills a part with the same full weights; `fully_shard` keeps the rank's shard. What
-    changes the parameters themselves comes before it: adapters first, then tensor parallelism.
+    Each rank fills a part with the same full weights; `fully_shard` keeps the rank's shard. Steps
+    that change the parameters themselves come before it: adapters first, then tensor parallelism.
     """
     with torch.device("meta"):
         model = Transformer(options.model, options.activation_checkpointing)
@@ -253,7 +279,7 @@ def _shard(
 
 
 def plan_step(options: Options) -> Plan:
-    """What a step would take on the machine that ``--plan`` names: nothing is made or started."""
+    """The plan of a step on the machine that ``--plan`` names; nothing is made or started."""
     assert options.plan is not None
     on = torch.device("meta")
 
@@ -292,15 +318,27 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def train_step(run: Run, step: int) -> Tensor:
-    """One optimizer step; this rank's mean loss, fp64 [] on the device, not yet waited for."""
-    options = run.options
-    rate = learning_rate(step, options.steps, options.lr)
+def set_rate(run: Run, step: int) -> None:
+    """Let the optimizer take step `step`."""
+    rate = learning_rate(step, run.options.steps, run.options.lr)
     for group in run.optimizer.param_groups:
         group["lr"] = rate * MUON_RATE if "ns_steps" in group else rate
+
+
+def train_step(run: Run, step: int) -> Tensor:
+    """One optimizer step; this rank's mean loss, fp64 [] on the device, not yet waited for."""
+    set_rate(run, step)
     run.optimizer.zero_grad(set_to_none=True)
+    total = backward(run, step)
+    run.optimizer.step()
+    return total
+
+
+def backward(run: Run, number: int) -> Tensor:
+    """The clipped gradients of a batch; this rank's mean loss, as `train_step` returns it."""
+    options = run.options
     batch = data.global_batch(
-        run.corpus.train, options.seed, step, options.batch_size, options.seq_len
+        run.corpus.train, options.seed, number, options.batch_size, options.seq_len
     )
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     for micro in range(options.grad_accum):
@@ -317,12 +355,11 @@ def train_step(run: Run, step: int) -> Tensor:
         # In fp64, so that what is printed does not depend on how the batch was cut up.
         total += losses.detach().double().mean() / options.grad_accum
     nn.utils.clip_grad_norm_(run.trained, MAX_GRAD_NORM)
-    run.optimizer.step()
     return total
 
 
 def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -> float:
-    """Train from step `start` to the end; returns tokens a second, checkpoints not counted."""
+    """Train from step `start` to the end; returns tokens per second (not counting checkpoints)."""
     options = run.options
     every = 1 if options.steps <= 50 else 10
     tokens_a_step = options.batch_size * options.seq_len

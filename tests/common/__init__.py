@@ -4,6 +4,7 @@ Ranks
     workers         real gloo ranks, kept from test to test: ``@ranks(2)``
     preloaded       what each of them imports, once
     thread_ranks    ranks as threads, whose collectives only move tensors
+    replica_groups  groups that average between each other, as threads or over a process group
     alone           one rank that goes the ways of many
     backends        kinds of backends, and what stands in for each
     looped          coalesced collectives for a backend without any

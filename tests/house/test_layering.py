@@ -329,7 +329,7 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
         ("optim/clipping", ["fsdp2.optim", "fsdp2.optim.norms"]),
         ("optim/norms", ["fsdp2.ranks", "fsdp2.optim.in_backward"]),
         ("optim/runs", []),
-        ("optim/in_backward", ["fsdp2.optim.runs"]),
+        ("optim/in_backward", ["fsdp2.optim.offloaded", "fsdp2.optim.runs"]),
         ("optim/offloaded", ["fsdp2.optim.runs"]),
         ("optim/repoint", []),
         ("wrapper_module", []),
@@ -377,7 +377,7 @@ def test_who_watches_core_is_there_for_everyone() -> None:
     assert found
     for module, name, value in found:
         assert re.search(rf"\b{name}\b", table), (module, name)
-        assert value.functions or name == "steps", (module, name)
+        assert value.functions or name in ("steps", "zeroed"), (module, name)
 
 
 def test_what_tests_share_is_on_one_page() -> None:
@@ -484,7 +484,8 @@ def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
         writing = {"os.rename", "os.unlink", "os.mkdir", "os.rmdir", "os.fsync", "open"}
         assert not called & writing or path.stem in ("files", "owning"), path
     users = {_name(p) for p in FILES if any(_below(m, "checkpoint") for m in _own_modules(p))}
-    above = ("checkpoint", "command")  # the package imports it by name
+    # The package imports it by name; peers are sent what steps on a disk have.
+    above = ("checkpoint", "command", "elastic")
     assert all(any(_below(name, each) for each in above) for name in users)
 
 
