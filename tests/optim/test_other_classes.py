@@ -86,6 +86,7 @@ def test_states_of_lbfgs_are_kept_by_no_checkpoint(tmp_path: Path) -> None:
     model = parity.shard(parity.OURS, even())
     optimizer = _lbfgs(model.parameters())
     _train(model, optimizer)
+    model.zero_grad()
     with pytest.raises(TypeError, match="not callable"):
         get_optimizer_state_dict(model, _lbfgs(model.parameters()))
     with raises("ckpt-contained"):
