@@ -232,11 +232,11 @@ def _check_layout(path: tuple[str | int, ...], rows: Tensor) -> None:
 
 
 def _check_class(path: tuple[str | int, ...], rows: Tensor) -> None:
-    """Low-precision states in wrapper subclasses: codes, and scales that depend on this rank's rows."""
+    """Low-precision states are codes in a subclass, and scales that depend on this rank's rows."""
     if path[0] == "optimizer" and is_traceable_wrapper_subclass(rows):
         raise CheckpointError(
-            f"save() cannot keep '{'.'.join(map(str, path))}', whose rows are of the tensor subclass "
-            f"{type(rows).__name__}; save this optimizer with torch.distributed.checkpoint"
+            f"save() cannot keep '{'.'.join(map(str, path))}', whose rows are of the tensor "
+            f"subclass {type(rows).__name__}; save this optimizer with torch.distributed.checkpoint"
         )
 
 

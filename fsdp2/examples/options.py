@@ -156,8 +156,6 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     _check_folders(args)
     if args.plan is not None and (args.tp > 1 or args.lora is not None):
         raise UsageError("--plan knows neither --tp nor --lora: leave them out to plan the rest")
-    if args.plan is not None and args.optimizer != "adamw":
-        raise UsageError(f"--plan does not know --optimizer {args.optimizer}: leave it out")
     return Options(
         preset=args.preset,
         data=args.data,

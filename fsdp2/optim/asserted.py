@@ -4,8 +4,8 @@
     options  an option that the class turns into a tensor of its own        refused when it is made
     state    anything but numbers and tensors with an entry per element     refused by the first step
 
-State belongs to parameters in state dicts. Scales of blocks, codes in a tensor subclass and nested
-dicts belong to a run as a whole: who would save them, could not load them on other ranks.
+In state dicts, state belongs to parameters. Scales of blocks, codes in a tensor subclass and dicts
+belong to a run as a whole: a state dict would give each parameter those of all.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ def watched(make_inner: MakeInner) -> MakeInner:
 
     Args:
         make_inner: makes an optimizer of parameters or groups.
-
-    Raises:
-        TypeError: it makes one of a class of torch's that is known to look at whole parameters.
     """
 
     def make(params: object) -> torch.optim.Optimizer:
@@ -49,8 +46,9 @@ def refuse_whole(optimizer_class: object) -> None:
     if optimizer_class in WHOLE:
         name = cast("type[torch.optim.Optimizer]", optimizer_class).__name__
         raise TypeError(
-            f"{name} looks at whole parameters, so FlatOptimizer cannot step several as one tensor, "
-            f"elementwise=True or not; use it over model.parameters(), or fsdp2.optim.Muon for Muon"
+            f"{name} looks at whole parameters, so FlatOptimizer cannot step several as one "
+            f"tensor, elementwise=True or not; use it over model.parameters(), or "
+            f"fsdp2.optim.Muon for Muon"
         )
 
 

@@ -6,7 +6,7 @@
 
     check_started("with_launchers.py", "spawn")      one process each, which starts the ranks itself
 
-    check_ours("over_flat_shards.py", "torchao")     a script that calls fsdp2 by its name, and asserts
+    check_ours("over_flat_shards.py", "torchao")     a script that imports fsdp2, and asserts
 
 A script knows nothing of fsdp2. It prints, through `scripts/common.py`, the losses of each case on
 rank 0, and on each rank the modules of the classes that its sharded model is made of.

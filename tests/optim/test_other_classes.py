@@ -74,7 +74,7 @@ def _trained(api: ModuleType | None, build: Callable[[], nn.Module], make: Make)
 
 @ranks(2)
 def test_lbfgs_is_right_where_rows_are_even() -> None:
-    """Dot products of flat shards are summed in another order than unsharded ones: the last bits."""
+    """Dot products of shards are summed in another order than unsharded ones: the last bits."""
     ours = _trained(parity.OURS, even, _lbfgs)
     parity.assert_equal(ours, _trained(parity.TORCH, even, _lbfgs))
     parity.assert_close(ours, _trained(None, even, _lbfgs), parity.FP32)
@@ -95,7 +95,7 @@ def test_states_of_lbfgs_are_kept_by_no_checkpoint(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_torchs_muon_where_rows_are_even() -> None:
-    """Products of bf16 shards are summed in another order; `fsdp2.optim.Muon` is exact (test_muon)."""
+    """bf16 products of shards are summed in another order; `fsdp2.optim.Muon` is exact."""
     ours = _trained(parity.OURS, even, _muon)
     parity.assert_equal(ours, _trained(parity.TORCH, even, _muon))
     parity.assert_close(ours, _trained(None, even, _muon), parity.Tolerance(0.0, 3 * 1e-2 * 0.1))
@@ -168,9 +168,7 @@ def test_state_that_belongs_to_no_element_is_refused(kind: str, in_backward: boo
         made = KEPT[kind]
 
     model = parity.shard(parity.OURS, even())
-    optimizer = FlatOptimizer(
-        model, Keeps, elementwise=True, lr=0.1, step_in_backward=in_backward
-    )
+    optimizer = FlatOptimizer(model, Keeps, elementwise=True, lr=0.1, step_in_backward=in_backward)
     with raises("flat-state") as caught:
         _train(model, optimizer, 1)
     assert "Keeps" in str(caught.value)

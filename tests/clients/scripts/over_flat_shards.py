@@ -1,6 +1,7 @@
 """Optimizers of libraries through calls of fsdp2's own. Arguments: cases."""
 
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ def flat(model, kind, **options):
 
 
 def bitsandbytes():
-    """States of 32 bits are right, to the bit; those of 8 belong to blocks that cross parameters."""
+    """States of 32 bits are right, to the bit; scales of those of 8 cross parameters."""
     from bitsandbytes import optim
 
     for dims in (EVEN, UNEVEN):
@@ -34,8 +35,9 @@ def bitsandbytes():
             return flat(made[-1], optim.AdamW32bit)
 
         assert torch.equal(*resumed(model, optimizer, make_model, make, dims))
-        eight = flat(built(dims, fsdp2.fully_shard), optim.AdamW8bit)
-        raises("AdamW8bit keeps a Tensor", lambda: train(eight._model, eight, dims))
+        other = built(dims, fsdp2.fully_shard)
+        step = partial(train, other, flat(other, optim.AdamW8bit), dims)
+        raises("AdamW8bit keeps a Tensor", step)
 
 
 def torchao():

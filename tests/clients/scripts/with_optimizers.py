@@ -52,7 +52,7 @@ def low_precision(case, kind):
             assert far == 0.0, far
             allowed = error
         else:
-            assert 0.0 < far, far
+            assert far > 0.0, far
             assert error <= allowed, (error, allowed)
         pair = resumed(model, optimizer, lambda dims=dims: built(dims, fully_shard), make, dims)
         assert torch.equal(*pair)
@@ -114,7 +114,9 @@ def schedulefree(case):
         assert torch.equal(whole(model), whole(plain))
         for each in (optimizer, own):
             each.train()
-        again, going = resumed(model, optimizer, lambda dims=dims: built(dims, fully_shard), make, dims)
+        again, going = resumed(
+            model, optimizer, lambda dims=dims: built(dims, fully_shard), make, dims
+        )
         assert not torch.equal(again, going)
 
 
