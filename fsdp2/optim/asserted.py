@@ -1,8 +1,8 @@
 """What `FlatOptimizer` finds out about a class that a user says treats every element by itself.
 
-    class    one of torch's that is known to look at whole parameters       refused when it is made
-    options  an option that the class turns into a tensor of its own        refused when it is made
-    state    anything but numbers and tensors with an entry per element     refused by the first step
+    class    one of torch's that is known to look at whole parameters     refused when it is made
+    options  an option that the class turns into a tensor of its own      refused when it is made
+    state    anything but numbers and tensors with an entry per element   refused by the first step
 
 In state dicts, state belongs to parameters. Scales of blocks, codes in a tensor subclass and dicts
 belong to a run as a whole: a state dict would give each parameter those of all.
@@ -11,7 +11,7 @@ belong to a run as a whole: a state dict would give each parameter those of all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -75,7 +75,7 @@ def _check_states(inner: torch.optim.Optimizer, args: object, kwargs: object) ->
                 )
 
 
-def _is_by_element(value: Any, param: torch.Tensor) -> bool:
+def _is_by_element(value: object, param: torch.Tensor) -> bool:
     """Whether it is a number, or one per element; ``None`` and strings are as good as numbers."""
     if isinstance(value, torch.Tensor):
         plain = type(value) in (torch.Tensor, torch.nn.Parameter)
