@@ -1,7 +1,10 @@
 """Optimizers of libraries through calls of fsdp2's own. Arguments: cases."""
 
+import os
 import sys
 from functools import partial
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # or torchao compiles its step for a minute
 
 import torch
 import torch.distributed as dist
