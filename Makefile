@@ -2,7 +2,7 @@
 # make test PYTHON=.venv/bin/python
 PYTHON ?= python
 
-.PHONY: help lint format types quick test extended exhaustive clients bench docs
+.PHONY: help lint format types quick test extended exhaustive clients bench docs site package
 
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,3 +40,9 @@ docs: ## rewrite docs/benchmarks.md from benchmarks/results; check what tests kn
 	$(PYTHON) -m benchmarks.report
 	$(PYTHON) -m pytest tests/house/test_docs_testing.py tests/house/test_error_catalogue.py \
 	  tests/house/test_signatures.py benchmarks/tests/test_report.py
+
+site: ## the docs site, into site/: needs the extra `docs`
+	$(PYTHON) -m mkdocs build --strict
+
+package: ## wheel and sdist, into dist/, and a run of the wheel
+	.ci/package $$($(PYTHON) -c 'import sys; print(sys.prefix)')

@@ -13,19 +13,21 @@ used (PEP 562), by the table `_LATER`. Type checkers and editors do not run that
 imports under ``TYPE_CHECKING``, which tests/house/test_imports.py compares with the table.
 """
 
+import functools
 import importlib
 import sys
 from typing import TYPE_CHECKING
 
 from fsdp2.api import fully_shard
-from fsdp2.core.config import (
+from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
+from fsdp2.core.errors import (
     CheckpointError,
     CommunicationError,
     NonFiniteGradientError,
     RankMismatchError,
     ShardingStateError,
+    coded,
 )
-from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import (
     CPUOffloadPolicy,
@@ -166,18 +168,21 @@ _HOMES = {name: home for home, names in _LATER.items() for name in names}
 
 
 def _load(name: str) -> object:
-    """What `_ROOMS` or `_LATER` has under ``name``; from then on an attribute like any other.
+    """Load the attribute that `_ROOMS` or `_LATER` lists as ``name``, and keep it as an ordinary
+    attribute.
 
     Raises:
-        AttributeError: neither has it.
+        AttributeError: neither lists it.
     """
     if name in _ROOMS:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
-        raise AttributeError(
+        # `obj` has the names of which Python suggests a similar one.
+        missing = functools.partial(AttributeError, name=name, obj=sys.modules[__name__])
+        raise coded(
+            missing,
+            "no-such-name",
             f"module 'fsdp2' has no attribute '{name}'; dir(fsdp2) lists what it has",
-            name=name,
-            obj=sys.modules[__name__],  # from whose names Python suggests a similar one
         )
     found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = found

@@ -1,11 +1,11 @@
-"""What people call: `fully_shard`.
+"""The main entry point: `fully_shard`.
 
 fully_shard(module) ── class becomes FSDP<Original>(FSDPModule, Original)
-                    ── parameters become DTensors: one Unit, one ParamGroup a mesh
+                    ── parameters become DTensors: one Unit, one ParamGroup per mesh
                     ── hooks that drive the unit's scheduler
 
-A call is planned, which raises all that can be raised and changes nothing (`plan_call`), and then
-applied (`apply_calls`). Whoever makes several units of a model plans them all first.
+A call is first planned (`plan_call`), which raises all possible errors and changes nothing, and
+then applied (`apply_calls`). Code that makes several units of a model plans all of them first.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import config
 from fsdp2.core.config import GroupOptions
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.modules.engine import watch_backwards
 from fsdp2.core.modules.optimizers import watch_optimizers
@@ -97,55 +98,56 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> nn.Module | list[nn.Module]:
-    """Shard a module's parameters over a mesh, in place, and gather them only around their use.
+    """Shard a module's parameters over a mesh, in place, and unshard them only around their use.
 
-    Every parameter below ``module`` that no earlier call took becomes a DTensor of which each
-    rank holds its rows; together they are one group that is gathered before the module's forward
-    and backward, freed after, and whose gradients are reduce-scattered. Call it bottom-up: on
-    each block, then on the model.
+    Every parameter below ``module`` that no earlier call took becomes a DTensor, of which each rank
+    holds its rows. Together these parameters form one group, which is unsharded before the module's
+    forward and backward and resharded after each; its gradients are reduce-scattered. Call it
+    bottom-up: on each block, then on the model.
 
     Args:
-        module: a module, or a list of modules that share one group: gathered before the first of
-            them runs, freed after the last.
-        mesh: device mesh to shard over. 1-D: (shard,). 2-D: (replicate, shard), which is HSDP:
-            parameters are sharded over the second dim and copied along the first. `Levels` of a
-            2-D mesh (between, inside): masters are sharded over both dims. ``None``
-            (default): all ranks of the default process group, which is started from torchrun's
-            environment if there is none.
-        reshard_after_forward: ``True`` frees the gathered parameters after forward and gathers
-            them again in backward; ``False`` keeps them until backward is over. ``None``
-            (default): ``False`` for the root, ``True`` for every other unit. An int keeps this
-            many ranks' shards after forward, so that backward gathers from that few neighbours:
-            a divisor of the shard axis's size, of which the size itself means ``True`` and ``1``
-            means ``False``.
-        shard_placement_fn: called with each parameter. It returns the ``Shard`` to use, or ``None``
-            for the default, or a `ShardPlacementResult` with a mesh of the parameter's own. Any dim
-            may be uneven. The default is ``Shard(0)``. Where equal pieces of dim 0 pad more than
-            3 % of the parameter and more than 1 MiB over all ranks, it is the dim that pads least.
-            A tuple names the dims to choose from: the first of them, by the same rule. Where that
-            pads too much, it is another one, or ``(Shard(0), Shard(d))`` on a mesh of two shard
-            dims if that pads less or needs no copies. A parameter on two dims is on another mesh
-            than the rest: torch's clipping refuses that, `fsdp2.clip_grad_norm_` takes it.
-            ``Replicate()`` leaves a parameter whole on every rank of the mesh: it is never
-            gathered, and its gradients are all-reduced at the end of backward, together with those
-            of all such parameters below the root (`fsdp2.whole_below`). Its optimizer state is
-            whole, too. Ranks must initialise it alike.
+        module: a module, or a list of modules that share one group, which is unsharded before the
+            first of them runs and resharded after the last.
+        mesh: the device mesh to shard over. 1-D: (shard,). 2-D: (replicate, shard), which is HSDP:
+            parameters are sharded over the second dim and replicated over the first. `Levels` of a
+            2-D mesh (between, inside): master parameters are sharded over both dims. ``None``
+            (default): all ranks of the default process group, which fsdp2 starts from torchrun's
+            environment if it does not exist.
+        reshard_after_forward: ``True`` reshards the parameters after forward and gathers them again
+            in backward; ``False`` keeps them unsharded until backward has ended. ``None``
+            (default): ``False`` for the root, ``True`` for every other unit. An int reshards to
+            groups of that many adjacent ranks after forward, so that backward gathers within the
+            group. It must divide the size of the shard axis; the full size means ``True``, and
+            ``1`` means ``False``.
+        shard_placement_fn: called with each parameter. It returns the ``Shard`` to use, ``None``
+            for the default, or a `ShardPlacementResult` with a separate mesh for the parameter.
+            Each dim may be uneven. The default is ``Shard(0)``, unless equal pieces of dim 0 pad
+            more than 3 % of the parameter and more than 1 MiB over all ranks; then it is the dim
+            that pads least. A tuple of ``Shard`` lists the allowed dims: fsdp2 uses the first,
+            unless it pads too much by the same rule. It then uses another one, or ``(Shard(0),
+            Shard(d))`` on a mesh of two shard dims if that pads less or needs no copies. A
+            parameter sharded on two dims is on a different mesh from the rest: torch's clipping
+            raises for this, `fsdp2.clip_grad_norm_` supports it. ``Replicate()`` keeps a parameter
+            whole on every rank of the mesh: it is never gathered, and its gradients are all-reduced
+            at the end of backward, together with those of all such parameters below the root
+            (`fsdp2.whole_below`). Its optimizer state is also replicated. Ranks must initialize it
+            with the same values.
         mp_policy: dtypes of compute, reduction and outputs. ``None`` means the default, which casts
             nothing.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer states in CPU
             memory. The default, also ``None``, keeps them on the device.
-        ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
-        dp_mesh_dims: names of the data-parallel dims of ``mesh``, which then is the full SPMD mesh
-            that every parameter must be a DTensor on, replicated on those dims.
+        ignored_params: parameters that are neither sharded nor moved nor reduced.
+        dp_mesh_dims: names of the data-parallel dims of ``mesh``. ``mesh`` is then the full SPMD
+            mesh: every parameter must be a DTensor on it, replicated on those dims.
 
     Returns:
-        ``module`` itself (or the list), its class now ``FSDP<Original>``, a subclass of
+        ``module`` itself (or the list). Its class is now ``FSDP<Original>``, a subclass of
         `FSDPModule` and of the original.
 
     Raises:
-        ValueError: something about the arguments or a parameter does not fit; the message names
-            it. Nothing has been changed then.
-        TypeError: an argument is of the wrong type.
+        ValueError: an argument or a parameter is invalid; the message names it. Nothing has changed
+            in this case.
+        TypeError: an argument has the wrong type.
 
     Example::
 
@@ -176,14 +178,14 @@ setattr(fully_shard, "state", state_of)  # noqa: B010  # where torch's clients l
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """A call of `fully_shard` of which everything is known, and nothing is done.
+    """A call of `fully_shard` that is completely determined, but not applied.
 
     Attributes:
-        name: of the modules, for messages.
-        taken: the modules, and what the call takes of their parameters.
-        arguments: what it was called with, for parameters that are added later.
-        options: of its groups.
-        reshard_after_forward: whether forward frees; ``None``: not at the root.
+        name: the modules' names, for messages.
+        taken: the modules, and the parameters that the call takes.
+        arguments: the call's arguments, for parameters that are added later.
+        options: the options of its groups.
+        reshard_after_forward: whether forward reshards; ``None``: not at the root.
     """
 
     name: str
@@ -205,23 +207,25 @@ def plan_call(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     pending: Pending | None = None,
 ) -> PlannedCall:
-    """All that a call of `fully_shard` is to do; changes nothing, but for ``mesh=None``.
+    """Determine everything that a call of `fully_shard` will do; changes nothing, except for
+    ``mesh=None``.
 
     Args:
-        module: as for `fully_shard`, as all that follow.
-        mesh: see there; ``None`` starts the default process group if there is none.
+        module: as for `fully_shard`, like all other arguments.
+        mesh: see there; ``None`` starts the default process group if it does not exist.
         reshard_after_forward: see there.
         shard_placement_fn: see there.
         mp_policy: see there.
         offload_policy: see there.
         ignored_params: see there.
         dp_mesh_dims: see there.
-        pending: calls that are planned, and applied before this one. It is added to them.
+        pending: calls that are planned and will be applied before this one. This call is added to
+            them.
 
     Raises:
-        ValueError: something about the arguments or a parameter does not fit.
-        TypeError: an argument is of the wrong type.
-        RankMismatchError: ranks shard something else, while that is checked.
+        ValueError: an argument or a parameter is invalid.
+        TypeError: an argument has the wrong type.
+        RankMismatchError: the ranks' calls differ, while that check is on.
     """
     modules = _checked_modules(module, pending)
     policy = _checked_policy(mp_policy)
@@ -247,22 +251,23 @@ def plan_calls(
 
     Args:
         calls: modules and arguments of each, as for `fully_shard`, in the order of the calls.
-        ahead: whether parameters get memory and values in between, so that each call is to be
-            planned again: this only raises what is known by now. Default ``False``.
+        ahead: whether parameters get memory and values in between, so that each call must be
+            planned again: in this case the function only raises errors that are known now. Default
+            ``False``.
 
     Raises:
-        ValueError: as `plan_call`; all that follow, too.
+        ValueError: as `plan_call`; includes all later calls.
         TypeError: see there.
-        RankMismatchError: see there; not ``ahead``.
+        RankMismatchError: see there; not if ``ahead``.
     """
     pending = Pending(ahead=ahead)
     return [plan_call(module, **arguments, pending=pending) for module, arguments in calls]
 
 
 def apply_calls(calls: Sequence[PlannedCall]) -> None:
-    """Do what was planned, in this order.
+    """Apply planned calls in this order.
 
-    Process groups are made first, which is all that may still fail: for want of a peer.
+    Process groups are created first. Only this step may still fail, if a peer is missing.
     """
     for call in calls:
         connect_meshes(call.taken.plans, call.arguments)
@@ -294,33 +299,45 @@ def _apply(call: PlannedCall) -> None:
 
 def _checked_modules(module: object, pending: Pending | None) -> tuple[nn.Module, ...]:
     if not isinstance(module, nn.Module | Iterable):
-        raise TypeError(
-            f"fully_shard takes a module or a list of modules, not {type(module).__name__}"
+        raise coded(
+            TypeError,
+            "not-a-module-or-list",
+            f"fully_shard takes a module or a list of modules, not {type(module).__name__}",
         )
     modules = (module,) if isinstance(module, nn.Module) else tuple(module)
     if not modules:
-        raise ValueError("fully_shard got an empty list; pass at least one module")
+        raise coded(
+            ValueError, "empty-list", "fully_shard got an empty list; pass at least one module"
+        )
     for position, member in enumerate(modules):
         if not isinstance(member, nn.Module):
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "not-a-module",
                 f"fully_shard takes a list of modules, but one in it is a {type(member).__name__}; "
-                f"leave it out"
+                f"leave it out",
             )
         if any(member is other for other in modules[:position]):
-            raise ValueError(
-                f"fully_shard got the same {type(member).__name__} twice in one list; list it once"
+            raise coded(
+                ValueError,
+                "listed-twice",
+                f"fully_shard got the same {type(member).__name__} twice in one list; list it once",
             )
         if record_of(member) is not None or (pending is not None and member in pending.modules):
-            raise ValueError(
-                f"fully_shard was already called on this {type(member).__name__}; call it once"
+            raise coded(
+                ValueError,
+                "applied-twice",
+                f"fully_shard was already called on this {type(member).__name__}; call it once",
             )
         check_untouched(member)
         _check_wrappers(member)
         containers = (nn.ModuleList, nn.ModuleDict)
         if isinstance(member, containers) and type(member).forward is nn.Module.forward:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "container",
                 f"{type(member).__name__} has no forward, so nothing would gather its "
-                f"parameters; call fully_shard on its modules, or on a list of them"
+                f"parameters; call fully_shard on its modules, or on a list of them",
             )
     inner = {below for member in modules for below in modules_below(member)[1:]}
     outer = tuple(member for member in modules if member not in inner)
@@ -330,22 +347,26 @@ def _checked_modules(module: object, pending: Pending | None) -> tuple[nn.Module
 
 
 def _check_wrappers(module: nn.Module) -> None:
-    """Modules that see to their parameters themselves, in ways that sharding would break."""
+    """Refuse modules that manage their parameters themselves, in ways that sharding would break."""
     kinds = (nn.parallel.DistributedDataParallel, nn.DataParallel, torch.jit.ScriptModule)
     if not any(isinstance(below, kinds) for below in modules_below(module)):
         return
     for name, below in module.named_modules():
         if isinstance(below, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "wrapped",
                 f"'{name or '(root)'}' is a {type(below).__name__}, which copies parameters and "
                 f"reduces gradients itself; call fully_shard on its .module instead, with a 2-D "
-                f"mesh (replicate, shard) for copies"
+                f"mesh (replicate, shard) for copies",
             )
         if isinstance(below, torch.jit.ScriptModule):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "scripted",
                 f"'{name or '(root)'}' is a {type(below).__name__}, whose code cannot be given "
                 f"other parameters; call fully_shard on the module before torch.jit, or use "
-                f"torch.compile"
+                f"torch.compile",
             )
 
 
@@ -353,18 +374,22 @@ def _checked_ignored(ignored: object) -> set[nn.Parameter]:
     params = set(ignored) if isinstance(ignored, Iterable) else {ignored}
     for param in params - {None}:
         if not isinstance(param, nn.Parameter):
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "ignored-type",
                 f"fully_shard(ignored_params=…) takes a set of parameters, but got a "
-                f"{type(param).__name__}; pass for example set(module.parameters())"
+                f"{type(param).__name__}; pass for example set(module.parameters())",
             )
     return {param for param in params if isinstance(param, nn.Parameter)}
 
 
 def _check_callable(choose: object) -> None:
     if choose is not None and not callable(choose):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "placement-function",
             f"fully_shard(shard_placement_fn=…) takes a function of a parameter, not "
-            f"{choose!r}; pass for example lambda param: Shard(1)"
+            f"{choose!r}; pass for example lambda param: Shard(1)",
         )
 
 
@@ -375,9 +400,11 @@ def _checked_policy(policy: object) -> config.MixedPrecisionPolicy:
         return policy
     names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if type(policy).__name__ != "MixedPrecisionPolicy" or not hasattr(policy, names[-1]):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "policy-type",
             f"fully_shard(mp_policy=…) takes a fsdp2.MixedPrecisionPolicy, not "
-            f"{type(policy).__name__}"
+            f"{type(policy).__name__}",
         )
     override = getattr(policy, "param_dtype_override_fn", None)  # torch's own, of any version
     return MixedPrecisionPolicy(
@@ -395,20 +422,24 @@ def _checked_offload(policy: Any) -> config.CPUOffloadPolicy | None:
         return CPUOffloadPolicy(policy.pin_memory)
     if kind == "OffloadPolicy":
         return None
-    raise TypeError(
-        f"fully_shard(offload_policy=…) takes a fsdp2.CPUOffloadPolicy or nothing, not {kind}"
+    raise coded(
+        TypeError,
+        "offload-type",
+        f"fully_shard(offload_policy=…) takes a fsdp2.CPUOffloadPolicy or nothing, not {kind}",
     )
 
 
 def _checked_reshard(
     value: bool | int | None, axes: MeshAxes, plans: list[PlannedParam]
 ) -> tuple[bool | None, int | None]:
-    """Whether forward frees, and to how many ranks' shards if not to all."""
+    """Whether forward reshards, and over how many ranks if not over all."""
     if value is None or isinstance(value, bool):
         return value, None
     if not isinstance(value, int):
-        raise ValueError(
-            f"reshard_after_forward={value!r} is neither a bool nor an int; pass True or False"
+        raise coded(
+            ValueError,
+            "reshard-type",
+            f"reshard_after_forward={value!r} is neither a bool nor an int; pass True or False",
         )
     if value == axes.size:
         return True, None
@@ -417,9 +448,11 @@ def _checked_reshard(
     plans = [plan for plan in plans if not plan.axes.whole]
     for size in {axes.size, *(plan.axes.size for plan in plans)}:
         if value < 1 or size % value != 0:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "reshard-size",
                 f"reshard_after_forward={value} does not divide the {size} ranks that parameters "
-                f"are sharded over; pass True, False, or a divisor such as the GPUs of a node"
+                f"are sharded over; pass True, False, or a divisor such as the GPUs of a node",
             )
     for plan in plans:
         if isinstance(plan.param, DTensor) or is_extended(plan.param):
@@ -428,8 +461,10 @@ def _checked_reshard(
                 if isinstance(plan.param, DTensor)
                 else "has all-gather hooks"
             )
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "reshard-smaller-group",
                 f"reshard_after_forward={value} cannot be used with parameter '{plan.name}', which "
-                f"{what}; pass True or False"
+                f"{what}; pass True or False",
             )
     return True, value

@@ -1,4 +1,4 @@
-"""What a sharded model is, on request.
+"""Reports about a sharded model.
 
 model ──> group_reports ──> [GroupReport("(root)", …), GroupReport("blocks.0", …), …]
       ──> report ──> the same as a table, with totals
@@ -26,7 +26,7 @@ from fsdp2.core.schedule.whole import is_whole
 from fsdp2.tracing.summaries import amount
 
 WHOLE = "whole"
-"""How parameters travel that every rank has whole."""
+"""The transport of parameters that stay whole on every rank."""
 
 
 @dataclass(frozen=True)
@@ -37,46 +37,46 @@ class GroupReport:
         name: name of its module below the model, "(root)" for the model itself.
         num_params: number of parameters.
         numel: number of elements, over all ranks.
-        shard_bytes: bytes of its flat shard on one rank, padding included.
-        unsharded_bytes: bytes while it is gathered, padding included.
+        shard_bytes: bytes of its flat shard on one rank, including padding.
+        unsharded_bytes: bytes while it is unsharded, including padding.
         padding_bytes: how many of ``shard_bytes`` hold no parameter, on average over ranks.
-        copied_bytes: bytes that a gather copies into place behind its collective, on each rank: of
-            parameters that travel packed. A reduction copies as much in front of its own, in its
-            dtype.
+        copied_bytes: bytes of packed parameters that each rank copies into their slots after an
+            all-gather. A reduction copies as many elements before its collective, in its dtype.
         transport: how it is gathered: "coalesced", "packed", "coded", "local", "extension" (tensor
-            subclasses with all-gather hooks, whose bytes are not counted), or several with "+";
-            "whole" for parameters that every rank has whole: nothing is gathered.
-        dims: shard dims of the parameters that are not sharded on dim 0 alone, by their name in the
+            subclasses with all-gather hooks, whose bytes are not counted), or several joined with
+            "+"; "whole" for parameters that are replicated on every rank: nothing is gathered.
+        dims: shard dims of the parameters that are not sharded only on dim 0, by their name in the
             model; ``shard_placement_fn`` chose them, or dim 0 would have padded too much.
-        window: how many units are gathered ahead of the one that computes; one number below a root
-            (`FSDPModule.set_prefetch_window`).
-        gathers: all-gathers of a step of one micro-batch: 2 where parameters are freed after
-            forward, else 1, also where all are kept in rows that backward reuses; 0 on one rank.
-        gathered_bytes: bytes that one gather's collectives put together, padding included.
-        reduced_bytes: bytes that one reduction's collectives take on each rank, in the reduce
-            dtype, padding included; parameters that are frozen now left out. Of "whole" parameters:
-            its part of the one all-reduce of all such groups below a root.
-        packed: why parameters travel packed, by their name in the model; those that do not are not
-            in it.
-        gather_format: the format of parameters that travel in fewer bytes
-            (`FSDPModule.set_wire_format`), ``None`` where all travel as they are; "int8
-            differences" where messages hold these.
-        reduce_format: the same of gradients, and what is done beside, as in "int4 rotated".
-        residual_bytes: bytes of what error feedback keeps on each rank, from the first backward on.
-        exact: names in the model of the parameters that travel as they are beside those.
-        levels: nodes, and ranks of a node, where masters are sharded over both (`fsdp2.Levels`):
-            what is above counts inside a node then; ``None`` elsewhere.
-        between_gathers: all-gathers between nodes per step of one micro-batch: one if node rows
-            are kept, which more micro-batches do not add to.
-        between_format: formats of gathers and reductions between nodes, as in "int8 / int4";
-            ``None`` where all travels as it is.
-        between_bytes: bytes that these and one reduce-scatter between nodes put together and take
-            on each rank, padding and marks included.
-        flattened: names of the mesh dims that the shard axis was flattened from
-            (`DataParallelMeshDims`): its collectives know no nodes, as ranks hold pieces in the
-            order of ranks, node by node; `fsdp2.Levels` shards so that they do.
-        kept_bytes: bytes of the rows that stay on each rank behind a gather, which others reuse.
-        reused_bytes: how many of ``gathered_bytes`` travel in a step's first gather alone.
+        window: how many units are prefetched while one computes; one number for all units below a
+            root (`FSDPModule.set_prefetch_window`).
+        gathers: all-gathers per step of one micro-batch: 2 if parameters are resharded after
+            forward, otherwise 1; also 1 if all rows are kept and backward reuses them; 0 on one
+            rank.
+        gathered_bytes: bytes of the output of one all-gather, including padding.
+        reduced_bytes: bytes of the input of one reduction on each rank, in the reduce dtype,
+            including padding and without parameters that are frozen now. For "whole" parameters:
+            their part of the one all-reduce of all such groups below a root.
+        packed: the reason why parameters are packed, by their name in the model; the others are not
+            listed.
+        gather_format: the wire format of parameters (`FSDPModule.set_wire_format`), ``None`` if
+            none is encoded; "int8 differences" if messages hold differences.
+        reduce_format: the same for gradients, with additional options, as in "int4 rotated".
+        residual_bytes: bytes of the residuals of error feedback on each rank, from the first
+            backward on.
+        exact: names in the model of the parameters that are sent without the format.
+        levels: nodes, and ranks per node, if masters are sharded over both (`fsdp2.Levels`): the
+            fields above then describe the level inside a node; otherwise ``None``.
+        between_gathers: all-gathers between nodes per step of one micro-batch: one if node rows are
+            kept, and further micro-batches do not add to it.
+        between_format: formats of all-gathers and reductions between nodes, as in "int8 / int4";
+            ``None`` if nothing is encoded.
+        between_bytes: bytes of the output of these all-gathers and the input of one reduce-scatter
+            between nodes on each rank, including padding and marks.
+        flattened: names of the mesh dims from which the shard axis was flattened
+            (`DataParallelMeshDims`): its collectives do not distinguish nodes, because ranks hold
+            pieces in the order of ranks, node by node. `fsdp2.Levels` shards by node.
+        kept_bytes: bytes of the rows that stay on each rank after an all-gather and are reused.
+        reused_bytes: how many of ``gathered_bytes`` are sent only in a step's first all-gather.
     """
 
     name: str
@@ -107,17 +107,17 @@ class GroupReport:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of the collectives of a step of one micro-batch, of whole tensors."""
+        """Bytes of the collectives per step of one micro-batch, counted as full tensors."""
         again = max(self.gathers - 1, 0) * (self.gathered_bytes - self.reused_bytes)
         return min(self.gathers, 1) * self.gathered_bytes + again + self.reduced_bytes
 
 
 @dataclass(frozen=True)
 class Report:
-    """A sharded model as a table for people: ``print(report(model))``.
+    """A sharded model as a readable table: ``print(report(model))``.
 
     Attributes:
-        groups: a row each.
+        groups: one row per group.
     """
 
     groups: tuple[GroupReport, ...]
@@ -189,7 +189,7 @@ def _row(found: GroupReport) -> tuple[str, ...]:
 
 
 def _alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Rows that follow each other and differ in nothing but their names, as one."""
+    """Merge consecutive rows that differ only in their names."""
     found: list[tuple[str, ...]] = []
     runs: list[list[str]] = []
     for row in rows:
@@ -205,13 +205,14 @@ def _alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def report(model: nn.Module) -> Report:
-    """What was sharded, as a table: print it before training.
+    """Return the units and groups of a model as a table: print it before training.
 
-    "a step" is what the collectives of a step of one micro-batch put together or take, of whole
-    tensors: twice the gathered parameters where they are freed after forward, and the gradients.
+    "a step" in the table is the number of bytes of the collectives per step of one micro-batch,
+    counted as full tensors: the unsharded parameters, twice if they are resharded after forward,
+    and the gradients.
 
     Args:
-        model: a module, sharded or with sharded modules in it.
+        model: a module that is sharded or contains sharded modules.
 
     Example::
 
@@ -221,10 +222,10 @@ def report(model: nn.Module) -> Report:
 
 
 def group_reports(model: nn.Module) -> list[GroupReport]:
-    """The groups of every sharded module in ``model``, in the order of registration.
+    """Return the groups of every sharded module in ``model``, in the order of registration.
 
     Args:
-        model: a module, sharded or with sharded modules in it.
+        model: a module that is sharded or contains sharded modules.
 
     Example::
 
@@ -315,7 +316,7 @@ def _gather_format(wire: Wire) -> str | None:
 
 
 def _stays(group: ParamGroup, segment: Segment) -> bool:
-    """Whether its rows are kept behind a gather: not those that a user's code gathers."""
+    """Whether its rows are kept after an all-gather; never for rows of a custom all-gather."""
     if segment.transport is Transport.CODED:
         return group.options.wire.differences
     travels = segment.transport not in (Transport.LOCAL, Transport.EXTENSION)
@@ -323,7 +324,7 @@ def _stays(group: ParamGroup, segment: Segment) -> bool:
 
 
 def _row_bytes(group: ParamGroup, segment: Segment) -> int:
-    """Bytes of what one rank gives to a gather."""
+    """Bytes of one rank's input of an all-gather."""
     numel, itemsize = segment.shard_numel, segment.full_dtype.itemsize
     wire = group.options.wire.gather
     if segment.transport is Transport.CODED and wire is not None:

@@ -4,7 +4,7 @@
     python -m fsdp2.run -m package.module ARGUMENTS…    as  python -m package.module ARGUMENTS…
     torchrun --nproc-per-node 8 -m fsdp2.run script.py ARGUMENTS…
 
-The script sees the ``sys.argv``, ``sys.path`` and ``__name__`` that it would see without us.
+The script sees the same ``sys.argv``, ``sys.path`` and ``__name__`` as without fsdp2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsdp2.interop.installing import install
 
 
 def main() -> None:
-    """Install fsdp2's names, then become the script that ``sys.argv`` names."""
+    """Install fsdp2's names, then run the script given by ``sys.argv``."""
     arguments = sys.argv[1:]
     as_module = arguments[:1] == ["-m"]
     target = arguments[as_module:]

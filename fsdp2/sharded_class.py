@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 
 from torch import nn
 
+from fsdp2.core.errors import coded
 from fsdp2.module import FSDPModule
 
 _made: dict[type, type] = {}
@@ -28,13 +29,13 @@ _set_class: Callable[[object, type], None] = vars(object)["__class__"].__set__
 
 
 def sharded_class(module: nn.Module) -> type:
-    """``FSDP<Original>`` for a module's class: made once, and found to fit; changes nothing.
+    """``FSDP<Original>`` for a module's class: created once, and checked to fit; changes nothing.
 
     Args:
-        module: any module; the class that a sharded one has is returned as it is.
+        module: any module; for a sharded one, its class is returned unchanged.
 
     Raises:
-        TypeError: Python makes no such class, or ``module`` cannot be given it.
+        TypeError: Python cannot create the class, or ``module`` cannot be assigned it.
     """
     original = type(module)
     if issubclass(original, FSDPModule):
@@ -61,9 +62,11 @@ def _fitting(module: nn.Module, original: type) -> type:
             _set_class(module, original)
             return kind
     assert refused is not None
-    raise TypeError(
+    raise coded(
+        TypeError,
+        "class-resists",
         f"{original.__name__} cannot become the subclass that fully_shard makes of it "
-        f"({refused}); call fully_shard on a module around it, or on the modules inside it"
+        f"({refused}); call fully_shard on a module around it, or on the modules inside it",
     ) from refused
 
 
@@ -80,7 +83,7 @@ def _attempts(original: type) -> Iterator[Callable[[], type]]:
 
 
 def _plain_maker(metaclass: type, of_user: type) -> Callable[..., type]:
-    """Makes classes of a metaclass with Python's own code alone."""
+    """Creates classes of a metaclass with only Python's own code."""
     own: object = abc.ABCMeta if issubclass(of_user, abc.ABCMeta) else type
     made: Callable[..., type] = functools.partial(own.__new__, metaclass)
     return made

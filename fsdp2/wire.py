@@ -1,8 +1,8 @@
-"""Which parameters and gradients travel in fewer bytes: `FSDPModule.set_wire_format`.
+"""The wire formats of parameters and gradients: `FSDPModule.set_wire_format`.
 
 module.set_wire_format(gather=, reduce=, differences=, rotate=, feedback=, exact=, exact_below=)
-  all arguments and parameters are looked at  ──> each parameter is exact, or not
-                                              ──> each unit's `Wire`: bound at its next gather
+  checks all arguments and parameters  ──> each parameter is exact, or not
+                                       ──> each unit's `Wire`: bound at its next all-gather
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp2.core.codecs.codec import check_coded
 from fsdp2.core.config import EXACT_BELOW, GroupOptions, Level, MixedPrecisionPolicy, Wire
+from fsdp2.core.errors import coded
 from fsdp2.core.gather import coded as gathers
 from fsdp2.core.gather.differences import DIFFERENCES
 from fsdp2.core.layout.mesh import local_of
@@ -24,11 +25,11 @@ from fsdp2.core.params.param import PlannedParam, ShardedParam, compute_dtype, i
 from fsdp2.core.reduce import coded as reductions
 
 Exact = Callable[[str, nn.Parameter], bool]
-"""The user's choice of parameters that travel as they are, by name and parameter."""
+"""The user's choice of parameters that are sent without a format, by name and parameter."""
 
 
 class WireFormat(TypedDict, total=False):
-    """Arguments of `FSDPModule.set_wire_format`, which says what each is.
+    """Arguments of `FSDPModule.set_wire_format`, which describes them.
 
     Example::
 
@@ -54,7 +55,7 @@ def set_wire_format(
     exact_below: int,
     level: Level = "all",
 ) -> None:
-    """Let the units of ``records`` send fewer bytes; see `FSDPModule.set_wire_format`."""
+    """Set the wire formats of the units in ``records``; see `FSDPModule.set_wire_format`."""
     _check_wire(wire)
     _check_level(any(map(_has_levels, records)), wire, level)
     chosen = []
@@ -79,7 +80,7 @@ def _has_levels(record: UnitRecord) -> bool:
 
 
 def _of_level(record: UnitRecord, wire: Wire, level: Level) -> Wire:
-    """The unit's formats of both levels, where one is left as it is."""
+    """The unit's formats on both levels, if one of them is unchanged."""
     if not _has_levels(record):
         return record.unit.options.wire if level == "between" else wire
     now = record.unit.options.wire
@@ -99,17 +100,19 @@ def check_planned(
     """Raise what `FSDPModule.set_wire_format` would raise once parameters are sharded as planned.
 
     Args:
-        module: the module that it is to be called on.
-        planned: parameters of units to be, and their policies.
+        module: the module on which the setter will be called.
+        planned: parameters of planned units, and their policies.
         chosen: its arguments.
 
     Raises:
-        ValueError: as for the setter, or an argument that it does not have.
+        ValueError: as for the setter, or for an unknown argument.
     """
     for key in chosen.keys() - WireFormat.__annotations__.keys():
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "wire-argument",
             f"shard_model(wire=…) takes the arguments of set_wire_format, and {key!r} is none; use "
-            f"{', '.join(WireFormat.__annotations__)}"
+            f"{', '.join(WireFormat.__annotations__)}",
         )
     exact, below = chosen.get("exact"), chosen.get("exact_below", EXACT_BELOW)
     wire = wire_of(chosen)
@@ -138,7 +141,7 @@ def wire_of(chosen: WireFormat) -> Wire:
 
 
 def _stays(name: str, param: nn.Parameter, exact: Exact | None, exact_below: int) -> bool:
-    """Whether a parameter travels as it is."""
+    """Whether a parameter is sent without a format."""
     return param.numel() < exact_below or (exact is not None and bool(exact(name, param)))
 
 
@@ -147,40 +150,56 @@ def _check_wire(wire: Wire) -> None:
     _check_name("reduce", wire.reduce, reductions.CODED)
     if wire.differences and wire.gather not in DIFFERENCES:
         names = ", ".join(map(repr, DIFFERENCES))
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "wire-format-differences",
             f"set_wire_format(differences=True) is for parameters that travel in one of {names}; "
-            f"give their format as gather="
+            f"give their format as gather=",
         )
     for name in ("rotate", "feedback"):
         if getattr(wire, name) and wire.reduce is None:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "wire-format-alone",
                 f"set_wire_format({name}=True) is for gradients that travel in fewer bytes; give "
-                f"their format as reduce="
+                f"their format as reduce=",
             )
 
 
 def _check_level(levels: bool, wire: Wire, level: Level) -> None:
     if level not in ("all", "inside", "between"):
-        raise ValueError(f"set_wire_format takes level='all', 'inside' or 'between', not {level!r}")
+        raise coded(
+            ValueError,
+            "wire-level",
+            f"set_wire_format takes level='all', 'inside' or 'between', not {level!r}",
+        )
     if level == "between" and not levels:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "wire-level-of-one",
             "set_wire_format(level='between') is for units that are sharded over two levels "
             "(fsdp2.Levels), and none of these is; what copies sum up (HSDP) travels exactly: "
-            "leave level= out"
+            "leave level= out",
         )
     for name in ("differences", "rotate", "feedback"):
         if levels and getattr(wire, name) and (level != "inside" or name == "feedback"):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "wire-between",
                 f"set_wire_format({name}=True) is not for what travels between nodes, and feedback "
                 f"not for units that are sharded over two levels (fsdp2.Levels); give "
-                f"level='inside', or leave it out"
+                f"level='inside', or leave it out",
             )
 
 
 def _check_name(side: str, name: str | None, known: Iterable[str]) -> None:
     if name is not None and name not in known:
         names = ", ".join(map(repr, known))
-        raise ValueError(f"set_wire_format takes {side}=None or one of {names}, not {name!r}")
+        raise coded(
+            ValueError,
+            "wire-format-unknown",
+            f"set_wire_format takes {side}=None or one of {names}, not {name!r}",
+        )
 
 
 def _params(
@@ -211,10 +230,12 @@ class _Numbers(NamedTuple):
 def _check(name: str, numbers: _Numbers, wire: Wire) -> None:
     if wire.gather is not None:
         if numbers.extended:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "wire-format-extension",
                 f"parameter '{name}' cannot travel as {wire.gather}, since its tensor subclass "
                 f"says itself what is gathered (all-gather hooks); leave it exact by the argument "
-                f"exact= of set_wire_format"
+                f"exact= of set_wire_format",
             )
         check_coded(name, (numbers.shard, numbers.computed), wire.gather)
     if wire.reduce is not None:

@@ -1,12 +1,12 @@
-"""What `set_wire_format` adds to the state of training.
+"""The state that wire formats add to the state of training.
 
-    residuals.<parameter>    what messages have left out of gradients (feedback=True)
-    references.<parameter>   what the next differences of weights are to (differences=True)
+    residuals.<parameter>    rounding errors of gradient messages (feedback=True)
+    references.<parameter>   the base of the next differences of weights (differences=True)
 
     wire_state(model).state_dict()  ──>  DTensors by these names
-    wire_state(model).load_state_dict(…)  ──>  taken, or given up where ranks or layouts differ
+    wire_state(model).load_state_dict(…)  ──>  loaded, or dropped if ranks or layouts differ
 
-It is no part of ``model.state_dict()``, whose names stay the model's.
+It is separate from ``model.state_dict()``, whose names stay the model's.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ RESIDUALS, REFERENCES = "residuals.", "references."
 
 
 class WireState:
-    """The state of a model's wire formats, as `torch.distributed.checkpoint` saves what has state.
+    """The state of a model's wire formats, which `torch.distributed.checkpoint` can save.
 
     Args:
-        model: has the units.
+        model: the model that contains the units.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def state_dict(self) -> dict[str, Tensor]:
-        """State to be saved, or to be read into. All ranks call it.
+        """Return the state to be saved, or to be read into. All ranks call it.
 
-        ``residuals.<parameter>`` is a DTensor of bf16 [ranks, ranks of the shard axis, n], sharded
-        on dim 0 over all ranks of the parameter's mesh: each rank has its own, for each rank that
-        it sends to.
+        ``residuals.<parameter>`` is a bf16 DTensor of shape [ranks, ranks of the shard axis, n],
+        sharded on dim 0 over all ranks of the parameter's mesh: each rank has its own residuals,
+        one for each rank to which it sends.
 
-        ``references.<parameter>`` is sharded as the parameter, of the dtype that it is computed
-        with: a copy. It is the shard's own numbers where nothing was gathered yet.
+        ``references.<parameter>`` is a copy, sharded like the parameter, in the compute dtype. If
+        nothing was gathered yet, it holds the shard's own numbers.
 
-        Empty where no unit has either, or nothing travels.
+        The result is empty if no unit has either, or nothing is sent.
         """
         return {name: value for part in _parts(self._model) for name, value in part.own.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take what another `state_dict` had; after the model has its parameters.
+        """Load the result of another `state_dict`; call it after the model has its parameters.
 
-        Residuals of other ranks, or of other pieces of a parameter, are of no use: those begin at
-        zero then. If a reference is missing, the next gather is an exact one. The first rank
-        warns of either.
+        Residuals from other ranks, or for other pieces of a parameter, cannot be used: those
+        restart at zero. If a reference is missing, the next all-gather is exact. The first rank
+        warns about either.
 
         Args:
-            state: by name; what the model has not is ignored.
+            state: by name; names that the model does not have are ignored.
         """
         self.take(state, "the state")
 
@@ -75,7 +75,7 @@ class WireState:
 
         Args:
             state: by name.
-            of: what it was, for the warning.
+            of: the source, for the warning.
             warn: whether this rank warns. Default ``None``: the first of a mesh does.
         """
         parts = list(_parts(self._model))
@@ -98,9 +98,9 @@ class WireState:
 
 
 def wire_state(model: nn.Module) -> WireState:
-    """State that a run must save of its wire formats to go on as if it had not been interrupted.
+    """Return the state of wire formats that a run must save to continue as if uninterrupted.
 
-    ``fsdp2.checkpoint.save`` and ``load`` do it by themselves. With torch's:
+    ``fsdp2.checkpoint.save`` and ``load`` include it. With torch's DCP:
 
     Example::
 
@@ -108,7 +108,7 @@ def wire_state(model: nn.Module) -> WireState:
         torch.distributed.checkpoint.save(state, checkpoint_id="step-100")
 
     Args:
-        model: its units are sharded.
+        model: a model whose units are sharded.
     """
     return WireState(model)
 
@@ -251,7 +251,7 @@ def _restore(
     slots: Mapping[str, Slot],
     found: Mapping[str, Tensor],
 ) -> None:
-    """Let the next differences be to what was found; gather exactly where anything is missing."""
+    """Make the found values the next reference; gather exactly if anything is missing."""
     assert group.bound is not None
     if group.bound.keeping is not None:
         group.bound.keeping.lose()

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp2.core.errors import coded
 from fsdp2.core.schedule.unit import Unit
 
 INSIDE = "_fsdp_wrapped_module"
-"""Under which a wrapper holds its module, as torch's and XLA's."""
+"""The attribute under which a wrapper holds its module, as torch's and XLA's do."""
 
 PREFIX = f"{INSIDE}."
-"""What names have for each wrapper around."""
+"""The prefix that each wrapper adds to names."""
 
 Members = Sequence[tuple[nn.Module, str]]
 """Modules, and what names of their parameters begin with: ``""``, or a name and a dot."""
@@ -49,7 +50,7 @@ class WrapperModule(nn.Module):
         return found
 
     def __getattr__(self, name: str) -> Any:
-        """Of the wrapper, else of the module inside."""
+        """Return the wrapper's attribute, otherwise that of the module inside."""
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:
@@ -59,7 +60,7 @@ class WrapperModule(nn.Module):
             return getattr(inside, name)
 
     def __getitem__(self, key: object) -> Any:
-        """Of the module inside, such as an ``nn.Sequential``."""
+        """Index the module inside, such as an ``nn.Sequential``."""
         inside: Any = self._inside
         return inside[key]
 
@@ -100,16 +101,18 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check_resets(members: Members) -> None:
-    """Raise if `reset` could not initialise modules; changes nothing.
+    """Raise if `reset` could not initialize modules; changes nothing.
 
     Raises:
         ValueError: a class has no ``reset_parameters()``.
     """
     for member, prefix in members:
         if not callable(getattr(member, "reset_parameters", None)):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "meta-no-reset",
                 f"'{prefix.removesuffix('.') or '(root)'}' is on the meta device, and its class "
-                f"{type(member).__name__} has no reset_parameters(); pass param_init_fn"
+                f"{type(member).__name__} has no reset_parameters(); pass param_init_fn",
             )
 
 
@@ -132,7 +135,7 @@ def reset(members: Members, device: torch.device | str) -> None:
 
 
 def check_values(members: Members, ignored: Set[torch.Tensor] = frozenset()) -> None:
-    """See that an initialisation has left nothing on the meta device.
+    """See that an initialization has left nothing on the meta device.
 
     Args:
         members: which modules.
@@ -145,9 +148,11 @@ def check_values(members: Members, ignored: Set[torch.Tensor] = frozenset()) -> 
         for key, tensor in tensors_of(member):
             if tensor.is_meta and tensor not in ignored:
                 name = prefix + key
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "meta-left",
                     f"'{name}' is still on the meta device behind param_init_fn; let it "
-                    f"give each parameter memory, for example with to_empty(), and initialise it"
+                    f"give each parameter memory, for example with to_empty(), and initialise it",
                 )
 
 

@@ -141,25 +141,25 @@ def odd(rows: Sequence[Answer]) -> list[Answer]:
     ]
 
 
-_PAGE = """# Public architectures, tried
+_PAGE = """# Public architectures, tested
 
 `python -m benchmarks.zoo`, {when}: torch {torch}, {versions}.
 
-Each architecture is a tiny model with random weights. It is trained for three steps of AdamW on
-two gloo ranks; its blocks are units, and so is the model. The unsharded model takes both ranks'
-batches.
+Each architecture is a tiny model with random weights. The benchmark trains it for three steps of
+AdamW on two gloo ranks; each block is a unit, and so is the model. The unsharded model trains on
+both ranks' batches.
 
-- *exact*: losses, first gradients, last parameters and the state dict's names are the unsharded
-  model's, to the bit.
-- *close*: the same within {close:.0e} by norm. Sums in another order differ so.
-- *not built*: offered by the library, but no small instance could be made or run unsharded.
+- *exact*: losses, first gradients, last parameters and the state dict's names equal the unsharded
+  model's to the bit.
+- *close*: the same within {close:.0e} by norm, as sums in a different order are.
+- *not built*: offered by the library, but no small instance could be built or run unsharded.
 
 {summary}
 
 ## Where one of the two differs or fails
 
-A parameter that is used outside of its unit's forward, or a list of lists among the blocks, asks
-for other units than the ones chosen here; fsdp2's message says which.
+If a parameter is used outside its unit's forward, or the blocks contain a list of lists, the model
+needs units other than those chosen here; fsdp2's message names them.
 
 {odd}
 

@@ -1,37 +1,37 @@
-"""A folder of steps that a crash at any moment leaves whole, in the files of DCP.
+"""A folder of steps that stays intact after a crash at any moment, in DCP's file format.
 
-saving     `save`, `async_save`: written beside, synced, listed with checksums, renamed
+saving     `save`, `async_save`: written to a temporary folder, synced, listed, renamed
 items      DCP's files, written: a rank's items, and the index
-staging    copies to host memory, beside training
-snapshots  `snapshot`: what is there, looked at without touching it
+staging    copies to host memory, during training
+snapshots  `snapshot`: the current contents, read without any change
 loading    `load`, `read_extra`: compared on all ranks before anything is written
 exporting  `export`: a folder that Hugging Face's libraries load, written by all ranks at once
-transforms tensors of a model that are made of a step's: transposed, joined, cut
+transforms tensors of a model computed from a step's: transposed, joined, split
 pretrained `load_pretrained`: such a folder into a model, each rank its own slices
-unsaved    buffers that no file has, as their modules' own code sets them
-retention  `Keep`, `best_step`: which steps stay, and what a branch replaces
-binaries   the same of pytorch_model*.bin, read without running code
-folder     `steps`, `replaced`, `verify`, `unfinished`, `remove`; the manifest that makes a step one
-stores     where steps are kept, what is done there, and the one on a disk
-remote     the one behind a URL, which fsspec reaches: no renames, no syncs
-state      what is saved under which name, and what differs; DCP's reader, which runs no code
-values     what is no tensor, with its types, as JSON
-reading    a step's items, by what they belong to
+unsaved    buffers that no file has, set by their modules' own code
+retention  `Keep`, `best_step`: which steps to keep, and which ones a branch replaces
+binaries   the same for pytorch_model*.bin, read without running code
+folder     `steps`, `replaced`, `verify`, `unfinished`, `remove`; the manifest of a step
+stores     the storage of steps, its operations, and the implementation on a disk
+remote     the implementation for URLs, with fsspec: no renames, no syncs
+state      names of saved entries, and their differences; DCP's reader, which runs no code
+values     values other than tensors, with their types, as JSON
+reading    a step's items, by their owner
 optimizers states and options of optimizers, found by parameter name
 converting `convert`: from any kind of checkpoint to any other, streamed
 contents   model, optimizer by name and the rest, of any kind; files of ranks joined
 archives   files of torch.save, read without running code and written tensor by tensor
-index      DCP's index: read, and checked before anything is made of it
-pickles    pickles, by an interpreter that reaches new containers alone
+index      DCP's index: read, and checked before it is used
+pickles    pickles, read by an interpreter that can create only new containers
 boxes      pieces that cover a tensor, each element once
 entries    tensors that stay in their files, read block by block
-tensors    the safetensors format by offsets: slices written and read at their places
+tensors    the safetensors format by offsets: slices written and read in place
 consensus  ranks that succeed together or fail together
 owning     one job at a time in a folder: by a lock, or by a lease
-files      all that is done to files, in one place
+files      all file operations, in one module
 
-The room stands on public modules, on `fsdp2.full` and on ``torch.distributed.checkpoint``;
-``python -m fsdp2.checkpoint`` is `__main__`. It adds nothing to a step of training.
+The room imports public modules, `fsdp2.full` and ``torch.distributed.checkpoint``; ``python -m
+fsdp2.checkpoint`` is `__main__`. It adds nothing to a step of training.
 """
 
 from fsdp2.checkpoint.converting import Converted, convert

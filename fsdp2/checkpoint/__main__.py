@@ -31,7 +31,7 @@ from fsdp2.checkpoint.folder import (
     verify,
 )
 from fsdp2.checkpoint.state import Reader
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError
 
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 

@@ -24,7 +24,7 @@ import torch
 from fsdp2.checkpoint.entries import Entry, MappedFile, Tree, Window, entries_of
 from fsdp2.checkpoint.files import BrokenError
 from fsdp2.checkpoint.pickles import DTYPES, Interpreter, Maker, check_tree
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 ALIGNMENT = 64  # bytes, of storages in the file, as torch.save does it
 _SMALL, _ZIP64 = 30, 20  # bytes: of a member's header without names, and of its sizes of 64 bits
@@ -35,7 +35,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Sink(Protocol):
-    """What is written to, from the begin to the end."""
+    """The output, written from beginning to end."""
 
     def write(self, data: Bytes, /) -> int: ...
 
@@ -160,9 +160,11 @@ class _Names:
             return torch.uint8 if name == "UntypedStorage" else _dtype_of(name)
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-file-code",
             f"'{self._file.path}' names '{module}.{name}', which no plain value has; save tensors, "
-            f"numbers, strings, lists and dicts alone"
+            f"numbers, strings, lists and dicts alone",
         )
 
     def persistent(self, pid: Any) -> _Storage:
@@ -256,7 +258,7 @@ def _dtype_of(storage: str) -> torch.dtype:
 
 
 def read_archive(file: MappedFile, begin: int = 0, end: int | None = None) -> Tree:
-    """What ``torch.save`` was given, tensors as entries.
+    """The object passed to ``torch.save``, with tensors as entries.
 
     Args:
         file: the file.
@@ -264,7 +266,7 @@ def read_archive(file: MappedFile, begin: int = 0, end: int | None = None) -> Tr
         end: where it ends. Default ``None``: with the file.
 
     Raises:
-        CheckpointError: it is cut short, or has other classes than plain ones.
+        CheckpointError: it is truncated, or contains classes other than plain ones.
     """
     end = file.length if end is None else end
     try:
@@ -284,15 +286,17 @@ def read_archive(file: MappedFile, begin: int = 0, end: int | None = None) -> Tr
     except CheckpointError:
         raise
     except Exception as error:  # zip files and pickles may break in any way
-        raise CheckpointError(
-            f"'{file.path}' is no whole file of torch.save; save it again, or copy the whole file"
+        raise coded(
+            CheckpointError,
+            "ckpt-file-cut",
+            f"'{file.path}' is no whole file of torch.save; save it again, or copy the whole file",
         ) from error
     finally:
         file.release_all()
 
 
 def _data_of(file: MappedFile, begin: int, info: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin in the file."""
+    """The offset of a member's bytes in the file."""
     if info.compress_type != zipfile.ZIP_STORED:
         raise BrokenError()
     header = begin + info.header_offset
@@ -304,7 +308,7 @@ def _data_of(file: MappedFile, begin: int, info: zipfile.ZipInfo) -> int:
 
 
 class _Counted(io.RawIOBase):
-    """Counts what is written; cannot seek, so that zip files have sizes behind the bytes."""
+    """Counts written bytes; cannot seek, so that zip files store sizes after the bytes."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -393,7 +397,7 @@ def write_archive(sink: Sink, tree: Tree) -> None:
 
 
 def read_file(path: Path) -> Tree:
-    """What one file of ``torch.save`` holds."""
+    """The contents of one file of ``torch.save``."""
     return read_archive(MappedFile(path))
 
 

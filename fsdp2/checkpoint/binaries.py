@@ -17,7 +17,7 @@ from fsdp2.checkpoint.files import BrokenError
 from fsdp2.checkpoint.stores import AnyPath, is_inside
 from fsdp2.checkpoint.tensors import INDEX as OTHER_INDEX
 from fsdp2.checkpoint.tensors import SUFFIX, About, Catalogue, Place
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 INDEX = "pytorch_model.bin.index.json"
 _SUFFIXES = (".bin", ".pt", ".pth")
@@ -33,15 +33,17 @@ def are_binaries(path: AnyPath) -> bool:
 
 
 def catalogue_of(path: AnyPath) -> Catalogue:
-    """What they hold, by name: what tensors lie where in which file.
+    """Their contents, by name: which tensor is at which position of which file.
 
     Raises:
-        CheckpointError: they are on a store, are broken, or hold tensors that do not lie in order.
+        CheckpointError: they are on a store, are broken, or hold tensors that are not in order.
     """
     if not isinstance(path, Path):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "bins-store",
             f"'{path}' is of torch.save and on a store, and such files are mapped where they lie; "
-            f"copy it to a disk, or pass safetensors"
+            f"copy it to a disk, or pass safetensors",
         )
     folder, names = _files_of(path)
     lengths: dict[str, int] = {}
@@ -49,8 +51,10 @@ def catalogue_of(path: AnyPath) -> Catalogue:
     for name in names:
         file = folder / name
         if not file.is_file():
-            raise CheckpointError(
-                f"'{file}' is missing; copy all files that the index of the folder names"
+            raise coded(
+                CheckpointError,
+                "tensors-missing",
+                f"'{file}' is missing; copy all files that the index of the folder names",
             )
         lengths[name] = file.stat().st_size
         for key, value in contents_of(read_file(file), file).model.items():
@@ -70,9 +74,11 @@ def _files_of(path: Path) -> tuple[Path, list[str]]:
         if any("/" in name or not is_inside(name) for name in names):
             raise BrokenError()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "bins-index",
             f"'{index}' is no index of pytorch_model*.bin; pass the folder of save_pretrained, or "
-            f"one of its files"
+            f"one of its files",
         ) from error
     return index.parent, names
 
@@ -83,8 +89,10 @@ def _place(name: str, entry: Entry, path: Path) -> Place:
     if piece.file is None:  # it has no elements
         return Place(path.name, 0, about)
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "bins-view",
             f"'{name}' of '{path}' is a view that does not lie in order; convert() the file to "
-            f"safetensors, and load that"
+            f"safetensors, and load that",
         )
     return Place(path.name, piece.file.offset_of(tensor), about)

@@ -3,8 +3,8 @@
 rank 0  action() ─ ok ───────┐               ┌─> CheckpointError("the disk is full …")
 rank 1  action() ─ raises ───┴─ exchange ────┴─> CheckpointError("the disk is full …")
 
-A `Call` knows the ranks that take part: those of one process group. `Call.together` exchanges over
-that group, as training does; `Call.agree` over one of its own, so that a save may go on beside
+A `Call` knows the participating ranks: those of one process group. `Call.together` exchanges over
+that group, as training does; `Call.agree` over a separate one, so that a save can continue during
 training.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NoReturn, TypeVar
 
-from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.process_groups import ProcessGroup, rank_and_size
+from fsdp2.core.errors import CheckpointError, coded, resaid
 from fsdp2.ranks.channels import LostRankError, SideChannel, members_of, side_channel
 
 T = TypeVar("T")
@@ -24,27 +24,29 @@ V = TypeVar("V")
 
 @dataclass
 class Outcome(Generic[T]):
-    """What an action came to on one rank: a value, or a sentence."""
+    """The result of an action on one rank: a value, or a message."""
 
     value: T | None = None
     sentence: str | None = None
 
 
 def lost_rank(what: str) -> CheckpointError:
-    """What the others raise."""
-    return CheckpointError(
+    """The error that the other ranks raise."""
+    return coded(
+        CheckpointError,
+        "ckpt-lost-rank",
         f"{what} lost a rank; what was complete before is complete still, so start the ranks "
-        f"again and load"
+        f"again and load",
     )
 
 
 class Call:
-    """A call of a public function, and the ranks that take part in it.
+    """A call of a public function, and the participating ranks.
 
     Args:
-        what: the function that was called, and its folder, for sentences.
-        group: the process group whose ranks call it. Default ``None``: the default group; this
-            process alone where there is none.
+        what: the function that was called, and its folder, for messages.
+        group: the process group whose ranks call it. Default ``None``: the default group; only this
+            process if there is none.
 
     Attributes:
         what: as it was given.
@@ -52,7 +54,7 @@ class Call:
         size: the number of ranks in the group.
 
     Raises:
-        CheckpointError: this rank has no part in the group, or ``group`` is no process group.
+        CheckpointError: this rank is not in the group, or ``group`` is not a process group.
     """
 
     def __init__(self, what: str, group: ProcessGroup | None = None) -> None:
@@ -69,20 +71,22 @@ class Call:
         return self.rank == 0
 
     def channel(self) -> SideChannel:
-        """What objects go over beside training; made in the first call of these ranks."""
+        """The channel for objects during training; created in the first call of these ranks."""
         return side_channel(self._members)
 
     def attempt(self, action: Callable[[], T]) -> tuple[Outcome[T], Exception | None]:
-        """Run ``action``, which communicates with nobody; what it came to, and what it raised."""
+        """Run ``action``, which does not communicate; return its result and its exception."""
         try:
             return Outcome(action()), None
         except CheckpointError as error:
             return Outcome(sentence=str(error)), error
         except Exception as error:  # whatever it is, no rank may wait for this one
             text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-            said = CheckpointError(
+            said = coded(
+                CheckpointError,
+                "ckpt-rank-failed",
                 f"{self.what} failed on rank {self.rank} ({type(error).__name__}: {text}); nothing "
-                f"that was complete has changed, so mend that and call it again"
+                f"that was complete has changed, so mend that and call it again",
             )
             return Outcome(sentence=str(said)), error
 
@@ -100,7 +104,7 @@ class Call:
         for outcome in told:
             if outcome.sentence is not None:
                 sentence = outcome.sentence
-                raise CheckpointError(sentence) from cause
+                raise resaid(CheckpointError, sentence) from cause
         return [outcome.value for outcome in told]  # type: ignore[misc]  # of T, as nobody raised
 
     def agree(
@@ -134,7 +138,7 @@ class Call:
             raise lost_rank(self.what) from error
         if answer.sentence is not None:
             sentence = answer.sentence
-            raise CheckpointError(sentence) from cause
+            raise resaid(CheckpointError, sentence) from cause
         return answer.value  # type: ignore[return-value]  # of V, as nobody raised
 
     def _answers(
@@ -157,13 +161,17 @@ class Call:
 def _refuse(what: str, group: object) -> NoReturn:
     """``new_group`` returns a number on ranks outside of the group."""
     if isinstance(group, (ProcessGroup, int)):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-not-in-group",
             f"{what} was called on rank {rank_and_size()[0]}, which its process_group does not "
-            f"have; call it on the ranks of the group alone, before the group is destroyed"
+            f"have; call it on the ranks of the group alone, before the group is destroyed",
         )
-    raise CheckpointError(
+    raise coded(
+        CheckpointError,
+        "ckpt-group-kind",
         f"{what} takes process_group= a process group of torch.distributed, not a "
-        f"{type(group).__qualname__}; pass mesh.get_group() of a mesh, or None for all ranks"
+        f"{type(group).__qualname__}; pass mesh.get_group() of a mesh, or None for all ranks",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of any kind holds: a model, an optimizer by name, and the rest.
+"""The contents of a checkpoint of any kind: a model, an optimizer by name, and the rest.
 
 {"app": {"model": …, "optim": numbered}}   ┐
 {"model": …, "optimizer": by name}         ├── contents_of ──> Contents ── tree ──> {"model": …,
@@ -17,7 +17,7 @@ import torch
 
 from fsdp2.checkpoint.archives import Record
 from fsdp2.checkpoint.entries import Entry, Piece, Tree, whole_of
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 from fsdp2.core.names import clean
 from fsdp2.core.pieces import piece_of
 
@@ -61,15 +61,14 @@ class Contents:
 
 
 def contents_of(tree: Tree, source: Path) -> Contents:
-    """Find model and optimizer in what a file or a folder holds.
+    """Find model and optimizer in the contents of a file or a folder.
 
     Args:
         tree: entries and plain values, nested as they were saved.
         source: where they are, for messages.
 
     Raises:
-        CheckpointError: what is the model cannot be told, or which name the optimizer's state
-            belongs to.
+        CheckpointError: the model cannot be identified, or the names of the optimizer's states.
     """
     while isinstance(tree, dict) and len(tree) == 1:  # {"app": {"model": …}}
         (inner,) = tree.values()
@@ -83,10 +82,12 @@ def contents_of(tree: Tree, source: Path) -> Contents:
     if not models and _is_model(tree):
         return Contents(_cleaned(tree, source))
     if len(models) != 1 or len(optimizers) > 1 or not _is_model(tree[models[0]]):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-no-model",
             f"'{source}' has no one model that can be told apart among {sorted(map(str, tree))}; "
             f"save a dict with model.state_dict() as 'model' and optimizer.state_dict() as "
-            f"'optimizer'"
+            f"'optimizer'",
         )
     found = Contents(_cleaned(tree[models[0]], source))
     if optimizers:
@@ -109,7 +110,7 @@ def contents_of_step(tree: Nested, source: Path) -> Contents:
 
 
 def _is_model(tree: Nested) -> bool:
-    """Whether it is a state dict of tensors by name; modules may have values beside."""
+    """Whether it is a state dict of tensors by name, possibly with other values of modules."""
     return any(isinstance(v, Entry) for v in tree.values()) and not any(
         not isinstance(key, str) or (isinstance(value, dict) and not key.endswith("_extra_state"))
         for key, value in tree.items()
@@ -120,9 +121,11 @@ def _cleaned(model: Mapping[str, object], source: Path) -> Nested:
     found: Nested = {}
     for name, value in model.items():
         if clean(name) in found:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-names-clash",
                 f"'{source}' has several tensors that are '{clean(name)}' without what wrappers "
-                f"put into names; rename all but one"
+                f"put into names; rename all but one",
             )
         found[clean(name)] = value
     return found
@@ -137,10 +140,12 @@ def _by_name(optimizer: Nested, model: Nested, source: Path) -> Nested:
         names = _names_of(groups, model)
     known = all(key in names for key in state)
     if not known or len({*names.values()}) != len(keys) or not _fits(state, names, model):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-optimizer-numbers",
             f"'{source}' has an optimizer of {len(keys)} parameters whose names it does not tell, "
             f"and a model of {len(model)} tensors; save what get_state_dict() of "
-            f"torch.distributed.checkpoint.state_dict returns, or make it of named_parameters()"
+            f"torch.distributed.checkpoint.state_dict returns, or make it of named_parameters()",
         )
     return {
         "state": {names[key]: dict(kept) for key, kept in state.items()},
@@ -182,7 +187,7 @@ def _fits(state: Mapping[object, Nested], names: Mapping[Any, str], model: Neste
 
 
 def _numbered(optimizer: Nested) -> Nested:
-    """As the optimizer of an unsharded model has it; names beside the numbers."""
+    """The form of an unsharded model's optimizer, with names in addition to numbers."""
     names = [name for group in optimizer["param_groups"] for name in group["params"]]
     number = {name: place for place, name in enumerate(names)}
     return {
@@ -199,12 +204,12 @@ def _numbered(optimizer: Nested) -> Nested:
 
 
 def joined(trees: Sequence[Tree], source: Path) -> Tree:
-    """What ranks have saved of one checkpoint, each its parts, as one tree.
+    """The parts of one checkpoint that ranks have saved, as one tree.
 
-    ShardedTensors and DTensors become whole; of all else it is rank 0's.
+    ShardedTensors and DTensors become full tensors; other values are rank 0's.
 
     Raises:
-        CheckpointError: they are not alike, or parts are missing.
+        CheckpointError: they differ, or parts are missing.
     """
 
     def join(name: str, values: list[Any]) -> Tree:
@@ -245,9 +250,11 @@ def joined(trees: Sequence[Tree], source: Path) -> Tree:
 
 
 def _unlike(source: Path, name: str) -> CheckpointError:
-    return CheckpointError(
+    return coded(
+        CheckpointError,
+        "ckpt-ranks-unlike",
         f"'{source}' has files of ranks that do not have '{name}' alike; pass a folder with the "
-        f"files of one step and of nothing else"
+        f"files of one step and of nothing else",
     )
 
 

@@ -1,14 +1,14 @@
-"""`convert`: from one kind of checkpoint to another, on one process, a block of a tensor at a time.
+"""`convert`: from one kind of checkpoint to another, in one process, a block of a tensor at a time.
 
     steps          a folder of steps, or one step of it        ┐            ┌─> steps
     dcp            a folder of torch.distributed.checkpoint    │            ├─> dcp
     torch, fsdp1   a file of torch.save                        ├─ Contents ─┼─> torch, fsdp1
     ranks          torch FSDP1's sharded state dicts, a file   │            │
-                   of torch.save a rank                        │            │
-    xla            a file of `fsdp2.xla` a rank                │            ├─> xla
+                   of torch.save per rank                      │            │
+    xla            a file of `fsdp2.xla` per rank              │            ├─> xla
     safetensors    a file, or a folder of Hugging Face's       ┘            └─> safetensors
 
-What is written stands beside its place until it is whole and durable.
+The target is written next to its final path until it is complete and durable.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from fsdp2.checkpoint.stores import (
 )
 from fsdp2.checkpoint.tensors import SUFFIX, About, catalogue, plan
 from fsdp2.checkpoint.values import packed, unpacked
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded, resaid
 from fsdp2.sharding.cuts import default_cut
 from fsdp2.xla.files import check_models, check_ranks
 from fsdp2.xla.shards import FORMAT, check_metadata, rows_of
@@ -76,14 +76,14 @@ T = TypeVar("T")
 
 @dataclass
 class Converted:
-    """What `convert` has done.
+    """The result of `convert`.
 
     Attributes:
-        from_kind: what the source was.
-        to_kind: what the target is.
-        step: of the source or the target, where one of them is a folder of steps.
-        left: what the target's kind does not have: "optimizer", "rng", "extra", "states",
-            "rank_extra", and names of the model's that are no tensors.
+        from_kind: the kind of the source.
+        to_kind: the kind of the target.
+        step: of the source or the target, if one of them is a folder of steps.
+        left: parts that the target's kind does not support: "optimizer", "rng", "extra", "states",
+            "rank_extra", and names of the model's entries that are not tensors.
     """
 
     from_kind: str
@@ -102,35 +102,35 @@ def convert(
     ranks: int = 1,
     progress: Progress | None = None,
 ) -> Converted:
-    """Make a checkpoint of another kind, on one process, without a process group or a model.
+    """Change a checkpoint into another kind, in one process, without a process group or a model.
 
     Kinds: "steps", of `save`; "dcp", a folder of `torch.distributed.checkpoint`, also with sharded
     state dicts of torch's FSDP1 and FSDP2; "torch", one file of ``torch.save`` with {"model": …,
     "optimizer": …}, the optimizer's parameters by number, as without sharding; "fsdp1", the same
-    file by name, as of FSDP1's FULL_STATE_DICT; "ranks", SHARDED_STATE_DICT in a file of
-    ``torch.save`` a rank; "xla", files of `fsdp2.xla`; "safetensors". "ranks" is only read.
+    file by name, as with FSDP1's FULL_STATE_DICT; "ranks", SHARDED_STATE_DICT in one file of
+    ``torch.save`` per rank; "xla", files of `fsdp2.xla`; "safetensors". "ranks" can only be read.
 
-    Memory holds 1 MiB of a tensor at a time; one tensor, where ranks have cut it on another dim
-    than the first. No code that a file holds is run. Of a step, hashes are compared before.
+    Memory holds 1 MiB of a tensor at a time; or one tensor, if ranks have sharded it on a dim other
+    than the first. No code from a file runs. The hashes of a step are compared first.
 
     Args:
         source: a file, a folder, or a pattern of files of ranks ("run/ckpt_rank-*.pth").
-        target: a file or a folder that is not there yet; of kind "steps" also one that has other
-            steps. It is there when it is complete and durable.
-        from_kind: what the source is. Default ``None``: recognised by what is there.
-        to_kind: what the target becomes. Default ``None``: "steps" if it is such a folder,
-            "safetensors" and "torch" by the ending of its name.
+        target: a file or a folder that does not exist yet; for kind "steps" also a folder with
+            other steps. It exists only when it is complete and durable.
+        from_kind: the kind of the source. Default ``None``: recognized from its files.
+        to_kind: the kind of the target. Default ``None``: "steps" if it is such a folder,
+            "safetensors" and "torch" by the suffix of its name.
         step: of the source, by default the newest; for a target of kind "steps" also the step to
-            make, which must be given if the source is of another kind.
-        ranks: how many files an "xla" target has. Default 1.
-        progress: is called with bytes done and bytes in all, ever so often. Default ``None``.
+            create, which is required if the source is of another kind.
+        ranks: the number of files of an "xla" target. Default 1.
+        progress: called repeatedly with bytes done and total bytes. Default ``None``.
 
     Returns:
-        Kinds, step, and what the target could not take.
+        Kinds, step, and the parts that the target does not support.
 
     Raises:
-        CheckpointError: the source is of no kind or of several, is broken, or does not say what
-            belongs to which name; the target is there. Nothing has been written then.
+        CheckpointError: the source is of no kind or of several, is broken, or does not assign
+            states to names; or the target exists. Nothing was written in this case.
 
     Example::
 
@@ -140,12 +140,18 @@ def convert(
     origin, place = local_path(source), local_path(target)
     for kind in (from_kind, to_kind):
         if kind is not None and kind not in KINDS:
-            raise CheckpointError(f"convert() knows no kind '{kind}'; pass one of {list(KINDS)}")
+            raise coded(
+                CheckpointError,
+                "ckpt-kind",
+                f"convert() knows no kind '{kind}'; pass one of {list(KINDS)}",
+            )
     found = Converted(from_kind or kind_of(origin), to_kind or _kind_to_be(place), step)
     if found.to_kind == "ranks":
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-kind-ranks",
             "convert() does not write kind 'ranks'; pass to_kind='dcp', which FSDP1's sharded "
-            "state dicts load from"
+            "state dicts load from",
         )
     with _one_sentence(origin, place):
         contents = _read(origin, found)
@@ -158,10 +164,12 @@ def _one_sentence(source: Path, target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-convert-failed",
             f"convert('{source}', '{target}') failed ({type(error).__name__}: "
             f"{error.strerror or error}); nothing that was there has changed, so mend that and "
-            f"call it again"
+            f"call it again",
         ) from error
 
 
@@ -169,7 +177,7 @@ def _one_sentence(source: Path, target: Path) -> Iterator[None]:
 
 
 def kind_of(path: Path) -> str:
-    """The kind of what is there.
+    """The kind of the checkpoint at a path.
 
     Raises:
         CheckpointError: it is of none or of several.
@@ -181,13 +189,17 @@ def kind_of(path: Path) -> str:
     else:
         found = _kinds_of_files(_matching(path))
     if not found:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-kind-none",
             f"'{path}' is no checkpoint that convert() knows; pass a folder of steps or of DCP, "
-            f"files of torch.save or of safetensors"
+            f"files of torch.save or of safetensors",
         )
     if len(found) > 1:
-        raise CheckpointError(
-            f"'{path}' may be of kinds {found}; pass from_kind=, or the path of one of them"
+        raise coded(
+            CheckpointError,
+            "ckpt-kind-several",
+            f"'{path}' may be of kinds {found}; pass from_kind=, or the path of one of them",
         )
     return found[0]
 
@@ -196,8 +208,10 @@ def _kinds_of_file(path: Path) -> list[str]:
     with path.open("rb") as file:
         begin = file.read(len(_OLDER))
     if begin == _OLDER:
-        raise CheckpointError(
-            f"'{path}' is of torch.save's format before torch 1.6; load it, and save it again"
+        raise coded(
+            CheckpointError,
+            "ckpt-file-older",
+            f"'{path}' is of torch.save's format before torch 1.6; load it, and save it again",
         )
     if begin[8:9] == b"{":  # behind the length of the header
         return ["safetensors"]
@@ -216,7 +230,7 @@ def _kinds_of_folder(path: Path) -> list[str]:
 
 
 def _kinds_of_files(paths: Sequence[Path]) -> list[str]:
-    """Of files of ranks."""
+    """The kinds of files of ranks."""
     kinds = {"xla" if _is_xla(read_file(path)) else "ranks" for path in paths}
     return sorted(kinds)
 
@@ -237,8 +251,10 @@ def _kind_to_be(path: Path) -> str:
         return "steps"
     kind = "torch" if path.suffix in _FILES else "safetensors" if path.suffix == SUFFIX else None
     if kind is None:
-        raise CheckpointError(
-            f"'{path}' does not say of which kind it shall be; pass to_kind=, one of {list(KINDS)}"
+        raise coded(
+            CheckpointError,
+            "ckpt-kind-to-be",
+            f"'{path}' does not say of which kind it shall be; pass to_kind=, one of {list(KINDS)}",
         )
     return kind
 
@@ -257,8 +273,10 @@ def _read(path: Path, found: Converted) -> Contents:
         return _read_xla(path)
     paths = [path] if path.is_file() else _matching(path)
     if found.from_kind != "ranks" and len(paths) != 1:
-        raise CheckpointError(
-            f"'{path}' is not one file of torch.save; pass the file, or from_kind='ranks'"
+        raise coded(
+            CheckpointError,
+            "ckpt-one-file",
+            f"'{path}' is not one file of torch.save; pass the file, or from_kind='ranks'",
         )
     return contents_of(joined([read_file(each) for each in paths], path), path)
 
@@ -307,13 +325,17 @@ def _nested(folder: Path, metadata: Metadata) -> tuple[Nested, Nested]:
         info = stored[index]
         path = folder / info.relative_path
         if not path.is_file():
-            raise CheckpointError(
-                f"'{path}' is missing; load another step, or copy all files of this one"
+            raise coded(
+                CheckpointError,
+                "ckpt-file-missing",
+                f"'{path}' is missing; load another step, or copy all files of this one",
             )
         if getattr(info, "transform_descriptors", None):
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-compressed",
                 f"'{path}' is compressed; load it with torch.distributed.checkpoint, and save it "
-                f"without extensions"
+                f"without extensions",
             )
         file = mapped.setdefault(info.relative_path, MappedFile(path))
         return read_archive(file, info.offset, info.offset + info.length), file
@@ -357,7 +379,7 @@ def _read_xla(path: Path) -> Contents:
         ]
         check_models(tensors, ordered, [metadata[name] for name in ordered])
     except (ValueError, FileNotFoundError) as error:
-        raise CheckpointError(str(error)) from error
+        raise resaid(CheckpointError, str(error)) from error
     found: Nested = {}
     made: dict[object, Entry] = {}
     for name, value in models[0].items():
@@ -429,8 +451,10 @@ def _write(
     if kind != "steps":
         contents.beside.pop("about", None)
     if kind != "steps" and place.exists():
-        raise CheckpointError(
-            f"'{place}' is there already; pass another target, or remove it before"
+        raise coded(
+            CheckpointError,
+            "ckpt-target-there",
+            f"'{place}' is there already; pass another target, or remove it before",
         )
     if kind in ("xla", "safetensors"):
         rest = {"optimizer": contents.optimizer, "rng": contents.rng, "extra": contents.extra}
@@ -453,7 +477,7 @@ def _write(
 
 
 def _saving(place: Path) -> Path:
-    """Where a target is written; what a crash has left there goes."""
+    """The path where a target is written; removes the remains of a crash there."""
     path = place.with_name(f".saving-{place.name}")
     files.discard(path)
     files.make_folders(place.parent)
@@ -498,29 +522,22 @@ def _write_file(path: Path, tree: Tree, progress: Progress | None) -> None:
 def _write_step(
     root: Path, contents: Contents, found: Converted, progress: Progress | None
 ) -> None:
-    step = found.step
-    if step is None:
-        raise CheckpointError("convert() to kind 'steps' needs the number of the step; pass step=")
-    if root.exists() and not root.is_dir():
-        raise CheckpointError(f"'{root}' is a file; pass a folder")
-    if DiskStore(root).has(step):
-        raise CheckpointError(
-            f"'{root}' has step {step} already; save another, or call "
-            f"fsdp2.checkpoint.remove(folder, {step}) before"
-        )
+    step = _step_to_write(root, found)
     entries: dict[int, Entry] = {}
 
     def entry(value: Tree) -> Tree:
-        """Of a tensor without memory what it stands for; others are the bytes of numpy's arrays."""
+        """For a tensor without memory, its entry; otherwise the bytes of a numpy array."""
         found = entries.get(id(value), value)
         return Entry.of(found) if isinstance(found, torch.Tensor) else found
 
     extra = _metas(contents.extra, entries)
     held = packed(extra)
     if held.wrong:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-convert-value",
             f"convert() found {held.wrong[0]}, which only running code would load; leave it out of "
-            f"what is converted to steps"
+            f"what is converted to steps",
         )
     tree = contents.tree()
     tree.pop("extra", None)
@@ -550,6 +567,27 @@ def _write_step(
         raise
     files.DISK.rename(saving, step_folder(root, step))
     files.DISK.sync_folder(root)
+
+
+def _step_to_write(root: Path, found: Converted) -> int:
+    """The number of the step, of which the folder has none yet."""
+    step = found.step
+    if step is None:
+        raise coded(
+            CheckpointError,
+            "ckpt-convert-step",
+            "convert() to kind 'steps' needs the number of the step; pass step=",
+        )
+    if root.exists() and not root.is_dir():
+        raise coded(CheckpointError, "ckpt-is-file", f"'{root}' is a file; pass a folder")
+    if DiskStore(root).has(step):
+        raise coded(
+            CheckpointError,
+            "ckpt-step-there",
+            f"'{root}' has step {step} already; save another, or call "
+            f"fsdp2.checkpoint.remove(folder, {step}) before",
+        )
+    return step
 
 
 def _metas(tree: Tree, entries: dict[int, Entry]) -> Tree:
@@ -608,9 +646,13 @@ def _write_dcp(
 
 
 def _write_xla(folder: Path, contents: Contents, ranks: int, progress: Progress | None) -> None:
-    """A file a rank, cut on the dims that wrappers cut on."""
+    """One file per rank, sharded on the dims that wrappers shard."""
     if not isinstance(ranks, int) or ranks < 1:
-        raise CheckpointError(f"convert(ranks=…) takes a number of ranks from 1, not {ranks!r}")
+        raise coded(
+            CheckpointError,
+            "ckpt-xla-ranks",
+            f"convert(ranks=…) takes a number of ranks from 1, not {ranks!r}",
+        )
     model = {name: value for name, value in contents.model.items() if isinstance(value, Entry)}
     params = set(model)
     if contents.optimizer is not None:
@@ -641,7 +683,7 @@ def _write_xla(folder: Path, contents: Contents, ranks: int, progress: Progress 
 def _rows(
     model: Mapping[str, Entry], infos: Mapping[str, Any], ranks: int, rank: int
 ) -> dict[str, Entry]:
-    """What one rank has of each; tied ones stay tied."""
+    """One rank's rows of each; tied ones stay tied."""
     made: dict[Entry, Entry] = {}
     for name, value in model.items():
         info = infos.get(name)

@@ -1,10 +1,10 @@
-"""Tensors that stay in their files: mapped, read block by block, and let go behind.
+"""Tensors that stay in their files: mapped, read block by block, and released after use.
 
     __0_0.distcp  ─ mapped ─> Piece(offsets (0, 0)) ┐
     __1_0.distcp  ─ mapped ─> Piece(offsets (4, 0)) ┴─> Entry ── blocks() ──> bytes, row-major
 
-Memory holds a block of a tensor at a time. One whose pieces are not cut along dim 0 alone is put
-together first: memory holds that one tensor.
+Memory holds a block of a tensor at a time. If a tensor's pieces are not split only on dim 0, it is
+assembled first: memory holds that one tensor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fsdp2.checkpoint.boxes import cover
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 BLOCK = 1 << 20  # bytes that are read at once, unless one element of dim 0 of a piece has more
 _AT_ONCE = 1 << 24  # the same, of what is in memory anyway
@@ -44,7 +44,11 @@ class MappedFile:
         self.path = path
         self.length = path.stat().st_size
         if not self.length:
-            raise CheckpointError(f"'{path}' is empty; save it again, or copy the whole file")
+            raise coded(
+                CheckpointError,
+                "ckpt-file-empty",
+                f"'{path}' is empty; save it again, or copy the whole file",
+            )
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._begin = self.values(0, 1, torch.uint8).data_ptr()
@@ -125,7 +129,7 @@ class Piece:
         return _AT_ONCE if self.file is None else BLOCK
 
     def blocks(self) -> Iterator[torch.Tensor]:
-        """Views one after the other, in row-major order; pages go behind each."""
+        """Views one after the other, in row-major order; pages are released after each."""
         for block in _blocks(self.tensor, self.block):
             yield block
             if self.file is not None:
@@ -233,9 +237,11 @@ def whole_of(
     covered = sum(piece.tensor.numel() for piece in kept)
     boxes = [(piece.offsets, tuple(piece.tensor.shape)) for piece in kept]
     if any(piece.tensor.dtype != dtype for piece in kept) or not cover(shape, boxes):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-parts-missing",
             f"'{source}' has {covered} of {math.prod(shape)} elements of '{name}'; copy the files "
-            f"of all ranks, of one step"
+            f"of all ranks, of one step",
         )
     return Entry(tuple(shape), dtype, tuple(kept))
 

@@ -1,12 +1,12 @@
 """`export`: a folder that Hugging Face's libraries load, written by all ranks at once.
 
-1. every rank   what it has of which tensor            ─> all ranks: files, headers, offsets
+1. every rank   which parts of which tensors it has    ─> all ranks: files, headers, offsets
 2. rank 0       files with headers and lengths            .exporting-OUT/
-3. every rank   its slices, at their offsets; what it has written is synced
+3. every rank   its slices, at their offsets; syncs what it has written
 4. rank 0       the folder synced, renamed                .exporting-OUT -> OUT
 
-Nothing is gathered, and nothing is put together afterwards. A rank stages at most 8 MiB of a live
-model; of a saved step, one saved piece of a tensor at a time.
+Nothing is gathered, and nothing is merged afterwards. A rank stages at most 8 MiB of a live model;
+of a saved step, one saved piece of a tensor at a time.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from fsdp2.checkpoint.folder import (
 from fsdp2.checkpoint.state import Held, Reader, held_by, read_chunk
 from fsdp2.checkpoint.stores import AnyPath, PathLike, disk_path, local_path
 from fsdp2.checkpoint.tensors import About, Layout, Writer, plan
-from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import CheckpointError, coded
 
 Names = Callable[[str], str | None]
 """A model's name of a tensor -> its name in the files; ``None``: it is not there."""
@@ -56,13 +56,13 @@ _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export` has made.
+    """The result of `export`.
 
     Attributes:
         folder: the folder.
         files: its safetensors files.
         nbytes: bytes of all files.
-        tied: names that were left out, each with the name under which its values are.
+        tied: names that were left out, each with the name under which its values are stored.
     """
 
     folder: Path
@@ -83,39 +83,40 @@ def export(
     progress: Progress | None = None,
     process_group: ProcessGroup | None = None,
 ) -> Exported:
-    """Write a model's parameters and persistent buffers as Hugging Face's libraries read them.
+    """Write a model's parameters and persistent buffers in the format of Hugging Face's libraries.
 
-    One file ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and an index. Every rank
-    of the process group calls it, with the same arguments, between steps; without a process group
-    one process does. Each rank writes its own slices, and of a tensor that several ranks have
-    one of them. The folder is there when it is complete and durable, and not before. What a crash
-    leaves is ``.exporting-FOLDER`` beside it, which the next call removes.
+    It writes one file ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and an index.
+    Every rank of the process group calls it, with the same arguments, between steps; without a
+    process group, a single process does. Each rank writes its own slices; if several ranks have a
+    tensor, one of them writes it. The folder exists only when it is complete and durable. A crash
+    leaves ``.exporting-FOLDER`` next to it, which the next call removes.
 
-    The package ``safetensors`` is not needed: it has no writer for several processes. The bytes are
-    those that it writes. Shards that are not cut on dim 0 are written run by run: the shorter the
+    The package ``safetensors`` is not needed: it has no writer for several processes. The bytes
+    equal those that it writes. Shards on a dim other than 0 are written run by run: the shorter the
     runs, the slower.
 
     Args:
-        folder: where it will be; it must not be there yet. All ranks must see it.
-        source: a model, sharded in any way or not at all; or a folder of steps, as of `save`, a URL
-            too, whose tensors the ranks share out, piece by piece.
-        step: of a folder of steps: which. Default ``None``: the newest complete one.
+        folder: the target, which must not exist yet. All ranks must see it.
+        source: a model, sharded in any way or not at all; or a folder of steps, as for `save`, or
+            its URL, whose tensors the ranks divide among them, piece by piece.
+        step: the step of a folder of steps. Default ``None``: the newest complete one.
         format: "safetensors".
-        dtype: floating-point tensors are cast to it. Default ``None``: their own.
-        shard_size: of tensors in a file, at most: bytes, or "5GB" (10**9) or "5GiB" (2**30). A
-            larger tensor has a file of its own. Default "5GB".
-        names: the model's name of a tensor -> its name in the files; ``None`` leaves it out.
+        dtype: floating-point tensors are cast to it. Default ``None``: no cast.
+        shard_size: maximum size of the tensors in a file: bytes, or "5GB" (10**9) or "5GiB"
+            (2**30). A larger tensor gets its own file. Default "5GB".
+        names: maps the model's name of a tensor to its name in the files; ``None`` leaves it out.
             Default: the same.
-        progress: called with the bytes that this rank has written, and that it will write.
-        process_group: as of `save`.
+        progress: called with the bytes that this rank has written, and the total that it will
+            write.
+        process_group: as for `save`.
 
     Returns:
-        The folder, its files, and which tied names stand for others. A tied tensor is written once,
-        under the name that comes first, and the metadata of its file have the others, as
-        ``safetensors.torch.save_model`` has them. A saved step has all names, and knows no ties.
+        The folder, its files, and the tied names that represent others. A tied tensor is written
+        once, under its first name, and the metadata of its file list the others, as with
+        ``safetensors.torch.save_model``. A saved step has all names and does not record ties.
 
     Raises:
-        CheckpointError: on all ranks alike; the folder is not there then.
+        CheckpointError: on all ranks; the folder does not exist in this case.
 
     Example::
 
@@ -151,15 +152,15 @@ def export(
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a rank tells the others.
+    """A rank's message to the others.
 
     Attributes:
         arguments: which must be the same on all.
         shard_bytes: one of them.
         tensors: by the name in the files, in order; dtypes as they will be there.
         sources: the source's name of each.
-        boxes: what it has of each; none of one of which it has nothing.
-        whole: names of those that every rank has whole, such as buffers.
+        boxes: its parts of each tensor; tensors without a part are absent.
+        whole: names of those that every rank holds in full, such as buffers.
         tied: names of the files for others of them.
     """
 
@@ -174,7 +175,7 @@ class _Facts:
 
 @dataclass(frozen=True)
 class _Shared:
-    """What all ranks know then; the same on each.
+    """The facts that all ranks then know; the same on each.
 
     Attributes:
         tensors: by name, in order.
@@ -190,9 +191,11 @@ class _Shared:
     def of(cls, facts: Sequence[_Facts]) -> _Shared:
         """Raises what cannot be written, from what all have told: on all ranks alike."""
         if any(other.arguments != facts[0].arguments for other in facts):
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "export-arguments",
                 f"export() got other arguments on other ranks "
-                f"({[other.arguments for other in facts]}); pass the same on all"
+                f"({[other.arguments for other in facts]}); pass the same on all",
             )
         tensors: dict[str, About] = {}
         sources: dict[str, str] = {}
@@ -200,15 +203,19 @@ class _Shared:
         for other in facts:
             for name, about in other.tensors.items():
                 if tensors.setdefault(name, about) != about:
-                    raise CheckpointError(
+                    raise coded(
+                        CheckpointError,
+                        "export-models",
                         f"'{name}' is {about} on one rank and {tensors[name]} on another; build "
-                        f"the same model on all ranks"
+                        f"the same model on all ranks",
                     )
             for name, own in other.sources.items():
                 if sources.setdefault(name, own) != own:
-                    raise CheckpointError(
+                    raise coded(
+                        CheckpointError,
+                        "export-clash-on-ranks",
                         f"export(names=…) made '{name}' of '{sources[name]}' and of '{own}' on "
-                        f"another rank; return another name for one, or None to leave it out"
+                        f"another rank; return another name for one, or None to leave it out",
                     )
             tied |= other.tied
         tied = {name: kept for name, kept in tied.items() if name not in tensors}
@@ -231,9 +238,11 @@ def _owners(facts: Sequence[_Facts], tensors: Mapping[str, About]) -> dict[tuple
         elements[name] += math.prod(box[1])
     for name, about in tensors.items():
         if elements[name] != math.prod(about.shape):
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "export-incomplete",
                 f"the ranks have {elements[name]} of {math.prod(about.shape)} elements of "
-                f"'{name}'; call export() on all ranks of the model's meshes"
+                f"'{name}'; call export() on all ranks of the model's meshes",
             )
     return found
 
@@ -259,10 +268,10 @@ class _Export(ABC):
     tied: dict[str, str] = field(default_factory=dict)
 
     def mapped(self) -> dict[str, str]:
-        """The names of what is written, by the source's.
+        """The names of the written tensors, by the source's.
 
         Raises:
-            CheckpointError: two tensors have one name, or a name is no string.
+            CheckpointError: two tensors have one name, or a name is not a string.
         """
         found: dict[str, str] = {}
         taken: dict[str, str] = {}
@@ -271,14 +280,18 @@ class _Export(ABC):
             if other is None:
                 continue
             if not isinstance(other, str):
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "export-name",
                     f"export(names=…) made {other!r} of '{name}'; return a string, or None to "
-                    f"leave it out"
+                    f"leave it out",
                 )
             if other in taken:
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "export-clash",
                     f"export(names=…) made '{other}' of '{taken[other]}' and of '{name}'; return "
-                    f"another name for one, or None to leave it out"
+                    f"another name for one, or None to leave it out",
                 )
             taken[other] = name
             found[name] = other
@@ -309,12 +322,12 @@ class _Export(ABC):
         )
 
     def whole(self) -> set[str]:
-        """Of what every rank has whole the first rank's is meant."""
+        """For tensors that every rank holds in full, the first rank's copy is used."""
         return set()
 
     @abstractmethod
     def parts(self, name: str) -> Iterator[tuple[Box, Callable[[], Tensor]]]:
-        """What this rank has of a tensor, and how to get it."""
+        """This rank's parts of a tensor, and how to read them."""
 
     def write(self, writer: Writer, shared: _Shared, progress: Progress | None) -> None:
         mapped = self.mapped()
@@ -337,7 +350,7 @@ class _Export(ABC):
 
 @dataclass
 class _LiveJob(_Export):
-    """Of a model."""
+    """The export of a model."""
 
     held: dict[str, Held] = field(default_factory=dict)
 
@@ -345,15 +358,19 @@ class _LiveJob(_Export):
         self.held, self.tied, others = held_by(model)
         for name in others:
             if self.names(name) is not None:
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "export-no-tensor",
                     f"'{name}' is no tensor, and safetensors knows tensors alone; pass names= that "
-                    f"returns None for it"
+                    f"returns None for it",
                 )
         for name, held in self.held.items():
             if held.local.is_meta and self.names(name) is not None:
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "export-meta",
                     f"'{name}' is on the meta device and has no values; give it some before "
-                    f"export()"
+                    f"export()",
                 )
             self.tensors[name] = About(held.shape, held.dtype)
             if held.local.numel():
@@ -369,7 +386,7 @@ class _LiveJob(_Export):
 
 @dataclass
 class _SavedJob(_Export):
-    """Of a saved step: pieces go round the ranks."""
+    """The export of a saved step: ranks take pieces in turn."""
 
     path: AnyPath = Path()
     metadata: Metadata = field(default_factory=lambda: Metadata({}))
@@ -390,9 +407,11 @@ class _SavedJob(_Export):
             if not isinstance(about, TensorStorageMetadata):
                 if self.names(name) is None:
                     continue
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "export-no-tensor",
                     f"'{name}' is no tensor, and safetensors knows tensors alone; pass names= that "
-                    f"returns None for it"
+                    f"returns None for it",
                 )
             self.tensors[name] = About(tuple(about.size), about.properties.dtype)
             for chunk in about.chunks:
@@ -426,23 +445,35 @@ def _facts(
 ) -> _Facts:
     """Check the arguments, look at the source; the job is put into ``jobs``."""
     if format != "safetensors":
-        raise CheckpointError(f"export(format=…) takes 'safetensors', not {format!r}")
+        raise coded(
+            CheckpointError,
+            "export-format",
+            f"export(format=…) takes 'safetensors', not {format!r}",
+        )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise CheckpointError(f"export(dtype=…) takes a floating-point dtype or None, not {dtype}")
+        raise coded(
+            CheckpointError,
+            "export-dtype",
+            f"export(dtype=…) takes a floating-point dtype or None, not {dtype}",
+        )
     shard_bytes = _bytes_in(shard_size)
     local_path(out)
     if out.exists() or out.is_symlink():
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "export-there",
             f"'{out}' is there already, and export() replaces nothing; name another folder, or "
-            f"remove it"
+            f"remove it",
         )
     job: _LiveJob | _SavedJob
     named = names or (lambda name: name)
     if isinstance(source, nn.Module):
         if step is not None:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "export-step-of-model",
                 f"export(step={step}) is of a folder of steps, but was given a model; leave step "
-                f"out, or pass the folder"
+                f"out, or pass the folder",
             )
         job = _LiveJob(call, named, dtype)
         job.take(source)
@@ -465,8 +496,11 @@ def _bytes_in(size: int | str) -> int:
         units = _BINARY if binary else _UNITS
         bytes_ = int(float(number) * units.get(unit.upper(), 0))
     if bytes_ < 1:
-        raise CheckpointError(
-            f"export(shard_size=…) takes bytes, or a string such as '5GB' or '500MiB', not {size!r}"
+        raise coded(
+            CheckpointError,
+            "export-shard-size",
+            f"export(shard_size=…) takes bytes, or a string such as '5GB' or '500MiB', not "
+            f"{size!r}",
         )
     return bytes_
 
@@ -475,14 +509,18 @@ def _bytes_in(size: int | str) -> int:
 
 
 def _begin(out: Path, writing: Path, layout: Layout, writer: Writer) -> None:
-    """All files with their headers, beside the place; what an earlier crash left is gone."""
+    """Create all files with their headers in a temporary folder; removes remains of an earlier
+    crash.
+    """
     files.discard(writing)
     above = next(path for path in out.absolute().parents if path.is_dir())
     free = files.free_bytes(above)
     if free < layout.total:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "export-disk",
             f"'{out}' will have {layout.total:,} bytes, and the disk of '{above}' has {free:,} "
-            f"free; make room, or name a folder on another disk"
+            f"free; make room, or name a folder on another disk",
         )
     files.make_folders(out.parent)
     files.DISK.make_folder(writing)

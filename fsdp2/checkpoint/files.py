@@ -1,7 +1,7 @@
-"""Every file operation that writes, in one place, and what is found of files.
+"""Every file operation that writes, in one module, and facts about files.
 
-`DISK` makes, writes, syncs, renames and removes; nobody else in the room does. Tests put one in its
-place that writes down what is done, so that a crash can be played after each operation.
+`DISK` creates, writes, syncs, renames and removes; no other code in the room does. Tests replace it
+by one that records operations, so that they can replay a crash after each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Literal, Protocol
 LOG = logging.getLogger("fsdp2.checkpoint")
 
 HASH = "crc32"
-"""What files are compared by, as the manifest names it: see `Checksum`."""
+"""The type of checksum, as named in the manifest: see `Checksum`."""
 
 _CHUNK = 1 << 22  # bytes that are read at once
 _BESIDE = 1 << 20  # bytes from which a checksum is computed beside the write
@@ -41,7 +41,9 @@ _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
 
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
-"""What file systems say that cannot sync a folder, as some of FUSE, SMB and of virtual machines."""
+"""Error codes of file systems that cannot sync a folder, as some of FUSE, SMB and of virtual
+machines.
+"""
 
 
 _unsynced: set[int] = set()
@@ -63,15 +65,15 @@ def _warn_of_names(path: Path, error: OSError) -> None:
 
 
 class BrokenError(ValueError):
-    """Of a file: what is in it fits nothing."""
+    """The contents of a file are invalid."""
 
 
 class Checksum:
-    """CRC-32 of bytes, as gzip and zip files have it.
+    """CRC-32 of bytes, as in gzip and zip files.
 
-    It differs for every flipped bit and for all damage within 32 bits in a row; of other damage it
-    misses one in 2**32. It is no protection against who means to deceive: neither would any hash be
-    that stands beside what it is of. It costs a seventh of SHA-256.
+    It differs for every flipped bit and for all damage within 32 consecutive bits; it misses one in
+    2**32 of other damage. It does not protect against deliberate changes, and neither would any
+    hash that is stored next to the data. It costs a seventh of SHA-256.
     """
 
     def __init__(self) -> None:
@@ -85,7 +87,7 @@ class Checksum:
 
 
 class Disk:
-    """What is done to files."""
+    """The file operations."""
 
     def make_folder(self, path: Path) -> None:
         os.mkdir(path)
@@ -147,7 +149,7 @@ DISK = Disk()
 
 
 Fact = tuple[int, str]
-"""Of a file: bytes, checksum."""
+"""A file's number of bytes and checksum."""
 
 
 class Summed(io.RawIOBase):
@@ -229,7 +231,7 @@ class DurableFiles:
 
 
 def fact_of(data: bytes) -> Fact:
-    """Of a file with these bytes."""
+    """The fact of a file with these bytes."""
     found = Checksum()
     found.update(data)
     return len(data), found.hexdigest()
@@ -272,7 +274,7 @@ def read_at(file: BinaryIO, into: memoryview, offset: int) -> int:
 
 
 def free_bytes(path: Path) -> int:
-    """What the disk below a folder that is there takes of this user."""
+    """Bytes that this user may still write below an existing folder."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 
@@ -293,7 +295,7 @@ def make_folder(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and all below; of a link the link alone, never what is behind it."""
+    """Remove a folder and everything below; of a link only the link, never its target."""
     if path.is_symlink() or not path.is_dir():
         DISK.remove(path)
         return

@@ -1,6 +1,6 @@
-"""A folder of steps: which are complete, what they hold, whether their bytes are still the same.
+"""A folder of steps: which are complete, their contents, whether their bytes are unchanged.
 
-`stores` and `remote` say what lies where.
+`stores` and `remote` define the positions of files.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from fsdp2.checkpoint.stores import (
     local_path,
     step_name,
 )
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 
 FORMAT = 1
 
 Progress = Callable[[int, int], object]
-"""Takes bytes that are done, and bytes in all."""
+"""Called with bytes done and total bytes."""
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a step consists of.
+    """The contents of a step.
 
     Attributes:
         step: its number.
-        ranks: how many ranks have written it.
+        ranks: the number of ranks that wrote it.
         files: by name, [bytes, checksum] of every file but this one.
-        extra: what the user added; a tensor in it is {"tensor": place}.
+        extra: the user's values; a tensor in it is {"tensor": position}.
         has_optimizer: whether an optimizer was saved.
-        torch: the version that has written it.
-        metric: what `Keep` compares, if that was given.
-        hash: what the checksums are; see `files.Checksum`.
-        digest: SHA-256 of all of this without it.
-        format: of the folder; another one is refused.
+        torch: the version that wrote it.
+        metric: the value that `Keep` compares, if given.
+        hash: the type of the checksums; see `files.Checksum`.
+        digest: SHA-256 of all other fields.
+        format: of the folder; any other one raises.
     """
 
     step: int
@@ -85,32 +85,32 @@ class Manifest:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is what was written."""
+        """Whether it is unchanged since it was written."""
         return self.digest == self._digest()
 
 
 def store_of(path: PathLike) -> Store:
-    """Where the steps of a folder are: on a disk, or behind a URL.
+    """The store of a folder's steps: on a disk, or at a URL.
 
     Raises:
-        CheckpointError: the URL cannot be reached from here.
+        CheckpointError: the URL cannot be reached from this process.
     """
     return RemoteStore(os.fspath(path)) if is_url(path) else DiskStore(local_path(path))
 
 
 def any_path(path: PathLike) -> AnyPath:
-    """What is to be read: on a disk, or behind a URL.
+    """The path to read: on a disk, or at a URL.
 
     Raises:
-        CheckpointError: the URL cannot be reached from here.
+        CheckpointError: the URL cannot be reached from this process.
     """
     return remote_path(os.fspath(path)) if is_url(path) else local_path(path)
 
 
 def steps(folder: PathLike) -> list[int]:
-    """The complete steps of a folder, oldest first; none where there is no folder.
+    """Return the complete steps of a folder, oldest first; an empty list if there is no folder.
 
-    A step that a branch has replaced is not among them: see `replaced`.
+    It does not contain steps that a branch has replaced: see `replaced`.
 
     Example::
 
@@ -121,11 +121,11 @@ def steps(folder: PathLike) -> list[int]:
 
 
 def replaced(folder: PathLike) -> dict[int, str]:
-    """The complete steps that a branch has replaced, and by what.
+    """Return the complete steps that a branch has replaced, and the reason.
 
-    After ``load(step=200)``, the next save of that model replaces all steps behind 200: it is the
-    newest then. What is replaced is loaded by its number alone, is the first that ``keep`` removes,
-    and gives way to a save of its number.
+    After ``load(step=200)``, the next save of that model replaces all steps after 200: it is then
+    the newest. A replaced step is loaded only by its number, is the first that ``keep`` removes,
+    and is overwritten by a save with its number.
 
     Example::
 
@@ -136,7 +136,7 @@ def replaced(folder: PathLike) -> dict[int, str]:
 
 
 def unfinished(folder: PathLike) -> list[str]:
-    """Names of what a save or a removal has left half-done; `remove` removes them.
+    """Return the names of incomplete saves and removals; `remove` removes them.
 
     Do not call `remove` for them while a save into the folder runs.
     """
@@ -144,33 +144,43 @@ def unfinished(folder: PathLike) -> list[str]:
 
 
 def read_manifest(store: Store, step: int | None) -> Manifest:
-    """The manifest of a complete step; without ``step`` of the newest.
+    """The manifest of a complete step; without ``step``, of the newest.
 
     Raises:
-        CheckpointError: there is no such step, or it is not one that this version reads.
+        CheckpointError: there is no such step, or this version cannot read it.
     """
     known = store.steps()
     there = step is not None and store.has(step)  # also one that a branch has replaced
     if not known and not there:
-        raise CheckpointError(
-            f"'{store}' has no complete step; pass the folder that save() was given"
+        raise coded(
+            CheckpointError,
+            "ckpt-none",
+            f"'{store}' has no complete step; pass the folder that save() was given",
         )
     if step is not None and not there:
-        raise CheckpointError(f"'{store}' has no complete step {step}; load one of {known}")
+        raise coded(
+            CheckpointError,
+            "ckpt-unknown-step",
+            f"'{store}' has no complete step {step}; load one of {known}",
+        )
     number = known[-1] if step is None else step
     path = store.folder(number) / MANIFEST
     try:
         content = json.loads(path.read_bytes().decode())
         version, kind = content["format"], content.get("hash", HASH)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"'{path}' is no manifest of a step; load another step, or the folder's copy"
+        raise coded(
+            CheckpointError,
+            "ckpt-no-manifest",
+            f"'{path}' is no manifest of a step; load another step, or the folder's copy",
         ) from error
     if version != FORMAT or kind != HASH:
         about = version if kind == HASH else f"{version} with {kind}"
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-format",
             f"'{path}' is of format {about}, and this version reads format {FORMAT}; load it "
-            f"with the version of fsdp2 that has written it"
+            f"with the version of fsdp2 that has written it",
         )
     try:
         manifest = Manifest(**content)
@@ -180,8 +190,10 @@ def read_manifest(store: Store, step: int | None) -> Manifest:
     except (TypeError, ValueError, AttributeError, RecursionError):
         whole = False
     if not whole:
-        raise CheckpointError(
-            f"'{path}' is not what save() wrote there; load another step, or the folder's copy"
+        raise coded(
+            CheckpointError,
+            "ckpt-manifest-changed",
+            f"'{path}' is not what save() wrote there; load another step, or the folder's copy",
         )
     return manifest
 
@@ -213,14 +225,16 @@ def broken_values(place: AnyPath) -> Iterator[None]:
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # files may be broken in any way
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-value-broken",
             f"'{os.fspath(place)}' holds a value that no save has written "
-            f"({type(error).__name__}); load another step, or copy its files again"
+            f"({type(error).__name__}); load another step, or copy its files again",
         ) from error
 
 
 def items_of(store: Store, manifest: Manifest) -> AnyPath:
-    """Where DCP's files of a complete step are."""
+    """The folder of DCP's files in a complete step."""
     inside = items_folder(manifest.files)
     place = store.folder(manifest.step)
     return place / inside if inside else place
@@ -236,13 +250,17 @@ def check_files(store: Store, manifest: Manifest) -> None:
     for name, (length, _) in manifest.files.items():
         path = place / name
         if name not in there:
-            raise CheckpointError(
-                f"'{path}' is missing; load another step, or copy all files of this one"
+            raise coded(
+                CheckpointError,
+                "ckpt-file-missing",
+                f"'{path}' is missing; load another step, or copy all files of this one",
             )
         if there[name] != length:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-file-short",
                 f"'{path}' has {there[name]} bytes of {length}; load another step, or "
-                f"copy the file again"
+                f"copy the file again",
             )
 
 
@@ -255,18 +273,20 @@ def check_hashes(store: Store, manifest: Manifest, names: Iterable[str]) -> None
     for name in names:
         path = store.folder(manifest.step) / name
         if files.hash_of(path) != manifest.files[name][1]:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-file-changed",
                 f"'{path}' has other bytes than were saved; load another step, or copy the file "
-                f"again"
+                f"again",
             )
 
 
 def newest_readable(store: Store, verify: bool) -> Manifest:
-    """The manifest of the newest step whose files are there, with an index that is whole.
+    """The manifest of the newest step whose files exist, with a complete index.
 
     Args:
         store: where the steps are.
-        verify: whether to compare every byte as well; on this rank alone.
+        verify: whether to also compare every byte, only on this rank.
 
     Raises:
         CheckpointError: no step can be read.
@@ -283,27 +303,29 @@ def newest_readable(store: Store, verify: bool) -> Manifest:
             LOG.warning("step %d of '%s' cannot be read (%s); an older one is", step, store, error)
         else:
             return manifest
-    raise CheckpointError(
+    raise coded(
+        CheckpointError,
+        "ckpt-none-readable",
         f"'{store}' has no complete step that can be read, of {known}; pass the folder that save() "
-        f"was given, or a copy of it"
+        f"was given, or a copy of it",
     )
 
 
 def verify(
     folder: PathLike, step: int | None = None, *, progress: Progress | None = None
 ) -> list[str]:
-    """Read every byte of a step, and name the files that are not what was saved.
+    """Read every byte of a step, and return the files that differ from what was saved.
 
-    Local: call it on one rank, or in no job at all.
+    Local: call it on one rank, or without a job.
 
     Args:
-        folder: as of `save`.
+        folder: as for `save`.
         step: the step. Default ``None``: all complete ones.
-        progress: called with bytes read and bytes in all. Default ``None``.
+        progress: called with bytes read and total bytes. Default ``None``.
 
     Returns:
-        A line for each file that is missing, cut short or changed, which begins with its path;
-        empty if everything is as it was saved.
+        One line for each file that is missing, truncated or changed, which begins with its path;
+        empty if all files are unchanged.
 
     Raises:
         CheckpointError: there is no such step.
@@ -352,16 +374,17 @@ def _changed(
 
 
 def remove(folder: PathLike, step: int | None = None) -> list[str]:
-    """Remove a complete step, or all that is half-done.
+    """Remove a complete step, or all incomplete data.
 
-    Local: call it on one rank, while nobody saves into the folder.
+    Local: call it on one rank, while no job saves into the folder.
 
     Args:
-        folder: as of `save`.
-        step: the step to remove. Default ``None``: whatever `unfinished` names, and no step.
+        folder: as for `save`.
+        step: the step to remove. Default ``None``: everything that `unfinished` returns, and no
+            step.
 
     Returns:
-        Names of the folders that are gone.
+        Names of the removed folders.
 
     Raises:
         CheckpointError: there is no such step.
@@ -373,6 +396,10 @@ def remove(folder: PathLike, step: int | None = None) -> list[str]:
         return names
     if not store.has(step):
         known = store.steps()
-        raise CheckpointError(f"'{store}' has no complete step {step}; pass one of {known}")
+        raise coded(
+            CheckpointError,
+            "ckpt-remove",
+            f"'{store}' has no complete step {step}; pass one of {known}",
+        )
     store.remove_steps([step])
     return [step_name(step)]

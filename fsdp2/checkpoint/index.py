@@ -26,7 +26,7 @@ from fsdp2.checkpoint.boxes import cover
 from fsdp2.checkpoint.files import BrokenError
 from fsdp2.checkpoint.pickles import DTYPES, Interpreter, Maker
 from fsdp2.checkpoint.stores import INDEX, AnyPath, is_inside
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 
 
 class _Draft:
-    """What a file says of an object."""
+    """An object as described by a file."""
 
     __slots__ = ("state",)
 
@@ -106,9 +106,11 @@ def _find(module: str, name: str) -> object:
         return maker
     if module == "torch" and name in DTYPES:
         return DTYPES[name]
-    raise CheckpointError(
+    raise coded(
+        CheckpointError,
+        "ckpt-index-code",
         f"the index of the step names '{module}.{name}', which no index of DCP has; load only "
-        f"what save() has written"
+        f"what save() has written",
     )
 
 
@@ -124,8 +126,10 @@ def read_index(folder: AnyPath) -> Metadata:
     except CheckpointError:
         raise
     except Exception as error:  # a pickle may break in any way
-        raise CheckpointError(
-            f"'{path}' is no index of DCP; load another step, or copy the file again"
+        raise coded(
+            CheckpointError,
+            "ckpt-index-broken",
+            f"'{path}' is no index of DCP; load another step, or copy the file again",
         ) from error
 
 
@@ -170,7 +174,7 @@ def _state(draft: object, kind: type[_Draft]) -> dict[str, object]:
 
 
 def _sizes(value: object) -> torch.Size:
-    """Not negative, and few enough for torch."""
+    """Sizes that are not negative, and few enough for torch."""
     sizes = _of(value, tuple)
     if any(type(each) is not int or not 0 <= each < 1 << 62 for each in sizes) or len(sizes) > 64:
         raise BrokenError()
@@ -203,9 +207,11 @@ def _require_whole(name: str, about: TensorStorageMetadata, path: AnyPath) -> No
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in about.chunks]
     if not cover(about.size, boxes):
         held = sum(math.prod(sizes) for _, sizes in boxes)
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-parts-missing",
             f"'{path}' has {held} of {math.prod(about.size)} elements of '{name}'; copy the files "
-            f"of all ranks, of one step"
+            f"of all ranks, of one step",
         )
 
 
@@ -223,9 +229,11 @@ def _place(draft: object, index: AnyPath) -> object:
     state = _state(draft, _Place)
     name = _of(state["relative_path"], str)
     if not is_inside(name):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-index-path",
             f"'{index}' names the file {name!r}, which is not in its folder; load only what save() "
-            f"has written"
+            f"has written",
         )
     offset, length = _of(state["offset"], int), _of(state["length"], int)
     transforms = state.get("transform_descriptors")
@@ -235,7 +243,7 @@ def _place(draft: object, index: AnyPath) -> object:
 
 
 def _nesting(value: object) -> tuple[str | int, ...]:
-    """Where a value is in the nested state dict."""
+    """The position of a value in the nested state dict."""
     place = _of(value, tuple)
     numbers = [_of(each, int) for each in place if type(each) is not str]
     if not place or any(not 0 <= each < _LONGEST for each in numbers):

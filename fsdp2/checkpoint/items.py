@@ -1,9 +1,9 @@
-"""DCP's files, written: a rank's items one behind the other, and the index that says where each is.
+"""Writes DCP's files: a rank's items one after another, and the index of their positions.
 
     __0_0.distcp   [ archive of torch.save | archive | … ]     .metadata   name, box -> file, offset
 
-`torch.distributed.checkpoint` writes the same. Here rows that are views of a larger buffer need no
-copy, and nothing is renamed: where the file is new, so is its folder.
+`torch.distributed.checkpoint` writes the same. This module does not copy rows that are views of a
+larger buffer, and renames nothing: if the file is new, so is its folder.
 """
 
 from __future__ import annotations
@@ -72,16 +72,17 @@ def _write_tensor(stream: Stream, value: torch.Tensor) -> None:
 
 @functools.lru_cache(4096)
 def framing_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int]:
-    """What `write_items` puts before the values of a tensor, and bytes of all but the values.
+    """The bytes that `write_items` puts before the values of a tensor, and the size of all but the
+    values.
 
-    An item that begins with these bytes, and is as long, has its values behind them: it is read
+    If an item begins with these bytes and has this length, its values follow them: it is read
     without a parser.
     """
     whole, before = io.BytesIO(), 0
     over = About(shape, dtype).nbytes % ALIGNMENT
 
     class Hollow(Entry):
-        """Of its values the part is written that decides on what stands behind them."""
+        """Writes only the part of its values that determines the bytes after them."""
 
         def blocks(self) -> Iterator[memoryview]:
             nonlocal before

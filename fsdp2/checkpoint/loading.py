@@ -1,8 +1,8 @@
-"""`load`: all is compared, on all ranks, before anything is written.
+"""`load`: all ranks compare everything before anything is written.
 
 1. rank 0       which step, its manifest               ─> all ranks
 2. every rank   files and lengths, DCP's index, names, shapes, dtypes
-3. all          what differs on any rank               ─> raised on all, or reported
+3. all          differences on any rank                ─> raised on all, or reported
 4. every rank   reads its own shards, into the parameters; new memory for an optimizer's state
 """
 
@@ -59,8 +59,8 @@ from fsdp2.checkpoint.state import (
 from fsdp2.checkpoint.stores import STEP, AnyPath, PathLike, Store, is_url, local_path
 from fsdp2.checkpoint.transforms import Sources, Transform, Transforms, rows_of
 from fsdp2.checkpoint.values import Value, unpacked
-from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import CheckpointError, coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.module import FSDPModule
 from fsdp2.wire_states import wire_state
@@ -68,15 +68,15 @@ from fsdp2.wire_states import wire_state
 
 @dataclass
 class Loaded:
-    """What `load` has found.
+    """The result of `load`.
 
     Attributes:
         step: the step.
-        extra: what `save` was given, with its types; tensors are plain, whole and on the CPU.
-        rank_extra: what `save` was given as ``rank_extra`` on the rank of this number; ``None`` if
-            there was no such rank.
-        left: what differed and was left as it was; with ``strict=True`` it is empty, but for what
-            ``rng="if_saved"`` has not found.
+        extra: the value passed to `save`, with its types; tensors are plain, full and on the CPU.
+        rank_extra: the value passed to `save` as ``rank_extra`` on the rank of this number;
+            ``None`` if there was no such rank.
+        left: the entries that differed and were not loaded. With ``strict=True`` it is empty,
+            except for random states that ``rng="if_saved"`` has not found.
     """
 
     step: int
@@ -102,54 +102,55 @@ def load(
     fallback: bool = False,
     process_group: ProcessGroup | None = None,
 ) -> Loaded:
-    """Load a complete step, which any number of ranks, mesh or strategy may have saved.
+    """Load a complete step, saved by any number of ranks, with any mesh or strategy.
 
-    Every rank of the process group calls it, with the same arguments. No code that a file holds is
-    run.
+    Every rank of the process group calls it, with the same arguments. No code from a file runs.
 
     Args:
-        folder: as of `save`; or the path of a step, which `save` returns.
-        model: takes parameters and persistent buffers; or several models by name, as of `save`.
-        optimizer: takes the saved optimizer's state and options, by the names of parameters: groups
-            may be others, and several optimizers one. States come back in the dtype in which they
-            were saved. A parameter that had no state when it was saved has none then. Default
-            ``None``: none is loaded.
-        step: the step. Default ``None``: the newest complete one. The next save of this model goes
-            on from it, and replaces the steps behind it: see `replaced`.
-        strict: raise if names, shapes or dtypes differ. ``False``: load the others, and return what
-            was left.
-        rng: set this rank's random number generators, as ``save(rng=True)`` has found them on the
-            rank of the same number. ``"if_saved"``: where there was such a rank; others keep
-            theirs, and have it in ``left``. Default ``False``.
-        verify: read every byte of the step before, each rank its part of the files, and raise if
-            one is not what was saved. Default ``False``: files are there, and of their lengths. It
-            costs about as long as reading the step once more, divided by the ranks.
-        buffers: load buffers that are not persistent, too, as ``save(buffers=True)`` has saved
-            them. Default ``False``.
-        cast: let floating-point tensors be of other dtypes than they were, as fp32 weights in a
-            bf16 model: they are rounded to the model's. So are states of the optimizer that had
-            the parameter's dtype. Default ``False``.
-        names: the model's name of a parameter or buffer to its name in the step, of the optimizer's
-            parameters, too; ``None`` leaves it as it is; several names are what a function of
-            ``transforms`` takes. Default ``None``: they are the same.
-        transforms: functions by names of the model's parameters and buffers, or by patterns of them
-            as of `fnmatch`, the first that fits. Each takes what ``names`` gives of the step: whole
-            tensors, on the CPU, in their saved dtype; and returns a whole one of the model's shape.
-            Each rank reads these tensors whole, one function's at a time, and keeps its own rows of
-            all that were made until it writes them. States of the optimizer of such a parameter are
-            not loaded, and ``missing``. Default ``None``: none.
-        states: tensors that take what ``save(states=…)`` was given. Default ``None``: none do.
-        fallback: without ``step``, load the newest step that can be read, and warn of each newer
-            one; the next save replaces these. With ``verify=True`` one with a flipped bit is none
-            that can be read. Default ``False``: raise if the newest cannot be.
-        process_group: as of `save`; other ranks of the model's meshes keep what they have.
+        folder: as for `save`; or the path of a step, which `save` returns.
+        model: receives parameters and persistent buffers; or several models by name, as for `save`.
+        optimizer: receives the saved optimizer's state and options, by the names of parameters:
+            groups may differ, and several optimizers may become one. States come back in the dtype
+            in which they were saved. A parameter that had no state when it was saved has none after
+            loading. Default ``None``: none is loaded.
+        step: the step. Default ``None``: the newest complete one. The next save of this model
+            continues from it, and replaces the later steps: see `replaced`.
+        strict: raise if names, shapes or dtypes differ. ``False``: load the others, and return the
+            differences.
+        rng: set this rank's random number generators to the states that ``save(rng=True)`` saved on
+            the rank of the same number. ``"if_saved"``: only if there was such a rank; others keep
+            theirs, and list it in ``left``. Default ``False``.
+        verify: first read every byte of the step, each rank its part of the files, and raise if one
+            differs from what was saved. This takes about as long as reading the step once more,
+            divided by the number of ranks. Default ``False``: check only that files exist and have
+            their lengths.
+        buffers: also load non-persistent buffers, if saved with ``save(buffers=True)``. Default
+            ``False``.
+        cast: allow other dtypes of floating-point tensors, as fp32 weights in a bf16 model: they
+            are rounded to the model's. So are states of the optimizer that had the parameter's
+            dtype. Default ``False``.
+        names: maps the model's name of a parameter or buffer to its name in the step, also for the
+            optimizer's parameters. ``None`` leaves the tensor unchanged; several names are the
+            arguments of a function in ``transforms``. Default ``None``: the names are equal.
+        transforms: functions by names of the model's parameters and buffers, or by `fnmatch`
+            patterns of them; the first match counts. Each receives the tensors that ``names``
+            selects from the step: full tensors, on the CPU, in their saved dtype; and returns a
+            full tensor of the model's shape. Each rank reads these tensors in full, for one
+            function at a time, and keeps its own rows of all results until it writes them.
+            Optimizer states of such a parameter are not loaded, and are ``missing``. Default
+            ``None``: none.
+        states: tensors that receive those passed to ``save(states=…)``. Default ``None``: none.
+        fallback: without ``step``, load the newest readable step, and warn about each newer one;
+            the next save replaces these. With ``verify=True``, a step with a flipped bit is not
+            readable. Default ``False``: raise if the newest is not readable.
+        process_group: as for `save`; other ranks of the model's meshes keep their values.
 
     Returns:
-        The step, ``extra``, and what was left.
+        The step, ``extra``, and the differences.
 
     Raises:
-        CheckpointError: on all ranks alike, before anything is changed; unless a file turns out to
-            be broken while it is read, which leaves the model partly loaded.
+        CheckpointError: on all ranks, before anything has changed; unless a file proves broken
+            while it is read, which leaves the model partly loaded.
 
     Example::
 
@@ -176,9 +177,11 @@ def load(
         lambda: _told(call, folder, model, optimizer, step, fallback, verify, options)
     )
     if any(asked != told[0][0] for asked, _, _ in told):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-load-ranks-differ",
             f"load() got other folders, steps, optimizers or options on other ranks "
-            f"({[asked for asked, _, _ in told]}); pass the same on all"
+            f"({[asked for asked, _, _ in told]}); pass the same on all",
         )
     manifest = told[0][1]
     assert manifest is not None
@@ -205,32 +208,34 @@ def load(
 def _require_alike(
     folder: PathLike, step: int, left: Differences, rng: bool | Literal["if_saved"]
 ) -> None:
-    """Raise what differs, but states of random numbers that were never saved, if so asked."""
+    """Raise for differences, except for random states that were never saved, if so requested."""
     refused = left
     if rng == "if_saved":
         refused = replace(left, missing=[n for n in left.missing if not n.startswith("rng.")])
     if refused:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-differs",
             f"step {step} of '{folder}' is not of this model: missing {left.missing}, "
             f"unexpected {left.unexpected}, of other shapes {left.reshaped}, of other dtypes "
             f"{left.retyped}, with several values for one {left.conflicting}; pass strict=False to "
-            f"load what is alike"
+            f"load what is alike",
         )
 
 
 def read_extra(folder: PathLike, step: int | None = None, *, rank: int | None = None) -> Value:
-    """What `save` was given as ``extra``, without a model: what a run looks at before it begins.
+    """Return the ``extra`` of a step without a model, for a run that needs it before it starts.
 
-    Local: call it on one rank, or in no job at all.
+    Local: call it on one rank, or without a job.
 
     Args:
-        folder: as of `save`.
+        folder: as for `save`.
         step: the step. Default ``None``: the newest complete one.
-        rank: of which rank ``rank_extra`` is returned in its place; ``None`` is returned if there
-            was no such rank. Default ``None``: ``extra`` is.
+        rank: return the ``rank_extra`` of this rank instead; ``None`` is returned if there was no
+            such rank. Default ``None``: return ``extra``.
 
     Raises:
-        CheckpointError: there is no such step, or a file of it is missing or cut short.
+        CheckpointError: there is no such step, or a file of it is missing or truncated.
 
     Example::
 
@@ -265,7 +270,7 @@ def _told(
     verify: bool,
     options: tuple[object, ...],
 ) -> tuple[tuple[object, ...], Manifest | None, PathLike]:
-    """What ranks must agree on, rank 0's manifest, and this rank's path of the folder."""
+    """The facts on which ranks must agree, rank 0's manifest, and this rank's folder."""
     place, step = _place_of(folder, step)
     store = store_of(place)
     as_module(model)  # which raises on all ranks
@@ -290,13 +295,15 @@ def _place_of(folder: PathLike, step: int | None) -> tuple[PathLike, int | None]
 
 
 def _check_kind(store: Store, given: PathLike) -> None:
-    """Raise, where there are no steps but a checkpoint of another kind, what that is."""
+    """If the folder holds a checkpoint of another kind instead of steps, raise with that kind."""
     kind = None if is_url(given) or store.steps() else _kind_at(local_path(given))
     if kind not in (None, "steps"):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-other-kind",
             f"'{given}' is a checkpoint of kind '{kind}', and load() takes a folder of steps; call "
             f"fsdp2.checkpoint.convert('{given}', FOLDER, to_kind='steps', step=0) once, and load "
-            f"FOLDER"
+            f"FOLDER",
         )
 
 
@@ -309,7 +316,7 @@ def _kind_at(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What is loaded into, as of `load`, and by whom."""
+    """The targets of `load`, and the ranks that call it."""
 
     call: Call
     model: nn.Module
@@ -356,16 +363,18 @@ class _Load:
     # ---- comparing
 
     def compare(self) -> Differences:
-        """What differs; changes nothing.
+        """Find the differences; changes nothing.
 
         Raises:
-            CheckpointError: the step cannot be loaded by anybody.
+            CheckpointError: the step cannot be loaded.
         """
         if not self.store.has(self._manifest.step):
             place = self.store.folder(self._manifest.step)
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-not-shared",
                 f"rank {self._wanted.call.rank} does not see '{place}', which rank 0 has listed; "
-                f"pass a folder on a file system that all ranks share"
+                f"pass a folder on a file system that all ranks share",
             )
         check_files(self.store, self._manifest)
         wanted = self._wanted
@@ -438,7 +447,7 @@ class _Load:
             self._tensors.append(_Taken(f"model.{name}", value, rows=rows))
 
     def _compare_ties(self, state: Nested, found: Differences) -> None:
-        """Of tensors with several names here, the step must have one value."""
+        """Tensors with several names here must have one value in the step."""
         ties = {f"model.{name}": f"model.{first}" for name, first in ties_of(state).items()}
         saved = self._step.about.ties
         read = {each.own: each for each in self._tensors}
@@ -464,7 +473,7 @@ class _Load:
         return local_of(copy)
 
     def _compare_beside(self, name: str, held: Mapping[str, Tensor], found: Differences) -> None:
-        """Tensors that are no part of the model's state dict."""
+        """Compare tensors that are not part of the model's state dict."""
         for key, value in held.items():
             own = f"{name}.{key}"
             if own not in self._step.saved:
@@ -481,9 +490,11 @@ class _Load:
     def _compare_optimizers(self, found: Differences) -> None:
         wanted = self._wanted
         if not self._manifest.has_optimizer:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-no-optimizer",
                 f"step {self._manifest.step} of '{self.store}' was saved without an optimizer; "
-                f"load it without one"
+                f"load it without one",
             )
         self._optimizer = OptimizerMatch(
             self._step, wanted.model, wanted.optimizers, wanted.transforms.plain(), wanted.cast
@@ -493,7 +504,7 @@ class _Load:
     # ---- loading
 
     def read(self, left: Differences) -> None:
-        """Read and put in place all but what is left; and ``extra``."""
+        """Read everything except the differences into place; and ``extra``."""
         out, model = left.left(), self._wanted.model
         tensors = [each for each in self._tensors if each.own not in out]
         with torch.inference_mode(False), torch.no_grad():
@@ -517,7 +528,7 @@ class _Load:
         self.rank_extra = _rank_extra(path, metadata, rank)
 
     def _read_wire(self) -> None:
-        """Load what wire formats keep between steps, now that parameters are there."""
+        """Load the state that wire formats keep between steps, after the parameters."""
         wire = wire_state(self._wanted.model)
         own, saved = wire.state_dict(), self._step.saved
         found = {n: v for n, v in own.items() if is_whole(saved.get(f"wire.{n}"), v)}
@@ -540,7 +551,7 @@ def _tensors_of(name: str, value: object) -> dict[str, Tensor]:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Parameters are found by torch's functions where shards are registered."""
+    """torch's functions find parameters only while shards are registered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

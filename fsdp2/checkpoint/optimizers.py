@@ -104,7 +104,7 @@ class OptimizerMatch:
         self._options: list[Nested] = [{} for _ in self._groups]
 
     def _owned(self, model: nn.Module, names: Names) -> Iterator[list[_Own]]:
-        """Of each optimizer its parameters."""
+        """Each optimizer's parameters."""
         aliases: dict[int, list[str]] = {}
         for name, param in named_parameters(model):
             aliases.setdefault(id(param), []).append(name)
@@ -125,7 +125,7 @@ class OptimizerMatch:
     # ---- comparing
 
     def compare(self, found: Differences) -> None:
-        """Note what differs; change nothing. Values that are no tensors are read."""
+        """Record the differences; change nothing. Reads values other than tensors."""
         self._compare_options(found)
         for at, optimizer in enumerate(self._optimizers):
             for own in self._own[at]:
@@ -142,7 +142,7 @@ class OptimizerMatch:
             slot.value = values.get(slot.unit)
 
     def _compare_options(self, found: Differences) -> None:
-        """What a group has of each option in all groups that its parameters were in."""
+        """A group's values of each option in all saved groups of its parameters."""
         sources: list[dict[int, None]] = [{} for _ in self._groups]
         takers: list[dict[int, None]] = [{} for _ in self._theirs]
         for own in chain.from_iterable(self._own):
@@ -175,7 +175,7 @@ class OptimizerMatch:
     def _compare_state(
         self, at: int, optimizer: torch.optim.Optimizer, own: _Own, found: Differences
     ) -> None:
-        """One that the step alone has is taken as it is, if it is of such an optimizer."""
+        """A state that only the step has is accepted, if it is from such an optimizer."""
         prefix = f"{_STATE}.{own.name}"
         if own.theirs is None:
             found.missing.append(prefix)
@@ -307,7 +307,7 @@ def _put(optimizer: torch.optim.Optimizer, state_dict: Nested) -> None:
 
 
 def _undo_casts(param: Tensor, kept: Nested, state: Nested) -> None:
-    """What an optimizer's own ``load_state_dict`` has let torch's cast."""
+    """Restore dtypes after an optimizer's own ``load_state_dict`` let torch cast them."""
     for key, value in kept.items():
         here = state.get(key)
         if isinstance(value, Tensor) and isinstance(here, Tensor):

@@ -38,17 +38,17 @@ sleep: Callable[[float], object] = time.sleep
 
 @contextmanager
 def owned(path: Path, about: str) -> Iterator[Callable[[], bool]]:
-    """Hold the file ``path`` while inside; it is gone afterwards.
+    """Hold the file ``path`` while inside; it is removed afterwards.
 
     Args:
         path: the file.
-        about: what is written into it, of who holds it; one line.
+        about: a line about the holder, written into the file.
 
     Returns:
-        Whether it is held still: a lease may have been taken over.
+        Whether it is still held: another job may have taken over a lease.
 
     Raises:
-        BlockingIOError: somebody else does; its text is what they wrote.
+        BlockingIOError: another job holds it; its text is the line of that job.
     """
     held, is_locked = _hold(path)
     ended = threading.Event()
@@ -122,10 +122,10 @@ def _hold(path: Path) -> tuple[BinaryIO, bool]:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Whether it is locked now; not where the file system knows no locks.
+    """Whether it is locked now; false if the file system has no locks.
 
     Raises:
-        BlockingIOError: somebody else has locked it; its text is what they wrote.
+        BlockingIOError: another job has locked it; its text is the line of that job.
     """
     if fcntl is None:
         return False

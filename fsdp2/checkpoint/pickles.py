@@ -1,9 +1,10 @@
-"""Pickles, read by an interpreter of its own: new containers, and what makers make.
+"""Pickles, read by a separate interpreter: new containers, and the results of makers.
 
-Python's own runs BUILD on whatever stands on its stack, a class included: a pickle that is refused
-in the end may have changed a class for the whole process before. Here a name of the file becomes a
-`Maker`, which is called and nothing else; BUILD fills what a maker has made for it (`Built`), and
-all other opcodes reach containers of this pickle alone. Memory is bounded by the file's length.
+Python's own interpreter runs BUILD on any object on its stack, including a class: a pickle that is
+refused in the end may already have changed a class for the whole process. In this interpreter, a
+name in the file becomes a `Maker`, which can only be called; BUILD fills an object that a maker has
+created for it (`Built`), and all other opcodes reach only containers of this pickle. Memory is
+bounded by the file's length.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ _PLAIN = (str, int, float, bytes, bool, complex, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """What stands for a name of the file: called with arguments of the file."""
+    """Represents a name in the file: called with arguments from the file."""
 
     make: Callable[..., object]
 
 
 class Built(Protocol):
-    """What a maker has made, to be filled by the state behind it."""
+    """An object that a maker has created, to be filled by the state that follows it."""
 
     def build_from(self, state: object) -> None: ...
 
 
 Find = Callable[[str, str], object]
-"""(module, name) -> a `Maker`, or a value that nobody can change; it raises for all others."""
+"""(module, name) -> a `Maker`, or an immutable value; it raises for all others."""
 
 
 class Interpreter:
@@ -167,7 +168,7 @@ def _integer(size: int, signed: bool = False) -> Opcode:
 
 
 def _sized(width: int, convert: Callable[[bytes], object]) -> Opcode:
-    """Bytes behind their number."""
+    """Bytes after their number."""
 
     def run(it: Interpreter, at: int) -> int:
         size = it._number(at, width)

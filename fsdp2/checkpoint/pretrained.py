@@ -2,8 +2,8 @@
 
 1. rank 0       headers of all files                   ─> all ranks
 2. every rank   names, shapes, dtypes, lengths of files; tied names that differ
-3. all          what differs on any rank               ─> raised on all, or reported
-4. every rank   memory for what is on meta; its slices, into it
+3. all          differences on any rank                ─> raised on all, or reported
+4. every rank   memory for meta tensors; its slices, into it
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fsdp2.checkpoint.state import Differences, Held, held_by
 from fsdp2.checkpoint.stores import PathLike
 from fsdp2.checkpoint.tensors import Catalogue, Reader, catalogue
 from fsdp2.checkpoint.unsaved import recomputed, unsaved
-from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import CheckpointError, coded
 from fsdp2.full.loading import require_writable, rewritten
 
 _PIECE = 1 << 20  # elements that are compared at once
@@ -43,36 +43,36 @@ def load_pretrained(
     """Load a folder of safetensors or ``pytorch_model*.bin``, or one file, into a model.
 
     Every rank of the process group calls it, with the same arguments, between steps; without a
-    process group one process does. Each rank reads the bytes of its own slices alone,
-    into its shards; runs of less than 4 KiB with what lies between them. No code is run that a file
-    holds, and the package ``safetensors`` is not needed.
+    process group, a single process does. Each rank reads only the bytes of its own slices into its
+    shards; runs of less than 4 KiB together with the data between them. No code from a file runs,
+    and the package ``safetensors`` is not needed.
 
-    Floating-point tensors are cast to the dtype of the model's, as ``load_state_dict`` does; all
-    others must be of that dtype. A tied tensor may stand in the files under any of its names, or
-    under several, if they are equal. Names that the files' metadata tie to another are found there.
+    Floating-point tensors are cast to the dtype of the model's, as in ``load_state_dict``; all
+    others must have that dtype. A tied tensor may be in the files under any of its names, or under
+    several with equal values. Names that the files' metadata tie to another are resolved.
 
-    What is on the meta device gets memory first, and stays tied. A buffer that no file has
-    (``persistent=False``) gets the value that ``reset_parameters()`` of its module gives it, or the
-    ``_init_weights(module)`` of a module around it, which transformers' models have. Where neither
-    sets it, make it on a real device, or build the model in `fsdp2.deferred`.
+    Meta tensors first get memory, and stay tied. If no file has a buffer (``persistent=False``),
+    ``reset_parameters()`` of its module sets it, or the ``_init_weights(module)`` of an enclosing
+    module, which transformers' models have. If neither sets it, create it on a real device, or
+    build the model in `fsdp2.deferred`.
 
     Args:
-        model: takes parameters and persistent buffers.
-        folder: as of `export` or ``save_pretrained``; or a ``.safetensors`` or ``.bin`` file, or an
-            index. Of a folder with both, safetensors. Or a URL that fsspec knows, of safetensors,
-            as "s3://bucket/llama" (extra `fsdp2[fsspec]`).
-        names: the model's name of a tensor -> its name in the files; ``None``: it is not in them
-            and stays as it is. Default: the same.
+        model: receives parameters and persistent buffers.
+        folder: as for `export` or ``save_pretrained``; or a ``.safetensors`` or ``.bin`` file, or
+            an index. In a folder with both, safetensors are used. Or a URL that fsspec supports,
+            with safetensors, as "s3://bucket/llama" (extra `fsdp2[fsspec]`).
+        names: maps the model's name of a tensor to its name in the files; ``None``: the files do
+            not have it, and it stays unchanged. Default: the same.
         strict: raise if names, shapes or dtypes differ. ``False``: load the others.
-        process_group: as of `load`.
+        process_group: as for `load`.
 
     Returns:
-        What differed and was left; with ``strict=True`` it is empty. ``unexpected`` are names of
-        the files, all others the model's.
+        The differences; with ``strict=True`` it is empty. ``unexpected`` are names of the files,
+        all others the model's.
 
     Raises:
-        CheckpointError: on all ranks alike, before anything is changed; unless a file turns out to
-            be broken while it is read, which leaves the model partly loaded.
+        CheckpointError: on all ranks, before anything has changed; unless a file proves broken
+            while it is read, which leaves the model partly loaded.
 
     Example::
 
@@ -87,10 +87,12 @@ def load_pretrained(
     job = _PretrainedLoad(model, found, names or (lambda name: name))
     left = Differences.over_ranks(call.together(job.compare))
     if left and strict:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "pretrained-differs",
             f"'{folder}' is not of this model: missing {left.missing}, unexpected "
             f"{left.unexpected}, of other shapes {left.reshaped}, of other dtypes {left.retyped}; "
-            f"pass names= that maps them, or strict=False to load what is alike"
+            f"pass names= that maps them, or strict=False to load what is alike",
         )
     call.together(lambda: job.check(left.left()))
     call.together(lambda: job.read(left.left()))
@@ -115,7 +117,7 @@ class _PretrainedLoad:
         self._values: dict[str, Tensor] = {}  # of buffers that no file has
 
     def compare(self) -> Differences:
-        """What differs; changes nothing."""
+        """Find the differences; changes nothing."""
         self._found = replace(self._found, folder=any_path(self._found.folder))
         require_writable(self._model, "load_pretrained")
         self._check_files()
@@ -143,9 +145,11 @@ class _PretrainedLoad:
             path = self._found.folder / name
             seen = files.length_of(path) if path.is_file() else None
             if seen != length:
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "pretrained-files",
                     f"'{path}' has {seen} bytes on one rank and {length} on another; let all ranks "
-                    f"see the same folder"
+                    f"see the same folder",
                 )
 
     def _alike(self, name: str, held: Held, source: str, differences: Differences) -> bool:
@@ -168,9 +172,11 @@ class _PretrainedLoad:
                 first, *others = self._sources[name]
                 for other in others:
                     if not _equal(reader, first, other, held[name]):
-                        raise CheckpointError(
+                        raise coded(
+                            CheckpointError,
+                            "pretrained-tied",
                             f"'{first}' and '{other}' are tied in the model, but differ in "
-                            f"'{self._found.folder}'; pass names= that returns None for one"
+                            f"'{self._found.folder}'; pass names= that returns None for one",
                         )
         for name, part in held.items():
             if part.local.is_meta and name not in loaded:
@@ -187,10 +193,12 @@ class _PretrainedLoad:
             self._refuse_unset(name)
 
     def _refuse_unset(self, name: str) -> NoReturn:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "pretrained-no-values",
             f"'{name}' is on the meta device and not in '{self._found.folder}', so that it would "
             f"have no values; give its module a reset_parameters(), or a module around it an "
-            f"_init_weights(module), that sets it, or build the model in fsdp2.deferred(…)"
+            f"_init_weights(module), that sets it, or build the model in fsdp2.deferred(…)",
         )
 
     @torch.no_grad()

@@ -1,9 +1,9 @@
-"""What a step holds, by what it belongs to: tensors read in place, and values as they were.
+"""The contents of a step, by owner: tensors read in place, and values with their types.
 
 model.norm.weight             a tensor of the model          ┐
 model.norm._extra_state.seen  ┐ one value, of several items  ├─ by `Step.model`
 model.norm._extra_state.w     ┘                              ┘
-values.model.norm._extra_state    the same with its types, where a step has it
+values.model.norm._extra_state    the same with its types, if the step has it
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp2.checkpoint.values import Value, tensors_in, unpacked
 GROUPS = "optimizer.param_groups"
 
 Path = tuple[Any, ...]
-"""Where a value is in the nested state dict: strings, and places in lists."""
+"""The position of a value in the nested state dict: strings, and indices of lists."""
 
 Units = dict[str, list[str]]
 """By name, the items of a value; a tensor is one item of that name."""

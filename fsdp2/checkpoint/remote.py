@@ -1,13 +1,13 @@
-"""Steps on a store that `fsspec` reaches: S3, Google's, Azure's, or whatever has a URL.
+"""Steps on a store that `fsspec` reaches: S3, Google's, Azure's, or any other URL.
 
-URL/step-00000100/TOKEN/__0_0.distcp   what rank 0 wrote in the try TOKEN
-URL/step-00000100/TOKEN/.metadata      DCP's index: DCP alone reads the step from this folder
-URL/step-00000100/manifest.json        put last, in one piece: a step is one that has it
+URL/step-00000100/TOKEN/__0_0.distcp   rank 0's file of the attempt TOKEN
+URL/step-00000100/TOKEN/.metadata      DCP's index: DCP can read the step from this folder
+URL/step-00000100/manifest.json        written last, as one object: a step is one that has it
 
-Stores know no renames and no syncs, but show an object whole or not at all, and keep it. Tries of
-two jobs, or behind a failure, share no name but the manifest's, which says whose files are the
-step's. A removal takes the manifest first. Nobody can hold a store, so that a save removes nothing
-that another may be writing.
+Stores have neither renames nor syncs, but show an object completely or not at all, and keep it.
+Attempts of two jobs, or after a failure, share only the manifest's name; the manifest lists the
+files of the step. A removal deletes the manifest first. A store cannot be locked, so a save removes
+nothing that another job may be writing.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from fsdp2.checkpoint.stores import (
     number_of,
     step_name,
 )
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 _PART = 1 << 26  # bytes that an upload sends at once, and holds: S3 takes 10,000 parts of an object
 
 
 class FileSystem(Protocol):
-    """What is used of an ``fsspec.AbstractFileSystem``."""
+    """The methods used from an ``fsspec.AbstractFileSystem``."""
 
     def open(self, path: str, mode: str, block_size: int = ...) -> BinaryIO: ...
     def cat_file(self, path: str) -> bytes: ...
@@ -56,21 +56,25 @@ def reach(url: str) -> tuple[FileSystem, str]:
     """The file system of a URL, and the path in it.
 
     Raises:
-        CheckpointError: a package is missing, or nobody knows the scheme.
+        CheckpointError: a package is missing, or the scheme is unknown.
     """
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise CheckpointError(
-            f"'{url}' is on a store, which the package fsspec reaches; pip install 'fsdp2[fsspec]' "
-            f"and the store's own package"
+        raise coded(
+            CheckpointError,
+            "ckpt-no-fsspec",
+            f"'{url}' is on a store, which the package fsspec reaches; pip install fsspec "
+            f"and the store's own package",
         ) from error
     try:
         found, path = url_to_fs(url)
     except Exception as error:  # of each store's own classes
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-not-reached",
             f"'{url}' cannot be reached ({type(error).__name__}: {error}); install the package of "
-            f"its store, or mend the URL"
+            f"its store, or mend the URL",
         ) from error
     return cast(FileSystem, found), str(path)
 
@@ -135,7 +139,7 @@ class RemotePath:
 
 
 def remote_path(url: str) -> RemotePath:
-    """What a URL names; `reach` says what it raises."""
+    """The path of a URL; `reach` describes its errors."""
     scheme, _, rest = url.partition(":/")  # a `Path` has one slash of the two
     url = f"{scheme}://{rest.lstrip('/')}".rstrip("/")
     fs, path = reach(url)
@@ -222,7 +226,7 @@ class RemoteStore:
 
     def prepare(self) -> None:
         if self.fs.isfile(self.root.path):
-            raise CheckpointError(f"'{self.root}' is a file; pass a folder")
+            raise coded(CheckpointError, "ckpt-is-file", f"'{self.root}' is a file; pass a folder")
 
     def hold(self) -> AbstractContextManager[Callable[[], bool]]:
         return nullcontext(lambda: True)

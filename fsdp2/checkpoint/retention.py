@@ -1,10 +1,10 @@
-"""Which steps stay: what a branch replaces, and what `keep` removes.
+"""Retention of steps: those that a branch replaces, and those that `keep` removes.
 
     100  200  300      load(step=200), train on, save(step=230)
-    100  200  (300)  230         300 is replaced: durably marked before 230 is there
-    keep=2:  200  230            what is replaced goes first, then what is older
+    100  200  (300)  230         300 is replaced: durably marked before 230 exists
+    keep=2:  200  230            replaced steps are removed first, then older ones
 
-A crash between the mark and the step leaves 200 as the newest: that is what was asked for.
+A crash between the mark and the step leaves 200 as the newest, as the user requested.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp2.checkpoint.folder import read_manifest, store_of
 from fsdp2.checkpoint.stores import Failures, PathLike, Store, step_name
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 # No `warnings`: where they are errors, a step that is durable would be told as one that is not.
@@ -26,11 +26,11 @@ LOG = logging.getLogger("fsdp2.checkpoint")
 
 @dataclass(frozen=True)
 class Keep:
-    """How many complete steps stay, as ``save(keep=…)`` takes it.
+    """The number of complete steps to keep, for ``save(keep=…)``.
 
     Attributes:
-        newest: so many of the newest; at least 1.
-        best: so many more, of those with the best metric. Default 0.
+        newest: number of the newest steps to keep; at least 1.
+        best: number of additional steps with the best metric. Default 0.
         highest: whether a higher metric is better. Default ``False``: a lower one is.
 
     Example::
@@ -45,12 +45,13 @@ class Keep:
 
 
 def best_step(folder: PathLike, *, highest: bool = False) -> int:
-    """The complete step with the best metric, as ``save(metric=…)`` was given; the newest of them.
+    """Return the complete step with the best metric passed to ``save(metric=…)``; the newest if
+    equal.
 
     Local: call it on one rank, or on all.
 
     Args:
-        folder: as of `save`.
+        folder: as for `save`.
         highest: whether a higher metric is better. Default ``False``: a lower one is.
 
     Raises:
@@ -63,9 +64,11 @@ def best_step(folder: PathLike, *, highest: bool = False) -> int:
     store = store_of(folder)
     ranked = _ranked(store, store.steps(), highest)
     if not ranked:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-no-metric",
             f"'{store}' has no complete step with a metric; pass metric= to save(), or load the "
-            f"newest step"
+            f"newest step",
         )
     return ranked[0]
 
@@ -84,13 +87,13 @@ def _ranked(store: Store, steps: list[int], highest: bool) -> list[int]:
 
 
 class Stay:
-    """What a save was told of the steps that stay.
+    """The retention settings of a save.
 
     Attributes:
-        model: what is saved.
-        asked: as it was given.
+        model: the saved model.
+        asked: the argument as it was passed.
         keep: the same, checked.
-        metric: of the step, as its manifest has it: what is not finite is never the best.
+        metric: of the step, as in its manifest: a value that is not finite is never the best.
     """
 
     def __init__(self, model: nn.Module, asked: int | Keep | None, metric: float | None) -> None:
@@ -112,9 +115,11 @@ class Stay:
         numbers = [keep.newest, keep.best] if isinstance(keep, Keep) else [0, 0]
         whole = all(isinstance(each, int) and not isinstance(each, bool) for each in numbers)
         if isinstance(self.asked, bool) or not whole or numbers[0] < 1 or numbers[1] < 0:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-keep",
                 f"save(keep=…) takes a number of steps from 1, a Keep of such, or None, not "
-                f"{self.asked!r}"
+                f"{self.asked!r}",
             )
 
 
@@ -132,7 +137,7 @@ class Origins:
         self._known.setdefault(model, {})[str(store)] = step
 
     def saved(self, model: nn.Module, store: Store, step: int) -> None:
-        """Take note of a save: what other models have been loaded from is no branch of it."""
+        """Record a save: the loads of other models do not start a branch of it."""
         name = str(store)
         self._known.get(model, {}).pop(name, None)
         for known in self._known.values():
@@ -140,9 +145,9 @@ class Origins:
                 known[name] = max(known[name], step)
 
     def of(self, model: nn.Module, store: Store) -> int | None:
-        """The step that a save of the model goes on from, if it is the first behind a load.
+        """The step from which a save of the model continues, if it is the first after a load.
 
-        Several models may have been loaded from several steps of one folder: from the newest.
+        If several models were loaded from several steps of one folder, it is the newest.
         """
         name = str(store)
         if name not in self._known.get(model, {}):
@@ -179,9 +184,9 @@ def branch(store: Store, step: int, origin: int | None) -> list[int]:
 
 
 class Pruner:
-    """Removes what `keep` says when a step is durable; what fails is tried again by the next save.
+    """Removes steps according to `keep` when a step is durable; the next save retries failures.
 
-    What removals have left on a disk is told by its name, on a store by this object alone.
+    On a disk, a name identifies the remains of removals; on a store, only this object does.
     """
 
     def __init__(self) -> None:
@@ -213,7 +218,7 @@ class Pruner:
 
 
 def _doomed(store: Store, step: int, keep: Keep) -> list[int]:
-    """What is replaced and does not fit beside the others, and what is older."""
+    """Replaced steps that exceed the limit together with the others, and older steps."""
     live, replaced = store.steps(), sorted(store.replaced())
     stay = {step, *live[-keep.newest :]}
     if keep.best:

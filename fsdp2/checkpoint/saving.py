@@ -1,20 +1,20 @@
-"""`save`, `async_save`: staged, written beside, synced, listed with hashes, renamed.
+"""`save`, `async_save`: staged, written to a temporary folder, synced, listed with hashes, renamed.
 
-1. every rank    what is saved, by name; copied beside training where the call returns at once
+1. every rank    the state to save, by name; copied during training for `async_save`
 2. every rank    __r_0.distcp   written, synced               .saving-step-N-TOKEN/
 3. all           tell rank 0 what they have written, or why not                    one exchange
 4. rank 0        .metadata, manifest.json                     written, synced; the folder synced
 5. rank 0        rename         .saving-step-N-TOKEN -> step-N; FOLDER synced: now the step exists
-6. rank 0        older steps    removed, where `keep` says so (`retention`); and tells all
+6. rank 0        older steps    removed, if `keep` requires it (`retention`); and tells all
 
-On a store (`remote`) files are put under a name of the try's own in 2, and the manifest at last in
-the place of 5.
+On a store (`remote`), step 2 puts files under a name that contains the attempt's token, and the
+manifest, put last, replaces step 5.
 
-Who writes what is planned in the first save, in one more exchange before 2, and again when a rank's
-layout has changed: a rank that has no plan for its layout says so in 3.
+The first save plans which rank writes which data, in one more exchange before 2, and so does a save
+after a rank's layout has changed: a rank that has no plan for its layout says so in 3.
 
-Two saves beside training may be under way. 1 overlaps, 2 to 6 do not, so that ranks exchange in the
-order of the calls, however fast each is.
+Two asynchronous saves may overlap in 1, but not in 2 to 6, so that ranks exchange in the order of
+the calls.
 
     call 1   copy to memory 0 | 2 … 6 |
     call 2                copy to memory 1 | 2 … 6 |
@@ -64,15 +64,15 @@ from fsdp2.checkpoint.state import (
 )
 from fsdp2.checkpoint.stores import INDEX, AnyPath, Attempt, PathLike, Store
 from fsdp2.checkpoint.values import Packed, Value, packed
-from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import CheckpointError, coded, resaid
 from fsdp2.ranks.channels import LostRankError, SideChannel
 from fsdp2.wire_states import RESIDUALS, wire_state
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 
 Facts = tuple[str, int, Keep | None, tuple[object, ...]]
-"""What ranks must agree on: folder, step, keep, DTensors in ``extra``."""
+"""Facts on which ranks must agree: folder, step, keep, DTensors in ``extra``."""
 
 Layout = list[tuple[str, object]]
 """By name, what a plan depends on: of a DTensor its spec, of a tensor its shape and dtype."""
@@ -94,50 +94,52 @@ def save(
     states: States | None = None,
     process_group: ProcessGroup | None = None,
 ) -> AnyPath:
-    """Save a step, which exists when it is complete and durable, and not before.
+    """Save a step, which exists only when it is complete and durable.
 
-    Every rank of the process group calls it, with the same arguments; without a process group one
-    process does. Returns when the step is complete on all. The files are DCP's.
+    Every rank of the process group calls it, with the same arguments; without a process group, a
+    single process does. It returns when the step is complete on all ranks. The files are in DCP's
+    format.
 
     Args:
-        folder: a folder of steps that all ranks see; made if it is not there. Or a URL of a store,
-            as "s3://bucket/run", which the package ``fsspec`` and the store's own reach.
-        model: its parameters and persistent buffers are saved, sharded or not; extra states of
-            modules, too. Or several models by name, as {"actor": …, "critic": …}.
-        optimizer: over parameters of ``model``; or a list of those that have no parameter in
+        folder: a folder of steps that all ranks see; created if it does not exist. Or a URL of a
+            store, as "s3://bucket/run", which needs the package ``fsspec`` and the store's own.
+        model: its parameters and persistent buffers are saved, sharded or not, and extra states of
+            modules. Or several models by name, as {"actor": …, "critic": …}.
+        optimizer: over parameters of ``model``; or a list of optimizers that have no parameter in
             common. Default ``None``: none is saved.
         step: the number of the step, not negative.
-        extra: what else the run needs: a scheduler's, a scaler's, a data loader's
-            ``state_dict()``. None, bool, int, float, complex, str, bytes, tensors, dtypes, devices,
-            paths, ``BytesIO``, numpy's numbers and arrays, and lists, tuples, sets, deques, dicts,
-            ``Counter``, ``OrderedDict`` and ``defaultdict`` of them, with any such keys; all come
-            back as they were. Rank 0's is saved, and of DTensors, which come back whole, every
-            rank's part.
-        keep: how many complete steps stay at most; older ones are removed when this one is
-            complete: first what a branch has replaced, of a link the link alone. A `Keep` lets the
-            best ones stay, too. What cannot be removed is a warning, and is tried again by the next
-            save. Default ``None``: all stay.
-        metric: of this step, as ``Keep(best=…)`` and `best_step` compare it; rank 0's is saved.
-            Default ``None``: it is never one of the best.
-        rng: whether the states of this rank's random number generators are saved: the CPU's, and
-            the current accelerator's. Default ``False``.
-        buffers: whether buffers that are not persistent are saved, too. Default ``False``.
-        rank_extra: as ``extra``, of each rank its own: a data loader's position. No DTensors.
+        extra: other state of the run: the ``state_dict()`` of a scheduler, a scaler, a data loader.
+            Supported types: None, bool, int, float, complex, str, bytes, tensors, dtypes, devices,
+            paths, ``BytesIO``, numpy numbers and arrays, and lists, tuples, sets, deques, dicts,
+            ``Counter``, ``OrderedDict`` and ``defaultdict`` of them, with keys of these types; all
+            come back unchanged. Rank 0's value is saved; for DTensors, which come back as full
+            tensors, every rank's part.
+        keep: the maximum number of complete steps. Older ones are removed when this one is
+            complete: first those that a branch has replaced; if a step is a link, only the link. A
+            `Keep` also keeps the best ones. A step that cannot be removed causes a warning, and the
+            next save tries again. Default ``None``: all steps stay.
+        metric: of this step, for ``Keep(best=…)`` and `best_step`; rank 0's value is saved. Default
+            ``None``: the step is never one of the best.
+        rng: whether to save the states of this rank's random number generators: the CPU's, and the
+            current accelerator's. Default ``False``.
+        buffers: whether to save non-persistent buffers, too. Default ``False``.
+        rank_extra: as ``extra``, but each rank's own: a data loader's position. No DTensors.
             Default ``None``.
-        trainable: whether parameters that do not require a gradient are left out, such as those
-            below adapters; `load` leaves frozen ones as they are then. Default ``False``.
-        states: tensors besides, by name, by the name of the state: averages of weights as
-            {"ema": {name: tensor}}, DTensors or not. Default ``None``: none.
-        process_group: the ranks that call it, where these are not all: a group of
-            ``torch.distributed`` that has every rank of the model's meshes, or a whole replica.
-            Ranks, rank 0 too, are counted in it. Default ``None``: the default process group.
+        trainable: whether to exclude parameters that do not require a gradient, such as the frozen
+            base of adapters; `load` then leaves frozen ones unchanged. Default ``False``.
+        states: further tensors by the name of the state and by name: averages of weights as {"ema":
+            {name: tensor}}, DTensors or not. Default ``None``: none.
+        process_group: the ranks that call it, if these are not all: a group of
+            ``torch.distributed`` that contains every rank of the model's meshes, or a whole
+            replica. Ranks, including rank 0, are counted within it. Default ``None``: the default
+            process group.
 
     Returns:
-        The folder of the step: a `Path`; of a store, what has its URL as ``str`` and opens its
-        files. ``torch.distributed.checkpoint`` alone can load from it.
+        The folder of the step: a `Path`; for a store, an object whose ``str`` is its URL and which
+            opens its files. ``torch.distributed.checkpoint`` can load from it.
 
     Raises:
-        CheckpointError: on all ranks alike. Complete steps are as they were.
+        CheckpointError: on all ranks. Complete steps stay unchanged.
 
     Example::
 
@@ -177,44 +179,45 @@ def async_save(
     states: States | None = None,
     process_group: ProcessGroup | None = None,
 ) -> Saving:
-    """As `save`, but train on meanwhile: what is saved is what was there at the call.
+    """As `save`, while training continues: it saves the values at the time of the call.
 
-    Returns when all is taken note of. Shards and the optimizer's states are copied to host memory
-    by a thread (on an accelerator by a stream of its own) while the next forward computes; the
-    first that may write them waits for the rest of the copy: an optimizer's step, `load`,
-    ``load_state_dict``, and what fsdp2 itself writes. Buffers and values are copied at the call.
-    Call ``wait_staged()`` on what is returned before you write parameters in another way: in place,
-    the save fails; through ``.data``, nobody sees it.
+    It returns before the copy has ended. A thread copies shards and the optimizer's states to host
+    memory (on an accelerator, on a separate stream) while the next forward computes. The first
+    operation that may write them waits for the rest of the copy: an optimizer's step, `load`,
+    ``load_state_dict``, and fsdp2's own writes. Buffers and values are copied during the call.
+    Before you write parameters in any other way, call ``wait_staged()`` on the result: after an
+    in-place write the save fails, and a write through ``.data`` is not detected.
 
-    The next call does not wait until this one is durable: it copies to other host memory, and is
-    written after this one. The call after that waits for this one. The host memory is this rank's
-    shards once, and once more from when two are under way; it is kept. At the end of the process
-    Python waits for both. Call ``result()`` of the last before ``destroy_process_group()``.
+    The next call does not wait until this save is durable: it copies to a second host buffer, and
+    is written after this one. The call after that waits for this one. The host memory is one copy
+    of this rank's shards, and a second one once two saves overlap; it is kept. At the end of the
+    process, Python waits for both. Call ``result()`` of the last save before
+    ``destroy_process_group()``.
 
-    A save that fails does not keep the next one from being saved. Nor is it kept silent: if the
-    next was called before ``result()`` of the failed one, ``result()`` of the next raises, too,
-    once; the call after the next raises if ``result()`` was asked of neither; so does any `save`.
+    A failed save does not prevent the next one, and is always reported. If the next was called
+    before ``result()`` of the failed one, ``result()`` of the next also raises, once. If you called
+    ``result()`` of neither, the call after the next raises. Each `save` raises, too.
 
     Args:
-        folder: as all others, as of `save`.
-        model: as of `save`.
-        optimizer: as of `save`.
-        step: as of `save`.
-        extra: as of `save`.
-        keep: as of `save`.
-        metric: as of `save`.
-        rng: as of `save`.
-        buffers: as of `save`.
-        rank_extra: as of `save`.
-        trainable: as of `save`.
-        states: as of `save`; copied at the call.
-        process_group: as of `save`.
+        folder: as for `save`, like all other arguments.
+        model: as for `save`.
+        optimizer: as for `save`.
+        step: as for `save`.
+        extra: as for `save`.
+        keep: as for `save`.
+        metric: as for `save`.
+        rng: as for `save`.
+        buffers: as for `save`.
+        rank_extra: as for `save`.
+        trainable: as for `save`.
+        states: as for `save`; copied during the call.
+        process_group: as for `save`.
 
     Returns:
-        What becomes of it. Errors are raised there, or by a later save, on all ranks alike.
+        A handle. It raises errors, or a later save does, on all ranks.
 
     Raises:
-        CheckpointError: the last save but one has failed, and nobody has asked for its result.
+        CheckpointError: the last save but one has failed, and its ``result()`` was never called.
 
     Example::
 
@@ -242,7 +245,7 @@ def async_save(
 
 @dataclass
 class _Failure:
-    """What a save has failed with, and whether this rank's user has been told."""
+    """The error of a failed save, and whether this rank's user has seen it."""
 
     error: CheckpointError
     told: bool = False
@@ -250,12 +253,12 @@ class _Failure:
 
 @dataclass
 class _End:
-    """What has become of a save.
+    """The result of a save.
 
     Attributes:
         path: of the step, if it is durable.
         failure: if it is not.
-        before: what the save before has failed with, if that is to be told here.
+        before: the error of the save before, if it must be reported here.
     """
 
     path: AnyPath | None = None
@@ -264,7 +267,7 @@ class _End:
 
 
 class Saving:
-    """A save under way.
+    """A running save.
 
     Attributes:
         step: the number of the step.
@@ -279,7 +282,7 @@ class Saving:
 
     @property
     def staged(self) -> bool:
-        """Whether shards are in host memory, so that nobody waits for them any more."""
+        """Whether shards are in host memory, so that no operation waits for them any more."""
         return self._copy is None or self._copy.is_done
 
     @property
@@ -288,7 +291,7 @@ class Saving:
         return self._end.path is not None
 
     def wait_staged(self) -> None:
-        """Return when parameters and states may be written in whatever way."""
+        """Wait until parameters and states may be written in any way."""
         if self._copy is not None:
             self._copy.finish()
 
@@ -299,13 +302,15 @@ class Saving:
             timeout: in seconds. Default ``None``: none.
 
         Raises:
-            CheckpointError: it has failed; on all ranks alike. Or it is durable, but the save
-                before has failed, and was still under way at the call; this is raised once.
-            TimeoutError: it is not over yet.
+            CheckpointError: it has failed, on all ranks. Or it is durable, but the save before it
+                has failed, and was still running at the call; this is raised once.
+            TimeoutError: it has not ended yet.
         """
         if not self._wait(timeout):
-            raise TimeoutError(
-                f"step {self.step} is not durable after {timeout} seconds; wait for longer"
+            raise coded(
+                TimeoutError,
+                "ckpt-not-yet",
+                f"step {self.step} is not durable after {timeout} seconds; wait for longer",
             )
         end = self._end
         before, end.before = end.before, None
@@ -314,15 +319,19 @@ class Saving:
         if end.failure is not None:
             end.failure.told = True
             if before is not None:
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "ckpt-both-failed",
                     f"step {self.step} has failed ({end.failure.error}), and so has the save "
-                    f"before it ({before.error}); mend that and save again"
+                    f"before it ({before.error}); mend that and save again",
                 ) from end.failure.error
             raise end.failure.error
         if before is not None:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-before-failed",
                 f"step {self.step} is durable, but the save before it has failed "
-                f"({before.error}); train on, or save again"
+                f"({before.error}); train on, or save again",
             ) from before.error
         assert end.path is not None
         return end.path
@@ -359,12 +368,12 @@ class Saving:
 
 @dataclass
 class _WritePlan:
-    """Who writes what, as long as every rank's layout is the same.
+    """The plan of which rank writes which data, valid while every rank's layout is the same.
 
     Attributes:
-        token: rank 0's name of it; of the folder that is written into, too.
+        token: rank 0's name for it, and for the temporary folder.
         mine: this rank's part.
-        metadata: DCP's, of all; on rank 0.
+        metadata: DCP's, for all; on rank 0.
     """
 
     token: str
@@ -373,11 +382,11 @@ class _WritePlan:
 
 
 class _Process:
-    """What this process keeps: plans by layout, host memory, and the saves under way.
+    """The state of this process: plans by layout, host memory, and running saves.
 
     Attributes:
         tokens: of plans that this process has made, as rank 0.
-        latest: the last two saves, under way or over.
+        latest: the last two saves, running or ended.
     """
 
     def __init__(self) -> None:
@@ -389,16 +398,17 @@ class _Process:
         self._plans: list[tuple[Layout, object, _WritePlan]] = []
 
     def wait(self, overlaps: int, call: Call, channel: SideChannel) -> None:
-        """In the next save: wait for those before, and raise what nobody here has been told.
+        """In the next save: wait for earlier ones, and raise errors that this rank's user has not
+        seen.
 
-        What is waited for depends on the order of calls alone, so that ranks raise alike, whatever
-        was over already. A rank that has asked for the result goes on to save, and hears of it
-        there.
+        Only the order of calls determines what is waited for, so that ranks raise in the same way,
+        whichever saves have ended already. A rank that has asked for the result continues to save,
+        and gets the error there.
 
         Args:
             overlaps: how many of the latest are not waited for.
             call: the function that is called, and its ranks.
-            channel: to tell the others, behind all that goes on there.
+            channel: to tell the others, after all earlier messages.
 
         Raises:
             CheckpointError: of the first that has failed.
@@ -418,7 +428,7 @@ class _Process:
             saving._wait()
 
     def free_memory(self) -> HostMemory:
-        """What no save uses: there are two, and all saves but the latest are over."""
+        """A buffer that no save uses: there are two, and all saves but the latest have ended."""
         copies = [saving._copy for saving in self.latest if not saving._ended.is_set()]
         used = [copy.memory for copy in copies if copy is not None]
         return next(memory for memory in self._memories if memory not in used)
@@ -434,12 +444,12 @@ class _Process:
         self._plans = [*others[-_PLANS:], (layout, channel, plan)]
 
     def forget(self, layout: Layout, channel: SideChannel) -> None:
-        """Plan anew in the next save, which then has a folder of its own."""
+        """Plan again in the next save, which then has a separate folder."""
         self._plans = [kept for kept in self._plans if kept[1] is not channel or kept[0] != layout]
 
 
 _OVERLAPS = 1
-"""Saves that are under way when another begins beside training."""
+"""Number of saves that may still run when another asynchronous one begins."""
 
 _PLANS = 3
 """Plans of other layouts that are kept, where a process saves several models in turn."""
@@ -469,15 +479,15 @@ class _Source(DefaultSavePlanner):
 
 @dataclass
 class _Written:
-    """What a rank tells of one attempt.
+    """A rank's message about one attempt.
 
     Attributes:
         facts: see `Facts`.
         token: of the plan that it has followed; ``None``: it has none for its layout.
-        results: DCP's, of each item.
+        results: DCP's, for each item.
         files: by name, bytes and checksum.
-        local: what it would write, where all are asked for it.
-        before: what the save before has failed with, if this rank did not know of it at the call.
+        local: its proposal, if all are asked for it.
+        before: the error of the save before, if this rank did not know it at the call.
     """
 
     facts: Facts
@@ -490,10 +500,10 @@ class _Written:
 
 @dataclass
 class _Answer:
-    """What rank 0 says: it is done, or a new plan, or (neither) that all shall make one.
+    """Rank 0's answer: done, or a new plan, or (neither) a request that all make one.
 
     Attributes:
-        before: what the save before has failed with, if any rank did not know of it at the call.
+        before: the error of the save before, if any rank did not know it at the call.
     """
 
     is_done: bool = False
@@ -502,14 +512,14 @@ class _Answer:
 
 
 class _Save:
-    """A save of one rank's.
+    """A save on one rank.
 
     Args:
         folder: of steps, on a disk or on a store.
         step: the number of the step.
         stay: which complete steps stay.
         call: the function that is called, and its ranks.
-        beside: whether it goes on beside training.
+        beside: whether it continues during training.
     """
 
     def __init__(self, folder: PathLike, step: int, stay: Stay, call: Call, beside: bool) -> None:
@@ -612,7 +622,9 @@ class _Save:
             if self._copy is not None:
                 LOG.error("%s", error)  # in case that nobody asks
         except BaseException as error:
-            self._end = _End(failure=_Failure(CheckpointError(str(error))), before=self._untold)
+            self._end = _End(
+                failure=_Failure(resaid(CheckpointError, str(error))), before=self._untold
+            )
             raise
         finally:
             self._held.close()
@@ -683,9 +695,11 @@ class _Save:
         """See that the step may be written; rank 0 holds the folder, and clears it of old tries."""
         store, step = self._store, self._step
         if store.has(step) and step not in {*left_behind(store, self._origin()), *store.replaced()}:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-step-there",
                 f"'{store}' has step {step} already; save another, or call "
-                f"fsdp2.checkpoint.remove(folder, {step}) before"
+                f"fsdp2.checkpoint.remove(folder, {step}) before",
             )
         store.prepare()
         if self._call.is_first and self._is_ours is None:
@@ -697,9 +711,11 @@ class _Save:
     def _decide(self, told: list[_Written]) -> Sequence[_Answer]:
         facts = [written.facts for written in told]
         if any(other != facts[0] for other in facts):
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-ranks-differ",
                 f"save() got other steps, folders, keep or DTensors in extra on other ranks "
-                f"({facts}); pass the same on all"
+                f"({facts}); pass the same on all",
             )
         plans = [written.local for written in told]
         if all(plan is not None for plan in plans):
@@ -743,9 +759,11 @@ class _Save:
             metric=self._stay.metric,
         )
         if self._is_ours is not None and not self._is_ours():
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-taken-over",
                 f"another job has taken '{self._store}' over, as nothing was seen of this one for "
-                f"{LEASE} seconds; stop one of the two, or give each a folder of its own"
+                f"{LEASE} seconds; stop one of the two, or give each a folder of its own",
             )
         replaced = branch(self._store, self._step, self._origin())
         try:
@@ -756,7 +774,7 @@ class _Save:
             raise
 
     def _origin(self) -> int | None:
-        """Asked behind the save before, as that may be the first of the branch."""
+        """Determined after the save before, which may be the first of the branch."""
         return _process.origins.of(self._stay.model, self._store)
 
 
@@ -780,9 +798,11 @@ def _check_parts(plans: list[SavePlan]) -> None:
             found[index.fqn] = found.get(index.fqn, 0) + item.tensor_data.chunk.sizes.numel()
     for name, size in sizes.items():
         if found[name] < size:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-parts",
                 f"the ranks that save have {found[name]} of {size} elements of '{name}'; pass a "
-                f"process_group that has all ranks of the model's meshes, or a whole replica"
+                f"process_group that has all ranks of the model's meshes, or a whole replica",
             )
 
 
@@ -810,8 +830,10 @@ def _is_of_a_value(item: WriteItem, paths: Mapping[str, tuple[Any, ...]]) -> boo
 
 def _check(step: int) -> None:
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise CheckpointError(
-            f"save(step=…) takes a whole number that is not negative, not {step!r}"
+        raise coded(
+            CheckpointError,
+            "ckpt-step",
+            f"save(step=…) takes a whole number that is not negative, not {step!r}",
         )
 
 
@@ -821,15 +843,17 @@ def _packed(argument: str, value: Value) -> Packed:
     if argument == "rank_extra" and found.shared:
         wrong.append(f"a DTensor at '{found.shared[0][0]}'")
     if wrong:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-extra",
             f"save({argument}=…) has {wrong[0]}, which only running code, or the same ranks, would "
-            f"load; pass numbers, strings, bytes, tensors, numpy's arrays, and containers of them"
+            f"load; pass numbers, strings, bytes, tensors, numpy's arrays, and containers of them",
         )
     return found
 
 
 def _facts_of(value: object) -> object:
-    """What a plan depends on."""
+    """The facts on which a plan depends."""
     if isinstance(value, DTensor):
         return value._spec
     if isinstance(value, torch.Tensor):

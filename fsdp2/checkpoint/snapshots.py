@@ -1,10 +1,11 @@
-"""What a model and an optimizer hold, by name, looked at without touching anything.
+"""The contents of a model and an optimizer, by name, read without any change.
 
-    module ── _parameters ──> gathered, during a forward   what a state dict frees between steps
-    group  ── params ──────> sharded, at any time          ─> here
+    module ── _parameters ──> unsharded, during a forward   a state dict reshards them in between
+    group  ── params ──────> sharded, at any time           ─> used here
 
-Nothing communicates, runs hooks or registers anything, so that another thread may look while a
-forward computes. Who writes its own state dict (hooks, ``_save_to_state_dict``) is asked for it.
+Nothing communicates, runs hooks or registers anything, so that another thread may read while a
+forward computes. If a module writes its own state dict (hooks, ``_save_to_state_dict``), it is
+called.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 from fsdp2.core.layout.mesh import local_of, wrap_local
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.names import clean
@@ -28,20 +29,21 @@ Nested = dict[str, Any]
 """A state dict: tensors and the user's values."""
 
 _KNOWN_HOOKS = ("fsdp2.", "torch.distributed.algorithms._checkpoint.")
-"""Whose hooks on state dicts say nothing but what is done here, too."""
+"""Owners of state dict hooks that add nothing to what this module does."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Views of what a model and an optimizer hold. Tensors are no copies: write to none.
+    """Views of the contents of a model and an optimizer. Tensors are not copies: do not write to
+    them.
 
     Attributes:
         model: parameters and persistent buffers by name; a sharded parameter is a DTensor.
-        buffers: those that are not persistent.
+        buffers: non-persistent buffers.
         optimizer: ``"state"`` by name of the parameter and key, and ``"param_groups"`` with names
-            in the place of parameters; ``None`` where no optimizer was given.
-        shards: by unit, this rank's rows of all its parameters as they lie in memory: uint8 [n],
-            padding included. A unit with several groups has ``name#1`` and so on besides.
+            instead of parameters; ``None`` without an optimizer.
+        shards: by unit, this rank's rows of all its parameters as they are in memory: uint8 [n],
+            including padding. A unit with several groups has further entries ``name#1`` and so on.
     """
 
     model: Mapping[str, Any]
@@ -51,18 +53,19 @@ class Snapshot:
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Snapshot:
-    """Look at shards and states as they are, from any thread, at any time between two steps.
+    """Return views of the current shards and states, from any thread, at any time between two
+    steps.
 
-    There is no collective, no hook, and no change: a unit that is gathered stays so, and a forward
-    under way in another thread computes on. A module or an optimizer that writes its own state dict
-    is asked for it, which is as safe as its code.
+    It runs no collective and no hook, and changes nothing: an unsharded unit stays unsharded, and a
+    forward running in another thread continues. A module or an optimizer that writes its own state
+    dict is called, which is as safe as its code.
 
     Args:
         model: sharded or not.
         optimizer: over parameters of ``model``. Default ``None``.
 
     Raises:
-        CheckpointError: ``model`` does not have a parameter of ``optimizer``'s.
+        CheckpointError: a parameter of ``optimizer`` is not in ``model``.
 
     Example::
 
@@ -183,9 +186,11 @@ def optimizer_state(
         state = _state_of_one(optimizer, names)
         own = {name for group in state["param_groups"] for name in group["params"]}
         if own & seen:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-two-optimizers",
                 f"two optimizers have parameter '{min(own & seen)}', whose states have one name; "
-                f"give it to one of them, or save them in two folders"
+                f"give it to one of them, or save them in two folders",
             )
         seen |= own
         found["state"].update(state["state"])
@@ -230,10 +235,12 @@ def name_of(param: torch.Tensor, names: Mapping[int, str]) -> str:
         CheckpointError: it has none.
     """
     if id(param) not in names:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-foreign-parameter",
             f"the optimizer has a parameter of shape {tuple(getattr(param, 'shape', ()))} that the "
             f"model does not have now; make the optimizer of model.parameters(), or call "
-            f"model.reshard() before"
+            f"model.reshard() before",
         )
     return names[id(param)]
 

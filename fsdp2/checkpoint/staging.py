@@ -1,13 +1,14 @@
-"""What is saved, copied to host memory beside training, as it was at the call.
+"""The state to save, copied to host memory during training, with its values at the call.
 
     async_save ── launch ──> returns          forward   backward   optimizer.step()
                     └ a thread, or a stream:  copy … copy ─┘ done    └ waits for the rest, if any
 
-What an optimizer writes (shards, its states) is copied beside training. All else (buffers, numbers,
-plain values) may change in a forward: it is copied at the call, and small.
+Tensors that an optimizer writes (shards, its states) are copied during training. All others
+(buffers, numbers, plain values) may change in a forward: they are small, and copied during the
+call.
 
-Whoever writes shards through torch or fsdp2 waits: `ShardReaders`. A write that nobody announced is
-seen in version counters, and the save fails rather than hold half of it.
+Code that writes shards through torch or fsdp2 waits: `ShardReaders`. Version counters show any
+other write, and the save then fails instead of mixing old and new values.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.config import CheckpointError
 from fsdp2.core.device.buffers import FlatBuffer
+from fsdp2.core.errors import CheckpointError, coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.optimizers import steps, watch_steps
 from fsdp2.core.pieces import round_up
@@ -81,12 +82,12 @@ class HostMemory:
 
 
 class Copy:
-    """A copy under way of all that one save needs.
+    """A running copy of everything that one save needs.
 
     Args:
         state: what to copy; this rank's rows are taken of DTensors.
-        beside: what optimizers and loads alone write, as they do; all else is copied at the call.
-        memory: where to; nobody else's until what is ``staged`` was written.
+        beside: tensors that only optimizers and loads write; all else is copied during the call.
+        memory: the destination; reserved until the ``staged`` data was written.
 
     Raises:
         MemoryError: there is no host memory for it.
@@ -120,7 +121,7 @@ class Copy:
         return self._done.is_set()
 
     def _launch(self) -> torch.Event | None:
-        """Where shards are on an accelerator, let a stream of its own copy them."""
+        """If shards are on an accelerator, copy them on a separate stream."""
         places = self.memory.places(list(self._sources.values()))
         self.staged.update(zip(self._sources, places, strict=True))
         devices = {source.device for source in self._sources.values()} - {torch.device("cpu")}
@@ -155,9 +156,11 @@ class Copy:
             ShardReaders.waiting.remove(self.wait)
             self._sources, self._counters = {}, {}
         if self._torn is not None:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-written-while-copied",
                 f"'{self._torn}' was written while it was copied, by neither an optimizer nor a "
-                f"load; call wait_staged() on what async_save() returned before, or use save()"
+                f"load; call wait_staged() on what async_save() returned before, or use save()",
             )
 
     def wait(self) -> None:
@@ -188,7 +191,7 @@ class Copy:
 
 
 def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between tensors on the CPU, in this thread alone: training has the others."""
+    """Copy between tensors on the CPU, only in this thread: training uses the others."""
     if not source.is_contiguous():
         target.copy_(source)
         return

@@ -1,19 +1,19 @@
-"""What is saved of a model, an optimizer and a run, by name; and how that differs from a step's.
+"""The saved state of a model, an optimizer and a run, by name; and its differences from a step's.
 
 model.<name>                              parameters and persistent buffers
-buffers.<name>                            buffers that are not persistent, on request
+buffers.<name>                            non-persistent buffers, on request
 optimizer.state.<parameter>.<key>         the names of torch's get_optimizer_state_dict
-optimizer.param_groups                    with names in the place of parameters
-states.<name>.<key>                       tensors besides the model's, such as averages of weights
-wire.residuals.<name>                     what error feedback adds to the next gradients
-wire.references.<name>                    what the next differences of weights are to
+optimizer.param_groups                    with names instead of parameters
+states.<name>.<key>                       further tensors, such as averages of weights
+wire.residuals.<name>                     errors that error feedback adds to the next gradients
+wire.references.<name>                    the base of the next differences of weights
 rng.<rank>.<device>                       states of random number generators
-extra.<place>                             tensors of the user's
+extra.<place>                             tensors of the user
 rank_extra.<rank>.<place>                 the same, of each rank
 values.<name>                             of a name above: its value with its types, see `values`
 about                                     how it was saved: `Saved`
 
-And which part of each tensor this rank has: `held_by`.
+`held_by` returns which part of each tensor this rank has.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from fsdp2.checkpoint.stores import AnyPath
 from fsdp2.checkpoint.tensors import About, Catalogue, Place
 from fsdp2.checkpoint.tensors import Reader as TensorReader
 from fsdp2.checkpoint.values import Value, is_kept_by_dcp, packed
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.names import clean
 from fsdp2.core.pieces import piece_of
@@ -73,7 +73,7 @@ States: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Asked:
-    """What is saved, as of `save`."""
+    """The arguments of `save` that select the state."""
 
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
@@ -113,9 +113,11 @@ def as_module(model: Models) -> nn.Module:
         isinstance(name, str) and name and "." not in name and isinstance(each, nn.Module)
         for name, each in model.items()
     ):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-models",
             f"checkpoints take a module, or a dict of modules by names without dots, not "
-            f"{_shown(model)}; pass the model"
+            f"{_shown(model)}; pass the model",
         )
     return nn.ModuleDict(model)
 
@@ -135,9 +137,11 @@ def as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
     found = [each for each in found if each is not None]
     wrong = next((each for each in found if not hasattr(each, "param_groups")), None)
     if wrong is not None:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-optimizers",
             f"checkpoints take an optimizer, or a list of them, not {_shown(wrong)}; pass the "
-            f"optimizer"
+            f"optimizer",
         )
     return found
 
@@ -215,9 +219,11 @@ def _values_in(state: Nested) -> Iterator[tuple[tuple[str | int, ...], object]]:
 def _text(key: object, of: str) -> str:
     if isinstance(key, str):
         return key
-    raise CheckpointError(
+    raise coded(
+        CheckpointError,
+        "ckpt-state-key",
         f"the optimizer's state of '{of}' has the key {key!r}, which would come back as a string; "
-        f"name states by strings"
+        f"name states by strings",
     )
 
 
@@ -225,9 +231,11 @@ def _check_layout(path: tuple[str | int, ...], rows: Tensor) -> None:
     """A load writes into the tensor that is there, which has other elements then, or scales."""
     if rows.layout is not torch.strided or rows.is_quantized:
         what = f"of {rows.dtype}" if rows.is_quantized else f"of {rows.layout}"
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-layout",
             f"save() cannot keep '{'.'.join(map(str, path))}', a tensor {what}, which no load "
-            f"would restore in place; make it dense, or a buffer that is not persistent"
+            f"would restore in place; make it dense, or a buffer that is not persistent",
         )
 
 
@@ -241,7 +249,7 @@ def _check_class(path: tuple[str | int, ...], rows: Tensor) -> None:
 
 
 def kept_values(state: Nested) -> Nested:
-    """What DCP's items do not bring back as it was, with its types; and tensors inside of it."""
+    """Values that DCP's items do not restore exactly, with their types; and tensors in them."""
     found: Nested = {}
     for path, value in _values_in(state):
         if isinstance(value, Tensor):
@@ -266,9 +274,12 @@ def kept_values(state: Nested) -> Nested:
 
         held = packed(value, named)
         if held.wrong:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-value",
                 f"save() cannot keep '{name}', which has {held.wrong[0]}, as only running code "
-                f"would load it; make it of numbers, strings, bytes, tensors and containers of them"
+                f"would load it; make it of numbers, strings, bytes, tensors and containers of "
+                f"them",
             )
         found[name] = json.dumps([path, held.content])
     return found
@@ -301,15 +312,15 @@ def set_rng_states(states: Mapping[str, torch.Tensor]) -> None:
 
 @dataclass
 class Differences:
-    """Names that a model or an optimizer and a step do not have alike.
+    """Names that differ between a model or an optimizer and a step.
 
     Attributes:
         missing: the model or the optimizer has it, the step does not.
-        unexpected: the step has it, nobody takes it.
-        reshaped: both have it, of other shapes.
-        retyped: both have it, in other dtypes.
-        conflicting: one has several values where the other has one: a parameter that is tied now
-            and was not; an option of groups that were merged or cut.
+        unexpected: the step has it, the model and the optimizer do not.
+        reshaped: both have it, with different shapes.
+        retyped: both have it, with different dtypes.
+        conflicting: one has several values and the other has one: a parameter that is tied now and
+            was not; an option of groups that were merged or split.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -322,7 +333,7 @@ class Differences:
         return any(vars(self).values())
 
     def left(self) -> set[str]:
-        """What is not loaded of what is there."""
+        """Entries that exist but are not loaded."""
         return {*self.missing, *self.reshaped, *self.retyped, *self.conflicting}
 
     def compare(self, name: str, value: Tensor, saved: object, cast: bool = False) -> bool:
@@ -346,7 +357,7 @@ class Differences:
 
     @classmethod
     def over_ranks(cls, parts: Sequence[Differences]) -> Differences:
-        """What is so on any rank; unexpected is what is so on all."""
+        """Differences on any rank; unexpected ones are those on all."""
         unexpected = set(parts[0].unexpected).intersection(*(part.unexpected for part in parts))
         return cls(
             sorted({name for part in parts for name in part.missing}),
@@ -358,7 +369,7 @@ class Differences:
 
 
 def is_whole(saved: object, like: Tensor) -> bool:
-    """Whether every element of such a tensor was saved: not if a replica alone has saved it."""
+    """Whether every element of such a tensor was saved: false if only one replica has saved it."""
     if not isinstance(saved, TensorStorageMetadata) or tuple(saved.size) != tuple(like.shape):
         return False
     count = sum(prod(chunk.sizes) for chunk in saved.chunks)
@@ -369,7 +380,7 @@ def is_whole(saved: object, like: Tensor) -> bool:
 
 
 class _Files(FileSystem):
-    """What DCP's reader does to files, done to any."""
+    """The file operations of DCP's reader, for any path."""
 
     def concat_path(self, path: Any, suffix: str) -> Any:
         return path / suffix
@@ -449,9 +460,11 @@ class _Planner(DefaultLoadPlanner):
         try:
             self.state_dict[name] = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-value-code",
                 f"the step has '{name}' as an object of a class, which only running code would "
-                f"load; load it with torch.distributed.checkpoint, or leave it out by names="
+                f"load; load it with torch.distributed.checkpoint, or leave it out by names=",
             ) from error
 
 
@@ -573,7 +586,7 @@ def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def held_of(name: str, value: Tensor) -> Held:
-    """What this rank has of a tensor.
+    """This rank's part of a tensor.
 
     Raises:
         CheckpointError: it is of a class whose bytes are not its values.
@@ -582,26 +595,30 @@ def held_of(name: str, value: Tensor) -> Held:
     local = value.to_local() if isinstance(value, DTensor) else value
     if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided:
         kind = type(local).__name__ if local.layout is torch.strided else str(local.layout)
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "export-class",
             f"'{name}' is a {kind}, not a plain tensor, so that its bytes are not its values; "
-            f"convert it, or pass names= that returns None for it"
+            f"convert it, or pass names= that returns None for it",
         )
     if not isinstance(value, DTensor):
         return Held(shape, local, (0,) * len(shape), False)
     offsets, lengths = _part(shape, value)
     if lengths != tuple(local.shape):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "export-part",
             f"'{name}' has a part of shape {tuple(local.shape)} here, which its placements "
-            f"{value.placements} do not tell; redistribute it to Shard and Replicate"
+            f"{value.placements} do not tell; redistribute it to Shard and Replicate",
         )
     return Held(shape, local, offsets, True)
 
 
 def _part(shape: tuple[int, ...], value: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and lengths of this rank's part, as the placements say.
+    """Offsets and lengths of this rank's part, according to the placements.
 
-    Several dims of a mesh may cut one dim of a tensor: from the left to the right, but a strided
-    one comes behind those to its right, whose pieces its ``split_factor`` counts.
+    Several dims of a mesh may shard one dim of a tensor: from left to right, but a strided one
+    comes after those to its right, whose pieces its ``split_factor`` counts.
     """
     mesh, coordinate = value.device_mesh, value.device_mesh.get_coordinate()
     offsets, lengths = [0] * len(shape), list(shape)

@@ -1,14 +1,14 @@
-"""Where steps are kept: what a store does, and the one on a disk.
+"""The storage of steps: the operations of a store, and the store on a disk.
 
-FOLDER/step-00000100/manifest.json   what the step consists of; a step is one that has it
+FOLDER/step-00000100/manifest.json   the contents of the step; a step is one that has it
 FOLDER/step-00000100/.metadata       DCP's index
-FOLDER/step-00000100/__0_0.distcp    what rank 0 wrote
-FOLDER/.saving-step-00000200-TOKEN/  half-written: never read, removed on request
-FOLDER/.removing-step-00000050/      half-removed: the same
-FOLDER/.replaced-step-00000300       why step 300 is not loaded of itself: see `retention`
-FOLDER/.owner                        who saves into FOLDER just now
+FOLDER/step-00000100/__0_0.distcp    rank 0's file
+FOLDER/.saving-step-00000200-TOKEN/  incomplete: never read, removed on request
+FOLDER/.removing-step-00000050/      partly removed: the same
+FOLDER/.replaced-step-00000300       why step 300 is not loaded by default: see `retention`
+FOLDER/.owner                        the job that saves into FOLDER now
 
-`remote` has the other store, which knows neither renames nor syncs.
+`remote` has the other store, which has neither renames nor syncs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import BinaryIO, Literal, Protocol
 
 from fsdp2.checkpoint import files, owning
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 MANIFEST = "manifest.json"
 OWNER = ".owner"
@@ -63,12 +63,12 @@ class Stream(Protocol):
 
 
 class Attempt(Protocol):
-    """A step that is written, and not there yet.
+    """A step that is being written, and does not exist yet.
 
     Attributes:
         folder: where DCP's files will be in the step's folder; "" if in itself.
-        path: the same, as a path; DCP alone reads the step there when it is complete.
-        written: by name, the facts of files that this rank has made.
+        path: the same, as a path; DCP can read the step there when it is complete.
+        written: by name, the facts of files that this rank has created.
     """
 
     folder: str
@@ -85,10 +85,10 @@ class Attempt(Protocol):
         """Let the step be there, in the place of one that is replaced; durable on return."""
 
     def clear(self, rank: int) -> None:
-        """Remove what ``rank`` has left of it, as far as that works; nobody commits it."""
+        """Remove the files of ``rank``, as far as possible; the attempt will not be committed."""
 
     def give_up(self, rank: int) -> None:
-        """The same behind a failure, where rank 0 alone knows whether it was committed."""
+        """The same after a failure, when only rank 0 knows whether it was committed."""
 
 
 class Store(Protocol):
@@ -116,7 +116,7 @@ class Store(Protocol):
         """Names of what is half-done."""
 
     def folder(self, step: int) -> AnyPath:
-        """Where a complete step is."""
+        """The folder of a complete step."""
 
     def lengths(self, step: int, names: Iterable[str]) -> dict[str, int]:
         """Bytes of those files of a step that are there."""
@@ -136,16 +136,18 @@ class Store(Protocol):
         """
 
     def sweep(self, step: int, own: tuple[str, ...]) -> None:
-        """Remove old tries of a step, but those of tokens ``own``, if nobody else can be at one."""
+        """Remove old attempts at a step, except those of tokens ``own``, if no other job can be
+        writing one.
+        """
 
     def attempt(self, step: int, token: str) -> Attempt:
         """A step to write; all ranks pass the same token, which no other try has."""
 
     def remove_steps(self, doomed: list[int]) -> None:
-        """Remove complete steps: each is gone at once, and then its files.
+        """Remove complete steps: each ceases to exist at once, and then its files are removed.
 
-        Of a link the link goes, and what is behind it stays. One that cannot be removed keeps none
-        of the others; what it failed with is raised at the end.
+        Of a link only the link is removed; its target stays. A step that cannot be removed does not
+        prevent the removal of others; its error is raised at the end.
         """
 
     def remove_unfinished(self, names: list[str]) -> None:
@@ -165,9 +167,11 @@ def local_path(path: PathLike) -> Path:
         CheckpointError: it is a URL of a store.
     """
     if is_url(path):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-not-local",
             f"'{path}' is on a store, where steps are saved and loaded, and weights are read by "
-            f"load_pretrained() alone; name a path of a disk, and copy from there or to there"
+            f"load_pretrained() alone; name a path of a disk, and copy from there or to there",
         )
     return disk_path(path)
 
@@ -183,12 +187,12 @@ def step_name(step: int) -> str:
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Where a complete step is."""
+    """The folder of a complete step."""
     return folder / step_name(step)
 
 
 def saving_folder(folder: Path, step: int, token: str = "") -> Path:
-    """Where a step is written; ``token`` tells it from what another run has left there."""
+    """The folder in which a step is written; ``token`` distinguishes it from other attempts."""
     return folder / f"{_SAVING}{step_name(step)}{token and '-'}{token}"
 
 
@@ -200,14 +204,14 @@ def number_of(name: str) -> int | None:
 
 
 class Failures:
-    """Goes on behind a failure, and raises the first one at the end."""
+    """Continues after a failure, and raises the first one at the end."""
 
     def __init__(self) -> None:
         self._first: Exception | None = None
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Go on behind whatever is raised inside: of a store, of each store's own classes."""
+        """Continue after any exception inside, including a store's own classes."""
         try:
             yield
         except Exception as error:
@@ -279,7 +283,7 @@ class DiskStore:
 
     def prepare(self) -> None:
         if self.root.exists() and not self.root.is_dir():
-            raise CheckpointError(f"'{self.root}' is a file; pass a folder")
+            raise coded(CheckpointError, "ckpt-is-file", f"'{self.root}' is a file; pass a folder")
         files.make_folders(self.root)
 
     @contextmanager
@@ -290,9 +294,11 @@ class DiskStore:
             try:
                 is_ours = held.enter_context(owning.owned(path, about))
             except BlockingIOError as error:
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "ckpt-other-job",
                     f"another job saves into '{self.root}' just now ({error}); pass a folder of "
-                    f"its own, or, if that job is gone, remove '{path}'"
+                    f"its own, or, if that job is gone, remove '{path}'",
                 ) from error
             yield is_ours
 
@@ -339,7 +345,7 @@ class DiskStore:
 
 
 class DiskAttempt:
-    """Written beside, and renamed."""
+    """Written to a temporary folder, and renamed."""
 
     folder = ""
 
@@ -413,10 +419,10 @@ def is_inside(name: str) -> bool:
 
 
 def items_folder(names: Mapping[str, object]) -> str:
-    """Where DCP's files are in a step's folder, of the names of all of its files.
+    """The folder of DCP's files in a step's folder, from the names of all of its files.
 
     Raises:
-        ValueError: none is an index, or several are.
+        ValueError: there is no index, or there are several.
     """
     (index,) = (name for name in names if name.rpartition("/")[2] == INDEX)
     return index.rpartition("/")[0]

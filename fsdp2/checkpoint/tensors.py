@@ -33,7 +33,7 @@ import torch
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.files import BrokenError
 from fsdp2.checkpoint.stores import AnyPath, is_inside
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 DTYPES = {
     "U64": torch.uint64,
@@ -81,7 +81,7 @@ class About:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a whole tensor's bytes are.
+    """The position of a full tensor's bytes.
 
     Attributes:
         file: the file's name, in the folder.
@@ -96,13 +96,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """What a folder, or one file, holds.
+    """The contents of a folder, or of one file.
 
     Attributes:
         folder: where the files are.
         lengths: of each file, in bytes, by its name.
         places: of each tensor, by its name.
-        tied: names that stand for another tensor of the folder, as the files' metadata say.
+        tied: names that represent another tensor of the folder, according to the files' metadata.
     """
 
     folder: AnyPath
@@ -158,14 +158,18 @@ def plan(
     """
     for name, about in tensors.items():
         if about.dtype not in _NAMES:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "tensors-dtype",
                 f"'{name}' is of {about.dtype}, which safetensors does not know; pass dtype= where "
-                f"it is a floating-point tensor, or names= that returns None for it"
+                f"it is a floating-point tensor, or names= that returns None for it",
             )
         if name == METADATA:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "tensors-name",
                 f"'{name}' is a name that safetensors keeps for itself; pass names= that returns "
-                f"another for it"
+                f"another for it",
             )
     shards = _shards(tensors, shard_bytes)
     headers: dict[str, bytes] = {}
@@ -207,7 +211,7 @@ def _shards(tensors: Mapping[str, About], limit: int | None) -> list[list[str]]:
 
 
 def _header(tensors: Mapping[str, About], tied: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """A file's first bytes, and where behind them each tensor begins."""
+    """A file's first bytes, and the offset of each tensor after them."""
     ordered = sorted(tensors, key=lambda name: (_RANKS[tensors[name].dtype], name.encode()))
     content: dict[str, object] = {METADATA: {"format": "pt", **tied}}
     offsets, at = {}, 0
@@ -311,10 +315,11 @@ class Writer:
 def catalogue(path: AnyPath) -> Catalogue:
     """Read the headers of a file or a folder; no tensor.
 
-    Of a folder: the files that its index names; else ``model.safetensors``; else all that end so.
+    For a folder: the files in its index; otherwise ``model.safetensors``; otherwise all with that
+    suffix.
 
     Raises:
-        CheckpointError: there is none; one is missing, cut short, or no file of the format.
+        CheckpointError: there is no file; one is missing, truncated, or has another format.
     """
     folder, names, wanted = _files_of(path)
     lengths: dict[str, int] = {}
@@ -326,17 +331,21 @@ def catalogue(path: AnyPath) -> Catalogue:
             if wanted.get(name, file) != file:
                 continue
             if name in places:
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "tensors-twice",
                     f"'{name}' is in '{folder / file}' and in '{places[name].file}', and no index "
-                    f"says which is meant; pass the file instead of the folder"
+                    f"says which is meant; pass the file instead of the folder",
                 )
             places[name] = place
         tied |= {key: value for key, value in metadata.items() if value in found}
     for name, file in wanted.items():
         if name not in places:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "tensors-not-there",
                 f"the index of '{folder}' says that '{name}' is in '{file}', where it is not; copy "
-                f"the file again"
+                f"the file again",
             )
     tied = {other: name for other, name in tied.items() if other not in places}
     return Catalogue(folder, lengths, places, tied)
@@ -354,9 +363,11 @@ def _files_of(path: AnyPath) -> tuple[AnyPath, list[str], dict[str, str]]:
             if any("/" in name or not is_inside(name) for name in names):
                 raise BrokenError()
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "tensors-index",
                 f"'{index}' is no index of safetensors files; pass the folder of save_pretrained, "
-                f"or one of its files"
+                f"or one of its files",
             ) from error
         return index.parent, names, dict(wanted)
     single = path / f"model{SUFFIX}"
@@ -364,9 +375,11 @@ def _files_of(path: AnyPath) -> tuple[AnyPath, list[str], dict[str, str]]:
     if not single.is_file():
         found = sorted(file.name for file in path.glob(f"*{SUFFIX}"))
     if not found:
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "tensors-none",
             f"'{path}' is no safetensors file, and no folder with one; pass what export() or "
-            f"save_pretrained() has made"
+            f"save_pretrained() has made",
         )
     return path, found, {}
 
@@ -374,20 +387,28 @@ def _files_of(path: AnyPath) -> tuple[AnyPath, list[str], dict[str, str]]:
 def _read_header(path: AnyPath) -> tuple[int, dict[str, Place], dict[str, str]]:
     """Length, tensors and metadata of one file; checked as the package does."""
     if not path.is_file():
-        raise CheckpointError(
-            f"'{path}' is missing; copy all files that the index of the folder names"
+        raise coded(
+            CheckpointError,
+            "tensors-missing",
+            f"'{path}' is missing; copy all files that the index of the folder names",
         )
     with path.open("rb") as file:
         length = file.seek(0, os.SEEK_END)
         file.seek(0)
         parsed = _parsed(path, file, length)
     if parsed is None:
-        raise CheckpointError(
-            f"'{path}' is no safetensors file, or its beginning is damaged; copy it again"
+        raise coded(
+            CheckpointError,
+            "tensors-header",
+            f"'{path}' is no safetensors file, or its beginning is damaged; copy it again",
         )
     places, metadata, end = parsed
     if end != length:
-        raise CheckpointError(f"'{path}' has {length} bytes of {end}; copy the file again")
+        raise coded(
+            CheckpointError,
+            "tensors-length",
+            f"'{path}' has {length} bytes of {end}; copy the file again",
+        )
     return length, places, metadata
 
 
@@ -410,9 +431,11 @@ def _parsed(
             begin, behind = _whole_numbers(said["data_offsets"])
             shape = tuple(_whole_numbers(said["shape"]))
             if said["dtype"] not in DTYPES:
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "tensors-unknown-dtype",
                     f"'{path}' has '{name}' in dtype {said['dtype']}, which this version does not "
-                    f"read; write it in another dtype"
+                    f"read; write it in another dtype",
                 )
             about = About(shape, DTYPES[said["dtype"]])
             if behind - begin != about.nbytes:
@@ -438,7 +461,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _whole_numbers(value: object) -> list[int]:
-    """Not negative, and neither words nor fractions."""
+    """Integers that are not negative."""
     if not isinstance(value, list) or any(type(each) is not int or each < 0 for each in value):
         raise BrokenError()
     return value
@@ -532,8 +555,10 @@ class Reader:
         for at, length in runs:
             if files.read_at(file, data[done : done + length], place.offset + at) != length:
                 path = self.catalogue.folder / place.file
-                raise CheckpointError(
-                    f"'{path}' has become shorter while it was read; copy the file again"
+                raise coded(
+                    CheckpointError,
+                    "tensors-shorter",
+                    f"'{path}' has become shorter while it was read; copy the file again",
                 )
             done += length
 
@@ -544,7 +569,7 @@ class Reader:
 def _check_box(
     name: str, whole: tuple[int, ...], first: tuple[int, ...], shape: tuple[int, ...]
 ) -> None:
-    """What calls with a wrong box would overwrite or read is another tensor."""
+    """A wrong box would overwrite or read another tensor."""
     fits = len(whole) == len(first) == len(shape) and all(
         at >= 0 and at + length <= full
         for at, length, full in zip(first, shape, whole, strict=True)

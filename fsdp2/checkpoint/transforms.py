@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdp2.checkpoint.optimizers import Names
 from fsdp2.checkpoint.state import held_of
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError, coded
 
 Sources: TypeAlias = Callable[[str], str | Sequence[str] | None]
 """The model's name of a tensor to the step's, or to several; ``None`` leaves it out."""
@@ -49,9 +49,11 @@ class Transforms:
         known = list(names)
         for pattern in self._given:
             if not any(fnmatchcase(name, pattern) for name in known):
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "ckpt-transform-unused",
                     f"transforms= has '{pattern}', which fits no tensor of the model; pass names "
-                    f"of its state dict, or patterns of them"
+                    f"of its state dict, or patterns of them",
                 )
 
     def sources(self, name: str) -> tuple[str, ...]:
@@ -72,9 +74,11 @@ class Transforms:
                 return function
         sources = self.sources(name)
         if len(sources) > 1:
-            raise CheckpointError(
+            raise coded(
+                CheckpointError,
+                "ckpt-transform-several",
                 f"names= gives '{name}' several tensors of the step, {list(sources)}; pass "
-                f"transforms= with a function that makes one of them"
+                f"transforms= with a function that makes one of them",
             )
         return None
 
@@ -106,16 +110,20 @@ def rows_of(name: str, value: Tensor, function: Transform, sources: Sequence[Ten
     try:
         made = function(*sources)
     except Exception as error:  # of the user's function
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-transform-raised",
             f"transforms= of '{name}' raised {type(error).__name__} for tensors of shapes {shapes} "
-            f"({error}); mend the function"
+            f"({error}); mend the function",
         ) from error
     is_plain = type(made) in (Tensor, nn.Parameter)
     if not is_plain or tuple(made.shape) != held.shape:
         found = f"a tensor of shape {tuple(made.shape)}" if is_plain else f"a {type(made).__name__}"
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-transform-shape",
             f"transforms= of '{name}' made {found} of tensors of shapes {shapes}, and the model "
-            f"has one of shape {held.shape}; return a tensor of that shape"
+            f"has one of shape {held.shape}; return a tensor of that shape",
         )
     rows = made.detach()
     for dim, (start, length) in enumerate(zip(held.offsets, held.local.shape, strict=True)):

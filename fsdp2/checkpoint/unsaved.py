@@ -28,7 +28,7 @@ def unsaved(model: nn.Module) -> list[str]:
 
 
 def recomputed(model: nn.Module, name: str) -> Tensor | None:
-    """The value that its module's initialisation gives a buffer; changes nothing.
+    """The value that its module's initialization gives a buffer; changes nothing.
 
     Args:
         model: has the buffer.
@@ -56,7 +56,9 @@ def recomputed(model: nn.Module, name: str) -> Tensor | None:
 
 
 def _initialisers(model: nn.Module, prefix: str) -> Iterator[Callable[[Any], object]]:
-    """Of a module: its own, and then ``_init_weights`` of the modules around, the nearest first."""
+    """A module's own initializer, and then ``_init_weights`` of enclosing modules, the nearest
+    first.
+    """
     if callable(getattr(model.get_submodule(prefix), "reset_parameters", None)):
         yield lambda twin: twin.reset_parameters()
     parts = prefix.split(".") if prefix else []

@@ -1,12 +1,12 @@
-"""Values that are no tensors, with their types: as JSON, and their tensors by name beside it.
+"""Values other than tensors, with their types, as JSON, and their tensors separately by name.
 
     {"seen": 2, "at": (1, b"x"), "w": tensor}
         packed    {"dict": {"seen": 2, "at": {"tuple": [1, {"bytes": "eA=="}]}, "w": {"tensor": 0}}}
         unpacked  the same types, dtypes and values
 
-Whatever has no entry here is refused by name when it is saved, so that all that is saved loads, and
-loading runs no code. DCP's own items lose types: keys become strings, mappings dicts, and an empty
-one is gone.
+A type without an entry in this module is refused by name when it is saved, so that everything saved
+can be loaded, and loading runs no code. DCP's own items lose types: keys become strings, mappings
+dicts, and an empty one is lost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PLAIN = (type(None), bool, int, float, str)
 _FACTORIES: dict[str, type] = {
     each.__name__: each for each in (bool, dict, float, int, list, set, str, tuple)
 }
-"""What a defaultdict may make."""
+"""Allowed factories of a defaultdict."""
 
 Named = Callable[[Tensor, tuple[str, ...], bool], str]
 """Names a tensor of a value, by its path, and whether DCP's items have it under that path."""
@@ -62,9 +62,9 @@ def packed(value: Value, named: Named | None = None) -> Packed:
     """Take a value apart; nothing is copied.
 
     Args:
-        value: nested as it likes.
-        named: names tensors. Default ``None``: numbers, those of DTensors behind a "d", as ranks
-            may have other tensors besides.
+        value: arbitrarily nested.
+        named: names tensors. Default ``None``: numbers, with the prefix "d" for DTensors, because
+            ranks may have other tensors as well.
     """
     found = Packed()
     found.content = _Packer(found, named).pack(value, (), True)
@@ -95,7 +95,7 @@ def tensors_in(content: Json) -> list[str]:
 
 
 def unpacked(content: Json, tensors: Mapping[str, Any]) -> Value:
-    """What `packed` was given; tensors, or entries of files, are those that are passed."""
+    """The value passed to `packed`; tensors, or entries of files, are those that are passed."""
     if isinstance(content, list):
         return [unpacked(held, tensors) for held in content]
     if not isinstance(content, dict):
@@ -218,7 +218,7 @@ def _array(data: bytes, dtype: str) -> Any:
 
 
 def _text_of(value: Value) -> tuple[str, Json] | None:
-    """Of what is a text: its kind, and the text."""
+    """The kind and the text of a textual value."""
     kind = type(value)
     if kind in (bytes, bytearray):
         return kind.__name__, base64.b64encode(value).decode()

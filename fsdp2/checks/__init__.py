@@ -1,24 +1,24 @@
-"""What fsdp2 refuses, and what it explains, beside what it does.
+"""Checks and explanations of errors.
 
-For everyone, at rare events:
+For all users, at rare events:
 
-    explain    torch's words on a sharded parameter, in a sentence
-    optimizers what optimizers hold when they step
-    registered what modules register that no unit has put there
+    explain    adds an explanation to torch's errors about a sharded parameter
+    optimizers the parameters that optimizers hold when they step
+    registered parameters that modules register and that belong to no unit
     presence   every rank of a process group runs fsdp2, or none communicates
-    layouts    what is logged of a root's units
+    layouts    log messages about a root's units
 
-What `fsdp2.debug` switches on:
+Enabled by `fsdp2.debug`:
 
     environment FSDP2_DEBUG, read by the first call of `fully_shard` or of `debug`
-    switch     debug(…): what is checked, for all sharded models of this process
-    groups     groups that agree, look for NaN and for lost writes, before they go on
-    agreement  ranks agree on each step, by notes on a board
+    switch     debug(…): the active checks, for all sharded models of this process
+    groups     groups that compare ranks, and check for NaN and lost writes, before they continue
+    agreement  ranks compare each step, by notes on a board
 
-Owns: the settings and the agreement of this process. Core knows nothing of it: it gives notices
-(`fsdp2.core.notices`), and tells of parameters that are to be sharded and of new groups
-(`fsdp2.core.schedule.layers`). The first five are told from the import of fsdp2 on. `groups` loads
-when somebody asks for it: by `debug`, or by the environment of the first call of `fully_shard`.
+Owns: the settings and the agreement of this process. Core does not import it: core sends notices
+(`fsdp2.core.notices`), and reports parameters that will be sharded and new groups
+(`fsdp2.core.schedule.layers`). The first five are notified from the import of fsdp2 on. `groups`
+loads on request: by `debug`, or by the environment at the first call of `fully_shard`.
 """
 
 from fsdp2.checks import environment, explain, layouts, optimizers, presence, registered

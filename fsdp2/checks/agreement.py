@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol, TypedDict
 
-from fsdp2.core.config import RankMismatchError
+from fsdp2.core.errors import RankMismatchError, coded, resaid
 
 SHORTEST_PAUSE = 0.0002  # seconds between looks at the board, at first
 LONGEST_PAUSE = 0.02
@@ -64,12 +64,12 @@ class Board(Protocol):
 
 @dataclass(frozen=True)
 class Intent:
-    """What a rank is about to do.
+    """The next step of a rank.
 
     Attributes:
         what: for example ``"the all-gather of 'blocks.1' for its forward, iteration 3"``.
-        details: what must be equal besides, by name.
-        fix: what to do where the details differ.
+        details: further facts that must be equal, by name.
+        fix: the remedy if the details differ.
     """
 
     what: str
@@ -78,12 +78,12 @@ class Intent:
 
     @property
     def note(self) -> str:
-        """What goes on the board: equal for equal steps."""
+        """The note on the board: equal for equal steps."""
         return f"{self.digest}|{self.what}"
 
     @property
     def digest(self) -> str:
-        """Of the details."""
+        """The digest of the details."""
         return hashlib.sha256(json.dumps(dict(self.details)).encode()).hexdigest()[:16]
 
 
@@ -97,7 +97,9 @@ class _Meeting:
     name: str
 
     def key(self, part: int | str, back: int = 0) -> str:
-        """Of a rank's note, or of the `_OUTCOME`; of this step or of one ``back`` from it."""
+        """The key of a rank's note, or of the `_OUTCOME`; for this step or for one ``back`` from
+        it.
+        """
         return f"{self.name}/{self.number - back}/{part}"
 
 
@@ -261,10 +263,12 @@ class Agreement:
 
     def _raise(self, sentence: str) -> NoReturn:
         self._begin()
-        raise RankMismatchError(sentence)
+        raise resaid(RankMismatchError, sentence)
 
     def _error(self, meeting: _Meeting, waited: float | None = None) -> RankMismatchError:
-        """Who is where; without ``waited``, ranks that are under way get a moment to say so."""
+        """The error with the step of each rank; without ``waited``, ranks still on their way get a
+        moment to report theirs.
+        """
         deadline = time.monotonic() + (GRACE if waited is None else 0)
         notes, places = self._places(meeting)
         while None in places.values() and time.monotonic() < deadline:
@@ -313,8 +317,10 @@ class Agreement:
                 said = ", ".join(f"{value} on {_ranks(of)}" for value, of in by_value.items())
                 differing.append(f"{name} is {said}")
         more = f", and {len(differing) - 3} more" if len(differing) > 3 else ""
-        return RankMismatchError(
-            f"ranks disagree about {step.what}: {'; '.join(differing[:3])}{more}; {step.fix}"
+        return coded(
+            RankMismatchError,
+            "ranks-differ",
+            f"ranks disagree about {step.what}: {'; '.join(differing[:3])}{more}; {step.fix}",
         )
 
 
@@ -323,9 +329,11 @@ def _describe(places: Mapping[int, str]) -> RankMismatchError:
         f"{_ranks(of)} {place.replace('is at', 'are at', 1) if len(of) > 1 else place}"
         for place, of in _gather(dict(sorted(places.items()))).items()
     )
-    return RankMismatchError(
+    return coded(
+        RankMismatchError,
+        "ranks-elsewhere",
         f"ranks disagree on their next step: {said}; run the same units in the same order on every "
-        f"rank, on zeros where a rank has no use for one"
+        f"rank, on zeros where a rank has no use for one",
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 
+from fsdp2.core.errors import coded
+
 ENVIRONMENT = "FSDP2_DEBUG"
 
 
@@ -17,8 +19,10 @@ def asks_for_ranks() -> bool:
     """
     value = os.environ.get(ENVIRONMENT, "0")
     if value not in ("", "0", "1"):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "debug-environment",
             f"{ENVIRONMENT}={value} is neither 0 nor 1; set {ENVIRONMENT}=1 to let ranks "
-            f"agree on each step, or leave it out"
+            f"agree on each step, or leave it out",
         )
     return value == "1"

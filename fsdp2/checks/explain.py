@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
 
+from fsdp2.core.errors import reword
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules import failures
 from fsdp2.core.modules.engine import schedulers
@@ -79,7 +80,9 @@ def _explain_sharded(error: RuntimeError, units: Iterable[Unit]) -> None:
     if found:
         params = _either(param.name for param, _ in found)
         owners = _either(group.name for _, group in found)
-        error.args = (
+        reword(
+            error,
+            "used-outside",
             f"parameter {params} was used outside the forward of its unit {owners}, where it is "
             f"sharded; use it in that forward or in a method given to "
             f"register_fsdp_forward_method, call fully_shard on the module that reads it, or call "
@@ -88,13 +91,14 @@ def _explain_sharded(error: RuntimeError, units: Iterable[Unit]) -> None:
 
 
 def explain_backward(error: RuntimeError, nodes: Iterable[Node], units: Iterable[Unit]) -> None:
-    """The same for what a backward raised; where C++ read a freed parameter, it may go on after.
+    """The same for an exception of a backward; if C++ read a freed parameter, it may continue
+    after.
 
-    From then on side doors are looked for. The next forward resets what was interrupted, and
-    whoever runs it again will not see the error.
+    From then on side doors are recorded. The next forward resets the interrupted state, and a
+    repeated run does not raise the error.
 
     Args:
-        error: what it raised.
+        error: the exception.
         nodes: those that it would run.
         units: those of this process.
     """
@@ -116,7 +120,9 @@ def _explain_freed_in(error: RuntimeError, nodes: Iterable[Node], units: Iterabl
         for value in _saved_by(node):
             for param, group in known.get(_memory(value) or 0, ()):
                 if _begins_in(value, param.unsharded):
-                    error.args = (
+                    reword(
+                        error,
+                        "entered-by-a-side-door",
                         f"backward came to unit '{group.name}' by a tensor that its forward did "
                         f"not return, and read parameter '{param.name}', which is freed; return "
                         f"that tensor from the forward too, or call "
@@ -155,7 +161,9 @@ def _explain_freed(error: RuntimeError, units: Iterable[Unit]) -> None:
     found = _find_freed(error.__traceback__, _freed(units))
     if found is not None:
         param, group = found
-        error.args = (
+        reword(
+            error,
+            "used-freed",
             f"parameter '{param.name}', or a view of it, was read after the forward of its unit "
             f"'{group.name}', which has freed it; return a copy from that forward (.clone()), or "
             f"call set_reshard_after_forward(False) on the unit (torch: {error})",
@@ -163,7 +171,7 @@ def _explain_freed(error: RuntimeError, units: Iterable[Unit]) -> None:
 
 
 def _find_freed(trace: TracebackType | None, known: dict[int, list[_Owned]]) -> _Owned | None:
-    """What the innermost frame that has a tensor in such memory has there."""
+    """The object over such memory in the innermost frame that has one."""
     for frame, _ in _innermost_first(trace):
         for value in frame.f_locals.values():
             for owned in known.get(_memory(value) or 0, ()):
@@ -173,7 +181,7 @@ def _find_freed(trace: TracebackType | None, known: dict[int, list[_Owned]]) -> 
 
 
 def _memory(value: object) -> int | None:
-    """What tells a plain tensor's storage, or a DTensor's, from others."""
+    """Identifies a plain tensor's storage, or a DTensor's."""
     local = local_of(value) if isinstance(value, torch.Tensor) else None
     if local is None or is_extended(local):
         return None
@@ -198,7 +206,7 @@ def explain_loading(errors: list[str]) -> None:
                 f"load whole tensors with torch.distributed.checkpoint.state_dict."
                 f"set_model_state_dict(model, state_dict, "
                 f"options=StateDictOptions(full_state_dict=True)), after reshard() on units that "
-                f"are gathered"
+                f"are gathered [plain-state-dict]"
             )
 
 
@@ -212,7 +220,7 @@ def _innermost_first(trace: TracebackType | None) -> list[tuple[FrameType, int]]
 
 
 def _find(trace: TracebackType | None, known: _Known) -> list[_Owned]:
-    """What the innermost frame that has a module, or a parameter of ours, means."""
+    """The meaning of the innermost frame that has a module, or a parameter of fsdp2."""
     for frame, number in _innermost_first(trace):
         values: list[object] = list(frame.f_locals.values())
         for value in frame.f_locals.values():
@@ -231,9 +239,10 @@ def _find(trace: TracebackType | None, known: _Known) -> list[_Owned]:
 
 
 def _named(modules: Sequence[nn.Module], words: set[str], known: _Known) -> list[_Owned]:
-    """Sharded parameters below ``modules`` whose names' parts the code has: ``blocks[1].weight``.
+    """Sharded parameters below ``modules`` whose names' parts are in the code:
+    ``blocks[1].weight``.
 
-    Where no index is written out, those of all indices.
+    Without an explicit index, those of all indices.
     """
     exact: dict[int, _Owned] = {}
     similar: dict[int, _Owned] = {}

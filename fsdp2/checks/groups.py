@@ -24,16 +24,17 @@ import torch
 
 from fsdp2.checks.agreement import Agreement, Intent
 from fsdp2.checks.environment import asks_for_ranks
-from fsdp2.core.config import (
-    CommunicationError,
-    GroupOptions,
-    NonFiniteGradientError,
-    RankMismatchError,
-    ShardingStateError,
-)
+from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.collectives import ReduceKind
 from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
+from fsdp2.core.errors import (
+    CommunicationError,
+    NonFiniteGradientError,
+    RankMismatchError,
+    ShardingStateError,
+    coded,
+)
 from fsdp2.core.layout.mesh import local_of, memory_order
 from fsdp2.core.modules import optimizers
 from fsdp2.core.modules.registry import scheduler_of
@@ -63,14 +64,14 @@ _CHUNK = 1 << 20  # elements of which a checksum is taken at a time
 
 @dataclass(frozen=True)
 class EnabledChecks:
-    """What is checked.
+    """The active checks.
 
     Attributes:
-        check_ranks: whether ranks agree on each step before they take it.
+        check_ranks: whether ranks agree on each step before they run it.
         check_nan: whether reduced gradients must be finite.
-        check_writes: whether what is gathered must be what shards are, and stay so.
-        timeout: seconds that a rank waits for others of which nothing is heard; ``None`` for the
-            process group's own time-out.
+        check_writes: whether unsharded parameters must equal their shards, and stay so.
+        timeout: seconds that a rank waits for silent ranks; ``None`` for the process group's own
+            time-out.
     """
 
     check_ranks: bool = False
@@ -80,11 +81,11 @@ class EnabledChecks:
 
 
 class Contents(NamedTuple):
-    """What a group's parameters held at some moment, as checksums.
+    """Checksums of a group's parameters at some moment.
 
     Attributes:
         shards: this rank's rows.
-        registered: what stood in their stead: what was gathered, or a smaller group's rows.
+        registered: the registered tensors: unsharded parameters, or a smaller group's rows.
     """
 
     shards: list[str]
@@ -98,11 +99,11 @@ class Checks:
     """The checks of this process.
 
     Attributes:
-        settings: what is checked; ``None`` until somebody asks.
-        runs: how often the check of ranks was switched on: ranks do that alike.
-        compared: groups of which ranks have compared the copies of their shards.
-        contents: of groups that are gathered, checksums of each parameter then: of the shard, and
-            of what was registered in its stead.
+        settings: the active checks; ``None`` until requested.
+        runs: how often the check of ranks was switched on: all ranks do so equally often.
+        compared: groups of which ranks have compared the replicas of their shards.
+        contents: of unsharded groups, checksums of each parameter at that time: of the shard, and
+            of the registered tensor.
     """
 
     settings: EnabledChecks | None = None
@@ -114,7 +115,7 @@ class Checks:
 
     @classmethod
     def current(cls) -> EnabledChecks:
-        """What is checked now; the environment is read at the first call."""
+        """The active checks; the environment is read at the first call."""
         if cls.settings is None:
             asked = asks_for_ranks()
             cls.settings = EnabledChecks()
@@ -162,14 +163,16 @@ class Checks:
         except RankMismatchError:
             raise
         except RuntimeError as error:
-            raise CommunicationError(
+            raise coded(
+                CommunicationError,
+                "store-gone",
                 f"the process group's store could not be reached before {step.what}, so the rank "
-                f"that holds it has probably ended; start all ranks again: {error}"
+                f"that holds it has probably ended; start all ranks again: {error}",
             ) from error
 
     @classmethod
     def agreement(cls) -> Agreement:
-        """Of the process group there is now."""
+        """The agreement of the current process group."""
         store = default_store()
         if cls._store is not store:
             cls.runs += cls._agreement is not None
@@ -311,14 +314,16 @@ class CheckedGroup(Layer):
             params, zip(*self.base.collectives.exchange(own), strict=True), strict=True
         ):
             if any(by_rank):
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "written-kept-rows",
                     f"parameter '{param.name}' was written while its unit keeps rows of an earlier "
                     f"gather, by a route that no version counter shows; call reshard() on its "
-                    f"module after you write"
+                    f"module after you write",
                 )
 
     def _compared_params(self) -> list[ShardedParam]:
-        """Of others a gather may bring what it likes."""
+        """For other parameters, an all-gather may return any values."""
         return [p for p in self.base.params if not (p.is_meta or p.is_extended or p.is_its_shard)]
 
     def _refuse_written(self, stays: bool = False) -> None:
@@ -340,10 +345,12 @@ class CheckedGroup(Layer):
             if any(by_rank) and index < len(names):
                 refuse_written(names[index])
             if any(by_rank):
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "written-sharded",
                     f"parameter '{names[index - len(names)]}' was written while its unit stays "
                     f"unsharded, which computes with what it has gathered; call reshard() on its "
-                    f"module after you write"
+                    f"module after you write",
                 )
 
     # ---- agreeing
@@ -449,10 +456,12 @@ class CheckedGroup(Layer):
         ]
         if found:
             more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-            raise NonFiniteGradientError(
+            raise coded(
+                NonFiniteGradientError,
+                "not-finite",
                 f"the gradients of unit '{self.base.name}' hold NaN or infinity: parameter "
                 f"{', '.join(found[:3])}{more}; look at the loss and the inputs of those ranks, or "
-                f"reduce in a dtype with more range if it was on none of them"
+                f"reduce in a dtype with more range if it was on none of them",
             )
 
 
@@ -527,7 +536,7 @@ def _said(options: GroupOptions) -> dict[str, str]:
 
 
 def _exact(group: ParamGroup) -> dict[str, str]:
-    """Which parameters travel as they are, in a group that sends fewer bytes."""
+    """Which parameters are sent without a codec, in a group that encodes."""
     wire = group.options.wire
     if wire.gather is None and wire.reduce is None:
         return {}
@@ -544,7 +553,7 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 
 def _checksum(local: torch.Tensor) -> str:
-    """Of the bits, the same on any device."""
+    """The checksum of the bits, the same on any device."""
     if local.is_meta:
         return "not there yet (meta)"
     flat = local.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What the units below a root hold, told to the standard ``logging`` when it becomes a root."""
+"""Log messages about the units below a root, when it becomes a root."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from fsdp2.core.layout.layout import GroupLayout
 from fsdp2.core.modules import roots
 
 LAYOUT = logging.getLogger("fsdp2.layout")
-"""INFO: once a root, units, groups, bytes a rank holds, gathers and pads; DEBUG: of each group."""
+"""INFO: once per root, units, groups, bytes that a rank holds, gathers and pads; DEBUG: the same
+per group.
+"""
 
 
 def _log_layout(root: str, units: Iterable[tuple[str, Sequence[GroupLayout]]]) -> None:

@@ -1,14 +1,14 @@
-"""What optimizers hold when they step: one that would train nothing is refused.
+"""The parameters that optimizers hold when they step: one that would train nothing raises.
 
-A parameter that a unit has replaced, and a gathered form of one, are not what trains. Each
-optimizer is looked at again when it, or what is sharded, has changed.
+A parameter that a unit has replaced, and an unsharded form of one, are not trained. Each optimizer
+is checked again when it, or the set of sharded parameters, has changed.
 """
 
 from __future__ import annotations
 
 import torch
 
-from fsdp2.core.config import ShardingStateError
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules import optimizers
 from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import GATHERED, TIED
@@ -19,24 +19,30 @@ def _refuse_untrained(optimizer: torch.optim.Optimizer) -> None:
         for param in param_group["params"]:
             attributes = param.__dict__
             if GATHERED in attributes:
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "optimizer-of-gathered",
                     f"this {type(optimizer).__name__} holds the gathered parameter "
                     f"'{attributes[GATHERED]}', not the sharded one: it was made while its unit "
                     f"was gathered; call reshard() on the module, then make the optimizer, or "
-                    f"call fsdp2.repoint_optimizer(optimizer)"
+                    f"call fsdp2.repoint_optimizer(optimizer)",
                 )
             replaced = attributes[REPLACED]() if REPLACED in attributes else None
             if replaced is not None and TIED in attributes:
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "optimizer-holds-tied",
                     f"this {type(optimizer).__name__} holds parameter '{attributes[TIED]}', which "
                     f"was tied to '{replaced.name}' since, so that it trains nothing; call "
-                    f"fsdp2.repoint_optimizer(optimizer), or make the optimizer afterwards"
+                    f"fsdp2.repoint_optimizer(optimizer), or make the optimizer afterwards",
                 )
             if replaced is not None:
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "stale-optimizer",
                     f"this {type(optimizer).__name__} holds parameter '{replaced.name}'"
                     f" as it was before fully_shard or load_state_dict(assign=True) replaced it; "
-                    f"call fsdp2.repoint_optimizer(optimizer), or make the optimizer afterwards"
+                    f"call fsdp2.repoint_optimizer(optimizer), or make the optimizer afterwards",
                 )
 
 

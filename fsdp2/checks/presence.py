@@ -22,10 +22,10 @@ from weakref import WeakSet
 
 import torch
 
-from fsdp2.core.config import CommunicationError, RankMismatchError
 from fsdp2.core.device import presence
 from fsdp2.core.device.backends import traits_of
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, global_ranks, timeout_of
+from fsdp2.core.errors import CommunicationError, RankMismatchError, coded
 from fsdp2.ranks.channels import StoreBoard, default_store
 
 SHORTEST_PAUSE = 0.0002  # seconds between looks, at first
@@ -38,11 +38,11 @@ _IMAGINED = ("fake", "null")
 _announced: WeakSet[ProcessGroup] = WeakSet()
 
 _ALIKE = "fsdp2"
-"""What the first rank leaves for the others if all ranks' backends are alike."""
+"""The first rank's note for the others if all ranks' backends are equal."""
 
 
 def announce(group: ProcessGroup | None, device: torch.device) -> None:
-    """Leave a note that this rank of ``group`` runs fsdp2; waits for nobody."""
+    """Leave a note that this rank of ``group`` runs fsdp2; does not wait."""
     if group is None or group in _announced:
         return
     _announced.add(group)
@@ -78,9 +78,11 @@ def _meet(group: ProcessGroup, device: torch.device, unit: str) -> None:
         raise
     except RuntimeError as error:
         what = f"the first gather of unit '{unit}'"
-        raise CommunicationError(
+        raise coded(
+            CommunicationError,
+            "store-gone",
             f"the process group's store could not be reached before {what}, so the rank "
-            f"that holds it has probably ended; start all ranks again: {error}"
+            f"that holds it has probably ended; start all ranks again: {error}",
         ) from error
 
 
@@ -100,11 +102,13 @@ def _wait(group: ProcessGroup, unit: str, timeout: float) -> None:
             missing = [rank for rank in ranks if not board.has([_key(group, rank)])] or ranks[:1]
             names = ", ".join(map(str, missing))
             if waited > timeout:
-                raise RankMismatchError(
+                raise coded(
+                    RankMismatchError,
+                    "other-implementation",
                     f"ranks {names} have not called fsdp2's fully_shard for {timeout:g} s, while "
                     f"this rank waits to gather unit '{unit}', so that they are late or run "
                     f"torch's; start every rank through python -m fsdp2.run, or call "
-                    f"fsdp2.install() on each"
+                    f"fsdp2.install() on each",
                 )
             warned = True
             warnings.warn(
@@ -117,10 +121,12 @@ def _wait(group: ProcessGroup, unit: str, timeout: float) -> None:
     if leads:
         board.write(everyone, found)
     if found != _ALIKE:
-        raise RankMismatchError(
+        raise coded(
+            RankMismatchError,
+            "backends-differ",
             f"the backends of a process group differ: {found}; start every rank with the same "
             f"version of torch and the same environment, TORCH_DIST_USE_NCCL2 and "
-            f"TORCH_DISTRIBUTED_DEBUG included"
+            f"TORCH_DISTRIBUTED_DEBUG included",
         )
 
 

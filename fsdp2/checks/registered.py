@@ -1,7 +1,7 @@
-"""What modules register that no unit has put there: refused, by name, when a forward begins.
+"""Registrations by modules that belong to no unit: they raise, by name, when a forward begins.
 
-Whatever a user put in the entry of a managed parameter would be overwritten at the next gather, and
-a new parameter trained by each rank for itself, all in silence.
+A user's tensor in the entry of a managed parameter would silently be overwritten at the next
+all-gather, and each rank would train a new parameter separately.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.config import ShardingStateError
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules import registrations
 from fsdp2.core.modules.registrations import Unexpected
 from fsdp2.core.params.param import GATHERED, OWNER, WHOLE
 
 
 class Unmanaged:
-    """What becomes of a parameter that no unit manages.
+    """The treatment of a parameter that no unit manages.
 
     Attributes:
-        leave: called with its name, where that is not an error; ``None`` (default): it is one.
+        leave: called with its name, if that is not an error; ``None`` (default): it is one.
     """
 
     leave: Callable[[str], None] | None = None
@@ -31,21 +31,27 @@ class Unmanaged:
 def _refuse(found: Unexpected) -> None:
     name, registered, param, other, meshes = found
     if param is not None and registered is not None and WHOLE in registered.__dict__:
-        raise ShardingStateError(
+        raise coded(
+            ShardingStateError,
+            "forward-while-whole",
             f"a forward began inside gathered(), which has registered parameter '{name}' "
-            f"whole; leave the context first, as a forward gathers by itself"
+            f"whole; leave the context first, as a forward gathers by itself",
         )
     if other is not None:
-        raise ShardingStateError(
+        raise coded(
+            ShardingStateError,
+            "tied-unregistered",
             f"parameter '{name}' was replaced by parameter '{other.name}' without a "
             f"registration, as torch.func.functional_call does; tie the two by an "
-            f"assignment, module_b.weight = module_a.weight"
+            f"assignment, module_b.weight = module_a.weight",
         )
     if param is not None:
-        raise ShardingStateError(
+        raise coded(
+            ShardingStateError,
+            "replaced-parameter",
             f"parameter '{name}' was replaced by a {type(registered).__name__} after "
             f"fully_shard; copy new values into the parameter under torch.no_grad(), or "
-            f"use load_state_dict(assign=True)"
+            f"use load_state_dict(assign=True)",
         )
     assert registered is not None
     _refuse_unmanaged(name, registered, meshes)
@@ -53,23 +59,29 @@ def _refuse(found: Unexpected) -> None:
 
 def _refuse_unmanaged(name: str, param: nn.Parameter, meshes: Set[DeviceMesh]) -> None:
     if OWNER in param.__dict__ or GATHERED in param.__dict__:
-        raise ShardingStateError(
+        raise coded(
+            ShardingStateError,
+            "tied-to-another-model",
             f"parameter '{name}' is tied to a parameter of another fully_shard model; call "
             f"fully_shard on the model that holds both, and run that, or tie them before either "
-            f"is sharded"
+            f"is sharded",
         )
     if Unmanaged.leave is not None:
         Unmanaged.leave(name)
         return
     if isinstance(param, DTensor) and param.device_mesh in meshes:
-        raise ShardingStateError(
+        raise coded(
+            ShardingStateError,
+            "made-of-sharded",
             f"parameter '{name}' was made from sharded parameters after fully_shard, as a "
-            f"parametrization does, so that no unit gathers it; make it before fully_shard"
+            f"parametrization does, so that no unit gathers it; make it before fully_shard",
         )
-    raise ShardingStateError(
+    raise coded(
+        ShardingStateError,
+        "added-parameter",
         f"parameter '{name}' was added after fully_shard, so that no unit shards it or reduces "
         f"its gradients; call shard_new_parameters() on the sharded module around it, or "
-        f"fully_shard on the new module"
+        f"fully_shard on the new module",
     )
 
 

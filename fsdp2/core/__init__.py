@@ -1,17 +1,18 @@
-"""How fsdp2 works, in eight rooms on a ground floor; each imports only those before it.
+"""The engine of fsdp2: eight rooms and some modules; each imports only those before it.
 
-custom_collectives  the user's own collectives: what they have to be
-config              what a user may choose, as frozen values; the exceptions
-progress            optimizer steps counted; what to say where a collective fails
-names               names without what wrappers put into them
-pieces              lengths cut into equal pieces, and rounded up
-notices             what rooms above core are told of, at rare events
-codecs/             numbers in fewer bytes: what travels in place of parameters and gradients
+custom_collectives  the user's own collectives: their interface
+config              the user's choices, as frozen values
+errors              the exceptions, and the code of each message
+progress            optimizer steps counted; the message for a failed collective
+names               names without the prefixes of wrappers
+pieces              lengths split into equal pieces, and rounded up
+notices             notifications to rooms above core, at rare events
+codecs/             encoded messages with fewer bytes for parameters and gradients
 device/             lanes, memory, kernels and collectives of one device
-layout/             where every element lives: flat layouts, meshes
+layout/             the position of every element: flat layouts, meshes
 params/             a parameter in its forms, and its gradients
-gather/             from shards to gathered parameters
-reduce/             from full gradients to sharded ``.grad``
-schedule/           when groups of parameters are gathered, freed and reduced
-modules/            nn.Module and autograd: what drives the schedule
+gather/             from shards to unsharded parameters
+reduce/             from unsharded gradients to sharded ``.grad``
+schedule/           when groups of parameters are unsharded, resharded and reduced
+modules/            nn.Module and autograd: they drive the schedule
 """

@@ -1,4 +1,4 @@
-"""What a user may choose, as frozen values, and the exceptions that fsdp2 raises (decision 11).
+"""The user's choices, as frozen values (decision 11).
 
     MixedPrecisionPolicy ──┐
     OffloadPolicy ─────────┼──> fully_shard ──> a unit keeps frozen GroupOptions for its groups;
@@ -17,82 +17,46 @@ import torch
 from torch import nn
 
 from fsdp2.core.custom_collectives import AllGather, ReduceScatter
+from fsdp2.core.errors import coded
 
 EXACT_BELOW = 16384
-"""Elements below which parameters travel as they are: norms, biases, routers of a few experts."""
+"""Elements below which parameters are sent without a format: norms, biases, routers of a few
+experts.
+"""
 
 PACK_BELOW = 128 << 10
-"""Bytes of a rank's piece below which parameters travel packed where others are coalesced, too.
+"""Bytes of a rank's piece below which parameters are packed while others are coalesced.
 
 NCCL chooses an algorithm for operations of a group whose sizes differ by less than 4 times, and
-counts each as 16 KiB of a channel's traffic or more (enqueue.cc: ncclPrepareTasks,
+counts each as at least 16 KiB of a channel's traffic (enqueue.cc: ncclPrepareTasks,
 scheduleCollTasksToPlan; 32 KiB in some versions). Users found many small ones slow: 980 grouped
-reduce-scatters 116 s, concatenated 1.6 s (nvidia/nccl#725)."""
-
-
-class ShardingStateError(RuntimeError):
-    """A call came at a moment in which its module cannot honour it.
-
-    For example a parameter group that is asked to free parameters that are still on their way.
-    The message names the module, the state it is in and the call that leads out of it.
-    """
-
-
-class RankMismatchError(ShardingStateError):
-    """Ranks are about to run different collectives, which would hang.
-
-    Raised by `fsdp2.debug(check_ranks=True)` on all ranks alike, before anything is launched. The
-    message names the unit and the step that each rank is at.
-    """
-
-
-class CommunicationError(RuntimeError):
-    """A collective of a unit failed, for example because a rank did not come in time.
-
-    The message names the unit, the operation, whether forward or backward ran, and the iteration;
-    ``__cause__`` is what the backend raised.
-    """
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be saved, found or loaded.
-
-    Raised by `fsdp2.checkpoint` on all ranks alike, with one sentence. Complete steps have not been
-    changed then.
-    """
-
-
-class NonFiniteGradientError(FloatingPointError):
-    """A unit's gradients hold NaN or infinity.
-
-    Raised by `fsdp2.debug(check_nan=True)` on all ranks of the unit alike, before an optimizer can
-    use them. The message names the parameters.
-    """
+reduce-scatters 116 s, concatenated 1.6 s (nvidia/nccl#725).
+"""
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """In which dtypes a unit computes, reduces and returns.
+    """The dtypes in which a unit computes, reduces and returns.
 
-    The sharded parameters keep their own dtype (the optimizer's); mixed precision is applied at
-    module boundaries, so low-precision activations are what backward saves.
+    The sharded parameters keep their own dtype (the optimizer's). Mixed precision applies at module
+    boundaries, so backward saves low-precision activations.
 
     Args:
-        param_dtype: dtype of the gathered parameters, hence of the all-gather and of forward and
+        param_dtype: dtype of the unsharded parameters, and therefore of the all-gather, forward and
             backward. ``None`` (default) keeps each parameter's own dtype.
         reduce_dtype: dtype of the gradient reduction. ``None`` (default) reduces in the sharded
             parameter's own dtype, as torch does since 2.15: fp32 for fp32 parameters that compute
-            in bf16 (decision 5). Pass ``reduce_dtype=param_dtype`` for what torch did before: half
-            the bytes, sums of fewer bits. Without gradient sync, gradients accumulate in this
-            dtype.
-        output_dtype: dtype that floating-point outputs of the unit's forward are cast to.
-            ``None`` (default) leaves them alone.
+            in bf16 (decision 5). Pass ``reduce_dtype=param_dtype`` for torch's earlier behavior:
+            half the bytes, sums with fewer bits. Without gradient sync, gradients accumulate in
+            this dtype.
+        output_dtype: dtype to which floating-point outputs of the unit's forward are cast. ``None``
+            (default) does not cast them.
         cast_forward_inputs: whether floating-point inputs of the unit's forward are cast to
             ``param_dtype``. Default ``True``.
         param_dtype_override_fn: called once with each parameter when it is sharded; returns
             ``None`` or ``param_dtype`` for the policy's dtype, or the parameter's own dtype to
             leave that parameter uncast. It must return the same on every rank. Inputs are cast to
-            ``param_dtype`` all the same. Default ``None``: no exceptions.
+            ``param_dtype`` in any case. Default ``None``: no exceptions.
 
     Raises:
         TypeError: a dtype is not a ``torch.dtype``, or the function is not callable.
@@ -114,23 +78,29 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         override = self.param_dtype_override_fn
         if override is not None and not callable(override):
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "policy-override-type",
                 f"MixedPrecisionPolicy(param_dtype_override_fn={override!r}) is not callable; pass "
-                f"a function of a parameter that returns a torch.dtype or None"
+                f"a function of a parameter that returns a torch.dtype or None",
             )
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
                 continue
             if not isinstance(dtype, torch.dtype):
-                raise TypeError(
+                raise coded(
+                    TypeError,
+                    "policy-value",
                     f"MixedPrecisionPolicy({name}={dtype!r}) is not a torch.dtype; pass for "
-                    f"example {name}=torch.bfloat16"
+                    f"example {name}=torch.bfloat16",
                 )
             if not dtype.is_floating_point:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "policy-integer",
                     f"MixedPrecisionPolicy({name}={dtype}) is not a floating-point dtype; pass "
-                    f"for example {name}=torch.bfloat16"
+                    f"for example {name}=torch.bfloat16",
                 )
 
     def overridden_dtype(self, name: str, param: torch.Tensor) -> torch.dtype | None:
@@ -146,34 +116,35 @@ class MixedPrecisionPolicy:
         if chosen is None or chosen == self.param_dtype:
             return None
         if chosen != param.dtype:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "policy-override-value",
                 f"param_dtype_override_fn returned {chosen!r} for parameter '{name}'; return None, "
-                f"the policy's {self.param_dtype} or the parameter's own {param.dtype}"
+                f"the policy's {self.param_dtype} or the parameter's own {param.dtype}",
             )
         return param.dtype
 
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """No offloading: shards, gradients and optimizer states stay on the mesh's device."""
+    """No offload: shards, gradients and optimizer states stay on the mesh's device."""
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, gradients and optimizer states live in CPU memory.
+    """Keeps shards, gradients and optimizer states in CPU memory.
 
-    Shards are copied to the device on the copy-in stream before each all-gather; reduced
-    gradients are copied back in backward, and are there when backward returns. The optimizer steps
-    on the CPU. On a CPU mesh there is nothing to move, and the policy changes nothing.
+    Shards are copied to the device on the copy-in stream before each all-gather. Reduced gradients
+    are copied back during backward, and are in CPU memory when backward returns. The optimizer
+    steps on the CPU. On a CPU mesh the policy has no effect.
 
     Copies may still read shards when a training forward returns. Optimizers, ``load_state_dict``
-    and ``.to()`` wait for them, and so do backward and a forward without gradients at their end.
-    Who writes parameters by hand after a forward without its backward calls ``reshard()`` first.
+    and ``.to()`` wait for them, and so do backward and a forward without gradients at their end. If
+    you write parameters by hand between a forward and its backward, call ``reshard()`` first.
 
     Args:
-        pin_memory: whether the CPU memory is page-locked, so that copies overlap with compute.
-            Default ``True``; ignored where there is no accelerator to lock pages for. ``False``
-            for machines short of memory.
+        pin_memory: whether the CPU memory is pinned, so that copies overlap with compute. Default
+            ``True``; ignored without an accelerator. Use ``False`` on machines with little memory.
 
     Example::
 
@@ -185,18 +156,19 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass
 class DataParallelMeshDims:
-    """Which dims of a full SPMD mesh are data parallel.
+    """The data-parallel dims of a full SPMD mesh.
 
-    For `fully_shard` on parameters that are DTensors on that whole mesh already, replicated on
-    the dims named here.
+    Use it for `fully_shard` on parameters that are already DTensors on that whole mesh, replicated
+    on these dims.
 
     Args:
-        shard: name of the mesh dim that parameters are sharded over, or several names, which are
+        shard: name of the mesh dim over which parameters are sharded, or several names, which are
             flattened into one axis. ``None``: not sharded, only replicated.
-        replicate: name or names of the dims that hold copies (HSDP). ``None`` (default): none.
+        replicate: name or names of the dims over which parameters are replicated (HSDP). ``None``
+            (default): none.
 
     Raises:
-        ValueError: neither is given, or a name twice.
+        ValueError: neither is given, or a name occurs twice.
 
     Example::
 
@@ -209,14 +181,18 @@ class DataParallelMeshDims:
 
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
-            raise ValueError(
-                "DataParallelMeshDims names no mesh dim; pass shard=, replicate= or both"
+            raise coded(
+                ValueError,
+                "dims-none",
+                "DataParallelMeshDims names no mesh dim; pass shard=, replicate= or both",
             )
         names = (*self.shard_names, *self.replicate_names)
         if len(set(names)) < len(names):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "dims-twice",
                 f"DataParallelMeshDims names a mesh dim twice in {names}; name each once, in "
-                f"shard= or in replicate="
+                f"shard= or in replicate=",
             )
 
     @property
@@ -238,17 +214,17 @@ def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Wire:
-    """Formats that a group's parameters and gradients travel in, but for those that stay exact.
+    """Wire formats of a group's parameters and gradients, except for those that stay exact.
 
-    Which do is a fact of each parameter (`ShardedParam.exact`): a new `Wire` comes with new ones,
+    Exactness is a fact of each parameter (`ShardedParam.exact`): a new `Wire` comes with new facts,
     so two are never equal.
 
     Attributes:
-        gather: name of an entry of `core.gather.coded.CODED`; ``None``: as they are computed with.
+        gather: name of an entry of `core.gather.coded.CODED`; ``None``: in the compute dtype.
         reduce: name of an entry of `core.reduce.coded.CODED`; ``None``: in the reduce dtype.
-        differences: whether messages hold differences to what was gathered last, which stays.
-        rotate: whether gradients are rotated before they are coded (`core.codecs.rotated`).
-        feedback: whether what a message leaves out of gradients is added to the next ones
+        differences: whether messages hold differences to the values gathered last, which are kept.
+        rotate: whether gradients are rotated before encoding (`core.codecs.rotated`).
+        feedback: whether the rounding errors of gradient messages are added to the next ones
             (`core.reduce.feedback`).
         between_gather: as ``gather``, between the nodes of two levels.
         between_reduce: as ``reduce``, between them.
@@ -264,30 +240,31 @@ class Wire:
 
 
 Level = Literal["all", "inside", "between"]
-"""Which level of a mesh formats are for."""
+"""The level of a mesh to which formats apply."""
 
 WHOLE = Wire()
-"""All parameters and gradients travel exactly."""
+"""All parameters and gradients are sent exactly."""
 
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What a user may change about a group; replaced as a whole, and bound before the next use.
+    """The options of a group that a user may change; replaced as a whole, and bound before the next
+    use.
 
     Attributes:
         precision: the mixed-precision policy.
-        divide_factor: gradients are divided by it; ``None`` averages over all data-parallel ranks.
-        sum_only: whether collectives only sum, and divisions are kernels of their own.
+        divide_factor: the divisor of gradients; ``None`` averages over all data-parallel ranks.
+        sum_only: whether collectives only sum, and divisions are separate kernels.
         reduce_unused: whether parameters without a gradient are reduced as zeros, and get them.
         pack_below: bytes of a rank's piece below which parameters are packed, on backends that
             coalesce.
-        keep_storage: whether freeing leaves the gathered memory allocated.
+        keep_storage: whether resharding leaves the gathered memory allocated.
         keep_gradients: whether the memory of reduced gradients stays allocated between steps.
-        keep_rows: whether rows that were gathered stay until an optimizer steps: a node's, a
-            smaller group's, or all; ``None``: those of nodes do.
+        keep_rows: whether gathered rows stay until an optimizer steps: a node's, a smaller group's,
+            or all; ``None``: only those of nodes.
         all_gather: the user's all-gather, or ``None``.
         reduce_scatter: the user's reduce-scatter, or ``None``.
-        wire: formats that parameters and gradients travel in.
+        wire: wire formats of parameters and gradients.
         all_reduce_hook: called with each reduced flat gradient before it is delivered.
         all_reduce_hook_stream: the stream to call it on; ``None`` for the all-reduce lane.
     """

@@ -1,9 +1,9 @@
-"""Collectives of the user's: what they have to be, and a check of the buffers that they give.
+"""The user's collectives: their interface, and a check of the buffers that they return.
 
 AllGather       for `FSDPModule.set_custom_all_gather`
 ReduceScatter   for `FSDPModule.set_custom_reduce_scatter`
-OwnMemory       what ours are, which are made like them (`fsdp2.comm_memory`)
-MemoryComms     a pair of ours, for a process group
+OwnMemory       fsdp2's own implementations, built in the same way (`fsdp2.comm_memory`)
+MemoryComms     a pair of these, for a process group
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from fsdp2.core.errors import coded
+
 
 class Comm(ABC):
-    """A user's own collective: where its buffers come from, and what runs it.
+    """A user's own collective: it allocates its buffers and runs.
 
     A buffer is in use from ``allocate`` until the collective's result has been copied out of it,
-    and must not be given out again before. Memory from an allocator never is. An object that keeps
-    its buffers should serve one unit, whose gathers follow each other; gradients of several dtypes
-    and tensor subclasses with all-gather hooks have collectives of their own, and ask for the
-    second's buffer before the first gives its own back.
+    and must not be returned again earlier. Memory from an allocator never is. An object that keeps
+    its buffers should serve one unit, whose all-gathers follow each other. Gradients of several
+    dtypes and tensor subclasses with all-gather hooks use separate collectives, which request the
+    second's buffer before the first returns its own.
     """
 
     @abstractmethod
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A buffer for the collective, new at each call or kept by this object.
+        """Return a buffer for the collective, new at each call or kept by this object.
 
         Args:
-            size: its shape, one length; return a tensor of just that shape.
+            size: its shape, one length; return a tensor of exactly that shape.
             dtype: its dtype.
-            device: where it must be.
+            device: its device.
         """
 
 
@@ -64,8 +66,8 @@ class AllGather(Comm):
     ) -> dist.Work | None:
         """Gather ``input_tensor`` [n] of all ranks into ``output_tensor`` [ranks * n].
 
-        ``input_tensor`` may be this rank's part of ``output_tensor``. Runs with the all-gather
-        stream current; a work object that is returned is waited for.
+        ``input_tensor`` may be this rank's part of ``output_tensor``. It runs with the all-gather
+        stream current; fsdp2 waits for a returned work object.
         """
 
 
@@ -83,16 +85,16 @@ class ReduceScatter(Comm):
     ) -> dist.Work | None:
         """Reduce ``input_tensor`` [ranks * n] with ``op`` and scatter into ``output_tensor`` [n].
 
-        ``op`` is a ``torch.distributed.ReduceOp``: average, sum or a premultiplied sum. Runs with
-        the reduction stream current; a work object that is returned is waited for.
+        ``op`` is a ``torch.distributed.ReduceOp``: average, sum or a premultiplied sum. It runs
+        with the reduction stream current; fsdp2 waits for a returned work object.
         """
 
 
 class OwnMemory(Comm):
-    """Where collectives of ours, in memory that a backend would rather have, get their buffers."""
+    """The buffers of fsdp2's own collectives in memory that suits a backend."""
 
     def meet(self, group: dist.ProcessGroup, *buffers: torch.Tensor) -> None:
-        """Make buffers known to the other ranks, where that is needed."""
+        """Register buffers with the other ranks, if necessary."""
 
 
 class MemoryComms(NamedTuple):
@@ -116,9 +118,11 @@ def checked_buffer(
     with torch.inference_mode(False):
         buffer = comm.allocate((numel,), dtype=dtype, device=device)
     if tuple(buffer.shape) != (numel,) or buffer.dtype != dtype:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "custom-allocation",
             f"{type(comm).__name__}.allocate(({numel},), dtype={dtype}) returned a tensor of shape "
             f"{tuple(buffer.shape)} and {buffer.dtype}; return a 1-D tensor of the size and dtype "
-            f"that it is asked for"
+            f"that it is asked for",
         )
     return buffer

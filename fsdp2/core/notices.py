@@ -1,17 +1,17 @@
-"""What rooms above core are told of: each adds its functions when the package is imported.
+"""Notifications to rooms above core: each adds its functions when the package is imported.
 
-Core says when something happens; it does not know who listens, nor why:
+Core reports events; it knows neither the listeners nor their purpose:
 
     device.presence     first_use           a unit is about to use a process group
     modules.failures    in_forward          a forward raised
                         in_backward         a backward raised
     modules.roots       started             a module is the root of the units below it
-    modules.ties        gained              modules register parameters of a group since
-    modules.optimizers  changed             an optimizer steps, whose parameters may be others now
-                        steps               an optimizer steps; empty unless somebody asks
+    modules.ties        gained              modules newly register parameters of a group
+    modules.optimizers  changed             an optimizer steps, whose parameters may have changed
+                        steps               an optimizer steps; empty unless requested
     modules.registrations  unexpected       a forward begins, and a module registers something else
 
-Nothing is called in a step that repeats the one before.
+A step that repeats the previous one calls nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Notice(Generic[P]):
         self.functions: list[Callable[P, object]] = []
 
     def add(self, function: Callable[P, object], first: bool = False) -> None:
-        """Call ``function`` from now on, too: behind the others, or ``first``."""
+        """Call ``function`` from now on, after the others, or ``first``."""
         self.functions.insert(0 if first else len(self.functions), function)
 
     def remove(self, function: Callable[P, object]) -> None:

@@ -1,6 +1,6 @@
-"""How far this process has come, and what to say where a collective fails there.
+"""The progress of this process, and the message for a failed collective.
 
-Nothing is kept for the message but the count of optimizer steps, which gathers need anyway.
+It keeps only the count of optimizer steps for the message, which all-gathers need in any case.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from fsdp2.core.config import CommunicationError
+from fsdp2.core.errors import CommunicationError, coded
 
 
 class OptimizerSteps:
@@ -38,35 +38,38 @@ class Backwards:
 
 
 class ShardReaders:
-    """Who reads shards beside training; who writes them lets these finish before.
+    """Readers of shards that run during training; code that writes shards first waits for them.
 
     Attributes:
-        waiting: each returns when it has read; it takes itself out. Empty where nobody reads.
+        waiting: each returns after it has read, and removes itself. Empty without readers.
     """
 
     waiting: ClassVar[list[Callable[[], None]]] = []
 
     @classmethod
     def finish(cls) -> None:
-        """Return when shards may be written: at once where nobody reads."""
+        """Wait until shards may be written: returns at once without readers."""
         for wait in tuple(cls.waiting):
             wait()
 
 
 def communication_error(operation: str, unit: str, error: RuntimeError) -> CommunicationError:
-    """What to raise where a collective raised ``error``: no `torch.OutOfMemoryError`, though.
+    """The exception to raise after a collective raised ``error``, unless that is
+    `torch.OutOfMemoryError`.
 
-    That one, a RuntimeError too, is left as it is. And no frame may keep either in a local
-    variable: its traceback refers to the frame, and would keep all that is gathered.
+    That one, which is also a RuntimeError, is returned unchanged. No frame may keep either in a
+    local variable: its traceback references the frame, and would keep all gathered memory.
 
     Args:
         operation: for example ``"all-gather"``.
         unit: name of the unit.
-        error: what the backend raised.
+        error: the backend's exception.
     """
     backward = torch._C._current_graph_task_id() != -1
-    return CommunicationError(
+    return coded(
+        CommunicationError,
+        "collective-failed",
         f"the {operation} of unit '{unit}' failed in {'backward' if backward else 'forward'}, "
         f"iteration {OptimizerSteps.ended}, most likely as another rank has ended, is too late or "
-        f"is at another step; fsdp2.debug(check_ranks=True) or FSDP2_DEBUG=1 finds out: {error}"
+        f"is at another step; fsdp2.debug(check_ranks=True) or FSDP2_DEBUG=1 finds out: {error}",
     )

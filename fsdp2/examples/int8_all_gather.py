@@ -145,7 +145,7 @@ def train(quantised: bool, steps: int = 50, width: int = 64, seed: int = 0) -> l
     """Train a small model to imitate another one; the same data whatever is gathered.
 
     Args:
-        quantised: whether linear layers are gathered in int8.
+        quantized: whether linear layers are gathered in int8.
         steps: number of AdamW steps.
         width: width of the three layers.
         seed: of weights and data.

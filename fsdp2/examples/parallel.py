@@ -5,7 +5,7 @@
                                    tp   0 1       2 3         4 5       6 7
 
 Ranks along `tp` see the same data, compute one layer together and exchange activations; they are
-neighbours, so that this stays inside a machine. Ranks along `shard` and `replicate` see different
+neighbors, so that this stays inside a machine. Ranks along `shard` and `replicate` see different
 data: parameters are sharded along `shard`, gradients are averaged over both.
 
     column-parallel                          row-parallel

@@ -1,20 +1,21 @@
-"""torch's FSDP1 on units of `fully_shard`: `FullyShardedDataParallel`, and all around it.
+"""torch's FSDP1 on units of `fully_shard`: `FullyShardedDataParallel` and its functions.
 
 wrapper       `FullyShardedDataParallel`
 config        strategies, prefetch, mixed precision, offload
 meshes        process groups, meshes and devices: which ranks a wrapper shards over
-planned       a wrapper to be, and those below it, before anything is changed
-construction  what a constructor does before it shards
+planned       a planned wrapper, and those below it, before anything is changed
+construction  the work of a constructor before it shards
 comm_hooks    hooks that reduce gradients, and how units call them
-flat_parameter  what clients read and write of torch's flat parameter
+flat_parameter  the attributes of torch's flat parameter that clients read and write
 grad_scaler   `ShardedGradScaler`
-operators     loops and optimizers that do with parameters what DTensor has no rule for
-plain_tensors  which DTensors take a plain tensor beside them
-state_dicts   what ``state_dict()`` holds: full or sharded tensors
-optimizer_states  state dicts of optimizers by names, and the way back
+operators     loops and optimizers that use operators without a DTensor rule
+plain_tensors  which DTensors can be combined with plain tensors
+state_dicts   the contents of ``state_dict()``: full or sharded tensors
+optimizer_states  state dicts of optimizers by names, and loading them
 
-Names, arguments, defaults and results are those of ``torch.distributed.fsdp``; docs/compat_fsdp1.md
-has a row for each, and a table of what torch's cannot do. Who does not import it pays nothing.
+Names, arguments, defaults and results match ``torch.distributed.fsdp``; docs/compat_fsdp1.md has a
+row for each, and a table of features that torch's does not support. It costs nothing unless it is
+imported.
 """
 
 from fsdp2.fsdp1.config import (

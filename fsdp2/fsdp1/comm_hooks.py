@@ -1,11 +1,11 @@
-"""Communication hooks: how `FullyShardedDataParallel.register_comm_hook` lets a user reduce.
+"""Communication hooks for `FullyShardedDataParallel.register_comm_hook`.
 
     hook(state, grad, output)    sharded: sum the flat ``grad`` [ranks * n], this rank's part to
                                  ``output`` [n]
     hook(state, grad)            NO_SHARD: sum the flat ``grad`` in place
 
 The hooks here have the names, arguments and arithmetic of torch's default ones
-(``torch.distributed.algorithms._comm_hooks.default_hooks``), which may be used as well.
+(``torch.distributed.algorithms._comm_hooks.default_hooks``), which you may use as well.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from fsdp2.core.custom_collectives import ReduceScatter
 from fsdp2.core.device.collectives import ReduceKind, Replicas, scatter_sums
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import coded
 from fsdp2.ranks.transfers import sum_over
 
 Hook = Callable[..., object]
@@ -24,10 +25,10 @@ Hook = Callable[..., object]
 
 
 class DefaultState:
-    """What `allreduce_hook` and `reduce_scatter_hook` need: a process group and two divisors.
+    """The state of `allreduce_hook` and `reduce_scatter_hook`: a process group and two divisors.
 
     Gradients are averaged: divided by about half of the group's size before the sum, and by the
-    rest behind it, so that fp16 neither overflows nor vanishes.
+    rest after it, so that fp16 neither overflows nor vanishes.
 
     Args:
         process_group: the group to reduce over.
@@ -45,7 +46,11 @@ class DefaultState:
 
     def __init__(self, process_group: ProcessGroup) -> None:
         if process_group is None:
-            raise ValueError("DefaultState got no process group; pass the one to reduce over")
+            raise coded(
+                ValueError,
+                "fsdp1-hook-state",
+                "DefaultState got no process group; pass the one to reduce over",
+            )
         self.process_group = process_group
         self.world_size = process_group.size()
         before = 1
@@ -56,7 +61,7 @@ class DefaultState:
 
 
 class LowPrecisionState(DefaultState):
-    """What the compressing hooks need besides: the dtype of the result.
+    """The state of the compressing hooks, which adds the dtype of the result.
 
     Args:
         process_group: the group to reduce over.

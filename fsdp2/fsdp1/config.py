@@ -1,7 +1,8 @@
-"""What `FullyShardedDataParallel` is configured with: torch's names, fields, order and defaults.
+"""The configuration of `FullyShardedDataParallel`: torch's names, fields, order and defaults.
 
-Objects of torch's own classes are taken, too. Enums of both are equal where their names are, so
-that a script may mix them. The documentation of torch's FSDP1 is the source of names and meanings.
+Objects of torch's own classes are accepted, too. Enum members of both with the same name are equal,
+so that a script may mix them. The documentation of torch's FSDP1 is the source of names and
+meanings.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fsdp2.core.errors import coded
 from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
 
 E = TypeVar("E", bound=Enum)
@@ -34,13 +36,13 @@ class TwinOfTorchs(Enum):
 
 
 class ShardingStrategy(TwinOfTorchs):
-    """What a wrapper shards, and over which ranks.
+    """The parameters that a wrapper shards, and the ranks over which it does so.
 
-    - ``FULL_SHARD``: parameters, gradients and optimizer states. Forward frees what it gathered.
-    - ``SHARD_GRAD_OP``: the same, but parameters stay gathered from forward to backward.
+    - ``FULL_SHARD``: parameters, gradients and optimizer states. Forward reshards parameters.
+    - ``SHARD_GRAD_OP``: the same, but parameters stay unsharded from forward to backward.
     - ``NO_SHARD``: nothing. Gradients are all-reduced.
-    - ``HYBRID_SHARD``: as ``FULL_SHARD`` inside a node, with copies on the others.
-    - ``_HYBRID_SHARD_ZERO2``: as ``SHARD_GRAD_OP`` inside a node, with copies on the others.
+    - ``HYBRID_SHARD``: as ``FULL_SHARD`` inside a node, replicated across nodes.
+    - ``_HYBRID_SHARD_ZERO2``: as ``SHARD_GRAD_OP`` inside a node, replicated across nodes.
     """
 
     FULL_SHARD = auto()
@@ -52,16 +54,16 @@ class ShardingStrategy(TwinOfTorchs):
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 KEEPS_GATHERED = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
-"""Strategies that do not free parameters between forward and backward."""
+"""Strategies that keep parameters unsharded between forward and backward."""
 
 
 class BackwardPrefetch(TwinOfTorchs):
     """When backward gathers the next wrapper's parameters.
 
     - ``BACKWARD_PRE``: before the current one computes: most overlap, most memory.
-    - ``BACKWARD_POST``: when the current one is freed, before its gradients are reduced.
+    - ``BACKWARD_POST``: when the current one is resharded, before its gradients are reduced.
 
-    ``None`` in place of a member gathers each when it is needed.
+    ``None`` instead of a member gathers each when it is needed.
     """
 
     BACKWARD_PRE = auto()
@@ -73,17 +75,17 @@ class MixedPrecision:
     """Dtypes of parameters, reductions and buffers, and which inputs are cast.
 
     Args:
-        param_dtype: dtype of gathered parameters, and of compute. ``None`` (default): their own.
+        param_dtype: dtype of unsharded parameters, and of compute. ``None`` (default): their own.
         reduce_dtype: dtype of the gradient reduction. ``None`` (default): ``param_dtype``.
-        buffer_dtype: dtype that floating-point buffers are cast to. ``None`` (default): their own.
+        buffer_dtype: dtype to which floating-point buffers are cast. ``None`` (default): their own.
             State dicts hold them in their own dtype.
-        keep_low_precision_grads: whether ``.grad`` stays in ``param_dtype``. Default ``False``:
-            it has the dtype of the sharded parameter.
+        keep_low_precision_grads: whether ``.grad`` stays in ``param_dtype``. Default ``False``: it
+            has the dtype of the sharded parameter.
         cast_forward_inputs: whether floating-point inputs of the wrapper's forward are cast to
             ``param_dtype``. Default ``False``.
-        cast_root_forward_inputs: the same for the outermost wrapper alone. Default ``True``.
+        cast_root_forward_inputs: the same, only for the outermost wrapper. Default ``True``.
         _module_classes_to_ignore: with an ``auto_wrap_policy``, modules of these classes become
-            wrappers of their own that compute in full precision: their inputs are cast to float32,
+            separate wrappers that compute in full precision: their inputs are cast to float32,
             their outputs back. Default: batch norms.
 
     Example::
@@ -102,7 +104,7 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Whether shards, gradients and optimizer states live in CPU memory.
+    """Whether shards, gradients and optimizer states are in CPU memory.
 
     Args:
         offload_params: ``True`` keeps them there. Default ``False``.
@@ -115,10 +117,10 @@ class CPUOffload:
 
 
 class StateDictType(TwinOfTorchs):
-    """What ``state_dict()`` holds.
+    """The contents of ``state_dict()``.
 
-    - ``FULL_STATE_DICT``: whole plain tensors, as of a model that is not sharded.
-    - ``LOCAL_STATE_DICT``: torch's flat layout, which does not exist here: refused.
+    - ``FULL_STATE_DICT``: full plain tensors, as for an unsharded model.
+    - ``LOCAL_STATE_DICT``: torch's flat layout, which fsdp2 does not have: raises.
     - ``SHARDED_STATE_DICT``: DTensors, of which each rank has its rows.
     """
 
@@ -128,7 +130,7 @@ class StateDictType(TwinOfTorchs):
 
 
 class OptimStateKeyType(TwinOfTorchs):
-    """What the states of an optimizer's state dict are named by.
+    """The keys of the states in an optimizer's state dict.
 
     - ``PARAM_NAME``: full names of parameters.
     - ``PARAM_ID``: their positions in the optimizer.
@@ -140,7 +142,7 @@ class OptimStateKeyType(TwinOfTorchs):
 
 @dataclass
 class StateDictConfig:
-    """Of a model's state dicts; use one of the subclasses.
+    """Options of a model's state dicts; use one of the subclasses.
 
     Args:
         offload_to_cpu: whether tensors are in CPU memory. Default ``False``: on the device.
@@ -151,11 +153,11 @@ class StateDictConfig:
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Of full state dicts.
+    """Options of full state dicts.
 
     Args:
         offload_to_cpu: whether tensors are in CPU memory. Default ``False``: on the device.
-        rank0_only: whether other ranks than the first get an empty one, and never hold more than
+        rank0_only: whether ranks other than the first get an empty one, and never hold more than
             their shards. Default ``False``.
     """
 
@@ -164,16 +166,16 @@ class FullStateDictConfig(StateDictConfig):
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """Of torch's flat layout, which does not exist here."""
+    """Options of torch's flat layout, which fsdp2 does not have."""
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """Of sharded state dicts.
+    """Options of sharded state dicts.
 
     Args:
-        offload_to_cpu: whether shards are in CPU memory. Default ``False``: where they are.
-        _use_dtensor: torch's private field; changes nothing: values always are DTensors.
+        offload_to_cpu: whether shards are in CPU memory. Default ``False``: on their device.
+        _use_dtensor: torch's private field; no effect: values are always DTensors.
     """
 
     _use_dtensor: bool = False
@@ -181,7 +183,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass
 class OptimStateDictConfig:
-    """Of an optimizer's state dicts; use one of the subclasses.
+    """Options of an optimizer's state dicts; use one of the subclasses.
 
     Args:
         offload_to_cpu: whether tensors are in CPU memory. Default ``True``.
@@ -192,11 +194,11 @@ class OptimStateDictConfig:
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Of an optimizer's full state dicts.
+    """Options of an optimizer's full state dicts.
 
     Args:
         offload_to_cpu: whether tensors are in CPU memory. Default ``True``.
-        rank0_only: whether other ranks than the first get an empty one, and need none to load.
+        rank0_only: whether ranks other than the first get an empty one, and need none to load.
             Default ``False``.
     """
 
@@ -205,18 +207,18 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Of torch's flat layout, which does not exist here."""
+    """Options of torch's flat layout, which fsdp2 does not have."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Of an optimizer's sharded state dicts.
+    """Options of an optimizer's sharded state dicts.
 
     Args:
         offload_to_cpu: whether shards are in CPU memory. Default ``True``.
-        _use_dtensor: torch's private field; changes nothing: values always are DTensors.
+        _use_dtensor: torch's private field; no effect: values are always DTensors.
     """
 
     _use_dtensor: bool = False
@@ -224,7 +226,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class StateDictSettings:
-    """What state dicts of a model and its optimizer are.
+    """The settings of a model's and its optimizer's state dicts.
 
     Args:
         state_dict_type: full or sharded.
@@ -241,7 +243,7 @@ class StateDictSettings:
 
 
 def checked_member(kind: type[E], value: object, argument: str) -> E:
-    """A member of our enum for one of ours or torch's.
+    """A member of fsdp2's enum for one of fsdp2's or torch's.
 
     Raises:
         TypeError: it is neither.
@@ -249,8 +251,10 @@ def checked_member(kind: type[E], value: object, argument: str) -> E:
     for member in kind:
         if member == value:
             return member
-    raise TypeError(
-        f"FullyShardedDataParallel({argument}=…) takes a member of {kind.__name__}, not {value!r}"
+    raise coded(
+        TypeError,
+        "fsdp1-member",
+        f"FullyShardedDataParallel({argument}=…) takes a member of {kind.__name__}, not {value!r}",
     )
 
 
@@ -263,16 +267,18 @@ def checked_precision(value: Any) -> MixedPrecision:
     if value is None:
         return MixedPrecision()
     if type(value).__name__ != "MixedPrecision" or not hasattr(value, "cast_root_forward_inputs"):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "fsdp1-precision",
             f"FullyShardedDataParallel(mixed_precision=…) takes a MixedPrecision, not {value!r}; "
-            f"import it from fsdp2.fsdp1"
+            f"import it from fsdp2.fsdp1",
         )
     found: MixedPrecision = value  # or of torch's class, with the same fields
     return found
 
 
 def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
-    """What a unit is given: FSDP1 reduces in the parameters' dtype where nothing else is said."""
+    """The unit's policy: FSDP1 reduces in the parameters' dtype by default."""
     return MixedPrecisionPolicy(
         param_dtype=precision.param_dtype,
         reduce_dtype=precision.reduce_dtype or precision.param_dtype,
@@ -289,8 +295,10 @@ def offload_of(value: object) -> CPUOffloadPolicy | None:
     if value is None:
         return None
     if not hasattr(value, "offload_params"):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "fsdp1-offload",
             f"FullyShardedDataParallel(cpu_offload=…) takes a CPUOffload, not {value!r}; import it "
-            f"from fsdp2.fsdp1"
+            f"from fsdp2.fsdp1",
         )
     return CPUOffloadPolicy() if value.offload_params else None

@@ -1,8 +1,8 @@
-"""What a wrapper's constructor does before it shards: choose, materialise, synchronise, cast.
+"""What a wrapper's constructor does before it shards: choose, materialize, synchronise, cast.
 
     ignored_modules, ignored_states ──> Ignored         what is left alone
     policy                          ──> chosen          which modules get wrappers of their own
-    meta parameters                 ──> materialise     param_init_fn, or reset_parameters()
+    meta parameters                 ──> materialize     param_init_fn, or reset_parameters()
     sync_module_states              ──> synchronise     the first rank's parameters and buffers
     use_orig_params                 ──> follow_original_parameters   optimizers made before
     buffer_dtype                    ──> cast_buffers    and back in state dicts
@@ -22,6 +22,7 @@ from torch import nn
 
 from fsdp2 import wrapper_module
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import coded
 from fsdp2.core.modules import optimizers
 from fsdp2.core.modules.containers import cast
 from fsdp2.core.modules.registry import record_of
@@ -60,7 +61,7 @@ def own_modules(
 
 @dataclass(frozen=True)
 class Ignored:
-    """What a wrapper leaves alone.
+    """The modules and parameters that a wrapper does not manage.
 
     Attributes:
         modules: with all that is below them, except wrappers.
@@ -75,16 +76,18 @@ def ignored_of(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None,
 ) -> Ignored:
-    """What the two arguments name.
+    """The modules and parameters that the two arguments name.
 
     Raises:
         ValueError: both are given, or they name wrappers, or both parameters and modules.
         TypeError: they name anything else.
     """
     if ignored_modules is not None and ignored_states is not None:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "fsdp1-ignored-twice",
             "FullyShardedDataParallel got ignored_modules and ignored_states; pass ignored_states "
-            "alone"
+            "alone",
         )
     given: Iterable[object] | None = ignored_modules if ignored_states is None else ignored_states
     named: list[object] = [] if given is None else list(given)
@@ -92,20 +95,26 @@ def ignored_of(
     for member in named:
         if not isinstance(member, kinds):
             wanted = " or ".join(kind.__name__ for kind in kinds)
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "fsdp1-ignored-type",
                 f"FullyShardedDataParallel's ignored modules and states are of {wanted}, but got "
-                f"a {type(member).__name__}; leave it out"
+                f"a {type(member).__name__}; leave it out",
             )
         if isinstance(member, nn.Module) and is_wrapper(member):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "fsdp1-ignored-wrapper",
                 "FullyShardedDataParallel got a FullyShardedDataParallel to ignore; name the "
-                "modules or parameters to ignore when that is made"
+                "modules or parameters to ignore when that is made",
             )
     roots = [member for member in named if isinstance(member, nn.Module)]
     if roots and len(roots) < len(named):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "fsdp1-ignored-mixed",
             "FullyShardedDataParallel(ignored_states=…) got modules and parameters; pass only one "
-            "kind"
+            "kind",
         )
     modules = {below for root in roots for below, _ in own_modules(root)}
     params = {param for module in modules for param in module.parameters(recurse=False)}
@@ -124,9 +133,11 @@ def check_nothing_wrapped(module: nn.Module) -> None:
     """
     for name, below in module.named_modules():
         if is_wrapper(below) or record_of(below) is not None:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "fsdp1-wrapped-before",
                 f"FullyShardedDataParallel(auto_wrap_policy=…) found that '{name}' is sharded "
-                f"already; leave the policy out, or wrap nothing before"
+                f"already; leave the policy out, or wrap nothing before",
             )
 
 
@@ -152,9 +163,11 @@ def check_can_materialise(
         ValueError: a module has tensors on the meta device, and no ``reset_parameters()``.
     """
     if init_fn is not None and not callable(init_fn):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "fsdp1-init-type",
             f"FullyShardedDataParallel(param_init_fn=…) takes a function of a module, not "
-            f"{init_fn!r}"
+            f"{init_fn!r}",
         )
     if init_fn is None:
         members = list(own_modules(module, pending))
@@ -187,7 +200,7 @@ def materialise(
         ignored: what is left as it is.
 
     Raises:
-        ValueError: some are still there when it was initialised.
+        ValueError: some are still there when it was initialized.
     """
     members = [each for each in own_modules(module) if each[0] not in ignored.modules]
     having = _to_materialise(members, ignored)

@@ -17,7 +17,7 @@ from fsdp2.core.params.param import ShardedParam
 
 
 class FlatParameter:
-    """What a unit's own parameters are together.
+    """A unit's own parameters as one flat parameter.
 
     Args:
         module: the unit's module.
@@ -44,13 +44,15 @@ class FlatParameter:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters; where they differ, which torch's cannot, of the first lower one."""
+        """The parameters' dtype; if they differ, which torch does not support, that of the first
+        lower one.
+        """
         dtypes = [param.dtype for param in self.params]
         return next((dtype for dtype in dtypes if dtype != torch.float32), torch.float32)
 
     @property
     def device(self) -> torch.device:
-        """Of the shards."""
+        """The device of the shards."""
         return self.params[0].local.device
 
     @property
@@ -60,7 +62,7 @@ class FlatParameter:
 
     @property
     def data(self) -> torch.Tensor:
-        """A copy of this rank's rows: 1-D, all parameters behind each other."""
+        """A copy of this rank's rows: 1-D, all parameters one after another."""
         return torch.cat([param.local.detach().reshape(-1) for param in self.params])
 
     @data.setter

@@ -1,4 +1,4 @@
-"""`ShardedGradScaler`: loss scaling where each rank sees its shards of the gradients alone."""
+"""`ShardedGradScaler`: loss scaling where each rank sees only its shards of the gradients."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from fsdp2.core.device.process_groups import ProcessGroup, default_group
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.ranks.transfers import sum_over
 
@@ -16,14 +17,14 @@ from fsdp2.ranks.transfers import sum_over
 class ShardedGradScaler(GradScaler):
     """As ``torch.amp.GradScaler``; all ranks skip a step if one has found infinity or NaN.
 
-    Arguments, order and defaults are those of torch's ``ShardedGradScaler``.
+    Arguments, order and defaults match torch's ``ShardedGradScaler``.
 
     Args:
-        device: type of the device that losses are on. Default ``"cuda"``.
+        device: type of the device of the losses. Default ``"cuda"``.
         init_scale: the first scale. Default 2**16.
-        backoff_factor: what the scale is multiplied by behind a skipped step. Default 0.5.
-        growth_factor: what it is multiplied by after ``growth_interval`` steps. Default 2.
-        growth_interval: steps without infinity that it takes. Default 2000.
+        backoff_factor: factor of the scale after a skipped step. Default 0.5.
+        growth_factor: factor of the scale after ``growth_interval`` steps. Default 2.
+        growth_interval: required number of steps without infinity. Default 2000.
         enabled: ``False`` scales nothing and skips nothing. Default ``True``.
         process_group: ranks that decide together. ``None`` (default): all.
 
@@ -54,10 +55,10 @@ class ShardedGradScaler(GradScaler):
         """Multiply a tensor, or tensors in lists, tuples and other iterables; dtypes stay.
 
         Args:
-            outputs: losses, of any shape and floating dtype.
+            outputs: losses, of any shape and floating-point dtype.
 
         Raises:
-            TypeError: it holds anything else.
+            TypeError: it contains anything else.
         """
         if not self.is_enabled():
             return outputs
@@ -67,8 +68,10 @@ class ShardedGradScaler(GradScaler):
             return type(outputs)(self.scale(output) for output in outputs)
         if isinstance(outputs, Iterable):
             return map(self.scale, outputs)
-        raise TypeError(
-            f"ShardedGradScaler.scale takes a tensor or an iterable of tensors, not {outputs!r}"
+        raise coded(
+            TypeError,
+            "fsdp1-scaler",
+            f"ShardedGradScaler.scale takes a tensor or an iterable of tensors, not {outputs!r}",
         )
 
     def _unscale_grads_(
@@ -78,7 +81,7 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        """Of this rank's rows; a gradient may be float16."""
+        """Unscale this rank's rows; a gradient may be float16."""
         found = {found_inf.device: found_inf}
         inverse = {inv_scale.device: inv_scale}
         alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -99,13 +102,13 @@ class ShardedGradScaler(GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide this rank's rows of gradients by the scale; all ranks learn of infinity and NaN.
 
-        All ranks must call it, or `step`, which does.
+        All ranks must call it, or `step`, which calls it.
 
         Args:
-            optimizer: holds the sharded parameters.
+            optimizer: the optimizer of the sharded parameters.
 
         Raises:
-            RuntimeError: it was called before since the last `update`, or after `step`.
+            RuntimeError: it was called since the last `update`, or after `step`.
         """
         if not self.is_enabled():
             return

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.core.device.one_off import gather_numbers
 from fsdp2.core.device.process_groups import ProcessGroup, default_group, ranks_of, serves
+from fsdp2.core.errors import coded
 from fsdp2.sharding.meshes import node_mesh
 
 DIMS = "fsdp1_replicate", "fsdp1_shard"
@@ -53,9 +54,11 @@ def _chosen(device_id: int | torch.device) -> torch.device:
     found = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device_id, int):
         if found is None:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "fsdp1-no-accelerator",
                 f"FullyShardedDataParallel(device_id={device_id}) names an accelerator, but there "
-                f"is none; pass torch.device('cpu')"
+                f"is none; pass torch.device('cpu')",
             )
         device_id = torch.device(found.type, device_id)
     device = torch.device(device_id)
@@ -63,10 +66,12 @@ def _chosen(device_id: int | torch.device) -> torch.device:
         return device
     current = torch.accelerator.current_device_index()
     if device.index is not None and device.index != current:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "fsdp1-other-device",
             f"FullyShardedDataParallel(device_id={device}) is not the current device, which is "
             f"{device.type}:{current}; call torch.accelerator.set_device_index({device.index}) "
-            f"before"
+            f"before",
         )
     return torch.device(device.type, current)
 
@@ -84,8 +89,10 @@ def mesh_of(
             `node_mesh`.
     """
     if process_group is not None and device_mesh is not None:
-        raise ValueError(
-            "FullyShardedDataParallel got process_group and device_mesh; pass one of them"
+        raise coded(
+            ValueError,
+            "fsdp1-group-and-mesh",
+            "FullyShardedDataParallel got process_group and device_mesh; pass one of them",
         )
     if device_mesh is not None:
         return _checked_mesh(device_mesh, hybrid)
@@ -97,32 +104,40 @@ def mesh_of(
         return _world_mesh(device.type, default_group())
     groups = tuple(process_group) if isinstance(process_group, tuple | list) else (process_group,)
     if not all(isinstance(group, ProcessGroup) for group in groups):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "fsdp1-group-type",
             f"FullyShardedDataParallel(process_group=…) takes a process group, or a pair of them "
-            f"to shard and to copy over, not {process_group!r}"
+            f"to shard and to copy over, not {process_group!r}",
         )
     if len(groups) != (2 if hybrid else 1):
         wanted = "a pair of groups, to shard and to copy over" if hybrid else "one group"
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "fsdp1-group-count",
             f"FullyShardedDataParallel(process_group=…) got {len(groups)} process group(s), but "
-            f"the sharding strategy needs {wanted}; pass these, or another strategy"
+            f"the sharding strategy needs {wanted}; pass these, or another strategy",
         )
     return _group_mesh(device, groups)
 
 
 def _checked_mesh(mesh: object, hybrid: bool) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "fsdp1-mesh-type",
             f"FullyShardedDataParallel(device_mesh=…) takes a "
-            f"torch.distributed.device_mesh.DeviceMesh, not {mesh!r}"
+            f"torch.distributed.device_mesh.DeviceMesh, not {mesh!r}",
         )
     dims = 2 if hybrid else 1
     if mesh.ndim != dims:
         shape = "(replicate, shard)" if hybrid else "(shard,)"
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "fsdp1-mesh-dims",
             f"FullyShardedDataParallel(device_mesh=…) got a mesh of {mesh.ndim} dim(s), but the "
             f"sharding strategy needs one of {dims}, {shape}; pass such a mesh, or another "
-            f"strategy"
+            f"strategy",
         )
     return mesh
 

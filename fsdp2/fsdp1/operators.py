@@ -40,7 +40,7 @@ from torch.distributed.tensor._op_schema import OutputSharding
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdp2.core.config import ShardingStateError
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.params.param import OWNER
 from fsdp2.core.pieces import piece_of
@@ -259,10 +259,12 @@ def _without_rule(op: Operator, args: Args, kwargs: Kwargs, error: Exception) ->
 
 
 def _refuse(name: str, args: Args, kwargs: Kwargs, error: Exception | None) -> NoReturn:
-    raise ShardingStateError(
+    raise coded(
+        ShardingStateError,
+        "operator-unknown",
         f"{name} is not known on {_described(next(_sharded_leaves(args, kwargs)))}, of which this "
         f"rank has some rows only; compute it within fsdp2.gathered(model) or "
-        f"FSDP.summon_full_params(model), or on the rows that to_local() returns"
+        f"FSDP.summon_full_params(model), or on the rows that to_local() returns",
     ) from error
 
 
@@ -360,10 +362,10 @@ def _replicated(whole: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _number(tensor: DTensor) -> object:
-    """``item()`` of what is not yet summed over ranks, of which DTensor returns a rank's summand.
+    """``item()`` of a value not yet summed over ranks, for which DTensor returns a rank's summand.
 
-    Optimizers mean the sum. Loops may mean the summand, and sum it themselves. Of a maximum, and of
-    whether any element is so, that changes nothing.
+    Optimizers mean the sum. Loops may mean the summand, and sum it themselves. For a maximum, and
+    for whether any element is true, both give the same result.
     """
     whole_twice_is_whole = tensor.dtype == torch.bool or all(
         placement.is_replicate() or getattr(placement, "reduce_op", None) in ("max", "min")
@@ -371,10 +373,12 @@ def _number(tensor: DTensor) -> object:
     )
     if whole_twice_is_whole or _within_a_step():
         return tensor.full_tensor().item()
-    raise ShardingStateError(
+    raise coded(
+        ShardingStateError,
+        "item-of-a-summand",
         "item() cannot return a number of which this rank has a summand only, such as the norm or "
         "the sum of a sharded tensor; call full_tensor().item() on every rank, or "
-        "to_local().item() for what this rank adds"
+        "to_local().item() for what this rank adds",
     )
 
 
@@ -400,7 +404,7 @@ _STEPS = {
 
 @dataclass(eq=False)
 class _Home:
-    """Where views of a whole tensor come from.
+    """The origin of views of a full tensor.
 
     Attributes:
         rows: this rank's.
@@ -484,14 +488,16 @@ def _view_of_whole(op: Operator, args: Args, kwargs: Kwargs) -> object:
 
 
 def _own_values(tensor: DTensor, method: str) -> torch.Tensor:
-    """What each rank has whole, without communication: a rank may ask alone."""
+    """A tensor that each rank holds in full, without communication: a single rank may ask."""
     local = tensor._local_tensor
     if all(p.is_replicate() for p in tensor.placements) and not isinstance(local, WholeView):
         return local
-    raise ShardingStateError(
+    raise coded(
+        ShardingStateError,
+        "values-of-a-shard",
         f"{method}() cannot return {_described(tensor)}, of which this rank has a part; call it "
         f"within fsdp2.gathered(model) or FSDP.summon_full_params(model), or on full_tensor(), "
-        f"which all ranks must call"
+        f"which all ranks must call",
     )
 
 
@@ -520,10 +526,12 @@ def _set_data(self: DTensor, value: torch.Tensor) -> None:
         _torchs_data.__set__(self, value)
         return
     if (value.shape, value.dtype) != (self.shape, self.dtype):
-        raise ShardingStateError(
+        raise coded(
+            ShardingStateError,
+            "data-of-another-kind",
             f"the data of {_described(self)} and dtype {self.dtype} cannot become a tensor of "
             f"shape {tuple(value.shape)} and dtype {value.dtype}; convert the model with .to(), or "
-            f"shard another one"
+            f"shard another one",
         )
     with torch.no_grad():
         self.copy_(value)

@@ -1,4 +1,4 @@
-"""An optimizer's state dicts by full names, full or sharded, and the way back into an optimizer.
+"""An optimizer's state dicts by full names, full or sharded, and loading them.
 
     optim.state_dict()      {"state": {0: {"exp_avg": DTensor, "step": tensor}}, "param_groups": …}
       by_name               {"state": {"blocks.0.weight": {…}}, "param_groups": names}
@@ -7,8 +7,8 @@
     loading                 plain tensors ── cut_rows ──> DTensors, by position in the optimizer
                             or ── scattered_rows ──> from the first rank, one tensor at a time
 
-A tensor of its parameter's shape is cut like the parameter. Others are copies, on each rank: a step
-count, the row and column statistics of Adafactor.
+A tensor of its parameter's shape is sharded like the parameter. Others are copies, on each rank: a
+step count, the row and column statistics of Adafactor.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp2.core.config import RankMismatchError
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import RankMismatchError, coded
 from fsdp2.core.layout.mesh import local_of, wrap_local
 from fsdp2.core.names import clean_as_fsdp1
 from fsdp2.core.params.param import ShardedParam
@@ -47,10 +47,10 @@ StateDict = dict[str, Any]
 """An optimizer's: "state" and "param_groups"."""
 
 ParamState = dict[str, Any]
-"""What an optimizer keeps for one parameter."""
+"""An optimizer's state of one parameter."""
 
 OptimInput = list[dict[str, object]] | Iterable[nn.Parameter] | None
-"""What an optimizer was made of."""
+"""The constructor argument of an optimizer."""
 
 
 # ---- by name
@@ -62,24 +62,24 @@ def optim_state_dict(
     optim_state_dict: StateDict | None = None,
     group: ProcessGroup | None = None,
 ) -> StateDict:
-    """An optimizer's state dict by full names, of the type that `set_state_dict_type` chose.
+    """Return an optimizer's state dict by full names, of the type that `set_state_dict_type` chose.
 
-    All ranks must call it. Full tensors are made one at a time; sharded ones are the optimizer's
+    All ranks must call it. Full tensors are created one at a time; sharded ones are the optimizer's
     own memory, unless they are offloaded from a device.
 
     Args:
         model: the module whose parameters the optimizer has.
         optim: the optimizer.
         optim_state_dict: its state dict. ``None`` (default): ``optim.state_dict()``.
-        group: whose ranks compare what they have. ``None`` (default): those of the meshes.
+        group: the ranks that compare their states. ``None`` (default): those of the meshes.
 
     Returns:
-        ``{"state": {name: {…}}, "param_groups": […]}``; with ``rank0_only`` ``{}`` on other ranks
-        than the first. A tied parameter goes by its first name.
+        ``{"state": {name: {…}}, "param_groups": […]}``; with ``rank0_only`` ``{}`` on ranks other
+        than the first. A tied parameter uses its first name.
 
     Raises:
-        RankMismatchError: ranks have other states or settings.
-        ValueError: the optimizer has a parameter that the model has not.
+        RankMismatchError: the states or settings of ranks differ.
+        ValueError: a parameter of the optimizer is not in the model.
 
     Example::
 
@@ -104,13 +104,14 @@ def full_optim_state_dict(
     rank0_only: bool = True,
     group: ProcessGroup | None = None,
 ) -> StateDict:
-    """A full state dict by names, in CPU memory; as `optim_state_dict`, whatever is set.
+    """Return a full state dict by names, in CPU memory; as `optim_state_dict`, whatever the
+    setting.
 
     Args:
         model: the module whose parameters the optimizer has.
         optim: the optimizer.
-        optim_input: what the optimizer was made of. ``None`` (default): not needed.
-        rank0_only: whether other ranks than the first get ``{}``. Default ``True``.
+        optim_input: the constructor argument of the optimizer. ``None`` (default): not needed.
+        rank0_only: whether ranks other than the first get ``{}``. Default ``True``.
         group: as for `optim_state_dict`.
     """
     view = _View(full=True, only_first=rank0_only, offload=True)
@@ -120,7 +121,8 @@ def full_optim_state_dict(
 def sharded_optim_state_dict(
     model: nn.Module, optim: torch.optim.Optimizer, group: ProcessGroup | None = None
 ) -> StateDict:
-    """A sharded state dict by names, of DTensors; as `optim_state_dict`, whatever is set.
+    """Return a sharded state dict of DTensors by names; as `optim_state_dict`, whatever the
+    setting.
 
     Args:
         model: the module whose parameters the optimizer has.
@@ -138,16 +140,16 @@ def rekey_optim_state_dict(
     optim_input: OptimInput = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> StateDict:
-    """The same states by names, or by positions in an optimizer.
+    """Return the same states by names, or by positions in an optimizer.
 
-    So a full state dict goes into a model that is not sharded, and the other way round.
+    This moves a full state dict into an unsharded model, and back.
 
     Args:
         optim_state_dict: the states, by either.
-        optim_state_key_type: an `OptimStateKeyType`, ours or torch's.
+        optim_state_key_type: an `OptimStateKeyType`, fsdp2's or torch's.
         model: a module, sharded or not, whose parameters the optimizer has.
-        optim_input: what the optimizer was made of. ``None`` (default): ``optim``, or else
-            ``model.parameters()``.
+        optim_input: the constructor argument of the optimizer. ``None`` (default): ``optim``, or
+            otherwise ``model.parameters()``.
         optim: the optimizer. Default ``None``.
 
     Raises:
@@ -161,17 +163,21 @@ def rekey_optim_state_dict(
     """
     to_names = optim_state_key_type == OptimStateKeyType.PARAM_NAME
     if not to_names and optim_state_key_type != OptimStateKeyType.PARAM_ID:
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "optim-key-type",
             f"rekey_optim_state_dict takes a member of OptimStateKeyType, not "
-            f"{optim_state_key_type!r}; import it from fsdp2.fsdp1"
+            f"{optim_state_key_type!r}; import it from fsdp2.fsdp1",
         )
     groups = optim_state_dict.get("param_groups", [])
     keys = [*optim_state_dict["state"], *(key for group in groups for key in group["params"])]
     kinds = {type(key) for key in keys}
     if kinds - {str} and kinds - {int}:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "optim-keys-mixed",
             "rekey_optim_state_dict got states by name and by position at once; pass what "
-            "full_optim_state_dict() or an optimizer's state_dict() returned"
+            "full_optim_state_dict() or an optimizer's state_dict() returned",
         )
     if kinds <= {str if to_names else int}:
         return optim_state_dict
@@ -184,9 +190,11 @@ def rekey_optim_state_dict(
             other.update(dict.fromkeys(names, position))
     for key in keys:
         if key not in other:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "optim-key-unknown",
                 f"rekey_optim_state_dict got a state of {key!r}, which is no parameter of the "
-                f"model that is in the optimizer; pass the model and the optimizer of these states"
+                f"model that is in the optimizer; pass the model and the optimizer of these states",
             )
     rekeyed: StateDict = {
         "state": {other[key]: state for key, state in optim_state_dict["state"].items()},
@@ -211,20 +219,21 @@ def optim_state_dict_to_load(
     load_directly: bool = False,
     group: ProcessGroup | None = None,
 ) -> StateDict:
-    """What ``optim.load_state_dict()`` takes, of a state dict by names.
+    """Convert a state dict by names into the argument of ``optim.load_state_dict()``.
 
     Args:
         model: the module whose parameters the optimizer has.
         optim: the optimizer.
-        optim_state_dict: full or sharded, of `optim_state_dict`, of torch's FSDP1 or of a model
-            that is not sharded, by names. Full and ``rank0_only``: other ranks' are not read.
+        optim_state_dict: full or sharded, by names, from `optim_state_dict`, torch's FSDP1 or an
+            unsharded model. Full and ``rank0_only``: other ranks' are not read.
         is_named_optimizer: whether the optimizer's own state dicts are by names. Default ``False``.
         load_directly: whether the result is loaded, too. Default ``False``.
         group: as for `optim_state_dict`.
 
     Raises:
-        ValueError: the state dict does not fit the model and the optimizer; nothing is loaded then.
-        RankMismatchError: ranks have other models.
+        ValueError: the state dict does not fit the model and the optimizer; nothing is loaded in
+            this case.
+        RankMismatchError: the models of ranks differ.
 
     Example::
 
@@ -247,13 +256,13 @@ def shard_full_optim_state_dict(
     optim_input: OptimInput = None,
     optim: torch.optim.Optimizer | None = None,
 ) -> StateDict:
-    """What an optimizer loads, of a full state dict that each rank has; without communication.
+    """Convert a full state dict that each rank has for loading into an optimizer; no communication.
 
     Args:
         full_optim_state_dict: by names.
         model: the module whose parameters the optimizer has.
-        optim_input: what the optimizer was made of. ``None`` (default): ``optim``, or else
-            ``model.parameters()``.
+        optim_input: the constructor argument of the optimizer. ``None`` (default): ``optim``, or
+            otherwise ``model.parameters()``.
         optim: the optimizer. Default ``None``.
 
     Raises:
@@ -266,10 +275,10 @@ def shard_full_optim_state_dict(
 def flatten_sharded_optim_state_dict(
     sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
 ) -> StateDict:
-    """What an optimizer loads, of a sharded state dict by names.
+    """Convert a sharded state dict by names for loading into an optimizer.
 
     Args:
-        sharded_optim_state_dict: of `sharded_optim_state_dict`.
+        sharded_optim_state_dict: from `sharded_optim_state_dict`.
         model: the module whose parameters the optimizer has.
         optim: the optimizer.
 
@@ -286,22 +295,22 @@ def scatter_full_optim_state_dict(
     optim: torch.optim.Optimizer | None = None,
     group: ProcessGroup | None = None,
 ) -> StateDict:
-    """What an optimizer loads, of a full state dict that the first rank alone has.
+    """Convert a full state dict that only the first rank has for loading into an optimizer.
 
-    Tensors travel one at a time. Other ranks receive their rows, and never more; with replicas
-    (HSDP) the first of each copy has one whole tensor meanwhile.
+    The first rank sends tensors one at a time. Other ranks receive only their rows; with replicas
+    (HSDP), the first rank of each replica holds one full tensor meanwhile.
 
     Args:
         full_optim_state_dict: on the first rank, by names; not read on others.
         model: the module whose parameters the optimizer has.
-        optim_input: what the optimizer was made of. ``None`` (default): ``optim``, or else
-            ``model.parameters()``.
+        optim_input: the constructor argument of the optimizer. ``None`` (default): ``optim``, or
+            otherwise ``model.parameters()``.
         optim: the optimizer. Default ``None``.
         group: as for `optim_state_dict`.
 
     Raises:
         ValueError: it does not fit the model and the optimizer; on all ranks.
-        RankMismatchError: ranks have other models.
+        RankMismatchError: the models of ranks differ.
     """
     positions = _positions(model, optim, optim_input)
     return _to_load(model, positions, full_optim_state_dict, True, group)
@@ -312,11 +321,11 @@ def scatter_full_optim_state_dict(
 
 @dataclass(frozen=True)
 class _View:
-    """What a state dict is to be.
+    """The form of a state dict.
 
     Attributes:
-        full: whole tensors; else DTensors.
-        only_first: ``{}`` on other ranks than the first.
+        full: full tensors; otherwise DTensors.
+        only_first: ``{}`` on ranks other than the first.
         offload: in CPU memory.
     """
 
@@ -367,10 +376,12 @@ def _positions(
     params, groups = _params_of(model, optim, optim_input)
     for at, each in enumerate(params):
         if id(each) not in names:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "optim-of-another-model",
                 f"the optimizer's parameter {at} of shape {tuple(each.shape)} is none of "
                 f"{type(model).__name__}'s; pass the model whose parameters it has, and make it "
-                f"after wrapping"
+                f"after wrapping",
             )
     keys: list[int | str] = [raw[id(p)] for p in params] if named else list(range(len(params)))
     managed = {id(selected.param.sharded): selected.param for selected in selection}
@@ -380,7 +391,7 @@ def _positions(
 def _params_of(
     model: nn.Module, optim: torch.optim.Optimizer | None, optim_input: OptimInput
 ) -> tuple[list[torch.Tensor], list[int] | None]:
-    """What an optimizer has, and how many in each group."""
+    """An optimizer's parameters, and the number in each group."""
     if optim_input is None and optim is None:
         return list(model.parameters()), None
     given: list[Any] = list(optim.param_groups) if optim_input is None and optim else []
@@ -415,7 +426,7 @@ def _kind(value: object, param: torch.Tensor, managed: ShardedParam | None) -> s
 
 
 def _facts(states: Mapping[object, ParamState], positions: _Positions) -> Iterator[object]:
-    """What all ranks must have alike, and do not share else."""
+    """The facts that must be equal on all ranks and are not compared elsewhere."""
     for name, param, state in _with_state(states, positions):
         managed = positions.selection.get(id(param))
         kinds = []
@@ -450,9 +461,11 @@ def _by_name(
     ranks = _agreement(positions, group)
     states = given["state"]
     if not ranks.is_alike((view, list(_facts(states, positions)))):
-        raise RankMismatchError(
+        raise coded(
+            RankMismatchError,
+            "optim-state-ranks",
             "ranks called optim_state_dict() with different settings, or on optimizers whose "
-            "states differ; set the same type on all ranks, and step all optimizers alike"
+            "states differ; set the same type on all ranks, and step all optimizers alike",
         )
     kept = not view.only_first or ranks.is_first
     found: dict[object, object] = {}
@@ -535,9 +548,11 @@ def _to_load(
         return _assembled(plan, positions, lambda item: _own_part(item, positions))
     names = [positions.names, [str(tuple(param.shape)) for param in positions.params]]
     if not ranks.is_alike(names):
-        raise RankMismatchError(
+        raise coded(
+            RankMismatchError,
+            "optim-scatter-ranks",
             "ranks scatter an optimizer's states into models that differ; build the same model and "
-            "the same optimizer on all ranks"
+            "the same optimizer on all ranks",
         )
     tensors: dict[tuple[int, str], torch.Tensor] = {}
     plan = _StatesToLoad("", [], {}, None)
@@ -562,10 +577,10 @@ class _Item:
     Attributes:
         at: the parameter's position in the optimizer.
         key: name of the entry.
-        value: it, whole or sharded; ``None`` for a tensor that travels.
-        shape: of a tensor; else ``None``.
-        dtype: of a tensor; else ``None``.
-        travels: whether it is a tensor that is more than one number.
+        value: it, full or sharded; ``None`` for a tensor that is sent separately.
+        shape: of a tensor; otherwise ``None``.
+        dtype: of a tensor; otherwise ``None``.
+        travels: whether it is a tensor with more than one number, which is sent separately.
     """
 
     at: int
@@ -578,7 +593,7 @@ class _Item:
 
 @dataclass
 class _StatesToLoad:
-    """What is to be loaded, or what is wrong with it.
+    """The states to load, or the problem with them.
 
     Attributes:
         problem: in words; empty if there is none.
@@ -603,15 +618,17 @@ class _StatesToLoad:
 
 def _checked(plan: _StatesToLoad) -> _StatesToLoad:
     if plan.problem:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "optim-not-loadable",
             f"the optimizer's state dict cannot be loaded, as {plan.problem}; pass one by names of "
-            f"this model, of optim_state_dict() or rekey_optim_state_dict()"
+            f"this model, of optim_state_dict() or rekey_optim_state_dict()",
         )
     return plan
 
 
 def _plan(given: object, positions: _Positions, model: nn.Module) -> _StatesToLoad:
-    """What a state dict by names means for an optimizer; looks at everything."""
+    """Interpret a state dict by names for an optimizer; checks everything."""
     wrong = _StatesToLoad("", [], {}, None)
     if not isinstance(given, Mapping) or "state" not in given:
         wrong.problem = f"it is a {type(given).__name__} without 'state'"
@@ -653,7 +670,7 @@ def _item(at: int, key: str, value: Any) -> _Item:
 
 
 def _mismatch(name: str, value: object, at: int, positions: _Positions) -> str:
-    """What is wrong with one entry; a dim may be one long, or left out, where a mean was taken."""
+    """The problem with one entry; a dim may have length 1, or be absent, if a mean was taken."""
     param = positions.params[at]
     if is_sharded_tensor(value):
         managed = positions.selection.get(id(param))
@@ -673,7 +690,7 @@ def _mismatch(name: str, value: object, at: int, positions: _Positions) -> str:
 def _placed_groups(
     groups: Sequence[Mapping[str, Any]] | None, at_of: Mapping[str, int], positions: _Positions
 ) -> tuple[list[StateDict] | None, str]:
-    """Parameter groups by the optimizer's keys, and what is wrong with them."""
+    """Parameter groups by the optimizer's keys, and the problem with them."""
     if groups is None:
         return None, ""
     placed = []
@@ -713,7 +730,7 @@ def _assembled(
 
 
 def _own_part(item: _Item, positions: _Positions) -> object:
-    """This rank's part of what every rank has."""
+    """This rank's part of a tensor that every rank has."""
     value, param = item.value, positions.params[item.at]
     managed = positions.selection.get(id(param))
     if not item.travels or managed is None:
@@ -735,7 +752,7 @@ def _own_part(item: _Item, positions: _Positions) -> object:
 def _scattered(
     item: _Item, positions: _Positions, value: torch.Tensor | None, ranks: MeshRanks
 ) -> object:
-    """This rank's part of what the first rank has."""
+    """This rank's part of a tensor that the first rank has."""
     if not item.travels:
         return item.value
     assert item.shape is not None

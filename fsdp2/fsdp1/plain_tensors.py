@@ -1,13 +1,14 @@
-"""Plain tensors beside DTensors: a wrapper's take them for replicated ones, others refuse them.
+"""Plain tensors combined with DTensors: a wrapper's accept them as replicated, others raise.
 
 DTensor has one switch for that, in C++, for all meshes of a thread:
 
-    off  ──>  C++ raises, and asks nobody
-    on   ──>  its dispatcher asks Python for the plain tensor's spec, but where it knows the call
+    off  ──>  C++ raises without calling Python
+    on   ──>  its dispatcher asks Python for the plain tensor's spec, unless it knows the call
 
-While there are wrappers it is on, and Python decides by the mesh. DTensor knows a call by its specs
-alone: with a replicated DTensor it is the same call as with a plain tensor. So rules of such calls
-on other meshes say that arguments must be redistributed, to what they are: Python is asked then.
+While there are wrappers it is on, and Python decides by the mesh. DTensor identifies a call only by
+its specs: a call with a replicated DTensor equals one with a plain tensor. Rules of such calls on
+other meshes therefore say that arguments must be redistributed, to their current placements: this
+calls Python.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _SPEC_OF = "_try_replicate_spec_for_scalar_tensor"
 
 
 class PlainTensors:
-    """What decides about plain tensors while there are wrappers.
+    """Decides about plain tensors while there are wrappers.
 
     Args:
         belongs: whether a mesh is a wrapper's.

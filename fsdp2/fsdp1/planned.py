@@ -2,7 +2,7 @@
 
     the arguments      ──> ResolvedOptions      checked; the device, the mesh
     auto_wrap_policy   ──> WrapperPlan.below    the same of modules below, innermost first
-    check_plan         ──> each one's call of fully_shard planned, each one's initialisation looked
+    check_plan         ──> each one's call of fully_shard planned, each one's initialization looked
                            at; raises what can be known by now
 
 Wrappers are made of it one after the other, so that one at a time has memory and values. What only
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.api import plan_calls
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import coded
 from fsdp2.core.modules.walks import walk
 from fsdp2.fsdp1.config import (
     HYBRID,
@@ -56,7 +57,7 @@ Completed = Callable[..., Given]
 
 @dataclass(frozen=True)
 class ResolvedOptions:
-    """What a wrapper's arguments come to."""
+    """A wrapper's arguments, resolved."""
 
     strategy: ShardingStrategy
     offload: CPUOffloadPolicy | None
@@ -95,16 +96,16 @@ class WrapperPlan:
 
 
 def plan_wrapper(module: nn.Module, given: Given, completed: Completed) -> WrapperPlan:
-    """What a wrapper's arguments mean for a module; changes nothing, but makes meshes.
+    """Resolve a wrapper's arguments for a module; changes nothing, except that it creates meshes.
 
     Args:
-        module: what is to be wrapped.
+        module: the module to wrap.
         given: the arguments.
-        completed: what gives the arguments of a wrapper below their defaults.
+        completed: adds defaults to the arguments of a wrapper below.
 
     Raises:
-        TypeError: an argument is of the wrong type.
-        ValueError: arguments do not fit together or with the module.
+        TypeError: an argument has the wrong type.
+        ValueError: arguments are inconsistent with each other or with the module.
     """
     _check_module(module)
     options = _resolved(module, given)
@@ -129,7 +130,7 @@ def check_plan(plan: WrapperPlan) -> None:
 
     Raises:
         TypeError: as of `fully_shard`; ``param_init_fn`` cannot be called.
-        ValueError: as of `fully_shard`; a module cannot be initialised.
+        ValueError: as of `fully_shard`; a module cannot be initialized.
     """
     wrappers = list(plan.all())
     modules = {each.module for each in wrappers}
@@ -164,8 +165,10 @@ class _Replicated:
 
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"FullyShardedDataParallel takes a module, not {type(module).__name__}; pass one"
+        raise coded(
+            TypeError,
+            "fsdp1-module",
+            f"FullyShardedDataParallel takes a module, not {type(module).__name__}; pass one",
         )
     sharded_class(module)  # raises if there can be none
 
@@ -206,7 +209,9 @@ _INHERITED = (
 def _chosen_below(
     module: nn.Module, policy: Policy, options: ResolvedOptions, given: Given
 ) -> tuple[dict[nn.Module, dict[str, Any]], list[nn.Module]]:
-    """What a policy chooses below, with arguments; and what stays in full precision."""
+    """The modules below that a policy selects, with arguments; and those that stay in full
+    precision.
+    """
     check_nothing_wrapped(module)
     precision, ignored = options.precision, options.ignored
     apart: tuple[type[nn.Module], ...] = ()

@@ -1,4 +1,4 @@
-"""What ``state_dict()`` of a model holds and ``load_state_dict()`` takes: full or sharded tensors.
+"""The contents of a model's ``state_dict()`` and ``load_state_dict()``: full or sharded tensors.
 
     set_state_dict_type ──> settings of each unit below, and hooks on the modules that are its own
     model.state_dict()
@@ -7,7 +7,7 @@
     model.load_state_dict()
       each module             plain tensor ── cut_rows ──> DTensor        no communication
 
-Units without settings are as ever: their state dicts hold DTensors, and nothing here runs.
+Units without settings are unaffected: their state dicts hold DTensors, and nothing here runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.config import RankMismatchError
+from fsdp2.core.errors import RankMismatchError, coded
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
 from fsdp2.core.modules.registry import UnitRecord, records_below
 from fsdp2.core.modules.ties import Owners
@@ -56,7 +56,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 _settings: weakref.WeakKeyDictionary[UnitRecord, StateDictSettings] = weakref.WeakKeyDictionary()
 _records: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnitRecord]]
 _records = weakref.WeakKeyDictionary()
-"""Of each module with hooks, the unit that it belongs to."""
+"""For each module with hooks, the unit that it belongs to."""
 
 
 # ---- what users set
@@ -68,20 +68,21 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Choose what state dicts of the units at and below a module hold.
+    """Choose the contents of state dicts of the units at and below a module.
 
-    ``state_dict()`` of the module and of modules below follows, wherever it is called; so does
-    `optim_state_dict`. All ranks must choose alike. Full tensors are made one parameter at a time.
-    Loading takes full tensors as well as DTensors of the same mesh, whatever is set.
+    It applies to ``state_dict()`` of the module and of modules below, wherever it is called, and to
+    `optim_state_dict`. All ranks must choose the same. Full tensors are created one parameter at a
+    time. Loading accepts full tensors as well as DTensors of the same mesh, whatever the setting.
 
     Args:
         module: a wrapper, or any module with units below.
-        state_dict_type: a `StateDictType`, ours or torch's.
-        state_dict_config: the config of that type, ours or torch's. ``None`` (default): a new one.
+        state_dict_type: a `StateDictType`, fsdp2's or torch's.
+        state_dict_config: the config of that type, fsdp2's or torch's. ``None`` (default): a new
+            one.
         optim_state_dict_config: the same for the optimizer's.
 
     Returns:
-        What was set before.
+        The earlier setting.
 
     Raises:
         NotImplementedError: the type is ``LOCAL_STATE_DICT``.
@@ -109,26 +110,30 @@ def set_state_dict_type(
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """What state dicts of the units at and below a module hold.
+    """Return the settings of state dicts of the units at and below a module.
 
     Args:
         module: a wrapper, or any module with units below. Without a setting, wrappers have full
-            state dicts, and units that `fully_shard` made have sharded ones.
+            state dicts, and units of `fully_shard` have sharded ones.
 
     Raises:
         ValueError: there is no unit, or units below have different settings.
     """
     found = [settings_of(record) for record in records_below(module)]
     if not found:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "state-dict-no-units",
             f"{type(module).__name__} has no sharded modules whose state dicts could be of a type; "
-            f"wrap it, or call fully_shard on it"
+            f"wrap it, or call fully_shard on it",
         )
     for other in found[1:]:
         if other != found[0]:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "state-dict-types-below",
                 f"sharded modules below {type(module).__name__} have state dicts of different "
-                f"types, {_words(found[0])} and {_words(other)}; set one type on the outermost"
+                f"types, {_words(found[0])} and {_words(other)}; set one type on the outermost",
             )
     return found[0]
 
@@ -140,10 +145,11 @@ def state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """A context in which `set_state_dict_type` holds; behind it, what was set before.
+    """A context with the settings of `set_state_dict_type`; it restores the earlier ones at its
+    end.
 
     Args:
-        module: as for `set_state_dict_type`, and so the others.
+        module: as for `set_state_dict_type`, like all other arguments.
         state_dict_type: a `StateDictType`.
         state_dict_config: the model's config. ``None`` (default): a new one.
         optim_state_dict_config: the optimizer's config. ``None`` (default): a new one.
@@ -167,7 +173,7 @@ def state_dict_type(
 
 
 def use_full_state_dicts(record: UnitRecord) -> None:
-    """What a wrapper's unit has from the start: torch's default."""
+    """Set the initial state of a wrapper's unit: torch's default."""
     _settings[record] = StateDictSettings(
         StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
     )
@@ -175,7 +181,7 @@ def use_full_state_dicts(record: UnitRecord) -> None:
 
 
 def settings_of(record: UnitRecord) -> StateDictSettings:
-    """Those of a unit; sharded ones where nobody set any."""
+    """Those of a unit; sharded ones by default."""
     found = _settings.get(record)
     if found is None:
         found = StateDictSettings(
@@ -190,16 +196,20 @@ def _checked_type(value: object) -> StateDictType:
     for member in StateDictType:
         if member == value:
             if member == StateDictType.LOCAL_STATE_DICT:
-                raise NotImplementedError(
+                raise coded(
+                    NotImplementedError,
+                    "state-dict-local",
                     "LOCAL_STATE_DICT is the flat layout of torch's FSDP, which fsdp2 does not "
                     "have; use SHARDED_STATE_DICT, whose checkpoints torch.distributed.checkpoint."
                     "format_utils.dcp_to_torch_save converts to full ones, and save flat ones "
-                    "that exist as FULL_STATE_DICT where they were made"
+                    "that exist as FULL_STATE_DICT where they were made",
                 )
             return member
-    raise TypeError(
+    raise coded(
+        TypeError,
+        "state-dict-type",
         f"set_state_dict_type takes a member of StateDictType, not {value!r}; import it from "
-        f"fsdp2.fsdp1"
+        f"fsdp2.fsdp1",
     )
 
 
@@ -211,9 +221,11 @@ def _checked_config(value: C | None, kind: type[C], argument: str) -> C:
         made: Any = kind  # of the class that torch's documentation passes for any type
         return cast(C, made(offload_to_cpu=offload))
     if type(value).__name__ != kind.__name__ or offload is None:
-        raise RuntimeError(
+        raise coded(
+            RuntimeError,
+            "state-dict-config",
             f"set_state_dict_type({argument}=…) takes a {kind.__name__} for this type, not "
-            f"{type(value).__name__}; pass one, or leave it out"
+            f"{type(value).__name__}; pass one, or leave it out",
         )
     return value
 
@@ -237,7 +249,7 @@ def _watch(record: UnitRecord) -> None:
 
 
 def _record_of(module: nn.Module) -> UnitRecord | None:
-    """Of the unit that a module with hooks belongs to."""
+    """The record of the unit to which a module with hooks belongs."""
     reference = _records.get(module)
     return None if reference is None else reference()
 
@@ -286,9 +298,11 @@ def _require_alike(module: nn.Module, selection: Sequence[SelectedParam], ranks:
     chosen = [repr(settings_of(record)) for record in records_below(module)]
     facts = chosen, [(selected.names, str(selected.param.dtype)) for selected in selection]
     if not ranks.is_alike(facts):
-        raise RankMismatchError(
+        raise coded(
+            RankMismatchError,
+            "state-dict-ranks",
             "ranks called state_dict() with different types of state dicts, or on different "
-            "models; set the same type with the same configuration on all ranks"
+            "models; set the same type with the same configuration on all ranks",
         )
 
 
@@ -395,7 +409,7 @@ def _before_load(
 
 
 def _owners_of(module: nn.Module, record: UnitRecord) -> Owners:
-    """Of a unit's module's parameters; of all units' where it is tied to another unit's."""
+    """The units of a unit's module's parameters; all units if it is tied to another unit's."""
     owners = Owners([record.unit])
     for param in module._parameters.values():
         if isinstance(param, DTensor) and owners.of(param) is None:
@@ -410,7 +424,7 @@ def as_dtensor(param: ShardedParam, rows: torch.Tensor) -> DTensor:
 
 
 def is_sharded_tensor(value: object) -> bool:
-    """Whether it is what torch's FSDP1 has in sharded state dicts where it was given no mesh."""
+    """Whether it is the type in torch's FSDP1 sharded state dicts without a mesh."""
     return hasattr(value, "local_shards") and hasattr(value, "metadata")
 
 

@@ -1,12 +1,11 @@
 """`FullyShardedDataParallel`: the wrapper of torch's FSDP1 over units of `fully_shard`.
 
     FullyShardedDataParallel(module, …)
-      all of it is planned (`fsdp2.fsdp1.planned`), and raises where it does not fit
-      wrappers of modules below are made, first
-      fully_shard(module, …), and setters of its unit
-    forward ──> the module's own; its unit does all the rest
+      plans everything (`fsdp2.fsdp1.planned`), and raises if something is invalid creates wrappers
+      of modules below first fully_shard(module, …), and setters of its unit
+    forward ──> the module's own; its unit does the rest
 
-So a step costs what it costs without the wrapper, and one call a wrapper.
+A step therefore costs the same as without the wrapper, plus one call per wrapper.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.api import fully_shard
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import coded
 from fsdp2.core.modules.registry import UnitRecord, require_record
 from fsdp2.fsdp1 import optimizer_states as states
 from fsdp2.fsdp1.comm_hooks import Hook, HookedReduceScatter, HookedReplicas
@@ -68,7 +68,7 @@ from fsdp2.wrap.choices import Policy
 from fsdp2.wrapper_module import WrapperModule, flags_put_back
 
 ProcessGroups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
-"""One group, or two to shard and to copy over."""
+"""One group, or two: to shard over and to replicate over."""
 
 
 class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
@@ -76,37 +76,39 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
 
     Names, order, defaults and meaning of the arguments are those of torch's documentation of
     ``torch.distributed.fsdp.FullyShardedDataParallel``; docs/compat_fsdp1.md has a row for each.
-    Parameters are DTensors with their own names and shapes. Wrap bottom-up, or pass a policy; make
-    the optimizer afterwards.
+    Parameters are DTensors with their own names and shapes. Wrap bottom-up, or pass a policy;
+    create the optimizer afterwards.
 
     Args:
         module: the module. Wrappers below it keep their parameters.
-        process_group: the ranks to shard over; for hybrid strategies a pair, to shard and to copy
-            over. ``None`` (default): all ranks, for hybrid strategies shards inside a node.
+        process_group: the ranks to shard over; for hybrid strategies a pair, to shard over and to
+            replicate over. ``None`` (default): all ranks; for hybrid strategies, shards inside a
+            node.
         sharding_strategy: a `ShardingStrategy`. ``None`` (default): ``FULL_SHARD``.
         cpu_offload: a `CPUOffload`. ``None`` (default): shards stay on the device.
-        auto_wrap_policy: which modules below get wrappers of their own: an object or function of
+        auto_wrap_policy: selects modules below that get separate wrappers: an object or function of
             `fsdp2.wrap`, or of torch's. ``None`` (default): none.
         backward_prefetch: a `BackwardPrefetch`, or ``None`` for no prefetch in backward. Default
             ``BACKWARD_PRE``.
         mixed_precision: a `MixedPrecision`. ``None`` (default): each parameter's own dtype.
-        ignored_modules: modules whose parameters are left alone, with those below.
-        param_init_fn: called with each module if some have parameters on the meta device.
-            ``None`` (default): their ``reset_parameters()``.
-        device_id: the device to compute on. ``None`` (default): where the parameters are, or the
-            accelerator, or the CPU where there is none.
+        ignored_modules: modules whose parameters, and those below, are not managed.
+        param_init_fn: called with each module if some have parameters on the meta device. ``None``
+            (default): their ``reset_parameters()``.
+        device_id: the device to compute on. ``None`` (default): the parameters' device, or the
+            accelerator, or the CPU without one.
         sync_module_states: whether all ranks get the first one's parameters and buffers. Default
             ``False``.
-        forward_prefetch: taken, and changes nothing: forward always gathers the next unit ahead.
-        limit_all_gathers: taken, and changes nothing: no more than two units are ever gathered.
-        use_orig_params: parameters have their own names and shapes in any case. ``True`` also lets
-            optimizers that were made before train them. Default ``False``.
-        ignored_states: modules, or parameters, that are left alone.
-        device_mesh: in place of ``process_group``: (shard,), or (replicate, shard).
+        forward_prefetch: accepted, no effect: forward always prefetches the next unit.
+        limit_all_gathers: accepted, no effect: at most two units are unsharded at any time.
+        use_orig_params: parameters have their own names and shapes in any case. With ``True``,
+            optimizers that were created earlier train them as well. Default ``False``.
+        ignored_states: modules, or parameters, that are not managed.
+        device_mesh: instead of ``process_group``: (shard,), or (replicate, shard).
 
     Raises:
-        TypeError: an argument is of the wrong type.
-        ValueError: arguments do not fit together or with the module; the message names what.
+        TypeError: an argument has the wrong type.
+        ValueError: arguments are inconsistent with each other or with the module; the message names
+            them.
 
     Example::
 
@@ -189,12 +191,12 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
     # ---- the module inside
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; its unit gathers and frees the parameters."""
+        """Run the module's forward; its unit unshards and reshards the parameters."""
         return self._inside(*args, **kwargs)
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module; the one that a checkpoint wrapper directly inside holds."""
+        """The wrapped module; if a checkpoint wrapper is directly inside, the module in it."""
         inside = self._inside
         held = inside._modules.get("_checkpoint_wrapped_module")
         return inside if held is None else held
@@ -206,7 +208,7 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
     # ---- what is below
 
     def _become_inner(self) -> None:
-        """A wrapper around this one was made: its inputs are cast if it says so for itself."""
+        """An enclosing wrapper was created: inputs are cast if its own configuration says so."""
         self._is_inner = True
         precision = self.mixed_precision
         casts = precision.param_dtype if precision.cast_forward_inputs else None
@@ -234,26 +236,26 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
     _handle = _flat_param
 
     def check_is_root(self) -> bool:
-        """Whether no other wrapper was made around this one."""
+        """Return whether no other wrapper encloses this one."""
         return not self._is_inner
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """The wrappers at and below ``module``, parents first.
+        """Return the wrappers at and below ``module``, parents first.
 
         Args:
             module: any module.
-            root_only: whether to return only those that no other wrapper is around. Default
+            root_only: whether to return only those that no other wrapper encloses. Default
                 ``False``.
         """
         found: list[Any] = [member for member in module.modules() if is_wrapper(member)]
         return [member for member in found if not (root_only and member._is_inner)]
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call ``fn`` with each module below and with this one, its parameters whole meanwhile.
+        """Call ``fn`` with each module below and with this one, while its parameters are full.
 
-        Each wrapper's parameters are whole in turn, and what ``fn`` changes is written back. All
-        ranks must call it, and change the same.
+        The parameters of each wrapper are full in turn, and changes by ``fn`` are written back. All
+        ranks must call it, and make the same changes.
 
         Args:
             fn: called with each module, children first.
@@ -274,15 +276,16 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """A context in which parameters are whole; as `fsdp2.gathered`, every combination works.
+        """A context in which parameters are full; as with `fsdp2.gathered`, every combination
+        works.
 
         Args:
             module: a wrapper, or any module.
-            recurse: whether wrappers below follow. Default ``True``.
+            recurse: whether it applies to wrappers below. Default ``True``.
             writeback: whether changes are kept. Default ``True``.
             rank0_only: whether other ranks keep their shards. Default ``False``.
-            offload_to_cpu: whether whole parameters are in CPU memory. Default ``False``.
-            with_grads: whether gradients are whole, too. Default ``False``.
+            offload_to_cpu: whether full parameters are in CPU memory. Default ``False``.
+            with_grads: whether gradients are full, too. Default ``False``.
         """
         inside: Any = module._wrapped if is_wrapper(module) and not recurse else module
         return gathered(
@@ -312,13 +315,14 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context whose backwards add up gradients on each rank, without communication.
+        """A context whose backwards accumulate gradients on each rank, without communication.
 
-        The first backward behind it reduces the sum. It works with offloaded parameters, too.
-        Strategies that keep parameters from forward to backward keep them over backward here.
+        The first backward after it reduces the sum. It also works with offloaded parameters.
+        Strategies that keep parameters unsharded from forward to backward also keep them after
+        backward in this context.
 
         Raises:
-            RuntimeError: called on a wrapper inside of another.
+            RuntimeError: called on a wrapper inside another one.
         """
         self._require_root("no_sync")
         wrappers = self.fsdp_modules(self)
@@ -333,17 +337,17 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scale all gradients in place so that their norm is at most ``max_norm``.
 
-        All ranks must call it. As `fsdp2.clip_grad_norm_` of the wrapper's parameters.
+        All ranks must call it. Equivalent to `fsdp2.clip_grad_norm_` of the wrapper's parameters.
 
         Args:
             max_norm: the largest norm.
             norm_type: p of the p-norm; ``inf`` too. Default 2.
 
         Returns:
-            The norm before, of shape ``()``, in the widest dtype of the gradients.
+            The norm before clipping, of shape ``()``, in the widest dtype of the gradients.
 
         Raises:
-            RuntimeError: called on a wrapper inside of another.
+            RuntimeError: called on a wrapper inside another one.
         """
         self._require_root("clip_grad_norm_")
         total = clip_grad_norm_(self.parameters(), max_norm, norm_type)
@@ -356,28 +360,36 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
         Args:
             state: the function's first argument.
             hook: with sharded parameters called as ``hook(state, grad, output)``: reduces the flat
-                gradient [ranks * n] and leaves this rank's part in the output [n]. With
-                ``NO_SHARD`` called as ``hook(state, grad)``: reduces in place. It divides itself.
-                `fsdp2.fsdp1.comm_hooks` has the usual ones; torch's are taken.
+                gradient [ranks * n] and writes this rank's part to the output [n]. With
+                ``NO_SHARD`` called as ``hook(state, grad)``: reduces in place. The hook also
+                divides. `fsdp2.fsdp1.comm_hooks` has the usual ones; torch's are accepted.
 
         Raises:
-            RuntimeError: called on a wrapper inside of another, or a second time.
+            RuntimeError: called on a wrapper inside another one, or a second time.
             ValueError: a wrapper has a hybrid strategy.
             TypeError: ``hook`` cannot be called.
         """
         self._require_root("register_comm_hook")
         if not callable(hook):
-            raise TypeError(f"register_comm_hook takes a function, not {hook!r}; pass one")
+            raise coded(
+                TypeError,
+                "fsdp1-hook-type",
+                f"register_comm_hook takes a function, not {hook!r}; pass one",
+            )
         wrappers = self.fsdp_modules(self)
         for wrapper in wrappers:
             if wrapper.sharding_strategy in HYBRID:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "fsdp1-hook-hybrid",
                     f"register_comm_hook cannot be used with {wrapper.sharding_strategy.name}, "
-                    f"whose gradients are reduced over two groups; use another strategy"
+                    f"whose gradients are reduced over two groups; use another strategy",
                 )
             if wrapper.__dict__.get("_comm_hook") is not None:
-                raise RuntimeError(
-                    "register_comm_hook was called before on this model; call it once"
+                raise coded(
+                    RuntimeError,
+                    "fsdp1-hook-twice",
+                    "register_comm_hook was called before on this model; call it once",
                 )
         for wrapper in wrappers:
             wrapper._comm_hook = hook
@@ -391,9 +403,11 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
 
     def _require_root(self, method: str) -> None:
         if self._is_inner:
-            raise RuntimeError(
+            raise coded(
+                RuntimeError,
+                "fsdp1-inner",
                 f"{method}() was called on a FullyShardedDataParallel inside of another; call it "
-                f"on the outermost one"
+                f"on the outermost one",
             )
 
 
@@ -411,7 +425,7 @@ _SIGNATURE = inspect.signature(FullyShardedDataParallel.__init__)
 
 
 def _shard(module: nn.Module, settings: ResolvedOptions) -> None:
-    """Make a unit of what no wrapper below has, with the settings."""
+    """Create a unit from the parameters that no wrapper below has, with the settings."""
     precision = settings.precision
     unit: Any = module  # an FSDPModule behind this
     cast_buffers(module, precision.buffer_dtype, settings.ignored)

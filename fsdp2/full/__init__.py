@@ -1,14 +1,14 @@
-"""Whole tensors in and out of a sharded model.
+"""Full tensors in and out of a sharded model.
 
-gathering     `gathered`: parameters and gradients that are whole for a while, and written back
+gathering     `gathered`: parameters and gradients that are full for a while, and written back
 unit_by_unit  `full_parameters`: one unit after another, for export
 loading       `load_from_rank0`, `sync_module_states`: rank 0's weights and buffers to all;
-              `rewritten`: for what writes a model's shards by itself
-selection     which parameters a call is about, and whether all ranks mean the same
-unsharding    how one parameter becomes whole and is cut again, exactly
+              `rewritten`: for code that writes a model's shards by itself
+selection     which parameters a call selects, and whether all ranks select the same
+unsharding    how one parameter is unsharded and sharded again, exactly
 
-The room owns nothing but what is whole at the moment. It stands on `fsdp2.core` and changes no
-unit: who does not call it pays nothing.
+The room owns only tensors that are currently full. It imports `fsdp2.core` and changes no unit: it
+costs nothing unless it is called.
 """
 
 from fsdp2.full.gathering import gathered

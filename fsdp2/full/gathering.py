@@ -1,11 +1,11 @@
-"""`gathered`: parameters that are whole for a while, and what becomes of changes to them.
+"""`gathered`: parameters that are full for a while, and the write-back of changes.
 
-    enter   ranks compare what they ask for ── rows of each go up its levels ── registered, whole
+    enter   ranks compare their arguments ── rows of each go up its levels ── registered, full
     body    reads and writes plain parameters
-    leave   ranks tell each other how they leave ── rows of each come down ── shards, in place
+    leave   ranks exchange how they leave ── rows of each come down ── shards, in place
 
-A parameter may be whole several times, as contexts nest: each one has tensors of its own, and
-leaves its changes to the one around it, the outermost to the shards.
+Contexts nest, and a parameter may be full in several of them: each context has its own tensors, and
+writes its changes to the enclosing one, the outermost to the shards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp2.core.config import RankMismatchError, ShardingStateError
+from fsdp2.core.errors import RankMismatchError, ShardingStateError, coded
 from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import GATHERED, WHOLE, ShardedParam, is_extended, store_of
 from fsdp2.core.progress import OptimizerSteps
@@ -39,7 +39,7 @@ from fsdp2.full.unsharding import leaves_of, levels_of, rebuilt
 
 @dataclass(frozen=True)
 class GatheredOptions:
-    """What a call asks for; see `gathered`."""
+    """The arguments of a call; see `gathered`."""
 
     writeback: bool = True
     rank0_only: bool = False
@@ -49,11 +49,11 @@ class GatheredOptions:
 
 
 class Hold:
-    """One parameter, whole in one context.
+    """One parameter that is full in one context.
 
     Attributes:
-        full: what is registered; ``None`` on ranks that do not hold it.
-        outer: the context's around this one that holds the parameter, too.
+        full: the registered tensor; ``None`` on ranks that do not hold it.
+        outer: the hold of the enclosing context, if it holds the parameter too.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Hold:
     def _spread(
         self, whole: torch.Tensor | None, rows: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """What is whole on the first rank, on all."""
+        """Broadcast a tensor that is full on the first rank to all."""
         param = self.selected.param
         laid = None if whole is None else param.laid_out(whole.detach())
         like = param.laid_out(rows.to(dtype))
@@ -172,7 +172,7 @@ class Hold:
     # ---- the end
 
     def problem(self) -> str | None:
-        """What is wrong with what the body left registered; ``None`` if nothing."""
+        """The problem with the tensor that the body left registered; ``None`` if there is none."""
         if self.full is None:
             return None
         left = self._left()
@@ -184,7 +184,7 @@ class Hold:
         return None
 
     def _left(self) -> torch.Tensor:
-        """What is registered now: the body may have put another tensor there."""
+        """The tensor registered now: the body may have replaced it."""
         assert self.full is not None
         for module, name in self.selected.entries:
             left = getattr(module, name)
@@ -308,11 +308,12 @@ def _cast_to(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def _put(new: torch.Tensor, target: torch.Tensor, shown: torch.dtype) -> None:
-    """Write ``new`` to ``target``; what was shown in another dtype and left alone, keeps its bits.
+    """Write ``new`` to ``target``; elements shown in another dtype that did not change keep their
+    bits.
 
     Args:
         new: values.
-        target: where they go.
+        target: the destination.
         shown: the dtype in which the body saw ``target``.
     """
     if shown == target.dtype:
@@ -342,9 +343,11 @@ def require_released(selection: Iterable[SelectedParam], function: str) -> None:
     """
     for selected in selection:
         if selected.param in _holds:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "inside-gathered",
                 f"{function}() was called inside gathered(), which holds parameter "
-                f"'{selected.names[0]}'; leave the context first"
+                f"'{selected.names[0]}'; leave the context first",
             )
 
 
@@ -360,49 +363,48 @@ def gathered(
     names: Names = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """Let parameters be whole: plain tensors, registered in their modules, exact to the bit.
+    """Make parameters full: plain tensors, registered in their modules, exact to the bit.
 
     Every rank enters and leaves together, with the same arguments, between iterations. Parameters
-    are gathered in their own dtype, whatever the mixed-precision policy computes in. All arguments
-    go with each other.
+    are gathered in their own dtype, whatever compute dtype the mixed-precision policy sets. You can
+    combine all arguments.
 
-    - *Changes* are written into the shards in place: DTensors stay the objects they are, and
-      optimizers that hold them see the new values. With ``rank0_only=False`` each rank takes its
-      rows of what it has itself, so make the same change on all ranks.
-    - *An exception* in the body, on any rank, drops all changes: the model is sharded, and as it
-      was. Where the body raised on another rank, this one raises `ShardingStateError`.
-    - *Nested* contexts have tensors of their own. An inner one starts from what the outer one has
-      now, and writes back to that.
-    - *Tied* parameters are one object under all their names. *Tensor-parallel* ones are whole over
-      those ranks, too. *Tensor subclasses* stay what they are, and keep their dtype.
-    - A module's state dict, taken inside, holds the whole tensors; one that is loaded inside may
-      be whole. Do not run a forward, call ``.to()``, or step an optimizer inside.
+    - *Changes* are written into the shards in place: DTensors stay the same objects, and optimizers
+      that hold them see the new values. With ``rank0_only=False``, each rank writes its rows of its
+      own full tensor, so make the same change on all ranks.
+    - *An exception* in the body, on any rank, drops all changes: the model is sharded as before. If
+      the body raised on another rank, this one raises `ShardingStateError`.
+    - *Nested* contexts have separate tensors. An inner one starts from the outer one's current
+      values, and writes back to them.
+    - *Tied* parameters are one object under all their names. *Tensor-parallel* ones are full over
+      those ranks, too. *Tensor subclasses* keep their class and dtype.
+    - A module's state dict taken inside holds the full tensors; one loaded inside may be full. Do
+      not run a forward, call ``.to()``, or step an optimizer inside.
 
-    The model holds all that is asked for at once. `full_parameters` goes unit by unit.
+    The model holds all selected parameters at once. `full_parameters` goes unit by unit.
 
     Args:
         module: a module with sharded parameters: the model, one unit, or any module in them.
-        recurse: ``False`` leaves out the parameters of units below. Default ``True``.
+        recurse: ``False`` excludes the parameters of units below. Default ``True``.
         writeback: ``False`` drops changes. Default ``True``.
-        rank0_only: the first rank of each parameter's mesh has it whole. Others keep the shards
-            registered, and never hold the rest. Changes on that rank are scattered to all. Default
-            ``False``.
-        offload_to_cpu: whole parameters lie in CPU memory, and the device holds one at a time.
+        rank0_only: only the first rank of each parameter's mesh holds the full tensor. Others keep
+            the shards registered, and never hold the rest. Changes on that rank are scattered to
+            all. Default ``False``.
+        offload_to_cpu: full parameters are in CPU memory, and the device holds one at a time.
             Default ``False``.
-        with_grads: whole gradients are there, too, as ``.grad``, as far as they are reduced. They
-            are written back like parameters; one that the body removes or adds is removed or
-            added. Default ``False``.
-        names: full names below ``module``, a set, or a function of one. A tied parameter goes by
-            any of its names. ``None`` (default): all.
-        dtype: floating-point parameters and gradients are cast to it. Elements that the body
-            leaves alone keep all bits of theirs. ``None`` (default): their own.
+        with_grads: reduced gradients are full, too, as ``.grad``. They are written back like
+            parameters; one that the body removes or adds is removed or added. Default ``False``.
+        names: full names below ``module``, as a set or a predicate. A tied parameter matches by any
+            of its names. ``None`` (default): all.
+        dtype: floating-point parameters and gradients are cast to it. Elements that the body does
+            not change keep all their bits. ``None`` (default): no cast.
 
     Raises:
-        ShardingStateError: a forward or a backward is under way; a parameter has no memory yet; an
+        ShardingStateError: a forward or a backward is running; a parameter has no memory yet; an
             optimizer stepped in the body; another rank left with an exception.
-        RankMismatchError: ranks ask for different things.
+        RankMismatchError: ranks pass different arguments.
         ValueError: a name is unknown; a parameter was given another shape in the body.
-        TypeError: ``names`` or ``dtype`` is of a wrong type.
+        TypeError: ``names`` or ``dtype`` has the wrong type.
 
     Example::
 
@@ -410,7 +412,11 @@ def gathered(
             model.head.weight /= model.head.weight.norm(dim=1, keepdim=True)
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"gathered(dtype=…) takes a torch.dtype or None, not {dtype!r}")
+        raise coded(
+            TypeError,
+            "gathered-dtype",
+            f"gathered(dtype=…) takes a torch.dtype or None, not {dtype!r}",
+        )
     settings = GatheredOptions(writeback, rank0_only, offload_to_cpu, with_grads, dtype)
     selection = selected_params(module, recurse)
     require_idle(selection, "gathered")
@@ -447,9 +453,11 @@ def _open(
     depths = [len(_holds.get(selected.param, ())) for selected in selection]
     facts = (settings, [selected.names for selected in selection], depths)
     if not ranks.is_alike(facts):
-        raise RankMismatchError(
+        raise coded(
+            RankMismatchError,
+            "gathered-ranks-differ",
             "ranks called gathered() with different arguments, or for different parameters; call "
-            "it on all ranks alike"
+            "it on all ranks alike",
         )
     gradients = _checked_gradients(holds, gradients, settings, ranks)
     opened: list[Hold] = []
@@ -480,10 +488,12 @@ def _checked_gradients(
     most = ranks.largest([*there, *absent])
     for hold, some, none in zip(holds, most[: len(there)], most[len(there) :], strict=True):
         if some and none:
-            raise RankMismatchError(
+            raise coded(
+                RankMismatchError,
+                "gathered-gradient",
                 f"parameter '{hold.selected.names[0]}' has a gradient on some ranks, but not on "
                 f"all; call gathered() without with_grads, or set_reduce_scatter_unused_params "
-                f"before backward"
+                f"before backward",
             )
     return [bool(some) for some in most[: len(there)]]
 
@@ -494,19 +504,25 @@ def _write(holds: Sequence[Hold], settings: GatheredOptions, ranks: MeshRanks, s
     gradients = [int(settings.with_grads and hold.left_gradient()) for hold in holds]
     worst, *gradients = ranks.largest([own, *gradients])
     for name, problem in problems.items():
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "gathered-shape",
             f"parameter '{name}' {problem}, so that gathered() wrote nothing back; copy new values "
-            f"into it"
+            f"into it",
         )
     if worst == _STEPPED:
-        raise ShardingStateError(
+        raise coded(
+            ShardingStateError,
+            "gathered-stepped",
             "an optimizer stepped inside gathered(), which would be overwritten, so that nothing "
-            "was written back; step outside of it, or call it with writeback=False"
+            "was written back; step outside of it, or call it with writeback=False",
         )
     if worst:
-        raise ShardingStateError(
+        raise coded(
+            ShardingStateError,
+            "gathered-other-rank",
             "another rank left gathered() with an exception, so that nothing was written back; see "
-            "what it raised"
+            "what it raised",
         )
     for hold, gradient in zip(holds, gradients, strict=True):
         hold.write(bool(gradient))

@@ -1,9 +1,9 @@
 """Rank 0's weights and buffers to all ranks, one tensor after another.
 
-    ranks compare what their models are ── rank 0 looks at its values ── its verdict goes to all
+    ranks compare their models ── rank 0 checks its values ── its result goes to all
     for each tensor: rank 0's ── broadcast over each axis ──> each rank keeps its rows
 
-No rank but 0 ever holds more than its shards and one whole tensor. Rank 0 is the rank that is the
+Only rank 0 ever holds more than its shards and one full tensor. Rank 0 is the rank that is the
 first of all axes of the model's meshes.
 """
 
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.config import RankMismatchError
+from fsdp2.core.errors import RankMismatchError, coded
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import is_extended
@@ -40,11 +40,11 @@ from fsdp2.sharding.meshes import default_mesh
 
 
 class IncompatibleKeys(NamedTuple):
-    """What `load_from_rank0` did not load, as ``load_state_dict`` names it.
+    """The names that `load_from_rank0` did not load, in the form of ``load_state_dict``.
 
     Attributes:
-        missing_keys: names of the model that the state dict has not.
-        unexpected_keys: names of the state dict that the model has not.
+        missing_keys: names of the model that are not in the state dict.
+        unexpected_keys: names of the state dict that are not in the model.
     """
 
     missing_keys: list[str]
@@ -52,7 +52,7 @@ class IncompatibleKeys(NamedTuple):
 
 
 class _Verdict(NamedTuple):
-    """What rank 0 found: a problem, or names that do not match."""
+    """Rank 0's result: a problem, or names that do not match."""
 
     problem: str = ""
     missing: Sequence[str] = ()
@@ -83,31 +83,31 @@ def load_from_rank0(
 ) -> IncompatibleKeys:
     """Load a full state dict that only rank 0 has into a sharded model.
 
-    Parameters and buffers go to all ranks one after another. Each rank keeps its rows; no rank but
-    0 holds more than its shards and one whole tensor at a time. Parameters and buffers on the meta
-    device get memory on the way. Buffers that are in no state dict (``persistent=False``) take rank
-    0's values of its own model, unless the state dict has them.
+    Rank 0 sends parameters and buffers to all ranks one after another. Each rank keeps its rows;
+    ranks other than 0 hold at most their shards and one full tensor at a time. Parameters and
+    buffers on the meta device get memory during the load. Buffers that are in no state dict
+    (``persistent=False``) take the values of rank 0's own model, unless the state dict has them.
 
     Call it on every rank, between iterations. Rank 0 is the first rank of the model's mesh. It
-    checks all names, shapes and dtypes, and all ranks raise what it finds, before anything is
-    written. Names are those of ``named_parameters()``. Values of another floating-point dtype are
-    cast, as ``load_state_dict`` does. The values of a tied parameter may stand under any of its
-    names.
+    checks all names, shapes and dtypes, and all ranks raise the errors that it finds, before
+    anything is written. Names are those of ``named_parameters()``. Values of another floating-point
+    dtype are cast, as in ``load_state_dict``. The values of a tied parameter may be under any of
+    its names.
 
     Args:
         model: a module with sharded parameters.
-        full_state_dict: on rank 0, name to whole tensor, on any device. ``None`` on other ranks,
+        full_state_dict: on rank 0, name to full tensor, on any device. ``None`` on other ranks,
             where it is not read.
-        strict: ``False`` leaves parameters alone that the state dict has not, and does not mind
-            names that the model has not. Default ``True``.
+        strict: ``False`` leaves parameters unchanged that are not in the state dict, and ignores
+            names that are not in the model. Default ``True``.
 
     Returns:
         Missing and unexpected names, the same on all ranks.
 
     Raises:
-        ValueError: the model has no sharded parameters; rank 0 found something wrong.
+        ValueError: the model has no sharded parameters; rank 0 found an error.
         RankMismatchError: ranks have different models.
-        ShardingStateError: a forward, a backward or `gathered` is under way.
+        ShardingStateError: a forward, a backward or `gathered` is running.
 
     Example::
 
@@ -119,9 +119,11 @@ def load_from_rank0(
     """
     selection = selected_params(model, recurse=True)
     if not selection:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "load-unsharded",
             "load_from_rank0() got a model without sharded parameters; call fully_shard on it, or "
-            "use load_state_dict()"
+            "use load_state_dict()",
         )
     require_idle(selection, "load_from_rank0")
     require_released(selection, "load_from_rank0")
@@ -137,34 +139,35 @@ def load_from_rank0(
             values = {clean(name): value for name, value in full_state_dict.items()}
     verdict = _Verdict(*json.loads(ranks.told(json.dumps(verdict))))
     if verdict.problem:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "load-refused",
             f"load_from_rank0() wrote nothing, as rank 0 found that {verdict.problem}; pass it "
-            f"a full state dict of this model, or strict=False for one with other names"
+            f"a full state dict of this model, or strict=False for one with other names",
         )
     _write_all(items, values, set(verdict.missing), ranks)
     return IncompatibleKeys(list(verdict.missing), list(verdict.unexpected))
 
 
 def sync_module_states(model: nn.Module, *, mesh: DeviceMesh | None = None) -> None:
-    """Give all ranks rank 0's values of what each of them has a copy of.
+    """Broadcast rank 0's values of all unsharded tensors to all ranks.
 
-    That is what is not sharded: before `fully_shard` all parameters, later the ignored ones; and
-    buffers always. Of sharded parameters, replicas (HSDP) take the shards of the first of them.
-    Rows that no other rank has stay as they are. To load a sharded model from one rank, use
-    `load_from_rank0`.
+    These are: before `fully_shard` all parameters, later the ignored ones; and always buffers.
+    Replicas (HSDP) take the shards of sharded parameters from the first replica. Rows that no other
+    rank has stay unchanged. To load a sharded model from one rank, use `load_from_rank0`.
 
-    Call it on every rank. Tensors travel one by one. On other ranks than 0 they may be on the meta
-    device; they get memory then.
+    Call it on every rank. Tensors are sent one by one. On ranks other than 0 they may be on the
+    meta device; they then get memory.
 
     Args:
         model: any module. Parameters may be tied.
-        mesh: whose ranks take part, while nothing of the model is sharded. ``None`` (default): the
-            ranks of the sharded parameters' meshes, or else all ranks.
+        mesh: the mesh whose ranks take part, if nothing in the model is sharded. ``None``
+            (default): the ranks of the sharded parameters' meshes, otherwise all ranks.
 
     Raises:
         ValueError: a tensor is on the meta device on rank 0.
         RankMismatchError: ranks have different models.
-        ShardingStateError: a forward, a backward or `gathered` is under way.
+        ShardingStateError: a forward, a backward or `gathered` is running.
 
     Example::
 
@@ -184,9 +187,11 @@ def sync_module_states(model: nn.Module, *, mesh: DeviceMesh | None = None) -> N
     meta = [item.names[0] for item in items if item.tensor.is_meta]
     found = ranks.told(meta[0] if meta and ranks.is_first else "")
     if found:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "sync-meta",
             f"sync_module_states() found '{found}' on the meta device on rank 0; give it values "
-            f"there, with to_empty() and an initialisation"
+            f"there, with to_empty() and an initialisation",
         )
     settle(selection, with_grads=False)
     for group in {selected.group: None for selected in selection}:
@@ -274,14 +279,16 @@ def _own(member: nn.Module) -> Iterator[tuple[str, torch.Tensor | None, bool]]:
 def _require_alike(items: list[_Item], ranks: MeshRanks, function: str) -> None:
     facts = [(item.names, tuple(item.tensor.shape), str(item.tensor.dtype)) for item in items]
     if not ranks.is_alike((function, facts)):
-        raise RankMismatchError(
+        raise coded(
+            RankMismatchError,
+            "models-differ",
             f"{function}() was called on models that differ in names, shapes or dtypes; build the "
-            f"same model on all ranks, and call it on all of them"
+            f"same model on all ranks, and call it on all of them",
         )
 
 
 def _verdict(items: list[_Item], values: object, strict: bool) -> _Verdict:
-    """What rank 0 finds."""
+    """Compute rank 0's result."""
     if not isinstance(values, Mapping):
         return _Verdict(f"it was given a {type(values).__name__} instead of a state dict")
     names = {clean(name): value for name, value in values.items()}
@@ -367,7 +374,7 @@ def _write_rows(selected: SelectedParam, value: torch.Tensor | None, ranks: Mesh
 
 @torch.no_grad()
 def _write_copy(item: _Item, value: torch.Tensor | None, ranks: MeshRanks) -> None:
-    """What each rank has whole."""
+    """Write a tensor that each rank holds in full."""
     if item.tensor.is_meta:
         _give_memory(item, ranks.device)
     target = item.tensor
@@ -393,7 +400,7 @@ def _give_memory(item: _Item, device: torch.device) -> None:
 
 
 def _from_first_replica(selected: SelectedParam, rows: torch.Tensor) -> None:
-    """Of HSDP: the shards of the first replica to the others."""
+    """With HSDP, copy the shards of the first replica to the others."""
     param = selected.param
     if param.axes.replicas is not None and not param.axes.levels and rows.numel():
         sent = rows.detach().to(param.axes.device).contiguous()
@@ -402,7 +409,7 @@ def _from_first_replica(selected: SelectedParam, rows: torch.Tensor) -> None:
 
 
 def _materialize_group(group: ParamGroup) -> None:
-    """Give the shards of a group memory, if they have none."""
+    """Allocate the shards of a group, if they have no memory."""
     if not any(param.is_meta for param in group.params):
         return
     home = group.device if group.offload is None else torch.device("cpu")
@@ -422,7 +429,7 @@ def _materialize_group(group: ParamGroup) -> None:
 
 
 def _outdate(selection: list[SelectedParam]) -> None:
-    """What is gathered anywhere is out of date."""
+    """Mark all unsharded parameters as out of date."""
     OptimizerSteps.count += 1
     for group in {selected.group: None for selected in selection}:
         free_if_outdated(operations_of(group))

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.device.one_off import largest_over
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registrations import follow_replaced
 from fsdp2.core.modules.registry import record_of_unit, records_below
@@ -101,16 +101,20 @@ def chosen(selection: Sequence[SelectedParam], names: Names) -> list[SelectedPar
     if callable(names):
         return [selected for selected in selection if any(map(names, selected.names))]
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "gathered-names",
             f"gathered(names=…) takes a set of full names or a function of one, not {names!r}; "
-            f"pass names as in named_parameters()"
+            f"pass names as in named_parameters()",
         )
     wanted = set(names)
     known = {name for selected in selection for name in selected.names}
     for name in sorted(wanted - known):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "gathered-unknown-name",
             f"gathered(names=…) names '{name}', but no sharded parameter below this module has "
-            f"that name; pass names as in named_parameters()"
+            f"that name; pass names as in named_parameters()",
         )
     return [selected for selected in selection if wanted & set(selected.names)]
 
@@ -129,9 +133,11 @@ def require_idle(selection: Iterable[SelectedParam], function: str) -> None:
         in_backward = scheduler.iteration.in_backward or torch._C._current_graph_task_id() != -1
         if in_backward or scheduler.is_running:
             during = "backward" if in_backward else "forward"
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "full-during",
                 f"{function}() was called during {during} of '{unit.title}'; call it after its "
-                f"end, or after an exception call reset_iter_state() first"
+                f"end, or after an exception call reset_iter_state() first",
             )
 
 
@@ -162,11 +168,11 @@ def settle(selection: Iterable[SelectedParam], with_grads: bool) -> None:
 
 
 class MeshRanks:
-    """What all ranks of the meshes of some parameters say, axis by axis.
+    """Exchanges among all ranks of the meshes of some parameters, axis by axis.
 
     Args:
         params: the parameters; the same on all ranks.
-        mesh: where there are none, whose ranks are meant.
+        mesh: the mesh whose ranks take part if there are no parameters.
 
     Attributes:
         device: of its collectives.
@@ -190,7 +196,7 @@ class MeshRanks:
 
     @classmethod
     def of_group(cls, group: ProcessGroup, device: torch.device) -> MeshRanks:
-        """Of the ranks of one process group."""
+        """Exchanges among the ranks of one process group."""
         made = cls(())
         made._use({group: device})
         return made

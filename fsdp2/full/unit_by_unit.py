@@ -1,6 +1,6 @@
-"""`full_parameters`: a model's whole parameters, one unit in memory at a time.
+"""`full_parameters`: a model's full parameters, one unit in memory at a time.
 
-ranks compare ── each unit: is everybody still here? ── gather it ── yield its parameters
+ranks compare ── each unit: are all ranks still here? ── gather it ── yield its parameters
 end, or left early ── tell the others, who raise at their next unit
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from fsdp2.core.config import RankMismatchError, ShardingStateError
+from fsdp2.core.errors import RankMismatchError, ShardingStateError, coded
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import is_extended
 from fsdp2.core.progress import OptimizerSteps
@@ -38,35 +38,35 @@ def full_parameters(
     dtype: torch.dtype | None = None,
     with_buffers: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each parameter of a sharded model, whole, with its name: for export between steps.
+    """Yield each parameter of a sharded model, in full, with its name: for export between steps.
 
-    Parameters come unit by unit, in the order of the modules, then those that are not sharded. One
-    unit is whole at a time: that is the peak on the device, besides what you keep. Each tensor is a
-    copy of its own, exact in its dtype, and yours. A tied parameter comes once, by the name that
-    comes first in ``named_parameters()``. Names have no parts that wrappers of torch.compile and
-    checkpointing put there.
+    Parameters come unit by unit, in the order of the modules, and then those that are not sharded.
+    One unit is unsharded at a time: this is the peak on the device, besides the tensors that you
+    keep. Each tensor is a separate copy, exact in its dtype, which you may keep. A tied parameter
+    comes once, under its first name in ``named_parameters()``. Names do not contain the prefixes of
+    torch.compile and checkpoint wrappers.
 
-    Every rank must run through it, also those that get nothing, between iterations, and all to the
-    end. If one stops early, by a ``break`` or an exception, the model stays as it is, and the
-    others raise `RankMismatchError` when they come to their next unit or to the end. For that, the
-    generator of that rank has to be closed: a ``break`` does it; where an exception is kept, use
-    ``contextlib.closing``. Do not train before it has ended.
+    Every rank must run through it between iterations, to the end, including those that get nothing.
+    If one stops early, by a ``break`` or an exception, the model stays unchanged, and the others
+    raise `RankMismatchError` at their next unit or at the end. This requires that the generator of
+    that rank is closed: a ``break`` closes it; if an exception is kept, use ``contextlib.closing``.
+    Do not train before it has ended.
 
     Args:
         module: a module with sharded parameters; names are those below it.
-        rank0_only: the first rank of each parameter's mesh alone gets it, the others nothing, and
-            they never hold it. Default ``False``.
-        offload_to_cpu: tensors are yielded in CPU memory, each made when it is asked for. With
-            ``rank0_only``, the first rank alone has one at a time. Default ``False``.
-        dtype: floating-point tensors are cast to it. ``None`` (default): their own.
-        with_buffers: whether buffers that a state dict has come, too, at the end. Default
+        rank0_only: only the first rank of each parameter's mesh gets the parameter. The others get
+            nothing, and never hold it. Default ``False``.
+        offload_to_cpu: tensors are yielded in CPU memory, each created on request. With
+            ``rank0_only``, only the first rank has one at a time. Default ``False``.
+        dtype: floating-point tensors are cast to it. ``None`` (default): no cast.
+        with_buffers: whether to yield, at the end, the buffers that a state dict contains. Default
             ``False``.
 
     Raises:
-        RankMismatchError: ranks ask for different things, or one has stopped early.
-        ShardingStateError: a forward, a backward or `gathered` is under way; a parameter has no
+        RankMismatchError: ranks pass different arguments, or one has stopped early.
+        ShardingStateError: a forward, a backward or `gathered` is running; a parameter has no
             memory yet; an optimizer stepped since the first was yielded.
-        TypeError: ``dtype`` is of a wrong type.
+        TypeError: ``dtype`` has the wrong type.
 
     Example::
 
@@ -74,7 +74,11 @@ def full_parameters(
             engine.update_weight(name, tensor)      # on other ranks the loop has no turns
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"full_parameters(dtype=…) takes a torch.dtype or None, not {dtype!r}")
+        raise coded(
+            TypeError,
+            "stream-dtype",
+            f"full_parameters(dtype=…) takes a torch.dtype or None, not {dtype!r}",
+        )
     selection = selected_params(module, recurse=True)
     require_idle(selection, "full_parameters")
     require_released(selection, "full_parameters")
@@ -82,9 +86,11 @@ def full_parameters(
     ranks = MeshRanks(selected.param for selected in selection)
     facts = (rank0_only, str(dtype), with_buffers, [selected.names for selected in selection])
     if not ranks.is_alike(facts):
-        raise RankMismatchError(
+        raise coded(
+            RankMismatchError,
+            "stream-ranks-differ",
             "ranks called full_parameters() with different arguments, or on different models; call "
-            "it on all ranks alike"
+            "it on all ranks alike",
         )
     copies = [] if rank0_only and not ranks.is_first else _copies(module, selection, with_buffers)
     return _stream(selection, copies, ranks, rank0_only, offload_to_cpu, dtype)
@@ -135,14 +141,18 @@ def _meet(ranks: MeshRanks, steps: int) -> None:
     """Every rank is here, and the model is what it was."""
     found = ranks.largest([_HERE if steps == OptimizerSteps.ended else _CHANGED])[0]
     if found == _CHANGED:
-        raise ShardingStateError(
+        raise coded(
+            ShardingStateError,
+            "stream-stepped",
             "an optimizer stepped while full_parameters() was under way, so that its tensors would "
-            "be of different steps; run it to its end first"
+            "be of different steps; run it to its end first",
         )
     if found == _GONE:
-        raise RankMismatchError(
+        raise coded(
+            RankMismatchError,
+            "stream-left",
             "another rank has left full_parameters() before its end; let all ranks run through it, "
-            "also those that get nothing"
+            "also those that get nothing",
         )
 
 

@@ -1,16 +1,16 @@
-"""How one parameter becomes whole and is cut again: exactly, in its own dtype, leaf by leaf.
+"""How one parameter is unsharded and sharded again: exactly, in its own dtype, leaf by leaf.
 
     global   [ 8, 6 ]      ── Level(tensor parallel dim) ──>  [ 4, 6 ]
              [ 4, 6 ]      ── Level(replicas)            ──>  [ 4, 6 ]     the same on each
              [ 4, 6 ]      ── Level(shard axis)          ──>  [ 2, 6 ]     this rank's rows
 
-Rows go up the levels to become whole: on every rank (all-gathers), or on the first alone (gathers
-to the first of each level, so that no other rank ever receives more than its part). They come down
-by cutting alone, where every rank has the whole, or are scattered by the first.
+To unshard, rows go up the levels: on every rank (all-gathers), or only on the first (gathers to the
+first of each level, so that no other rank ever receives more than its part). To shard, each rank
+takes its rows if every rank has the full tensor; otherwise the first scatters them.
 
-A gather of the engine is made for compute: it casts. This one is made for values: it moves bytes.
+The engine's all-gather is for compute: it casts. This one is for values: it copies bytes.
 
-A tensor subclass travels as the plain tensors that it wraps, its *leaves*.
+A tensor subclass is sent as the plain tensors that it wraps, its *leaves*.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.params.param import ShardedParam, is_extended
@@ -38,14 +38,14 @@ Part = Callable[[torch.Tensor, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class Level:
-    """One dim of a mesh: what its ranks hold of what is above.
+    """One dim of a mesh: how its ranks hold the tensor of the level above.
 
     Attributes:
-        group: process group; ``None`` where there is one rank.
+        group: process group; ``None`` if there is one rank.
         size: its number of ranks.
         rank: this process's position.
-        part: how it is cut; ``None`` where each rank has a copy.
-        in_order: whether the parts of a tensor of some shape, padded, lie in it one behind another.
+        part: how it is sharded; ``None`` if each rank has a copy.
+        in_order: whether the parts of a tensor of some shape, padded, are contiguous in it.
     """
 
     group: ProcessGroup | None
@@ -79,11 +79,11 @@ class ParamLevels:
         return all(level.rank == 0 for level in self.levels)
 
     def gather(self, rows: torch.Tensor, everywhere: bool) -> torch.Tensor | None:
-        """The whole of one leaf; ``None`` on ranks that do not get it.
+        """The full tensor of one leaf; ``None`` on ranks that do not get it.
 
         Args:
             rows: this rank's, a plain tensor, laid out; in the memory of any device.
-            everywhere: whether all ranks get it, or the first alone.
+            everywhere: whether all ranks get it, or only the first.
         """
         shapes = self._shapes(rows)
         held = rows.to(self.device).contiguous()
@@ -135,11 +135,11 @@ class ParamLevels:
         return held
 
     def whole_shape(self, rows: torch.Tensor) -> tuple[int, ...]:
-        """Of a leaf of which this rank has ``rows``."""
+        """The full shape of a leaf of which this rank has ``rows``."""
         return self._shapes(rows)[0]
 
     def _shapes(self, rows: torch.Tensor) -> list[tuple[int, ...]]:
-        """Of a leaf: whole, below the first level, and so on, this rank's at last."""
+        """The shapes of a leaf: full, below the first level, and so on; this rank's is last."""
         whole = tuple(
             self.shape[dim] if dim in self.dims else length for dim, length in enumerate(rows.shape)
         )
@@ -148,9 +148,12 @@ class ParamLevels:
             shape = shapes[-1]
             shapes.append(shape if level.part is None else _part_shape(level, shape, level.rank))
         if shapes[-1] != tuple(rows.shape):
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "subclass-parts",
                 f"parameter '{self.name}' is of a tensor subclass with a part of shape "
-                f"{tuple(rows.shape)}, which is not cut as the parameter is; pass names= without it"
+                f"{tuple(rows.shape)}, which is not cut as the parameter is; pass names= without "
+                f"it",
             )
         return shapes
 
@@ -293,9 +296,11 @@ def _parallel_levels(param: ShardedParam, axes: MeshAxes) -> Iterator[tuple[Leve
             part, order = _chunks(dim, size), _chunks_order(dim, size)
             yield Level(group, size, rank, part, order), dim
         else:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "strided-parallel",
                 f"parameter '{param.name}' is {placement} on a tensor-parallel mesh, which "
-                f"cannot be made whole here; pass names= without it, and call its full_tensor()"
+                f"cannot be made whole here; pass names= without it, and call its full_tensor()",
             )
 
 
@@ -378,12 +383,12 @@ def _inner(tensor: torch.Tensor) -> list[str]:
 
 @torch.no_grad()
 def made_whole(param: ShardedParam, rows: torch.Tensor, everywhere: bool) -> torch.Tensor | None:
-    """What all ranks' rows make: memory of its own; ``None`` on ranks that do not get it.
+    """The full tensor from all ranks' rows, in new memory; ``None`` on ranks that do not get it.
 
     Args:
         param: the parameter.
         rows: this rank's, of the parameter or of an optimizer's state: a local tensor.
-        everywhere: whether all ranks get it, or the first alone.
+        everywhere: whether all ranks get it, or only the first.
     """
     levels = levels_of(param)
     own = leaves_of(rows)

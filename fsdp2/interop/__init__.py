@@ -1,15 +1,15 @@
-"""How programs written for torch's own FSDP find fsdp2, and what they may ask of it.
+"""Interfaces through which programs written for torch's own FSDP find and use fsdp2.
 
-identity    what torch's clients recognise: base classes, stand-ins, entries in torch's registries;
-            with `wrapped`, all that imports ``torch.distributed.fsdp``
+identity    objects that torch's clients recognize: base classes, stand-ins, entries in registries;
+            with `wrapped`, the only module that imports ``torch.distributed.fsdp``
 wrapped     the same for torch's FSDP1
-installing  `fsdp2.install`, `fsdp2.uninstall`: torch's names, replaced and put back
-startup     processes that an installed one starts install, too
+installing  `fsdp2.install`, `fsdp2.uninstall`: torch's names, replaced and restored
+startup     child processes of an installed one install, too
 
 ``python -m fsdp2.run`` is `fsdp2.run`: `installing`, then the user's script.
 
-`identity` stands on `fsdp2.core` alone, and the public modules of fsdp2 stand on it. `wrapped` is
-imported by those who need it; so is `installing`, which stands on all that it installs.
+`identity` imports only `fsdp2.core`, and the public modules of fsdp2 import it. `wrapped` is
+imported on request, and so is `installing`, which imports everything that it installs.
 """
 
 from fsdp2.interop.identity import (

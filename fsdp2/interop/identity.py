@@ -1,4 +1,4 @@
-"""How clients of torch's own FSDP2 recognise a module that fsdp2 sharded, and what they may ask.
+"""How clients of torch's own FSDP2 recognize a module that fsdp2 sharded, and what they may ask.
 
     pipelining and others ask for                      and find
     isinstance(m, torch.distributed.fsdp.FSDPModule)   TorchIdentity, a base of our FSDPModule
@@ -6,7 +6,7 @@
     _get_module_fsdp_state(m)                          from ours, or refused by name
     m in the registry of composable APIs               entries: torch's fully_shard(), replicate()
                                                        refuse m, and leave it out below a parent
-    isinstance(policy, torch's or our class)           ours are subclasses of torch's, and recognise
+    isinstance(policy, torch's or our class)           ours are subclasses of torch's, and recognize
                                                        torch's objects; both functions take both
 
 It imports torch's FSDP, as `wrapped` does, for identity alone: no method of torch's class is left
@@ -30,6 +30,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import Shard
 
 from fsdp2.core import config
+from fsdp2.core.errors import coded
 from fsdp2.core.modules.registry import UnitRecord, modules_below, record_of
 from fsdp2.core.modules.roots import start
 from fsdp2.core.params.param import ShardedParam, compute_dtype
@@ -40,34 +41,36 @@ from fsdp2.sharding.assembly import choose_reshard
 
 _state: Any = _fsdp_state
 TORCHS: Any = fsdp.FSDPModule
-"""torch's class: ``super(TORCHS, self)`` is what comes behind it, the original class."""
+"""torch's class: ``super(TORCHS, self)`` is the class after it, the original class."""
 
 TORCHS_NAMES: dict[str, object] = {name: getattr(fsdp, name) for name in fsdp._fully_shard.__all__}
-"""What torch exports of its FSDP2, by name, as it was when fsdp2 was imported."""
+"""torch's FSDP2 exports, by name, at the import of fsdp2."""
 
 _API: object = getattr(fsdp.fully_shard, "__wrapped__", fsdp.fully_shard)  # the key of its states
 
 
 class _StandIn:
-    """Stands for an object of torch's FSDP: answers truly what it can, and refuses the rest.
+    """Represents an object of torch's FSDP: computes supported attributes, and raises for the rest.
 
-    What may be set is a property with a setter. Any other write is refused, too: torch would act on
-    it, and a client would go on as if we had.
+    Attributes that may be set are properties with a setter. Any other write raises, too: torch
+    would act on it, and a client would assume that fsdp2 did.
     """
 
     _stands_for = ""
     _held: frozenset[str] = frozenset()
-    """What it keeps in attributes of its own."""
+    """The values in its own attributes."""
 
     @property
     def _title(self) -> str:
-        """What is sharded, for messages."""
+        """The sharded object, for messages."""
         return "the model"
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(
+        raise coded(
+            AttributeError,
+            "torchs-state",
             f"'{self._title}' is sharded by fsdp2, which has no '{name}' of torch's "
-            f"{self._stands_for}; use the public methods of fsdp2.FSDPModule"
+            f"{self._stands_for}; use the public methods of fsdp2.FSDPModule",
         )
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -77,14 +80,16 @@ class _StandIn:
         super().__setattr__(name, value)
 
     def _wrong(self, name: str, value: object) -> AttributeError:
-        return AttributeError(
+        return coded(
+            AttributeError,
+            "torchs-state-set",
             f"'{self._title}' is sharded by fsdp2, where '{name}' of torch's {self._stands_for} "
-            f"cannot be set to {value!r}; use the public methods of fsdp2.FSDPModule"
+            f"cannot be set to {value!r}; use the public methods of fsdp2.FSDPModule",
         )
 
 
 class ParamStandIn(_StandIn):
-    """What stands for torch's ``FSDPParam``: a parameter, to be read."""
+    """Represents torch's ``FSDPParam``: a parameter, read only."""
 
     _stands_for = "FSDPParam"
     _held = frozenset({"_group", "_param"})
@@ -111,14 +116,14 @@ class ParamStandIn(_StandIn):
 
     @property
     def _module_info(self) -> object:
-        """Where it is registered: the first entry, and those tied to it."""
+        """The entries in which it is registered: the first, and those tied to it."""
         (module, name), *shared = self._param.entries
         names = [other for _, other in shared]
         return _param.ParamModuleInfo(module, name, [member for member, _ in shared], names)
 
     @property
     def _sharded_local_tensor(self) -> torch.Tensor:
-        """What all-gather hooks may be put on; they are found at the next bind."""
+        """The tensor on which a client may put all-gather hooks, found at the next bind."""
         return self._param.local
 
     def _init_extensions(self) -> None:
@@ -183,7 +188,7 @@ class ParamStandIn(_StandIn):
 
 
 class GroupStandIn(_StandIn):
-    """What stands for torch's ``FSDPParamGroup``: parameters of a unit that share a mesh."""
+    """Represents torch's ``FSDPParamGroup``: parameters of a unit that share a mesh."""
 
     _stands_for = "FSDPParamGroup"
     _held = frozenset({"_group", "_state", "_mesh_info", "comm_ctx"})
@@ -294,7 +299,7 @@ class GroupStandIn(_StandIn):
 
     @property
     def post_forward_mesh_info(self) -> object:
-        """Where forward leaves the parameters: ``None`` where it keeps them gathered."""
+        """The mesh on which forward leaves the parameters: ``None`` if it keeps them unsharded."""
         if not self._record.unit.frees_after_forward:
             return None
         smaller = self._group.smaller_group
@@ -389,27 +394,27 @@ class GroupStandIn(_StandIn):
 
 
 class CommContext(_StandIn):
-    """What stands for torch's ``FSDPCommContext``: several roots that share streams have one."""
+    """Represents torch's ``FSDPCommContext``: several roots that share streams have one."""
 
     _stands_for = "FSDPCommContext"
 
 
 class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
-    """What stands where torch's clients look for the state of a sharded module.
+    """Represents the state of a sharded module for torch's clients.
 
     It is an ``FSDPState``, so that torch's ``_get_module_fsdp_state`` finds it. It inherits no
-    behaviour: no ``__init__`` of torch's runs, and its methods are refused.
+    behavior: none of torch's ``__init__`` runs, and its methods raise.
 
-    `torch.distributed.pipelining` ends a schedule, up to torch 2.13, by calling ``post_backward``
-    of every parameter group below the root and then the root's final callback. Newer ones call
+    Up to torch 2.13, `torch.distributed.pipelining` ends a schedule by calling ``post_backward`` of
+    every parameter group below the root and then the root's final callback. Newer versions call
     ``finalize_backward`` of the module, and compare ``_comm_ctx``. torch's
     ``register_fsdp_forward_method`` calls ``_pre_forward`` and ``_post_forward``.
 
-    A root of torch's above a module of ours writes down that it is its root. From then on it finds
-    no parameter groups here, which it would drive.
+    A torch root above an fsdp2 module records that it is its root. From then on it finds no
+    parameter groups here, which it would otherwise drive.
 
     Args:
-        record: the module's unit, and what runs around its forward.
+        record: the module's unit, and the functions around its forward.
     """
 
     _stands_for = "FSDP state"
@@ -443,9 +448,11 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
     def _fsdp_param_group(self) -> GroupStandIn | None:
         groups = self._fsdp_param_groups
         if len(groups) > 1:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "several-torch-groups",
                 f"'{self._title}' has parameters on several meshes, so that it has no one "
-                f"_fsdp_param_group; use _fsdp_param_groups ({len(groups)} groups)"
+                f"_fsdp_param_group; use _fsdp_param_groups ({len(groups)} groups)",
             )
         return groups[0] if groups else None
 
@@ -495,7 +502,7 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
 
     @property
     def _modules_to_run_forward(self) -> set[nn.Module]:
-        """What a root of torch's would complete: nothing."""
+        """The modules that a torch root would complete: none."""
         return set()
 
     # ---- what is chosen
@@ -553,7 +560,7 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
 
     @property
     def _finalize_backward(self) -> Callable[[], None]:
-        """What a root of torch 2.11 calls of each state: there is nothing to do."""
+        """A root of torch 2.11 calls this on each state: there is nothing to do."""
         if self._adopted_by is None:
             self.__getattr__("_finalize_backward")
         return lambda: None
@@ -598,9 +605,11 @@ class TorchIdentity(TORCHS):  # typed as Any: our methods need not match the typ
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
     def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
-        raise NotImplementedError(
+        raise coded(
+            NotImplementedError,
+            "newer-method",
             f"{name}() is a method of FSDPModule in torch {torch.__version__} that fsdp2 does not "
-            f"have; update fsdp2, or leave the call out"
+            f"have; update fsdp2, or leave the call out",
         )
 
     return refuse
@@ -643,7 +652,7 @@ class DataParallelMeshDims(config.DataParallelMeshDims, _MeshDims, metaclass=_To
 
 
 def state_of(module: nn.Module) -> object:
-    """What ``fully_shard.state(module)`` returns: a `StateStandIn`, torch's own, or ``None``."""
+    """The result of ``fully_shard.state(module)``: a `StateStandIn`, torch's own, or ``None``."""
     return module.__dict__.get(STATE_KEY, {}).get(_API)
 
 
@@ -673,9 +682,11 @@ def check_untouched(module: nn.Module) -> None:
         refused = ("fully_shard", "replicate") if below is module else ("fully_shard",)
         found = [api for api in refused if api in registry]
         if found:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "torchs-own",
                 f"torch's {found[0]}() was already applied to '{name or type(below).__name__}'; "
-                f"use one implementation for the whole model"
+                f"use one implementation for the whole model",
             )
 
 

@@ -1,4 +1,4 @@
-"""How clients of torch's FSDP1 recognise a wrapper of ours, as `identity` has it for FSDP2.
+"""How clients of torch's FSDP1 recognize a wrapper of ours, as `identity` has it for FSDP2.
 
     clients ask for                                    and find
     isinstance(m, FullyShardedDataParallel) of torch   TorchWrapperIdentity, a base of our wrapper
@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch.distributed.fsdp as fsdp
 from torch import nn
 
+from fsdp2.core.errors import coded
 from fsdp2.interop.identity import TORCHS_NAMES
 
 _WRAPPER: Any = getattr(fsdp, "FullyShardedDataParallel", nn.Module)
@@ -58,9 +59,11 @@ class _NotOurs:
         self._name = name
 
     def __get__(self, instance: object, owner: type) -> NoReturn:
-        raise AttributeError(
+        raise coded(
+            AttributeError,
+            "fsdp1-torchs-method",
             f"'{owner.__name__}' is fsdp2's, which has no '{self._name}' of torch's; use its "
-            f"public methods"
+            f"public methods",
         )
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.buffers import separate
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import ShardedParam, is_extended
@@ -90,9 +90,11 @@ class EMA:
         if decay is not None and not callable(decay):
             _checked(decay)
         if not isinstance(every, int) or every < 1:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "ema-every",
                 f"EMA takes every as a number of calls of update() from 1, not {every!r}; pass for "
-                f"example every=10"
+                f"example every=10",
             )
         self.model = model
         self.steps = 0
@@ -217,10 +219,12 @@ class EMA:
         wrong = sorted(own.keys() ^ given.keys())
         wrong += [name for name in own if name in given and not _alike(own[name], given[name])]
         if wrong:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "ema-load",
                 f"EMA.load_state_dict got averages that do not fit this model: {wrong[0]}"
                 f"{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}; load what was "
-                f"sharded in another way with fsdp2.checkpoint or torch.distributed.checkpoint"
+                f"sharded in another way with fsdp2.checkpoint or torch.distributed.checkpoint",
             )
         for name, tensor in own.items():
             local_of(tensor).copy_(local_of(given[name]))
@@ -240,9 +244,11 @@ class EMA:
 
     def _require_apart(self, method: str) -> None:
         if self._swapped:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "ema-swapped",
                 f"EMA.{method}() was called while the averages are the model's weights; call it "
-                f"behind the end of `with ema.swapped()`"
+                f"behind the end of `with ema.swapped()`",
             )
 
     def _follow(self) -> None:
@@ -379,22 +385,28 @@ def _tensors_of(
 def _check_averaged(name: str, tensor: torch.Tensor) -> None:
     local = local_of(tensor)
     if local.is_meta:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "ema-meta",
             f"EMA cannot average '{name}', which is on the meta device; make it when the model's "
-            f"parameters have memory"
+            f"parameters have memory",
         )
     if is_extended(local):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "ema-extension",
             f"EMA cannot average '{name}', whose tensor subclass has all-gather hooks "
-            f"({type(local).__name__}); average the model from before it was converted"
+            f"({type(local).__name__}); average the model from before it was converted",
         )
 
 
 def _checked(decay: float) -> float:
     if not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "ema-decay",
             f"EMA takes a decay from 0 to 1, or a function of the number of updates that returns "
-            f"one, or None for the plain mean, not {decay!r}; pass for example 0.999"
+            f"one, or None for the plain mean, not {decay!r}; pass for example 0.999",
         )
     return decay
 

@@ -24,6 +24,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import nn
 
+from fsdp2.core.errors import coded
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.optim import asserted
@@ -113,16 +114,20 @@ class FlatOptimizer(torch.optim.Optimizer):
     ) -> None:
         _check(model, optimizer_class, params)
         if offload not in (None, "cpu"):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "flat-optimizer-offload",
                 f"FlatOptimizer takes offload=None or 'cpu', not {offload!r}; states are kept on "
-                f"the device of the shards, or in CPU memory"
+                f"the device of the shards, or in CPU memory",
             )
         if optimizer_class not in ELEMENTWISE and not elementwise:
             name = getattr(optimizer_class, "__name__", optimizer_class)
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "not-elementwise",
                 f"{name} is not known to treat every element by itself, so it "
                 f"cannot step several parameters as one tensor; use it as it is, or pass "
-                f"elementwise=True if it does"
+                f"elementwise=True if it does",
             )
         self._model = model
         self._make_inner: Callable[..., torch.optim.Optimizer]
@@ -155,9 +160,12 @@ class FlatOptimizer(torch.optim.Optimizer):
             self.split()
 
     def __getstate__(self) -> NoReturn:
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "copied-optimizer",
             f"{type(self).__name__} cannot be copied or pickled: it steps the shards of its "
-            f"model's units; save its state_dict(), and load that into one made for the other model"
+            f"model's units; save its state_dict(), and load that into one made for the other "
+            f"model",
         )
 
     def __setstate__(self, state: ParamState) -> None:
@@ -209,9 +217,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             if self._in_backward is not None:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "stepped-closure",
                     "FlatOptimizer(step_in_backward=True) has stepped when a closure returns, so "
-                    "step() takes none; call backward() and then step()"
+                    "step() takes none; call backward() and then step()",
                 )
             with torch.enable_grad():
                 loss = closure()
@@ -284,20 +294,26 @@ class FlatOptimizer(torch.optim.Optimizer):
 def _check(model: object, optimizer_class: object, params: object) -> None:
     """What torch's optimizers take first is the parameters; here it is the model."""
     if not isinstance(model, nn.Module):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "flat-optimizer-model",
             f"FlatOptimizer takes the model first, whose shards it steps, not {_shown(model)}; "
             f"pass FlatOptimizer(model, torch.optim.AdamW, lr=…), with params=… for some of its "
-            f"parameters or for groups of them"
+            f"parameters or for groups of them",
         )
     if not callable(optimizer_class) or isinstance(optimizer_class, nn.Module):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "flat-optimizer-class",
             f"FlatOptimizer takes an optimizer's class behind the model, not "
-            f"{_shown(optimizer_class)}; pass FlatOptimizer(model, torch.optim.AdamW, lr=…)"
+            f"{_shown(optimizer_class)}; pass FlatOptimizer(model, torch.optim.AdamW, lr=…)",
         )
     if params is not None and not isinstance(params, Iterable):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "flat-optimizer-params",
             f"FlatOptimizer takes parameters behind the optimizer's class, not {_shown(params)}; "
-            f"pass options such as lr by their names"
+            f"pass options such as lr by their names",
         )
 
 

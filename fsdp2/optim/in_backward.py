@@ -21,7 +21,7 @@ from typing import Protocol, cast
 
 import torch
 
-from fsdp2.core.config import ShardingStateError
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import unit_of
 from fsdp2.optim.runs import ParamGroupOptions, Section
@@ -56,10 +56,12 @@ def refuse_stepped(params: Iterable[torch.Tensor], action: str) -> None:
     for param in params if InBackward.count else ():
         optimizer = getattr(param, "__dict__", {}).get(STEPPED)
         if optimizer is not None and optimizer() is not None:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "stepped-in-backward",
                 f"{action} needs all gradients, but FlatOptimizer(step_in_backward=True) has "
                 f"stepped and dropped them in backward; make the optimizer without "
-                f"step_in_backward, or leave this out"
+                f"step_in_backward, or leave this out",
             )
 
 
@@ -95,9 +97,11 @@ class InBackward:
         for param in own:
             other = param.__dict__.get(STEPPED)
             if other is not None and other() is not None:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "stepped-twice-owner",
                     "another FlatOptimizer(step_in_backward=True) steps a parameter of this one; "
-                    "make one optimizer with parameter groups"
+                    "make one optimizer with parameter groups",
                 )
         for group, section in optimizer.split():
             self._units.append(_UnitSteps(self, group, section))
@@ -159,11 +163,13 @@ class _UnitSteps:
     def _step(self, group: ParamGroup) -> None:
         given = {param for param in self.params if param.grad is not None}
         if given & self._stepped:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "stepped-again",
                 f"unit '{group.name}' has reduced gradients twice since the last optimizer.step(), "
                 f"but FlatOptimizer(step_in_backward=True) has used the first ones; call step() "
                 f"after each backward that reduces, or accumulate with "
-                f"set_requires_gradient_sync(False)"
+                f"set_requires_gradient_sync(False)",
             )
         owner = self._owner()
         if owner is None:

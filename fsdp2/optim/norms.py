@@ -26,8 +26,8 @@ from torch.utils._foreach_utils import (
     _group_tensors_by_device_and_dtype,
 )
 
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import local_of, locals_of
 from fsdp2.core.params.param import GATHERED
 from fsdp2.optim.in_backward import refuse_stepped
@@ -139,10 +139,12 @@ def _sharded(parameters: Tensors) -> list[torch.Tensor]:
     listed = _listed(parameters)
     for param in listed:
         if GATHERED in param.__dict__:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "clip-gathered",
                 f"'{param.__dict__[GATHERED]}' is a gathered parameter and has no reduced "
                 f"gradient; call reshard() on its module, or pass the parameters that the "
-                f"optimizer holds"
+                f"optimizer holds",
             )
     return listed
 
@@ -261,14 +263,18 @@ class _Layouts:
         mesh = tensor.device_mesh
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "norm-not-on-mesh",
                 f"this rank is not part of the mesh of {_named(index, tensor)}; pass only what it "
-                f"holds a part of"
+                f"holds a part of",
             )
         if any(placement.is_partial() for placement in tensor.placements):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "norm-partial",
                 f"{_named(index, tensor)} is not summed over the ranks yet (placements "
-                f"{tensor.placements}); redistribute it to Replicate() or Shard(…) first"
+                f"{tensor.placements}); redistribute it to Replicate() or Shard(…) first",
             )
         dims = tuple(i for i, p in enumerate(tensor.placements) if not p.is_replicate())
         axes = tuple(
@@ -316,9 +322,11 @@ def _families(members: _Members) -> list[_Family]:
             if tensor is None:
                 continue
             if not isinstance(tensor, DTensor):
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "norm-plain-gradient",
                     f"the parameter of {_named(index, tensor)} is a DTensor, its gradient is not; "
-                    f"assign a DTensor of the parameter's placements to its .grad"
+                    f"assign a DTensor of the parameter's placements to its .grad",
                 )
             own = tensor._spec
             alike = own.placements is placements and own.mesh is mesh
@@ -328,9 +336,11 @@ def _families(members: _Members) -> list[_Family]:
             family = families.setdefault(owner.device, _Family((), (), owner.device))
             mesh = placements = None
             if isinstance(tensor, DTensor):
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "norm-plain-parameter",
                     f"{_named(index, owner)} is plain, but its gradient is a DTensor; assign "
-                    f"grad.full_tensor() to its .grad"
+                    f"grad.full_tensor() to its .grad",
                 )
         if rows is not None and rows.numel():
             family.tensors.append(rows)
@@ -363,10 +373,12 @@ def _counts_here(index: int, grad: DTensor, layout: _Layout, layouts: _Layouts) 
     if own is layout:
         return True
     if own.mesh != layout.mesh or not set(own.dims) <= set(layout.dims):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "norm-gradient-placements",
             f"the gradient of {_named(index, grad)} has placements {grad.placements} on "
             f"{own.mesh}, but is itself sharded on mesh dims {layout.dims} of {layout.mesh} only; "
-            f"redistribute the gradient to the placements of its parameter first"
+            f"redistribute the gradient to the placements of its parameter first",
         )
     coordinate = layout.mesh.get_coordinate()
     assert coordinate is not None
@@ -385,9 +397,11 @@ def _total_norm(
     """The norm of the members' tensors, the same bits on all ranks."""
     p = float(norm_type)
     if p == 0 or math.isnan(p):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "norm-type",
             f"norm_type={norm_type!r} is not the norm of all elements; pass 2, 1, inf or another "
-            f"number than 0"
+            f"number than 0",
         )
     if not members.owners:
         return torch.tensor(0.0)
@@ -400,9 +414,11 @@ def _total_norm(
     device = local_of(members.owners[0]).device
     total = _root(_join(torch.stack([part.to(device) for part in parts]), p), p)
     if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
+        raise coded(
+            RuntimeError,
+            "norm-nonfinite",
             f"the total norm of order {p} is {total.item()}, so gradients cannot be clipped by it; "
-            f"leave error_if_nonfinite=False to go on regardless"
+            f"leave error_if_nonfinite=False to go on regardless",
         )
     return total
 
@@ -492,5 +508,9 @@ def _by_device_and_dtype(
 def _in_one_kernel(device: torch.device, foreach: bool | None) -> bool:
     possible: bool = _device_has_foreach_support(device)
     if foreach and not possible:
-        raise RuntimeError(f"foreach=True does not work on {device.type} tensors; leave it out")
+        raise coded(
+            RuntimeError,
+            "norm-foreach",
+            f"foreach=True does not work on {device.type} tensors; leave it out",
+        )
     return possible if foreach is None else foreach

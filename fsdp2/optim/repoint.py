@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.levels import own_slot
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
 from fsdp2.core.modules.registrations import Registrations
@@ -43,8 +44,10 @@ def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:
         repoint_optimizer(optimizer)
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"repoint_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}"
+        raise coded(
+            TypeError,
+            "repoint-type",
+            f"repoint_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}",
         )
     states = optimizer.state
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.hooks import RemovableHandle
 
+from fsdp2.core.errors import coded
 from fsdp2.optim.flat import ELEMENTWISE
 from fsdp2.optim.runs import ParamGroupOptions, ParamState
 
@@ -55,9 +56,11 @@ def step_shards(optimizer: torch.optim.Optimizer) -> RemovableHandle:
         fsdp2.optim.step_shards(optimizer)
     """
     if type(optimizer) not in ELEMENTWISE:
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "not-steppable-by-shard",
             f"step_shards takes an optimizer of torch's that treats every element by itself, such "
-            f"as AdamW, not {type(optimizer).__name__}; use that as it is"
+            f"as AdamW, not {type(optimizer).__name__}; use that as it is",
         )
     return optimizer.register_step_pre_hook(_hand_over)
 

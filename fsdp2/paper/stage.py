@@ -21,6 +21,7 @@ from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
 from fsdp2.core.device.kernels import FusedKernels, Kernels, TorchKernels
 from fsdp2.core.device.rehearsal import Stage, rehearsing
 from fsdp2.core.device.streams import Lane
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import PendingReduction, Reduction
@@ -377,9 +378,11 @@ def on_paper(recorder: Recorder, backend: str, world_size: int) -> Iterator[None
     """
     global _recorder
     if dist.is_initialized():
-        raise RuntimeError(
+        raise coded(
+            RuntimeError,
+            "plan-process-group",
             "a step cannot be planned in a process that has a process group; call plan() before "
-            "init_process_group(), or in a process of its own"
+            "init_process_group(), or in a process of its own",
         )
     fused = recorder.recording.asynchronous
     kernels: Kernels = (NotedFusedKernels if fused else NotedKernels)(recorder)

@@ -1,15 +1,15 @@
-"""See before you run: what a step takes of memory and time, without a device.
+"""Memory and time of a step, estimated before a run, without a device.
 
-planner    plan(…) -> Plan: results, other settings, a search for what fits
+planner    plan(…) -> Plan: results, other settings, a search for settings that fit
 rehearsal  the step itself, run on paper
 reasons    why a model cannot be rehearsed, in a sentence
-search     other settings: what fits, and what to change first
+search     other settings: which fit, and which to change first
 timing     when each operation runs on a machine
-memory     what is allocated at each moment
-costs      what an operation takes on a machine
+memory     the memory allocated at each moment
+costs      the cost of an operation on a machine
 hardware   machines, from files in the folder of that name
 presets    Llama-like, mixture-of-experts and ViT models of known sizes
-calibrate  measures the machine that it runs on, by the probes of a process
+calibrate  measures the machine that it runs on, with the probes of a process
 printing   tables, and settings as code
 picture    a plan as a timeline
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from fsdp2.core.errors import coded
 from fsdp2.interop import MixedPrecisionPolicy
 from fsdp2.planning import hardware, presets
 from fsdp2.planning.planner import Plan, plan
@@ -83,13 +84,17 @@ def _parser() -> argparse.ArgumentParser:
 def _of_preset(args: argparse.Namespace) -> Plan:
     shape = presets.PRESETS.get(args.what)
     if shape is None:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plan-preset",
             f"'{args.what}' is no preset; choose one of {', '.join(presets.PRESETS)}, or pass "
-            f"module:function"
+            f"module:function",
         )
     if args.ranks < 1 or args.replicate < 1 or args.ranks % args.replicate:
-        raise ValueError(
-            f"--replicate {args.replicate} does not divide --ranks {args.ranks}; choose a divisor"
+        raise coded(
+            ValueError,
+            "plan-replicate",
+            f"--replicate {args.replicate} does not divide --ranks {args.ranks}; choose a divisor",
         )
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shards = args.ranks // args.replicate
@@ -118,8 +123,10 @@ def _of_function(what: str) -> Plan:
     found: object = getattr(importlib.import_module(module), name, None)
     made = found() if callable(found) else None
     if not isinstance(made, Plan):
-        raise ValueError(
-            f"'{what}' names no function that returns a Plan; let it return fsdp2.plan(…)"
+        raise coded(
+            ValueError,
+            "plan-function",
+            f"'{what}' names no function that returns a Plan; let it return fsdp2.plan(…)",
         )
     return made
 

@@ -1,13 +1,13 @@
-"""Measure this machine's figures: products, memory traffic, host time, and collectives.
+"""Measure this machine: products, memory traffic, host time, and collectives.
 
     python -m fsdp2.planning calibrate -o this_machine.json          # a CPU, gloo between processes
     torchrun --nproc-per-node 8 -m fsdp2.planning calibrate -o node.json --device cuda
 
-On a CPU the ranks of a machine share its cores. So tables are measured of one process with all
-threads, and of several at the same time (`probes`): of operators by size, of the host, of gloo; and
-sharded steps of small models, for what they take more than these say. On GPUs the collectives of
-one node are measured where torchrun started several ranks; what lies between nodes is taken from
-``--base``.
+On a CPU, the ranks of a machine share its cores. Tables are therefore measured with one process
+that uses all threads, and with several at the same time (`probes`): operators by size, the host,
+gloo; and sharded steps of small models, for the time that they take beyond these. On GPUs, the
+collectives of one node are measured if torchrun started several ranks; figures between nodes are
+taken from ``--base``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch import nn
 from fsdp2.core.device.collectives import run_all_gather
 from fsdp2.core.device.one_off import run_barrier
 from fsdp2.core.device.process_groups import default_group
+from fsdp2.core.errors import coded
 from fsdp2.planning.hardware import Curve, Hardware, Measured, from_json, load, write
 from fsdp2.planning.probes import (
     clock_of,
@@ -203,14 +204,14 @@ def _finish(device: torch.device) -> None:
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs a second of a matrix product."""
+    """FLOPs per second of a matrix product."""
     size = 512 if device.type == "cpu" else 8192
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     return float(2 * size**3 / _median(lambda: a @ b, device))
 
 
 def _bandwidth(device: torch.device) -> float:
-    """Bytes a second that an addition reads and writes: of activations' size on a CPU."""
+    """Bytes per second that an addition reads and writes: of activations' size on a CPU."""
     numel = 2**20 if device.type == "cpu" else 2**28
     a, b = (torch.ones(numel, device=device) for _ in range(2))
     out = torch.empty_like(a)
@@ -218,7 +219,7 @@ def _bandwidth(device: torch.device) -> float:
 
 
 def _host_op(device: torch.device) -> float:
-    """Seconds of the host for an operator of a training step, views and autograd included."""
+    """Seconds of the host per operator of a training step, including views and autograd."""
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(32)]).to(device)
     x = torch.ones(1, 4, device=device)
     operators = 32 * 9  # t, addmm; and in backward t, mm, t, mm, t, sum, view
@@ -234,7 +235,7 @@ def _host_op(device: torch.device) -> float:
 
 
 def _gathers(device: torch.device) -> tuple[float, float]:
-    """Seconds of a round, and bytes a second that a rank sends, of all-gathers."""
+    """Seconds per round, and bytes per second that a rank sends, of all-gathers."""
     group = default_group()
     size = group.size()
     run_barrier(group)
@@ -257,7 +258,7 @@ def _gathers(device: torch.device) -> tuple[float, float]:
 
 
 def _run_ranks(ranks: int, threads: int) -> dict[str, Any]:
-    """What the first of so many processes found, which all measure at the same time."""
+    """The result of the first of several processes, which all measure at the same time."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -283,7 +284,11 @@ def _run_ranks(ranks: int, threads: int) -> dict[str, Any]:
         for process in processes:
             process.kill()
     if any(process.returncode for process in processes):
-        raise RuntimeError(f"a process of {ranks} that measure this machine failed; see above")
+        raise coded(
+            RuntimeError,
+            "plan-calibration",
+            f"a process of {ranks} that measure this machine failed; see above",
+        )
     found: dict[str, object] = json.loads(printed[0].splitlines()[-1])
     return found
 

@@ -53,9 +53,9 @@ class Costs:
 
 
 class MeasuredCosts(Costs):
-    """By tables: of the numbers of ranks that are next to this one, and what is measured of them.
+    """By tables: of the numbers of ranks that are next to this one, and their measurements.
 
-    Where there are more ranks than cores, each waits for its turn: all times grow by as much.
+    If there are more ranks than cores, each waits for its turn: all times grow by that ratio.
     """
 
     def __init__(self, hardware: Hardware, world: int) -> None:
@@ -120,7 +120,7 @@ def _operator(table: Measured, note: Operation) -> float:
 
 
 def _at(curve: Curve, nbytes: float) -> float:
-    """Seconds, on the line between the points beside it; beyond the last at that one's rate."""
+    """Seconds, interpolated between adjacent points; beyond the last at its rate."""
     last = curve[-1]
     if nbytes >= last[0]:
         return last[1] * nbytes / last[0]
@@ -132,7 +132,7 @@ def _at(curve: Curve, nbytes: float) -> float:
 
 
 def _rate(points: Sequence[tuple[float, float, float]], flops: float, nbytes: float) -> float:
-    """FLOPs a second: the mean of what was measured, near in size and in FLOPs of a byte."""
+    """FLOPs per second: the mean of measurements near in size and in FLOPs per byte."""
     weights = rates = 0.0
     for at_flops, at_bytes, rate in points:
         size = math.log2(flops / at_flops)
@@ -144,7 +144,9 @@ def _rate(points: Sequence[tuple[float, float, float]], flops: float, nbytes: fl
 
 
 def _near(known: Sequence[tuple[int, int, T]], world: int, size: int) -> list[tuple[T, float]]:
-    """What is known of (ranks of the machine, ranks of the group), the nearer the heavier."""
+    """Measurements by (ranks of the machine, ranks of the group), with larger weights for nearer
+    ones.
+    """
     found = []
     for at_world, at_size, what in known:
         distance = math.log2(world / at_world) ** 2 + math.log2(size / at_size) ** 2
@@ -156,7 +158,7 @@ def _near(known: Sequence[tuple[int, int, T]], world: int, size: int) -> list[tu
 
 
 def _slower(contention: Sequence[Contention], ranks: int) -> float:
-    """Of the numbers of ranks that are nearest: the mean."""
+    """The mean over the nearest numbers of ranks."""
     if not contention:
         return 1.0
     away = {each: abs(math.log2(ranks / each.ranks)) for each in contention}

@@ -1,11 +1,11 @@
-"""What a machine can do, from a JSON file: rates, bandwidths, latencies, and where each is from.
+"""The rates of a machine, from a JSON file: FLOPs, bandwidths, latencies, and the source of each.
 
-    load("h100")            one of the files beside this module
-    load("my_machine.json") what `python -m fsdp2.planning calibrate` wrote, or somebody
+    load("h100")            one of the files next to this module
+    load("my_machine.json") a file written by `python -m fsdp2.planning calibrate`, or by hand
 
 Durations are a roofline: an operator takes the longer of its arithmetic and its memory traffic,
-and a fixed cost; products, attention and all else have rates of their own. A collective takes the
-longer of what it sends in a node and between nodes, and a latency for each round.
+plus a fixed cost; products, attention and all others have separate rates. A collective takes the
+longer of its traffic within a node and between nodes, plus a latency per round.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from fsdp2.core.errors import coded
 from fsdp2.record.notes import Operation
 
 FOLDER = Path(__file__).with_name("hardware")
@@ -31,18 +32,18 @@ Curve = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Measured:
-    """What operators and the host took where so many ranks computed on the same cores.
+    """Measured times of operators and the host, with a number of ranks computing on the same cores.
 
     Attributes:
         ranks: of the machine, each with an equal part of its cores.
-        products: by operator, "mm" for those that are not there: FLOPs, bytes, FLOPs a second.
-        operators: by operator, "add" for those that are not there: bytes and seconds, without what
-            the smallest takes, which is the host's.
-        host: seconds of an operator in "forward" and "backward"; of each tensor that an
-            operator of the "optimizer" takes; of the engine's own for each "collective", and each
-            time that another "unit" begins.
-        excess: of an operator in "forward" and "backward", bytes and seconds: how much longer it
-            takes in a step than one after another of its kind, as caches hold other things then.
+        products: by operator, "mm" for those that are absent: FLOPs, bytes, FLOPs per second.
+        operators: by operator, "add" for those that are absent: bytes and seconds, without the time
+            of the smallest, which is the host's.
+        host: seconds per operator in "forward" and "backward"; per tensor of an operator of the
+            "optimizer"; of the engine itself per "collective", and each time that another "unit"
+            begins.
+        excess: for operators in "forward" and "backward", bytes and seconds: the additional time in
+            a step compared with a loop of the same operator, because caches then hold other data.
     """
 
     ranks: int
@@ -54,13 +55,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Contention:
-    """What sharded steps take more than their parts, as ranks wait for each other.
+    """The additional time of sharded steps beyond their parts, because ranks wait for each other.
 
     Attributes:
         ranks: of the machine.
         group: ranks that shard.
-        slower: times as long as alone: all but collectives.
-        wait: seconds that each collective takes more than one after another of its kind.
+        slower: slowdown factor of everything except collectives, compared with a single process.
+        wait: additional seconds per collective, compared with a loop of the same collective.
     """
 
     ranks: int
@@ -71,15 +72,15 @@ class Contention:
 
 @dataclass(frozen=True)
 class Attained:
-    """What a training step attains, beside large products and copies.
+    """Rates that a training step attains, besides large products and copies.
 
     Attributes:
-        attention: "forward" and "backward": FLOPs a second that fused attention attains in bf16, of
-            all pairs of tokens, also those that a causal mask leaves out; empty: a product's.
-        unfused: the part of the bandwidth that the model's operators attain which are neither
-            products nor attention. An operator counts what it is given and returns; kernels of a
-            training step read and write more than that, and some are too small to fill a device.
-        straggling: the part of a step by which it is longer for each doubling of nodes, as ranks
+        attention: "forward" and "backward": FLOPs per second of fused attention in bf16, over all
+            pairs of tokens, including those that a causal mask excludes; empty: a product's.
+        unfused: the fraction of the bandwidth that the model's operators attain other than products
+            and attention. An operator counts its inputs and outputs; kernels of a training step
+            read and write more, and some are too small to fill a device.
+        straggling: the fraction by which each doubling of nodes makes a step longer, because ranks
             wait for the slowest.
     """
 
@@ -90,33 +91,33 @@ class Attained:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of machine: nodes of alike devices.
+    """A type of machine: nodes of equal devices.
 
     Attributes:
         name: of the device.
-        device: "cuda" for what has lanes beside the host, or "cpu".
-        backend: what collectives run on: "nccl", "nccl2" or "gloo".
+        device: "cuda" for devices whose lanes run asynchronously to the host, or "cpu".
+        backend: the backend of collectives: "nccl", "nccl2" or "gloo".
         memory: bytes of a device.
         reserved: bytes of it that no tensor gets: the driver's context, the backend's buffers.
-        rounding: an allocation's size is rounded up to a multiple of so many bytes.
-        peak_flops: by dtype, per second, as the vendor says; for MFU.
+        rounding: an allocation's size is rounded up to a multiple of this number of bytes.
+        peak_flops: by dtype, per second, according to the vendor; for MFU.
         flops: by dtype, per second, as a large matrix product attains.
-        bandwidth: bytes a second that kernels attain on the device's memory.
-        kernel: seconds that the shortest kernel takes.
-        host_op: seconds of the host for one operator.
-        host_collective: seconds of the host for one collective.
+        bandwidth: bytes per second that kernels attain on the device's memory.
+        kernel: seconds of the shortest kernel.
+        host_op: seconds of the host per operator.
+        host_collective: seconds of the host per collective.
         node: devices in a node.
-        link: bytes a second that a device sends to others of its node.
+        link: bytes per second that a device sends to others of its node.
         link_latency: seconds of a round in a node.
-        network: bytes a second that a node sends to others, all its devices together.
+        network: bytes per second that a node sends to others, over all its devices.
         network_latency: seconds of a round between nodes.
-        shared: whether the ranks of a node share its cores: all rates are of the node then.
-        sources: where the figures are from, by name.
-        cores: which the ranks of a node share; 0: they do not.
-        measured: tables, which count in place of rates where there are any.
-        gloo: by kind of collective: ranks of the machine, ranks of the group, and what it takes.
-        contention: what steps take more than tables and curves say; empty: nothing.
-        attained: what a training step attains of these rates.
+        shared: whether the ranks of a node share its cores: all rates are then those of the node.
+        sources: the sources of the figures, by name.
+        cores: the number of cores that the ranks of a node share; 0: they do not.
+        measured: tables, which replace rates if present.
+        gloo: by collective: ranks of the machine, ranks of the group, and the times.
+        contention: additional time of steps beyond tables and curves; empty: none.
+        attained: the fractions of these rates that a training step attains.
     """
 
     name: str
@@ -146,22 +147,22 @@ class Hardware:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether its lanes run beside the host."""
+        """Whether its lanes run asynchronously to the host."""
         return self.device != "cpu"
 
     def rate(self, dtype: torch.dtype, ranks: int) -> float:
-        """FLOPs a second of one rank where ``ranks`` compute."""
+        """FLOPs per second of one rank while ``ranks`` compute."""
         return _of(self.flops, dtype) / self._sharers(ranks)
 
     def compute(self, note: Operation, ranks: int) -> float:
-        """Seconds of one operator on the device, where ``ranks`` compute."""
+        """Seconds of one operator on the device while ``ranks`` compute."""
         arithmetic = note.flops / self._rate_of(note) if note.flops else 0.0
         whole = bool(note.flops) or note.kind == "copy"
         traffic = note.nbytes / (self.bandwidth * (1.0 if whole else self.attained.unfused))
         return self.kernel + max(arithmetic, traffic) * self._sharers(ranks)
 
     def _rate_of(self, note: Operation) -> float:
-        """FLOPs a second: attention's, or a product's."""
+        """FLOPs per second: attention's, or a product's."""
         products = _of(self.flops, note.dtype)
         if "attention" not in note.name or not self.attained.attention:
             return products
@@ -169,7 +170,7 @@ class Hardware:
         return found * products / _of(self.flops, torch.bfloat16)
 
     def waits_for_slowest(self, ranks: int) -> float:
-        """The part of a step for which a rank waits for the slowest of so many."""
+        """The fraction of a step for which a rank waits for the slowest of this number."""
         return self.attained.straggling * math.log2(max(1.0, ranks / self.node))
 
     def collective(self, kind: str, nbytes: int, ranks: tuple[int, ...], world: int) -> float:
@@ -200,10 +201,10 @@ class Hardware:
         return len({rank // self.node for rank in ranks})
 
     def traffic(self, kind: str, nbytes: int, ranks: tuple[int, ...]) -> tuple[float, float]:
-        """Bytes that a rank sends in its node and to others, on average, in a ring.
+        """Bytes that a rank sends within its node and to others, on average, in a ring.
 
-        Each rank sends (n - 1) / n of the tensor, to its neighbour; of the ranks in a node one has
-        its neighbour in another. An all-reduce is a reduce-scatter and an all-gather.
+        Each rank sends (n - 1) / n of the tensor to its neighbor; one of the ranks in a node has
+        its neighbor in another. An all-reduce is a reduce-scatter and an all-gather.
         """
         size = len(ranks)
         if size == 1:
@@ -220,7 +221,7 @@ class Hardware:
 
 
 def _rounds(size: float) -> int:
-    """Of a tree: a ring has more, which pay where tensors are large."""
+    """Rounds of a tree; a ring has more, which pays off for large tensors."""
     return math.ceil(math.log2(size)) if size > 1 else 0
 
 
@@ -230,18 +231,18 @@ def _of(table: dict[str, float], dtype: torch.dtype) -> float:
 
 
 def names() -> list[str]:
-    """What `load` knows by name."""
+    """The names that `load` accepts."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def load(which: str | Path | Hardware) -> Hardware:
-    """A machine.
+    """Return a machine.
 
     Args:
         which: one of `names`, the path of a JSON file of the same form, or a `Hardware`.
 
     Raises:
-        ValueError: there is none of that name, or the file lacks a figure.
+        ValueError: there is no machine of that name, or the file lacks a figure.
 
     Example::
 
@@ -253,9 +254,11 @@ def load(which: str | Path | Hardware) -> Hardware:
     if path.suffix != ".json":
         path = FOLDER / f"{str(which).lower()}.json"
     if not path.is_file():
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plan-hardware",
             f"hardware={str(which)!r} is neither one of {', '.join(names())} nor the path of a "
-            f".json file; write one with python -m fsdp2.planning calibrate"
+            f".json file; write one with python -m fsdp2.planning calibrate",
         )
     found: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
     known = {each.name for each in fields(Hardware)}
@@ -263,9 +266,11 @@ def load(which: str | Path | Hardware) -> Hardware:
     optional = {each.name for each in fields(Hardware) if _has_default(each)}
     missing = sorted(known - found.keys() - optional)
     if wrong or missing:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plan-hardware-file",
             f"{path.name} lacks {missing or 'nothing'} and has unknown {wrong or 'nothing'}; see "
-            f"fsdp2/planning/hardware/h100.json for what a file says"
+            f"fsdp2/planning/hardware/h100.json for what a file says",
         )
     return from_json(found)
 

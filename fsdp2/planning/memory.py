@@ -1,8 +1,9 @@
-"""What is allocated at each moment of a rehearsed step, and the most of it.
+"""The memory allocated at each moment of a rehearsed step, and its peak.
 
     Recording ── follow ──> Memory(peak, before, host)
 
-Live bytes are what tensors have. An allocator gives out multiples of a size: that is counted apart.
+Live bytes are those of tensors. An allocator rounds sizes up to multiples: that is counted
+separately.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from fsdp2.record.notes import Allocation, Free, Operation
 
 @dataclass(frozen=True)
 class Moment:
-    """What is allocated at one moment.
+    """The memory allocated at one moment.
 
     Attributes:
         live: bytes of tensors on the device.
-        rounded: bytes that the allocator gave out for them.
+        rounded: bytes that the allocator reserves for them.
         categories: live bytes by category.
         unit: whose operation ran last; "" for none.
         phase: "forward", "backward" or "optimizer".
@@ -55,8 +56,8 @@ class Memory:
 
     Attributes:
         peak: the moment of most live bytes.
-        before: what is allocated between steps.
-        host: the most in CPU memory beside the device's: offloaded shards and what belongs to them.
+        before: the memory allocated between steps.
+        host: the peak in CPU memory: offloaded shards and their gradients and states.
     """
 
     peak: Moment
@@ -65,7 +66,7 @@ class Memory:
 
 
 class Ledger:
-    """What is allocated now, by category.
+    """The memory allocated now, by category.
 
     Args:
         recording: a step.
@@ -134,7 +135,7 @@ def follow(recording: Recording, rounding: int = 512) -> Memory:
 
 
 def _next_or_last(recording: Recording, index: int, last: Operation | None) -> Operation | None:
-    """The operation that an allocation is for is noted behind it."""
+    """The operation that needs an allocation is recorded after it."""
     for note in recording.notes[index + 1 :]:
         if isinstance(note, Operation):
             return note

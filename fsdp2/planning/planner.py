@@ -1,4 +1,4 @@
-"""A step planned: its memory, its time, and what would be other with other settings.
+"""A planned step: its memory, its time, and the effect of other settings.
 
 plan(make_model, make_batch, units={Block}, mesh=(64,), hardware="h100")  ──>  Plan
 Plan.with_(checkpointing=True)  ──>  Plan         Plan.fit(memory=80e9)  ──>  Fit
@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from fsdp2.core.device.streams import Lane
+from fsdp2.core.errors import coded
 from fsdp2.planning.hardware import Hardware, load
 from fsdp2.planning.memory import Memory, follow
 from fsdp2.planning.picture import drawn
@@ -42,22 +43,22 @@ from fsdp2.wrap.choices import Policy
 
 GB = 10**9
 REMEMBERED = 4
-"""Rehearsals of a model."""
+"""The number of rehearsals that a model keeps."""
 
 
 class Plan:
     """A planned step of one rank; see `plan`.
 
     Args:
-        subject: the model, and what a step of it does.
+        subject: the model, and the work of one step.
         settings: how it is trained.
-        hardware: where.
-        rehearsal: what the step did.
+        hardware: the machine.
+        rehearsal: the recorded step.
 
     Attributes:
         settings: how it is trained.
-        hardware: where.
-        rehearsal: what the step did.
+        hardware: the machine.
+        rehearsal: the recorded step.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> Memory:
-        """What is allocated."""
+        """The allocated memory."""
         return follow(self.rehearsal.recording, self.hardware.rounding)
 
     @cached_property
@@ -82,7 +83,7 @@ class Plan:
 
     @cached_property
     def time(self) -> Times:
-        """Where a step's time goes."""
+        """The time of a step by purpose."""
         spans, world = self.timing.spans, self.timing
         by_phase = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         copies = communication = inline = 0.0
@@ -111,7 +112,7 @@ class Plan:
 
     @cached_property
     def units(self) -> list[UnitTimes]:
-        """A row for each unit, in the order of the modules."""
+        """One row per unit, in the order of the modules."""
         rows = {name: _Row() for name in self.rehearsal.units}
         spans = self.timing.spans
         for span in spans:
@@ -142,7 +143,7 @@ class Plan:
 
     @cached_property
     def traffic(self) -> tuple[float, float]:
-        """Bytes that a rank sends in a step, on average: in its node, and to others."""
+        """Bytes that a rank sends per step, on average: within its node, and to others."""
         recording = self.rehearsal.recording
         inside = between = 0.0
         for note in recording.operations:
@@ -154,33 +155,33 @@ class Plan:
 
     @property
     def bytes_in_node(self) -> float:
-        """Bytes that a rank sends to others of its node in a step."""
+        """Bytes that a rank sends to others of its node per step."""
         return self.traffic[0]
 
     @property
     def bytes_between_nodes(self) -> float:
-        """Bytes that a rank sends to other nodes in a step, on average over its node."""
+        """Bytes that a rank sends to other nodes per step, on average over its node."""
         return self.traffic[1]
 
     @property
     def tokens(self) -> int:
-        """Tokens (or samples) of a step, of all ranks."""
+        """Tokens (or samples) per step, over all ranks."""
         return self.rehearsal.tokens * self.settings.accumulate * self.settings.world
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens (or samples) per second, over all ranks."""
         return self.tokens / self.time.step
 
     @cached_property
     def flops(self) -> int:
-        """Of a rank's step, without what is computed again: three times those of forward."""
+        """FLOPs of a rank's step without recomputation: three times those of forward."""
         operations = self.rehearsal.recording.operations
         return 3 * sum(note.flops for note in operations if note.phase == "forward")
 
     @property
     def mfu(self) -> float:
-        """The part of the device's peak FLOPs that the model uses."""
+        """The fraction of the device's peak FLOPs that the model uses."""
         dtypes = [note.dtype for note in self.rehearsal.recording.operations if note.flops]
         peak = self.hardware.peak_flops
         name = str(max(set(dtypes), key=dtypes.count)).removeprefix("torch.") if dtypes else ""
@@ -189,7 +190,7 @@ class Plan:
 
     @property
     def room(self) -> int:
-        """Bytes of the device that tensors may have."""
+        """Bytes of the device that are available to tensors."""
         return self.hardware.memory - self.hardware.reserved
 
     @property
@@ -199,9 +200,10 @@ class Plan:
 
     @cached_property
     def verdict(self) -> str:
-        """A sentence: whether it fits, where it is fullest, how fast it is; and what would fit.
+        """One sentence: whether the model fits, where memory peaks, how fast it is; and a change
+        that fits.
 
-        The last takes a rehearsal or more, once.
+        The last part takes at least one rehearsal, once.
         """
         better = "" if self.fits else advice(self)
         return f"{self._summary}; {better}" if better else self._summary
@@ -217,7 +219,7 @@ class Plan:
 
     @property
     def is_own(self) -> bool:
-        """Whether the user's own calls of `fully_shard` are planned, which no setting changes."""
+        """Whether the plan uses the user's own calls of `fully_shard`, which no setting changes."""
         return self._subject.shard is not None
 
     @property
@@ -228,12 +230,12 @@ class Plan:
     # ---- other settings
 
     def with_(self, **changes: Any) -> Plan:
-        """The same model with other settings, or on another machine.
+        """Plan the same model with other settings, or on another machine.
 
         Args:
-            changes: fields of `Settings`; or ``hardware``, which costs no new rehearsal where the
-                new machine has lanes and a backend of the same kind. Nor do settings that were
-                planned a moment ago.
+            changes: fields of `Settings`; or ``hardware``, which needs no new rehearsal if the new
+                machine has lanes and a backend of the same kind. Settings that were planned a
+                moment ago need none either.
 
         Raises:
             TypeError: there is no such setting.
@@ -246,9 +248,11 @@ class Plan:
         known = {each.name for each in fields(Settings)}
         for name in changes:
             if name not in known:
-                raise TypeError(
+                raise coded(
+                    TypeError,
+                    "plan-with-setting",
                     f"Plan.with_() has no setting '{name}'; pass some of "
-                    f"{', '.join(sorted(known))} or hardware"
+                    f"{', '.join(sorted(known))} or hardware",
                 )
         settings = replace(self.settings, **changes)
         if "mesh" in changes:
@@ -268,27 +272,30 @@ class Plan:
     ) -> Fit[Plan]:
         """Search for the fastest settings that fit.
 
-        Tried are checkpointing, what is freed after forward, micro-batches of as many samples a
-        step, and, over several nodes, shards within one or two nodes with copies across. With the
-        best of them: a larger window, some units kept gathered after forward, and with several
-        micro-batches all of them after backward. Where nothing fits: offload.
+        It tries checkpointing, resharding after forward, micro-batches with the same number of
+        samples per step, and, over several nodes, shards within one or two nodes with replication
+        across. With the best of them it tries a larger prefetch window, some units kept unsharded
+        after forward, and with several micro-batches all of them kept after backward. If nothing
+        fits, it tries offload.
 
         Args:
-            memory: bytes of a rank; default: `room`.
-            limit: rehearsals at most.
-            low_precision: whether gradients may be reduced in bf16, where precision is mixed.
-            progress: called with a line for each rehearsal, such as ``print``. Default: nobody.
+            memory: bytes per rank; default: `room`.
+            limit: maximum number of rehearsals.
+            low_precision: whether gradients may be reduced in bf16, with mixed precision.
+            progress: called with a line for each rehearsal, such as ``print``. Default: no call.
 
         Returns:
-            What was tried; printed, a table, the best and the code that trains so.
+            The plans that were tried; printed, a table, the best and the code that trains with it.
 
         Raises:
-            ValueError: the user's own calls of `fully_shard` were planned, which cannot be varied.
+            ValueError: the plan uses the user's own calls of `fully_shard`, which cannot be varied.
         """
         if self._subject.shard is not None:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "plan-own-calls",
                 "fit() varies settings, but plan() got shard=…, whose calls it cannot change; "
-                "pass units=… in its place"
+                "pass units=… in its place",
             )
         room = self.room if memory is None else int(memory)
         return search(self, room, limit, low_precision, progress)
@@ -299,7 +306,7 @@ class Plan:
         return render(self)
 
     def timeline(self) -> Timeline:
-        """The step as a timeline: the same data as of a real run."""
+        """The step as a timeline: the same data as for a real run."""
         facts: dict[str, str | int] = {
             "title": f"plan of {self.settings.world} x {self.hardware.name}",
             "note": self.verdict,
@@ -312,7 +319,7 @@ class Plan:
         return drawn(self.rehearsal.recording, self.timing, facts)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the step as a file that Perfetto opens, and `fsdp2.trace` reads.
+        """Write the step to a file that Perfetto opens, and `fsdp2.trace` reads.
 
         Args:
             path: the file, which is replaced.
@@ -324,7 +331,7 @@ class Plan:
         self.timeline().write(path)
 
     def show(self, path: str | os.PathLike[str] = "plan.html") -> Path:
-        """Write a page to look at: lanes over time, memory below, units as a table.
+        """Write an HTML page: lanes over time, memory below, units as a table.
 
         Args:
             path: the HTML file, which is replaced.
@@ -342,7 +349,7 @@ class Plan:
         return f"Plan({self._summary!r})"
 
     def code(self, policy: str = "policy") -> str:
-        """Lines that train like this, to paste."""
+        """Code with these settings, to paste."""
         return code(self.settings, self.hardware, policy)
 
 
@@ -377,8 +384,10 @@ def _shape(mesh: int | Iterable[int]) -> tuple[int, ...]:
     shape = (mesh,) if isinstance(mesh, int) else tuple(mesh)
     known = len(shape) in (1, 2) and all(isinstance(size, int) and size > 0 for size in shape)
     if not known:
-        raise ValueError(
-            f"mesh={mesh!r} is no shape of ranks; pass a number, (shard,) or (replicate, shard)"
+        raise coded(
+            ValueError,
+            "plan-mesh",
+            f"mesh={mesh!r} is no shape of ranks; pass a number, (shard,) or (replicate, shard)",
         )
     return shape
 
@@ -398,26 +407,26 @@ def plan(
 ) -> Plan:
     """Plan a training step: its memory and its time, without a device, a process group or weights.
 
-    The model's forward, backward and optimizer step run once on tensors without memory, under the
-    scheduler that ships, as rank 0 of as many as you like. What it did is then put into time by a
-    machine's figures.
+    The model's forward, backward and optimizer step run once on tensors without memory, under
+    fsdp2's real scheduler, as rank 0 of any number of ranks. The rates of a machine then give the
+    times of the recorded operations.
 
     Args:
-        model: a function that makes the model, which is called with ``meta`` as the default device;
-            or a model, of which shapes alone are used.
-        make_batch: a function that makes a rank's micro-batch on ``meta``; it may take one
+        model: a function that creates the model, called with ``meta`` as the default device; or a
+            model, of which only the shapes are used.
+        make_batch: a function that creates a rank's micro-batch on ``meta``; it may take one
             argument, ``batch`` of `Settings`.
-        units: which modules become units besides the model: classes, their names, or a policy as
+        units: the modules that become units besides the model: classes, their names, or a policy as
             for `shard_model`. Default: the model is one unit.
-        shard: called with the model and a mesh, in place of ``units``: your own calls of
+        shard: called with the model and a mesh, instead of ``units``: your own calls of
             `fully_shard`.
         mesh: ranks: a number, ``(shard,)`` or ``(replicate, shard)``. Default: 8.
         hardware: a name that `fsdp2.planning.hardware.load` knows, a file, or a `Hardware`.
         loss: called with the model and a micro-batch, returns a scalar. Default: the model's output
-            if that is one, its ``loss``, or its mean.
+            if it is a scalar, its ``loss``, or its mean.
         optimizer: called with this rank's rows as plain parameters. Default: AdamW.
-        tokens: of a micro-batch. Default: elements of its first tensor if they are integers, else
-            its length.
+        tokens: number of tokens of a micro-batch. Default: elements of its first tensor if they are
+            integers, otherwise its length.
         **settings: further fields of `Settings`, such as ``checkpointing=True``.
 
     Returns:
@@ -425,8 +434,8 @@ def plan(
 
     Raises:
         RuntimeError: this process has a process group.
-        ValueError: the model asks for values, or an argument does not fit.
-        TypeError: there is no such setting, or no model.
+        ValueError: the model reads values, or an argument is invalid.
+        TypeError: there is no such setting, or ``model`` is not a model.
 
     Example::
 
@@ -436,14 +445,18 @@ def plan(
     known = {each.name for each in fields(Settings)}
     unknown = sorted(settings.keys() - known)
     if unknown:
-        raise TypeError(
-            f"plan() has no setting '{unknown[0]}'; pass some of {', '.join(sorted(known))}"
+        raise coded(
+            TypeError,
+            "plan-setting",
+            f"plan() has no setting '{unknown[0]}'; pass some of {', '.join(sorted(known))}",
         )
     machine = load(hardware)
     chosen = Settings(mesh=_shape(mesh), **settings)
     if not callable(model):
-        raise TypeError(
-            f"plan() takes a model or a function that makes one, not {type(model).__name__}"
+        raise coded(
+            TypeError,
+            "plan-model",
+            f"plan() takes a model or a function that makes one, not {type(model).__name__}",
         )
     make = (lambda: on_meta(model)) if isinstance(model, nn.Module) else model
     subject = Subject(make, make_batch, policy_of(units), shard, loss, optimizer, tokens)

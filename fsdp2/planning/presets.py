@@ -20,17 +20,17 @@ class Shape:
 
     Attributes:
         dim: of the residual stream.
-        layers: blocks.
+        layers: number of blocks.
         ffn: width of a feed-forward, or of an expert.
         heads: of queries.
         kv_heads: of keys and values.
         vocab: size of the vocabulary, or classes of an image.
         seq: tokens of a sequence.
-        experts: of each block; 0: dense.
-        active: experts that a token meets.
+        experts: per block; 0: dense.
+        active: experts per token.
         head_dim: channels of a head; 0: ``dim / heads``.
         patch: of an image, in pixels; 0: tokens.
-        source: where the shape is from.
+        source: the source of the shape.
     """
 
     dim: int
@@ -151,7 +151,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward; what is sharded as one unit."""
+    """Attention and a feed-forward; sharded as one unit."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

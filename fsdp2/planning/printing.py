@@ -17,7 +17,7 @@ MOST_UNITS = 12
 
 
 class Planned(Protocol):
-    """What is printed of a plan."""
+    """The printed properties of a plan."""
 
     settings: Settings
     hardware: Hardware
@@ -25,11 +25,11 @@ class Planned(Protocol):
 
     @property
     def memory(self) -> Memory:
-        """What is allocated."""
+        """The allocated memory."""
 
     @property
     def time(self) -> Times:
-        """Where a step's time goes."""
+        """The time of a step by purpose."""
 
     @property
     def units(self) -> list[UnitTimes]:
@@ -41,7 +41,7 @@ class Planned(Protocol):
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second over all ranks."""
 
     @property
     def mfu(self) -> float:
@@ -127,7 +127,7 @@ def _units(units: Sequence[UnitTimes]) -> list[str]:
 
 
 def render_fit(fitting: Sequence[Planned], tried: Sequence[Planned], room: int) -> str:
-    """What was tried, the fastest that fits first, and the best as code."""
+    """The plans that were tried, the fastest that fits first, and the best as code."""
     header = ["mesh", "batch", "accumulate", "reshard", "checkpointing", "other", "peak"]
     header += ["tokens/s", "fits"]
     rest = [plan for plan in tried if plan not in fitting]
@@ -172,7 +172,7 @@ def told(settings: Settings) -> str:
 
 
 def _others(settings: Settings) -> str:
-    """What has no column, where it is not as by default."""
+    """Settings without a column that differ from the default."""
     found = []
     if settings.kept:
         found.append(f"{len(settings.kept)} kept")
@@ -233,7 +233,7 @@ def code(settings: Settings, hardware: Hardware, policy: str) -> str:
 
 
 def _used(settings: Settings) -> list[str]:
-    """What the lines take of fsdp2."""
+    """The names of fsdp2 that the lines use."""
     wanted = {
         "CPUOffloadPolicy": settings.offload,
         "MixedPrecisionPolicy": settings.precision is not None,

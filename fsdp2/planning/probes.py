@@ -58,7 +58,7 @@ SENT = (2**10, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
 
 
 def seconds(run: Callable[[], object], clock: Clock) -> float:
-    """Of a run: the median of the faster half."""
+    """Seconds of a run: the median of the faster half."""
     run()
     found: list[float] = []
     while len(found) < RUNS or (sum(found) < ENOUGH and len(found) < 400):
@@ -74,7 +74,7 @@ def fast(found: Sequence[float]) -> float:
 
 
 def clock_of(threads: int) -> Clock:
-    """This thread's CPU time where it alone computes."""
+    """This thread's CPU time, if it is the only one that computes."""
     return time.thread_time if threads == 1 else time.perf_counter
 
 
@@ -233,7 +233,7 @@ Size = tuple[Shape, int]
 """A model, and how many sequences a rank takes."""
 
 SMALL = (Shape(dim=16, layers=6, ffn=32, heads=2, kv_heads=2, vocab=32, seq=8), 1)
-"""Of which the host alone takes time."""
+"""A size at which only the host takes time."""
 LARGER = (
     (Shape(dim=64, layers=3, ffn=160, heads=4, kv_heads=4, vocab=256, seq=64), 4),
     (Shape(dim=96, layers=3, ffn=256, heads=4, kv_heads=4, vocab=256, seq=96), 8),
@@ -243,7 +243,7 @@ PHASES = ("forward", "backward")
 
 
 def measure_host(base: Hardware, table: Measured) -> Measured:
-    """What small models take over what their plans count.
+    """The additional time of small models beyond their plans.
 
     Args:
         base: the machine, as far as it is known.
@@ -313,7 +313,7 @@ def _count(made: Plan) -> dict[str, int]:
 
 
 def _times(size: Size, ranks: int) -> dict[str, float]:
-    """Seconds of the phases of a step: of 0 ranks without the engine, of others beside nobody."""
+    """Seconds of the phases of a step: 0 ranks means without the engine, others on null groups."""
     shape, count = size
     model = Model(shape)
     clock = clock_of(torch.get_num_threads())
@@ -347,7 +347,7 @@ def _steps(model: nn.Module, batch: Batch, clock: Clock, count: int) -> Iterator
 
 
 def _meshes(device: torch.device) -> Iterator[DeviceMesh]:
-    """Of all ranks; of an even number above two in pairs, too."""
+    """Meshes over all ranks; for an even number above two also over pairs."""
     world = default_group().size()
     yield init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     if world > 2 and world % 2 == 0:
@@ -398,7 +398,7 @@ def _collective(mesh: DeviceMesh, kind: str, nbytes: int, device: torch.device) 
 
 
 Steps = list[tuple[tuple[int, ...], int, float]]
-"""Of each mesh and each of `SIZES`: seconds of a step."""
+"""For each mesh and each of `SIZES`: seconds per step."""
 
 SIZES = (SMALL, *LARGER)
 WARM, GROUPS, IN_GROUP = 4, 4, 4
@@ -406,7 +406,7 @@ WARM, GROUPS, IN_GROUP = 4, 4, 4
 
 
 def measure_steps(device: torch.device) -> Steps:
-    """Of models that are sharded over all ranks; of more than two, over pairs of copies as well."""
+    """Measure models sharded over all ranks; with more than two, also over pairs of replicas."""
     found: Steps = []
     for mesh in _meshes(device):
         shape = tuple(mesh.shape)
@@ -424,10 +424,10 @@ def measure_steps(device: torch.device) -> Steps:
 
 
 def contention_of(base: Hardware, steps: Steps) -> tuple[Contention, ...]:
-    """What sharded steps take more than their plans.
+    """The additional time of sharded steps beyond their plans.
 
     A step is fitted by ``slower * rest + collectives + wait * number of collectives``, over the
-    sizes of a mesh, so that the parts of the step that are off are of the least squares.
+    sizes of a mesh, with least squares of the relative errors.
 
     Args:
         base: the machine, with tables and curves.
@@ -453,7 +453,7 @@ def collectives_of(made: Plan) -> int:
 
 
 def _fitted(points: Iterable[tuple[float, int, float, float]]) -> tuple[float, float]:
-    """Of (rest, count, what both make, the whole): the two factors; no factor is negative."""
+    """The two factors for (rest, count, collectives, total); no factor is negative."""
     rows = [(rest / whole, count / whole, both / whole) for rest, count, both, whole in points]
     xx, xy, yy = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     xz, yz = (sum(row[i] * row[2] for row in rows) for i in (0, 1))

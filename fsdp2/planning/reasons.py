@@ -2,7 +2,7 @@
 
     with explaining(model): model(batch)      values, devices, autocast, FlexAttention
 
-What is none of these goes on as it is: it would be raised in a run, too.
+Other exceptions propagate unchanged: a run would raise them, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import FrameType
 import torch
 from torch import nn
 
-from fsdp2.core.config import ShardingStateError
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.paper.devices import AutocastError
 
 _OWN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
@@ -44,31 +44,41 @@ def _explain(error: Exception, where: str, model: nn.Module | None) -> None:
     """Raise what ``error`` means; return where that is not known."""
     place, words = _place(error, where, model), str(error)
     if isinstance(error, AutocastError):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plan-autocast",
             f"{place} enters torch.autocast, which a plan does not follow; leave it out there, and "
-            f"pass precision=MixedPrecisionPolicy(…) to plan()"
+            f"pass precision=MixedPrecisionPolicy(…) to plan()",
         ) from None
     if "FlexAttention" in words or "flex_attention" in words:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plan-flex-attention",
             f"{place} calls flex_attention, which a plan has no kernel of; plan with "
             f"scaled_dot_product_attention in its place, in transformers with "
-            f"attn_implementation='sdpa'"
+            f"attn_implementation='sdpa'",
         ) from error
     if "not on the expected device" in words or "to be on the same device" in words:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plan-memory",
             f"{place} combines a tensor in CPU memory with those of the device, which a GPU "
-            f"refuses, too; make it where they are, as with device=x.device, or let it be a buffer"
+            f"refuses, too; make it where they are, as with device=x.device, or let it be a buffer",
         ) from error
     if "not compiled with CUDA" in words or "no NVIDIA driver" in words:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plan-cuda",
             f"{place} asks for a GPU, and a plan has none: {_first(words)}; let it use the device "
-            f"of its input in place of torch.cuda"
+            f"of its input in place of torch.cuda",
         ) from error
     if _is_about_values(error, words.lower()):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plan-values",
             f"{place} asks for values of a tensor, and a plan has shapes alone: {_first(words)}; "
             f"give make_model a variant whose shapes do not depend on values, such as experts that "
-            f"take equally many tokens"
+            f"take equally many tokens",
         ) from error
 
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.api import apply_calls, plan_calls
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.progress import OptimizerSteps
@@ -53,14 +54,15 @@ class Settings:
 
     Attributes:
         mesh: ranks: ``(shard,)`` or ``(replicate, shard)``.
-        batch: what ``make_batch`` is called with, if it takes an argument: sequences, images.
-        accumulate: micro-batches in a step; gradients are reduced in the last.
-        reduce_each: whether they are reduced in every micro-batch, so that whole gradients do not
-            stay.
+        batch: the argument of ``make_batch``, if it takes one: sequences, images.
+        accumulate: micro-batches per step; gradients are reduced in the last.
+        reduce_each: whether they are reduced in every micro-batch, so that unsharded gradients are
+            not kept.
         reshard_after_forward: as for `fully_shard`, for units below the root.
-        kept: names of units that stay gathered from forward to backward, whatever it says.
-        reshard_after_backward: ``False``: gathered once a step, and not after forward either.
-        window: units that are gathered ahead (`FSDPModule.set_prefetch_window`).
+        kept: names of units that stay unsharded from forward to backward, whatever it is.
+        reshard_after_backward: ``False``: gathered once per step, and not resharded after forward
+            either.
+        window: units that are prefetched (`FSDPModule.set_prefetch_window`).
         checkpointing: whether units are recomputed in backward; a number n: every n-th.
         precision: mixed precision of all units; ``None``: none.
         offload: whether shards and optimizer are in CPU memory.
@@ -88,13 +90,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned; see `plan`.
+    """The model to plan; see `plan`.
 
     Attributes:
-        make_model: makes the model.
-        make_batch: makes a micro-batch of one rank.
+        make_model: creates the model.
+        make_batch: creates a micro-batch of one rank.
         units: which modules become units.
-        shard: the user's own calls of `fully_shard`, in place of ``units``.
+        shard: the user's own calls of `fully_shard`, instead of ``units``.
         loss: from the model and a micro-batch to a scalar.
         optimizer: from parameters to an optimizer.
         tokens: of a micro-batch; ``None``: counted.
@@ -113,7 +115,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a step did.
+    """A recorded step.
 
     Attributes:
         recording: the step.
@@ -134,13 +136,13 @@ def rehearse(subject: Subject, settings: Settings, device: str, backend: str) ->
     """Run a step on paper.
 
     Args:
-        subject: the model, and what a step of it does.
+        subject: the model, and the work of one step.
         settings: how it is trained.
-        device: "cpu", or "cuda" for what has lanes beside the host.
-        backend: what collectives would run on.
+        device: "cpu", or "cuda" for devices whose lanes are asynchronous to the host.
+        backend: the backend of the collectives.
 
     Raises:
-        ValueError: the model asks for a tensor's values, which are not there on ``meta``.
+        ValueError: the model reads a tensor's values, which do not exist on ``meta``.
         RuntimeError: this process has a process group.
     """
     _check(settings)
@@ -158,9 +160,11 @@ def rehearse(subject: Subject, settings: Settings, device: str, backend: str) ->
         with torch.device("meta"), Following(values), explaining("make_model"):
             model = subject.make_model()
         if not isinstance(model, nn.Module):
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "plan-no-model",
                 f"plan() takes a model or a function that makes one, which returned "
-                f"{type(model).__name__}; let it return an nn.Module"
+                f"{type(model).__name__}; let it return an nn.Module",
             )
         values.forget(model.parameters())
         with Following(values), explaining("make_batch"):
@@ -173,22 +177,30 @@ def _check(settings: Settings) -> None:
     for name in ("batch", "accumulate", "window"):
         value = getattr(settings, name)
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} cannot be planned; pass a whole number from 1 on")
+            raise coded(
+                ValueError,
+                "plan-count",
+                f"{name}={value!r} cannot be planned; pass a whole number from 1 on",
+            )
 
 
 def _check_units(subject: Subject, settings: Settings, found: Iterable[str]) -> None:
-    """Names that no unit has would change nothing, and nobody would know."""
+    """Names that no unit has would silently have no effect."""
     units = set(found)
     lost = [name for name in settings.kept if name not in units]
     if lost:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plan-kept",
             f"kept={settings.kept!r} names no unit '{lost[0]}'; the units are "
-            f"{', '.join(sorted(units))}"
+            f"{', '.join(sorted(units))}",
         )
     if subject.units is not None and units == {"(root)"}:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plan-units",
             "units=… chooses no module of the model, which would be one unit; leave it out if that "
-            "is meant, or name classes that the model has"
+            "is meant, or name classes that the model has",
         )
 
 
@@ -236,9 +248,11 @@ def _rehearse(
 def _make_optimizer(subject: Subject, shards: Sequence[_Rows]) -> torch.optim.Optimizer:
     optimizer = subject.optimizer([rows.param for rows in shards])
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "plan-optimizer",
             f"optimizer=… of plan() returned {type(optimizer).__name__}; let it return one "
-            f"torch.optim.Optimizer"
+            f"torch.optim.Optimizer",
         )
     return optimizer
 
@@ -310,7 +324,7 @@ def _checkpoint(choices: Sequence[Choice], which: bool | int) -> None:
 
 
 class _Checkpointed:
-    """A forward that keeps its inputs alone for backward."""
+    """A forward that keeps only its inputs for backward."""
 
     def __init__(self, forward: Callable[..., object]) -> None:
         self._forward = forward
@@ -365,7 +379,7 @@ def tensors_in(batch: Batch) -> list[torch.Tensor]:
 
 
 def _count_tokens(batch: Batch) -> int:
-    """Of the first tensor: its elements if they are integers, else its length."""
+    """From the first tensor: its elements if they are integers, otherwise its length."""
     found = tensors_in(batch)
     if not found:
         return 1
@@ -379,9 +393,10 @@ def _count_tokens(batch: Batch) -> int:
 
 
 class _Rows:
-    """This rank's rows of a parameter as a plain parameter, which the optimizer steps over.
+    """This rank's rows of a parameter as a plain parameter, which the optimizer steps.
 
-    What an optimizer does to a DTensor is done to its rows. A DTensor on ``meta`` cannot do it.
+    Operations of an optimizer on a DTensor run on its rows, because a DTensor on ``meta`` does not
+    support them.
     """
 
     def __init__(self, param: nn.Parameter) -> None:
@@ -418,9 +433,11 @@ class _Step:
             with recorder.during("forward"), explaining("loss", model):
                 loss = self.subject.loss(model, self.batch)
                 if not loss.requires_grad:
-                    raise ValueError(
+                    raise coded(
+                        ValueError,
+                        "plan-loss",
                         "the loss of a plan needs no gradient, so that there is no backward; let "
-                        "loss=… return what depends on parameters that are trained"
+                        "loss=… return what depends on parameters that are trained",
                     )
             with recorder.during("backward"), explaining("backward", model):
                 loss.backward()

@@ -1,8 +1,8 @@
 """Other settings of a planned model: which of them fit, and which of those is the fastest.
 
-search(plan, room)  ──>  Fit(tried): meshes, micro-batches, checkpointing, what is freed; the best
-                         of them with a larger window, units kept in part, … ; offload at last
-advice(plan)        ──>  the first thing to change where a plan does not fit, in words
+search(plan, room)  ──>  Fit(tried): meshes, micro-batches, checkpointing, resharding; the best
+                         of them with a larger window, units kept in part, … ; offload last
+advice(plan)        ──>  the first change for a plan that does not fit, in words
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fsdp2.planning.rehearsal import Settings
 from fsdp2.tracing.summaries import amount
 
 REFINEMENTS = 6
-"""Rehearsals that are kept for what is tried with the best settings alone."""
+"""Rehearsals reserved for settings that are tried only with the best ones."""
 
 ALIKE = 0.995
-"""Of the fastest one's speed: who is that fast is as fast, and less memory counts."""
+"""Relative difference in speed within which plans count as equally fast, and less memory wins."""
 
 Progress = Callable[[str], object]
 
@@ -29,7 +29,7 @@ P = TypeVar("P", bound="Candidate")
 
 
 class Candidate(Planned, Protocol):
-    """What a search asks of a plan."""
+    """The interface of a plan that a search uses."""
 
     @property
     def room(self) -> int:
@@ -48,10 +48,10 @@ class Candidate(Planned, Protocol):
 
 
 class Fit(Generic[P]):
-    """What `Plan.fit` tried.
+    """The plans that `Plan.fit` tried.
 
     Attributes:
-        room: bytes that were allowed.
+        room: the allowed bytes.
         tried: all plans.
     """
 
@@ -61,7 +61,9 @@ class Fit(Generic[P]):
 
     @property
     def fitting(self) -> list[P]:
-        """Those that fit, the fastest first; of those within 0.5 % of it, that of least memory."""
+        """Those that fit, the fastest first; among those within 0.5 % of it, the one with least
+        memory first.
+        """
         found = [plan for plan in self.tried if _peak(plan) <= self.room]
         most = max((plan.tokens_per_second for plan in found), default=0.0)
 
@@ -130,10 +132,10 @@ class _Search(Fit[P]):
                 self.run(plan, each)
 
     def is_hopeless(self, settings: Settings) -> bool:
-        """Whether others of this micro-batch that need less do not fit.
+        """Whether other settings of this micro-batch that need less memory do not fit.
 
-        What is not freed after forward takes more of the same. Who recomputes less takes more too,
-        but where activations are small: there, what is computed again may be more than is saved.
+        Keeping units unsharded after forward takes more memory. So does less recomputation, unless
+        activations are small: then the recomputed tensors may take more than checkpointing saves.
         """
         for made in self.tried:
             now = made.settings
@@ -158,7 +160,7 @@ def _recomputed(settings: Settings) -> float:
 
 
 def _refinements(best: Candidate, room: int) -> list[Settings]:
-    """What is worth a try with settings that fit."""
+    """Further changes to try with settings that fit."""
     now = best.settings
     found = [replace(now, window=now.window + 1)]
     if now.reshard_after_forward is not False:
@@ -185,7 +187,7 @@ def _kept(plan: Candidate, spare: float) -> tuple[str, ...]:
 
 
 def advice(plan: Candidate) -> str:
-    """What to change first where a plan does not fit: a part of a sentence, "" for nothing."""
+    """The first change for a plan that does not fit: a part of a sentence, "" for nothing."""
     room = plan.room
     for settings, words in _changes_of(plan):
         made = _with(plan, settings)

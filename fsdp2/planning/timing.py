@@ -1,9 +1,9 @@
-"""When each operation of a rehearsed step runs on a machine, and what stands still meanwhile.
+"""When each operation of a rehearsed step runs on a machine, and what waits meanwhile.
 
     Recording + Hardware ── schedule ──> Timing(spans, stalls, times), by `fsdp2.record.replay`
 
-Collectives of one process group run one at a time. Where lanes are one, as on a CPU, all is one
-after the other.
+Collectives of one process group run one at a time. If lanes are one, as on a CPU, all operations
+run one after the other.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ class Times:
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """What a unit takes in a step, in seconds; of all micro-batches.
+    """The times of a unit per step, in seconds, over all micro-batches.
 
     Attributes:
         name: of the unit.
         compute: of its operators.
         gathers: how often it is gathered.
         gather: of its all-gathers.
-        gather_exposed: how long compute stands still for them.
+        gather_exposed: how long compute waits for them.
         reduction: of its reduce-scatters and all-reduces.
-        reduction_exposed: how long compute stands still for them.
-        nbytes: of its collectives, of whole tensors.
+        reduction_exposed: how long compute waits for them.
+        nbytes: of its collectives, of full tensors.
     """
 
     name: str

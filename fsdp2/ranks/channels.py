@@ -44,7 +44,7 @@ class Members:
         return len(self.ranks)
 
     def gather(self, value: T) -> list[T]:
-        """What each of them has, by rank; picklable. Not for steady steps."""
+        """The object of each of them, by rank; picklable. Not for steady steps."""
         if self.size == 1:
             return [value]
         found = [value] * self.size
@@ -53,11 +53,11 @@ class Members:
 
 
 def members_of(group: dist.ProcessGroup | None) -> Members | None:
-    """The ranks of a process group; ``None`` where this rank has no part in it.
+    """The ranks of a process group; ``None`` if this rank is not in it.
 
     Args:
-        group: what ``new_group`` returns, on ranks outside of the group, too. ``None``: the default
-            group, or this process alone where there is none.
+        group: the result of ``new_group``, also on ranks outside the group. ``None``: the default
+            group, or only this process if there is none.
     """
     if group is None or (dist.is_initialized() and group is current_world()):
         rank, size = rank_and_size()

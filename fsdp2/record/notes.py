@@ -33,13 +33,13 @@ COMPUTE, COPY, COLLECTIVE, VIEW = "compute", "copy", "collective", "view"
 
 
 class Allocation(NamedTuple):
-    """Memory that came.
+    """An allocation of memory.
 
     Attributes:
-        number: of the storage, or of this life of it.
-        nbytes: its size; 0 where nobody counts.
-        lane: whose allocator it is from; `HOST` for CPU memory beside the device's.
-        name: what the engine calls it; "" where nobody says.
+        number: number of the storage, or of this life of it.
+        nbytes: its size; 0 if sizes are not counted.
+        lane: the lane whose allocator it is from; `HOST` for CPU memory next to a device's.
+        name: the engine's name for it; "" if it has none.
     """
 
     number: int
@@ -49,7 +49,7 @@ class Allocation(NamedTuple):
 
     @property
     def host(self) -> bool:
-        """Whether it is in CPU memory beside the device's."""
+        """Whether it is in CPU memory next to a device's."""
         return self.lane is HOST
 
     @property
@@ -76,22 +76,22 @@ class Free(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """Something that takes a device's time, or the host's.
+    """Something that takes time on a device or on the host.
 
     Attributes:
-        lane: where it runs; `HOST` on the host's own memory.
-        name: the operator's or collective's; "" on a virtual device.
-        kind: `COMPUTE` of the user's model; `VIEW`, which takes the host's time alone; `COPY` of
-            the engine's; `COLLECTIVE`. On a virtual device the kernel's name.
+        lane: where it runs; `HOST` for operations on the host's own memory.
+        name: name of the operator or collective; "" on a virtual device.
+        kind: `COMPUTE` for the user's model; `VIEW`, which takes only the host's time; `COPY` for
+            the engine's copies; `COLLECTIVE`. On a virtual device the kernel's name.
         unit: the unit that it is for; "" for none.
-        phase: "forward", "backward" or "optimizer"; "" where nobody says.
-        flops: arithmetic, 2 for a multiplication and addition.
-        nbytes: bytes read and written; of a collective those of the whole tensors.
-        dtype: of what it computes or moves.
-        group: index in `Recording.groups` of a collective's ranks, else -1.
-        tensors: how many go in one launch, of a collective or of an operator of lists.
-        reads: the memory it reads, where that is followed.
-        writes: the memory it writes, where that is followed.
+        phase: "forward", "backward" or "optimizer"; "" if it is unknown.
+        flops: arithmetic operations; a multiplication and an addition count 2.
+        nbytes: bytes read and written; for a collective the bytes of the whole tensors.
+        dtype: dtype that it computes or sends.
+        group: index in `Recording.groups` of a collective's ranks, otherwise -1.
+        tensors: tensors per launch, of a collective or of an operator on lists.
+        reads: the memory it reads, if that is recorded.
+        writes: the memory it writes, if that is recorded.
         iteration: number of the step, from 0.
     """
 
@@ -177,7 +177,7 @@ class Notes:
 
     @contextmanager
     def on(self, lane: Place) -> Iterator[None]:
-        """What is called inside runs on ``lane``."""
+        """Calls in this context run on ``lane``."""
         outer, self.lane = self.lane, lane
         try:
             yield

@@ -1,12 +1,12 @@
-"""When each operation of a recorded step runs, and what stands still meanwhile.
+"""When each operation of a recorded step runs, and what waits meanwhile.
 
     notes ── replay(cost) ────> Replay(spans, stalls, times)
-          ── measured(times) ──> the same, of what a real step has taken
+          ── measured(times) ──> the same, with the measured times of a real step
 
-A lane runs its operations in the order of the host's calls, none before the host has launched it. A
-wait holds a lane up until the event's lane has come to where the event was recorded. Operations of
-one channel, such as collectives of one process group, never overlap. Where the device has no lanes
-beside the host, all is one after the other.
+A lane runs its operations in the order of the host's calls, each one after its launch. A wait stops
+a lane until the event's lane has reached the position at which the event was recorded. Operations
+of one channel, such as collectives of one process group, never overlap. If the device has no
+asynchronous lanes, all operations run one after the other.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fsdp2.record.notes import HOST, PLACES, Await, Note, Operation, Place, Sign
 
 
 class Cost(NamedTuple):
-    """What an operation takes, in any unit.
+    """The duration of an operation, in any unit.
 
     Attributes:
-        seconds: of its lane; ``None``: it takes the host's time alone, and leaves no span.
-        launch: of the host, before it begins.
-        channel: operations of one channel never overlap, whatever their lanes; ``None``: of none.
+        seconds: time on its lane; ``None``: it takes only the host's time, and makes no span.
+        launch: the host's time before it begins.
+        channel: operations of one channel never overlap, on any lanes; ``None``: it has no channel.
     """
 
     seconds: float | None
@@ -91,12 +91,12 @@ class Replay:
 def replay(
     notes: Sequence[Note], cost: Callable[[Operation], Cost], asynchronous: bool = True
 ) -> Replay:
-    """When everything runs.
+    """When every operation runs.
 
     Args:
-        notes: of a step, or of a part of one.
-        cost: what an operation takes; called once for each, in the order of the host.
-        asynchronous: whether lanes run beside the host. Default: they do.
+        notes: the notes of a step, or of a part of one.
+        cost: returns an operation's duration; called once for each, in the order of the host.
+        asynchronous: whether lanes run concurrently with the host. Default: they do.
     """
     clock = _Clock(asynchronous)
     found = clock.found
@@ -113,11 +113,11 @@ def replay(
 
 
 def measured(notes: Sequence[Note], times: Sequence[tuple[float, float]]) -> Replay:
-    """When everything ran, as somebody has measured it.
+    """When every operation ran, from measured times.
 
     Args:
-        notes: of a real step.
-        times: of each note when it began, and when it was over.
+        notes: the notes of a real step.
+        times: for each note, when it began and when it ended.
     """
     made = _Step()
     for note, (start, end) in zip(notes, times, strict=True):

@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from fsdp2.core.config import ShardingStateError
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.params.aliases import REPLACED, Alias
 
 _TORCHS = frozenset(nn.Module().__dict__)
-"""Attributes of every module: its parameters and submodules among them, which are no aliases."""
+"""Attributes of every module, such as its parameters and submodules, which are not aliases."""
 
 
 def aliases_in(module: nn.Module) -> Iterator[tuple[Alias, nn.Parameter]]:
@@ -57,10 +57,12 @@ def refuse_gradients(param: nn.Parameter, unit: str) -> None:
         former: object = reference()
         managed = former.__dict__[REPLACED]()
         name = f"'{managed.name}'" if managed is not None else f"of the unit of {unit}"
-        raise ShardingStateError(
+        raise coded(
+            ShardingStateError,
+            "gradient-of-former",
             f"a gradient came to parameter {name} as it was before fully_shard, to which a list, a "
             f"closure, a view or a loss still refers, so that it would train nothing; use the "
-            f"parameter in the forward of its unit, as an attribute of its module"
+            f"parameter in the forward of its unit, as an attribute of its module",
         )
 
     hooks: Any = OrderedDict({0: refuse})

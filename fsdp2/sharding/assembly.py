@@ -24,6 +24,7 @@ from fsdp2.core.device.collectives import (
 from fsdp2.core.device.kernels import Kernels, kernels_for
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.device.streams import Streams, make_streams
+from fsdp2.core.errors import coded
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.mesh import MeshAxes, local_of, smaller_mesh
 from fsdp2.core.modules.registrations import mark_managed
@@ -65,7 +66,7 @@ def check_groups(
 
 
 def connect_meshes(plans: list[PlannedParam], arguments: Arguments) -> None:
-    """Make the process groups that groups of ``plans`` use: what may fail, for want of a peer."""
+    """Create the process groups that groups of ``plans`` use: this fails if a peer is missing."""
     for plan in plans:
         plan.axes.mesh_of(plan.cut)
     for axes in axes_in(plans):
@@ -110,10 +111,12 @@ def _check_memory(plans: list[PlannedParam]) -> None:
     """Extended parameters are made by their own hooks, and freed by emptying their storages."""
     for plan in plans:
         if not empties_storages(plan.axes.device) and is_extended(local_of(plan.param)):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "extended-not-emptied",
                 f"parameter '{plan.name}' has all-gather hooks, and the memory of what they make "
                 f"cannot be freed on {plan.axes.device}, where storages cannot be emptied; shard "
-                f"it as a plain tensor, or name it in ignored_params"
+                f"it as a plain tensor, or name it in ignored_params",
             )
 
 

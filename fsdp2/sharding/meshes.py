@@ -29,6 +29,7 @@ from fsdp2.core.device.process_groups import (
     rank_and_size,
     serves,
 )
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import MeshAxes, device_of, joined, local_of, memory_order
 from fsdp2.core.params.param import is_extended
 
@@ -53,21 +54,22 @@ class FSDPMeshInfo:
 
 
 class Levels:
-    """A mesh (between, inside) whose two dims parameters are sharded over, for ``mesh=``.
+    """A mesh (between, inside) over both of whose dims parameters are sharded, for ``mesh=``.
 
-    Parameters are gathered and gradients are reduced inside: along the second dim, as a node's
-    ranks. Masters, the last micro-batch's gradients and optimizer states are sharded over all
-    ranks: dim 0 of a parameter is cut into a piece for each rank of a node, and each piece into one
-    for each node.
+    Parameters are gathered and gradients are reduced inside: along the second dim, over the ranks
+    of a node. Master parameters, the last micro-batch's gradients and optimizer states are sharded
+    over all ranks: dim 0 of a parameter is split into one piece per rank of a node, and each piece
+    into one per node.
 
-    A dim of one rank is no level: parameters are sharded along the other then, on a mesh of it.
+    A dim with one rank does not form a level: parameters are then sharded along the other, on a
+    mesh of that dim.
 
     Args:
         mesh: a 2-D device mesh (between, inside).
 
     Raises:
         TypeError: ``mesh`` is not a DeviceMesh.
-        ValueError: it has not two dims.
+        ValueError: it does not have two dims.
 
     Example::
 
@@ -79,14 +81,18 @@ class Levels:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         if not isinstance(mesh, DeviceMesh):
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "levels-mesh",
                 f"Levels takes a DeviceMesh (between, inside), not {type(mesh).__name__}; make one "
-                f"with init_device_mesh('cuda', (nodes, ranks of a node))"
+                f"with init_device_mesh('cuda', (nodes, ranks of a node))",
             )
         if mesh.ndim != 2:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "levels-dims",
                 f"Levels takes a 2-D mesh (between, inside), but got one of shape "
-                f"{tuple(mesh.shape)}; make one with init_device_mesh, or pass the mesh itself"
+                f"{tuple(mesh.shape)}; make one with init_device_mesh, or pass the mesh itself",
             )
         self.mesh = mesh
 
@@ -103,11 +109,11 @@ class MeshInfo(Protocol):
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What ``shard_placement_fn`` returns for a parameter with a mesh of its own.
+    """The return value of ``shard_placement_fn`` for a parameter with a separate mesh.
 
     Args:
-        placement: the shard dim, or those that it may be cut on; ``None`` for ``Shard(0)``;
-            ``Replicate()``: the parameter stays whole on the mesh's ranks.
+        placement: the shard dim, or the allowed dims; ``None`` for ``Shard(0)``; ``Replicate()``:
+            the parameter stays whole on the mesh's ranks.
         mesh_info: the mesh, for example of the expert-parallel ranks.
     """
 
@@ -165,14 +171,18 @@ def node_mesh(
         local, text = unset, str(unset)
     found = sorted({each[0] for each in gather_numbers(world, [local], device)})
     if len(found) > 1:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "local-world-sizes",
             f"{caller} shards within a node, but LOCAL_WORLD_SIZE differs among ranks: {found}; "
-            f"{way_out}"
+            f"{way_out}",
         )
     if local < 1 or world.size() % local:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "local-world-size",
             f"{caller} shards within a node, but LOCAL_WORLD_SIZE is {text!r}, which does not "
-            f"divide {world.size()} ranks; start ranks with torchrun, or {way_out}"
+            f"divide {world.size()} ranks; start ranks with torchrun, or {way_out}",
         )
     return _node_mesh(device.type, local, world, names)
 
@@ -199,10 +209,12 @@ def mesh_of_groups(groups: tuple[tuple[int, ...], ...]) -> DeviceMesh:
     world = default_mesh()  # starts the default process group
     named = sorted(rank for group in groups for rank in group)
     if named != list(range(world.size())) or len({len(group) for group in groups}) != 1:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "xla-groups",
             f"sharding_groups={[list(group) for group in groups]} are not groups of one size that "
             f"name each of the {world.size()} ranks once; pass for example "
-            f"[[0, 1], [2, 3]] for 4 ranks"
+            f"[[0, 1], [2, 3]] for 4 ranks",
         )
     ordered = tuple(tuple(sorted(group)) for group in groups)
     return _mesh_of_groups(ordered, world.device_type, current_world())
@@ -225,24 +237,30 @@ def resolve_axes(mesh: DeviceMesh | Levels, dims: DataParallelMeshDims | None = 
     """
     if isinstance(mesh, Levels):
         if dims is not None:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "levels-named-dims",
                 "fully_shard(mesh=Levels(…)) takes no dp_mesh_dims, as DTensors on a full mesh "
-                "cannot be sharded over two levels yet; pass one of them"
+                "cannot be sharded over two levels yet; pass one of them",
             )
         return _axes_of_levels(mesh.mesh)
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "mesh-type",
             f"fully_shard(mesh=…) takes a torch.distributed.device_mesh.DeviceMesh, not "
-            f"{type(mesh).__name__}; make one with init_device_mesh('cuda', (world_size,))"
+            f"{type(mesh).__name__}; make one with init_device_mesh('cuda', (world_size,))",
         )
     _check_member(mesh)
     if dims is not None:
         return _named_axes(mesh, dims)
     if mesh.ndim not in (1, 2):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "mesh-dims",
             f"fully_shard takes a 1-D mesh (shard) or a 2-D mesh (replicate, shard), but got one "
             f"of shape {tuple(mesh.shape)}; pass the sub-mesh to shard over, for example "
-            f"mesh['shard'], or name its data-parallel dims with dp_mesh_dims"
+            f"mesh['shard'], or name its data-parallel dims with dp_mesh_dims",
         )
     if mesh.ndim == 1:
         return _axes(mesh, shard=0, replicate=None)
@@ -251,9 +269,11 @@ def resolve_axes(mesh: DeviceMesh | Levels, dims: DataParallelMeshDims | None = 
 
 def _check_member(mesh: DeviceMesh) -> None:
     if mesh.get_coordinate() is None:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "mesh-without-this-rank",
             f"rank {rank_and_size()[0]} is not part of the mesh {mesh}; call fully_shard only on "
-            f"the ranks that the mesh names"
+            f"the ranks that the mesh names",
         )
 
 
@@ -281,10 +301,12 @@ def axes_of_info(name: str, info: MeshInfo) -> MeshAxes:
     mesh = info.mesh
     shard, copies = info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None)
     if (mesh.ndim, shard, copies) not in ((1, 0, None), (1, None, 0), (2, 1, 0)):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "placement-mesh",
             f"shard_placement_fn returned the mesh {mesh} for parameter '{name}', with "
             f"shard_mesh_dim={shard} and replicate_mesh_dim={copies}; return a 1-D mesh with "
-            f"shard_mesh_dim=0, or a 2-D one with shard_mesh_dim=1 and replicate_mesh_dim=0"
+            f"shard_mesh_dim=0, or a 2-D one with shard_mesh_dim=1 and replicate_mesh_dim=0",
         )
     return _axes(mesh, None, 0) if shard is None else resolve_axes(mesh)
 
@@ -335,16 +357,20 @@ def _group_of_all(
 
 def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
     if not hasattr(dims, "shard_names"):  # ours, or torch's
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "dims-type",
             f"fully_shard(dp_mesh_dims=…) takes a fsdp2.DataParallelMeshDims, not {dims!r}; pass "
-            f"for example DataParallelMeshDims(shard='dp')"
+            f"for example DataParallelMeshDims(shard='dp')",
         )
     known = mesh.mesh_dim_names or ()
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in known:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "dims-unknown",
                 f"dp_mesh_dims names the mesh dim '{name}', but the mesh has {known or 'no names'};"
-                f" name its dims with init_device_mesh(…, mesh_dim_names=…)"
+                f" name its dims with init_device_mesh(…, mesh_dim_names=…)",
             )
 
     def part(names: tuple[str, ...]) -> DeviceMesh:
@@ -374,22 +400,28 @@ def check_placement(name: str, param: nn.Parameter, placement: object) -> tuple[
     dims = []
     for shard in placement if isinstance(placement, tuple) else (placement,):
         if type(shard) is not Shard:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "placement-type",
                 f"shard_placement_fn returned {placement!r} for parameter '{name}'; return a "
                 f"torch.distributed.tensor.Shard, a tuple of them, Replicate(), a "
-                f"ShardPlacementResult or None"
+                f"ShardPlacementResult or None",
             )
         dim = shard.dim + param.ndim if shard.dim < 0 else shard.dim
         if not 0 <= dim < param.ndim:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "placement-dim",
                 f"shard_placement_fn returned Shard({shard.dim}) for parameter '{name}' of shape "
-                f"{tuple(param.shape)}; choose a dim below {param.ndim}"
+                f"{tuple(param.shape)}; choose a dim below {param.ndim}",
             )
         dims.append(dim)
     if not dims:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "placement-empty",
             f"shard_placement_fn returned () for parameter '{name}'; name at least one dim, for "
-            f"example (Shard(0), Shard(1)), or return None"
+            f"example (Shard(0), Shard(1)), or return None",
         )
     return tuple(dims)
 
@@ -400,75 +432,97 @@ def check_shardable(name: str, param: nn.Parameter, axes: MeshAxes) -> None:
         _check_on_full_mesh(name, param, axes)
     elif axes.levels and (isinstance(param, DTensor) or is_extended(local_of(param))):
         what = "a DTensor already" if isinstance(param, DTensor) else "of a class with hooks"
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "levels-dtensor",
             f"parameter '{name}' is {what}, and cannot be sharded over two levels yet; pass the "
             f"2-D mesh itself for copies between nodes (HSDP), or let shard_placement_fn return a "
-            f"ShardPlacementResult with another mesh for it"
+            f"ShardPlacementResult with another mesh for it",
         )
     elif isinstance(param, DTensor):
         _check_apart(name, param, axes)
     if isinstance(param, UninitializedParameter):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "lazy-parameter",
             f"parameter '{name}' has no shape yet, since it belongs to a lazy module; run a "
-            f"forward with a batch like the real ones before fully_shard"
+            f"forward with a batch like the real ones before fully_shard",
         )
     if param.layout is not torch.strided:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "sparse-parameter",
             f"parameter '{name}' is a tensor of layout {param.layout}, which has no rows to "
-            f"shard; make it dense with to_dense(), or pass it in ignored_params"
+            f"shard; make it dense with to_dense(), or pass it in ignored_params",
         )
     if param.ndim == 0:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "scalar-parameter",
             f"parameter '{name}' is a scalar and has no dim to shard; make it a 1-D tensor of "
-            f"one element, for example nn.Parameter(torch.zeros(1))"
+            f"one element, for example nn.Parameter(torch.zeros(1))",
         )
     if not local_of(param).is_contiguous() and memory_order(param) is None:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "non-contiguous-parameter",
             f"parameter '{name}' is not contiguous (shape {tuple(param.shape)}, stride "
             f"{param.stride()}); replace it by nn.Parameter(param.detach().contiguous()) before "
-            f"fully_shard"
+            f"fully_shard",
         )
 
 
 def _check_apart(name: str, param: DTensor, axes: MeshAxes) -> None:
     if any(placement.is_partial() for placement in param.placements):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "partial-parameter",
             f"parameter '{name}' is a DTensor with partial values ({param.placements}); "
-            f"redistribute it to Shard or Replicate before fully_shard"
+            f"redistribute it to Shard or Replicate before fully_shard",
         )
     mesh = param.device_mesh
     if mesh.device_type != axes.mesh.device_type:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "other-device-mesh",
             f"parameter '{name}' is a DTensor on a {mesh.device_type} mesh, but fully_shard got a "
-            f"{axes.mesh.device_type} mesh; make both from one init_device_mesh"
+            f"{axes.mesh.device_type} mesh; make both from one init_device_mesh",
         )
     try:
         joined(axes.mesh, mesh)
     except Exception as error:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "meshes-not-joined",
             f"parameter '{name}' is already a DTensor on {mesh}, which cannot be joined with the "
             f"data-parallel mesh {axes.mesh} ({error}); shard each module once, children before "
-            f"parents, and take both meshes from one init_device_mesh with named dims"
+            f"parents, and take both meshes from one init_device_mesh with named dims",
         ) from error
 
 
 def _check_on_full_mesh(name: str, param: nn.Parameter, axes: MeshAxes) -> None:
     if not isinstance(param, DTensor):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "plain-on-full-mesh",
             f"parameter '{name}' is a plain tensor, but dp_mesh_dims asks for DTensors on the full "
-            f"mesh; call distribute_module(model, mesh) first, or leave dp_mesh_dims out"
+            f"mesh; call distribute_module(model, mesh) first, or leave dp_mesh_dims out",
         )
     if param.device_mesh != axes.full:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "other-full-mesh",
             f"parameter '{name}' is a DTensor on {param.device_mesh}, not on the mesh that "
-            f"fully_shard got, {axes.full}; distribute it on that mesh"
+            f"fully_shard got, {axes.full}; distribute it on that mesh",
         )
     assert axes.dims is not None
     names = axes.full.mesh_dim_names or ()
     for dim in (*axes.dims.shard_names, *axes.dims.replicate_names):
         placement = param.placements[names.index(dim)]
         if not placement.is_replicate():
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "not-replicated",
                 f"parameter '{name}' is {placement} on the data-parallel mesh dim '{dim}'; it must "
-                f"be Replicate() there, for fully_shard to shard it"
+                f"be Replicate() there, for fully_shard to shard it",
             )

@@ -33,16 +33,16 @@ from fsdp2.sharding.ties import check_strays, join, strays, take_strays, tied_pa
 
 @dataclass(frozen=True)
 class Taken:
-    """What a call takes.
+    """The parameters and modules that a call takes.
 
     Attributes:
         modules: the unit's.
         found: parameters that no other unit's modules register, or that these register besides.
         plans: of those that become the call's own.
         tied: those that other units have.
-        left_alone: where the modules register parameters that are to be ignored.
-        has_strays: whether units below register one of ``found``, as they do where a module was
-            given a parameter after it was sharded.
+        left_alone: where the modules register ignored parameters.
+        has_strays: whether units below register one of ``found``, as they do if a module was given
+            a parameter after it was sharded.
     """
 
     modules: tuple[nn.Module, ...]
@@ -92,11 +92,11 @@ def plan_taken(
     new_to: UnitRecord | None = None,
     pending: Pending | None = None,
 ) -> Taken:
-    """What a call on ``modules`` takes; changes nothing.
+    """Determine the parameters that a call on ``modules`` takes; changes nothing.
 
     Args:
         modules: the modules.
-        ignored: parameters to leave alone.
+        ignored: parameters that are not managed.
         axes: the data-parallel axes of the call's mesh.
         choose: the user's ``shard_placement_fn``.
         policy: how the unit computes.

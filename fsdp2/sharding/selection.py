@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp2.core.config import MixedPrecisionPolicy
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.errors import coded
 from fsdp2.core.gather.extension import check_hooks
 from fsdp2.core.layout.layout import Cut
 from fsdp2.core.layout.mesh import MeshAxes, local_of, memory_order
@@ -36,7 +37,7 @@ Placed = Shard | tuple[Shard, ...] | Replicate | ShardPlacementResult | None
 """A choice for a parameter."""
 
 PlacementFn = Callable[[nn.Parameter], Placed]
-"""What ``shard_placement_fn`` is."""
+"""The type of ``shard_placement_fn``."""
 
 
 def whole_below(numel: int, otherwise: PlacementFn | None = None) -> PlacementFn:
@@ -56,9 +57,11 @@ def whole_below(numel: int, otherwise: PlacementFn | None = None) -> PlacementFn
         fully_shard(block, shard_placement_fn=fsdp2.whole_below(16_384))
     """
     if numel < 0:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "whole-below",
             f"whole_below takes the number of elements below which parameters stay whole, not "
-            f"{numel}; pass 0 to shard all of them"
+            f"{numel}; pass 0 to shard all of them",
         )
 
     def choose(param: nn.Parameter) -> Placed:
@@ -105,7 +108,7 @@ def managed_parameters(
 
 
 def entries_of(modules: tuple[nn.Module, ...], params: set[nn.Parameter]) -> set[ModuleEntry]:
-    """Where ``modules``, and those below, register any of ``params``."""
+    """The entries in which ``modules``, and those below, register any of ``params``."""
     if not params:
         return set()
     return {
@@ -149,10 +152,12 @@ def plan_parameters(
         order = memory_order(param)
         cut = _cut(param, own, dims if order is None or dims is not None else (0,))
         if order is not None and (cut.dims != (0,) or is_extended(param)):
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "non-contiguous-dim",
                 f"parameter '{name}' is not contiguous (stride {param.stride()}), so that it is "
                 f"sharded on dim 0 alone, not on {cut}; let shard_placement_fn return None for it, "
-                f"or replace it by nn.Parameter(param.detach().contiguous()) before fully_shard"
+                f"or replace it by nn.Parameter(param.detach().contiguous()) before fully_shard",
             )
         _check_extension(name, param, own, cut)
         where: list[ModuleEntry] = [(entry.module, entry.key) for entry in entries]
@@ -187,24 +192,30 @@ def _check_extension(name: str, param: nn.Parameter, axes: MeshAxes, cut: Cut) -
 
 def _check_plain(name: str, param: nn.Parameter) -> None:
     if is_extended(local_of(param)):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "placement-whole-extension",
             f"shard_placement_fn returned Replicate() for parameter '{name}', whose tensor "
             f"subclass says itself what is gathered (all-gather hooks), and nothing of a whole "
-            f"parameter is; let it return a Shard or None for it"
+            f"parameter is; let it return a Shard or None for it",
         )
 
 
 def _check_unowned(entry: NamedEntry, param: nn.Parameter) -> None:
     owner, name = param.__dict__.get(OWNER), entry.name
     if owner is not None and is_managed(entry.module, entry.key):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "child-after-parent",
             f"parameter '{name}' already belongs to the unit of {owner}; call fully_shard on "
-            f"children before their parents"
+            f"children before their parents",
         )
     if owner is not None:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "owner-gone",
             f"parameter '{name}' is tied to a parameter of the unit of {owner}, which does not "
-            f"exist any more; give the module a parameter of its own, or keep that module"
+            f"exist any more; give the module a parameter of its own, or keep that module",
         )
 
 
@@ -212,11 +223,13 @@ def _check_renormalised(name: str, entries: list[NamedEntry]) -> None:
     for entry in entries:
         if isinstance(entry.module, nn.Embedding | nn.EmbeddingBag) and entry.module.max_norm:
             kind = type(entry.module).__name__
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "renormalised",
                 f"parameter '{name}' is the weight of an {kind} with max_norm, which rescales rows "
                 f"of it in forward, and that would be lost with the gathered weight; set max_norm "
                 f"to None and rescale the rows that are looked up, or pass the weight in "
-                f"ignored_params"
+                f"ignored_params",
             )
 
 
@@ -231,9 +244,11 @@ def _check_memory(params: dict[str, torch.Tensor]) -> None:
         ranges = taken.setdefault(param.untyped_storage()._cdata, [])
         for other_begin, other_end, other in ranges:
             if begin < other_end and other_begin < end:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "shared-memory",
                     f"parameter '{name}' shares memory with parameter '{other}'; let both modules "
-                    f"register one and the same nn.Parameter"
+                    f"register one and the same nn.Parameter",
                 )
         ranges.append((begin, end, name))
 
@@ -243,7 +258,9 @@ def check_one_device(found: dict[nn.Parameter, list[NamedEntry]]) -> None:
     meta = [entries[0].name for param, entries in found.items() if param.is_meta]
     real = [entries[0].name for param, entries in found.items() if not param.is_meta]
     if meta and real:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "meta-and-real",
             f"parameter '{meta[0]}' is on the meta device and '{real[0]}' is not; materialise "
-            f"all parameters of a unit, or none"
+            f"all parameters of a unit, or none",
         )

@@ -76,9 +76,10 @@ def _watch(owners: set[nn.Module], group: ParamGroup) -> None:
 
 
 class _OutsideInference(threading.local):
-    """State dicts are taken outside of ``torch.inference_mode()``, which makes no DTensors' views.
+    """State dicts are taken outside ``torch.inference_mode()``, in which DTensors cannot create
+    views.
 
-    Of each thread: several may take one at once.
+    It is per thread: several may take one at the same time.
     """
 
     def __init__(self) -> None:
@@ -108,7 +109,7 @@ def _is_in_use(group: ParamGroup) -> bool:
 
 
 class _Shown:
-    """What state dicts show of a group's parameters: shards, whatever modules register.
+    """The parameters of a group in state dicts: shards, whatever modules register.
 
     Args:
         group: the group.

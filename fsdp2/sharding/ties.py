@@ -76,13 +76,14 @@ def join(found: Found, tied: Iterable[nn.Parameter]) -> None:
 
 
 Stray = tuple[NamedEntry, nn.Parameter, ShardedParam | None]
-"""Where a unit registers a parameter of a call around it, which one, and what it had there."""
+"""An entry in which a unit registers a parameter of an enclosing call, and its earlier parameter.
+"""
 
 
 def strays(
     found: Found, modules: Sequence[nn.Module], pending: Set[nn.Module] = frozenset()
 ) -> list[Stray]:
-    """Where units below ``modules`` register one of ``found``; not those that are ``pending``."""
+    """Entries in which units below ``modules`` register one of ``found``; not ``pending`` ones."""
     known = {entry[:2] for entries in found.values() for entry in entries}
     places = [
         (NamedEntry(module, key, prefix + key), param)

@@ -61,7 +61,8 @@ class TallLayer(nn.Module):
 class TallBlock(nn.Module):
     """`n` parameters of [rows, cols] each, alternately widening x to rows and narrowing it back.
 
-    Of its input it uses the first `cols` features: after an odd number of layers there are `rows`.
+    The block uses the first `cols` features of its input, and returns `rows` features after an odd
+    number of layers.
 
     With 1024 rows of 8 the same model shards evenly at every world size up to 1024, where a shard
     is one row: 32 bytes in fp32, 16 in bf16.
@@ -214,7 +215,7 @@ def tiny_blocks(
 ) -> BlockStack:
     """Blocks of [dim, dim] linear layers; dim must be a multiple of 8 for world size 8.
 
-    Of several numbers of parameters the blocks take each in turn.
+    If several numbers of parameters are given, the blocks take them in turn.
     """
     numbers = [params_per_block] if isinstance(params_per_block, int) else params_per_block
     return BlockStack([TinyBlock(numbers[i % len(numbers)], dim) for i in range(n_blocks)], dim)

@@ -1,11 +1,11 @@
-"""What code does, counted exactly: operators, calls of Python functions, bytes that are copied.
+"""Exact counts of what code does: operators, calls of Python functions, copied bytes.
 
     python, built_in = called(step)        # calls, by the function's name
     operators(step)["aten.copy_.default"]  # operators that torch dispatches
     copied_bytes(step).total()             # what fsdp2's own copies and casts read and write
 
-Counts are the same on every machine, so that a test can hold a step to them. Count a step once it
-is steady: the first two make buffers and learn the order of units.
+Counts are the same on every machine, so a test can compare them. Run a step twice before you count
+it: the first two steps allocate buffers and learn the order of units.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def called(run: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
 
 
 COPIES = ("copy", "copy_many", "copy_strided", "split_copy", "chunk_cat", "to_host")
-"""Of `fsdp2.core.device.kernels.TorchKernels`: those that copy or cast."""
+"""The functions of `fsdp2.core.device.kernels.TorchKernels` that copy or cast."""
 
 
 def copied_bytes(run: Callable[[], object]) -> Counter[str]:

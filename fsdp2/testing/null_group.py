@@ -1,15 +1,16 @@
 """The process group whose collectives do nothing (`fsdp2.paper.null_group`), for measurements.
 
-What is left to measure is a sharding runtime's own cost, and every runtime pays the same for the
-group:
+A measurement with it contains only the sharding library's own cost; every library pays the same for
+the group:
 
     init_null_group(8)                      # the default group, backend "null"
     mesh = null_mesh(8)                     # the same, and a 1-D DeviceMesh over it
     with null_world(8) as group: ...        # and destroyed afterwards
 
-What the group leaves out: a Python `ProcessGroup` is called directly, so c10d's binding and
-dispatcher (1-2 microseconds a call) are not paid; `c10d_cost` is an observer that pays them. Nor is
-what a real backend spends per call, and per tensor of a coalesced call: see `collective_cost`.
+The group omits two costs:
+  - c10d calls a Python `ProcessGroup` directly, without its binding and dispatcher (1-2
+    microseconds per call); `c10d_cost` is an observer that adds them.
+  - A real backend spends time per call, and per tensor of a coalesced call: see `collective_cost`.
 """
 
 from __future__ import annotations

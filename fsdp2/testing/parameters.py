@@ -1,10 +1,10 @@
 """Parameters that exist only on paper, for a group, its transports and its reductions to run on.
 
-    PaperParam      its gradients: what autograd left, and what was reduced
-    PaperGradients  those of several, taken and delivered together
+    PaperParam      its gradients: as autograd left them, and as they were reduced
+    PaperGradients  the gradients of several, taken and delivered together
     VirtualParam    a `PaperParam` on a `VirtualDevice`: rows, gathered view, the user's hook
 
-What a runtime asks of a `ShardedParam` in a step they answer, without a module or autograd.
+They provide what the engine calls on a `ShardedParam` in a step, without a module or autograd.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class PaperGradients:
         return waiting
 
     def objects_over(self, rows: Sequence[object]) -> list[object]:
-        """What can become the gradients, over ``rows``: the rows themselves."""
+        """The objects that can become the gradients, over ``rows``: the rows themselves."""
         return list(rows)
 
     def place(self, objects: Sequence[object], present: Sequence[bool]) -> None:
@@ -163,7 +163,7 @@ class VirtualParam(PaperParam):
         """There is no parameter to register."""
 
     def follow_smaller(self) -> None:
-        """Nobody freezes them."""
+        """Does nothing: these parameters are never frozen."""
 
     def forms(self) -> list[SimpleNamespace | VirtualUnsharded]:
         """Those that were made."""
@@ -178,7 +178,7 @@ class VirtualParam(PaperParam):
         return []
 
     def forbid_reading(self) -> None:
-        """Nobody compares versions."""
+        """Does nothing: versions are not compared."""
 
     @property
     def has_grad_hooks(self) -> bool:

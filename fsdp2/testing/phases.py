@@ -23,13 +23,13 @@ def _check(unit: Unit, before: Phase, after: Phase) -> None:
 
 
 class CheckedUnit(Unit):
-    """A unit that refuses a move of its phase which the table does not have."""
+    """A unit that refuses a change of phase that is not in the table."""
 
     __slots__ = ()
 
     @property
     def phase(self) -> Phase:
-        """Where it is in the iteration."""
+        """The unit's phase in the iteration."""
         found: Phase = _stored.__get__(self)
         return found
 

@@ -93,7 +93,7 @@ class Call:
     inner: list[Call] = field(default_factory=list)
 
     def used_nodes(self) -> list[Node]:
-        """The node of every call that backward reaches, once a call."""
+        """The node of every call that backward reaches, one per call."""
         if not self.node.used:
             return []
         return [self.node, *(node for call in self.inner for node in call.used_nodes())]
@@ -207,7 +207,7 @@ class Simulation:
         return group
 
     def _runtime(self, world_size: int, coalesces: bool) -> Runtime:
-        """Of things on paper: they do what the real ones do, of tensors on paper."""
+        """A runtime on paper: it does what the real one does, with tensors on paper."""
         device: Any = self.device
         collectives: Any = VirtualCollectives(device, world_size, coalesces)
         between = VirtualCollectives(device, self._nodes, coalesces)
@@ -261,7 +261,7 @@ class Simulation:
         self._done("end of backward")
 
     def finalize(self, wait: bool) -> None:
-        """What a caller does who ends backwards himself; without ``wait`` he does it later."""
+        """Ends the backward, as a caller can do itself; without ``wait`` it waits later."""
         self.scheduler.finalize(wait)
         self.active.clear()
         self._done("finalize")

@@ -67,10 +67,11 @@ OPERATIONS = {"step": "optimizer", "load": "load from host"}
 
 
 def tell_by_names(trace: Sequence[Note]) -> Callable[[Operation], Told]:
-    """What operations are, by the names that `fsdp2.testing.simulation` gives to buffers.
+    """The unit and kind of operations, from the names that `fsdp2.testing.simulation` gives to
+    buffers.
 
-    Of "gathered u" and "gradient u.0" the name says the unit. Other buffers are of the unit whose
-    buffers an operation touches besides them.
+    The names "gathered u" and "gradient u.0" contain the unit. Other buffers belong to the unit
+    whose buffers an operation also accesses.
     """
     known = operations(trace)
     owners: dict[Allocation, str] = {}

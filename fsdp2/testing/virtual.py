@@ -1,29 +1,31 @@
 """A device that exists only on paper: streams, memory and collectives without data.
 
-The group, transports, reductions and scheduler run on it unchanged. Every operation says which
-buffers it reads and writes, and a happens-before checker finds every order that no event makes:
+The group, transports, reductions and scheduler run on it unchanged. Every operation states which
+buffers it reads and writes, and a happens-before checker finds every order that no event ensures:
 
     VirtualDevice ── Streams       record, wait, synchronize, on
                   ── Kernels       transient, flat, empty, copy, …
                   ── trace         what they did: `fsdp2.record.notes`
                   ── races         ["…", …], empty if the schedule is right
 
-Each lane carries a vector clock: how far it is known to be behind each lane. An access happens
-before another if the second's clock covers it. For each buffer the checker demands that
+Each lane carries a vector clock: the position in each lane that it is known to run after. An access
+happens before another if the second's clock covers it. For each buffer the checker requires that
   - a read comes after the last write, and there was one;
   - a write comes after the last write and after every read since;
   - any access comes after all accesses of all buffers that were freed, in the host's order,
-    before this one was allocated on the same lane: a caching allocator may have handed out their
-    memory at once;
+    before this one was allocated on the same lane: a caching allocator may have reused their memory
+        at once;
   - no access comes after the free.
 
-Two more places than lanes have clocks. On HOST runs what touches CPU memory only: an optimizer that
-steps on offloaded shards, a gradient that arrived. Whatever is issued on a lane is behind the host;
-the host is behind a lane only where it waits (`synchronize`). CPU memory is reused late enough:
-torch keeps page-locked memory until its copies are over, and a copy with other memory is over when
-its call returns. USER is a stream of the user's, which the lanes know by its events only.
+Two more clocks exist besides the lanes' clocks:
+  - HOST, for operations that access only CPU memory: an optimizer that steps on offloaded shards, a
+    gradient that arrived. An operation on a lane runs after the host's calls before it; the host
+    runs after a lane only where it waits (`synchronize`). CPU memory is reused late enough: torch
+    keeps page-locked memory until its copies have ended, and a copy with other memory has ended
+    when its call returns.
+  - USER, a stream of the user's, which the lanes know only by its events.
 
-Dropping a wait (`drop_wait`) shows that the checker notices.
+Removing a wait (`drop_wait`) shows that the checker reports it.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def _join(a: Clock, b: Clock) -> Clock:
 
 
 class VirtualEvent(NamedTuple):
-    """What `VirtualDevice.record` returns: its number, and what its lane was behind."""
+    """The result of `VirtualDevice.record`: its number, and the clock of its lane."""
 
     number: int
     clock: Clock
@@ -190,7 +192,7 @@ class VirtualTransient:
         """Each tensor asks its buffer."""
 
     def references(self) -> int:
-        """Nobody keeps views of it."""
+        """The number of references to its views: none here."""
         return 0
 
 
@@ -241,7 +243,7 @@ class VirtualDevice(Notes):
         self._clocks[lane] = _join(self._clocks[lane], event.clock)
 
     def synchronize(self, event: VirtualEvent, label: str) -> None:
-        """The host waits, and whatever it issues next is behind the event."""
+        """The host waits, and its later calls run after the event."""
         if not self._is_dropped(label):
             self.follow(HOST, event, label)
 
@@ -274,9 +276,9 @@ class VirtualDevice(Notes):
     def run(
         self, kind: str, reads: Sequence[VirtualTensor], writes: Sequence[VirtualTensor]
     ) -> None:
-        """An operation on the current lane, or on the host if all it touches is CPU memory.
+        """An operation on the current lane, or on the host if it accesses only CPU memory.
 
-        Of tensors without elements it touches nothing.
+        Tensors without elements are not accessed.
         """
         seen_reads = self._allocations(kind, reads)
         seen_writes = self._allocations(kind, writes)
@@ -397,7 +399,7 @@ class VirtualDevice(Notes):
         return target
 
     def numbers(self, tensor: VirtualTensor) -> list[float]:
-        """What ``others_had`` says, for each: nothing has values here."""
+        """The value of ``others_had`` for each element: tensors have no values here."""
         self.run("numbers", [tensor], [])
         return [float(self.others_had)] * math.prod(tensor.shape)
 

@@ -1,12 +1,12 @@
-"""What ran where and when, from paper, from a stand-in and from real runs: one format.
+"""Timelines of operations, from paper, from a stand-in and from real runs, in one format.
 
 timeline   the data: slices and waits by lane, memory by category; as a file that Perfetto opens
 summaries  the same in numbers: exposed communication, idle time, overlap; two side by side
-recording  what a real step does, and when
-seams      who tells of it: streams, kernels, collectives, groups and units, while a trace is on
+recording  what a real step runs, and when
+seams      the reporters: streams, kernels, collectives, groups and units, while a trace is on
 drawing    a recorded step whose times are known, as a timeline
-states     what optimizers keep on the device
-page       one HTML file to look at
+states     the optimizer states on the device
+page       an HTML file that shows timelines
 context    ``with fsdp2.trace(path):`` around real steps
 __main__   the same from the command line
 

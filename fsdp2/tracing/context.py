@@ -1,4 +1,4 @@
-"""``with fsdp2.trace(path):`` a timeline of real steps, and what is done with its file."""
+"""``with fsdp2.trace(path):`` a timeline of real steps, and functions on its file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from types import TracebackType
 
 import torch
 
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.process_groups import rank_and_size
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.schedule.unit import all_groups
 from fsdp2.tracing.page import show
 from fsdp2.tracing.recording import Tracer
@@ -24,34 +24,34 @@ RANK = "{rank}"
 
 
 class trace:  # noqa: N801  # it is used as torch.no_grad is
-    """Record a timeline of what runs inside the ``with``, and write it when that ends.
+    """Record a timeline of the steps inside the ``with``, and write it at the end.
 
-    Each unit's compute, gathers, copies and reductions become slices by lane; each wait of one lane
-    for another an arrow; what fsdp2 has allocated counters. Where lanes are streams (a GPU), times
-    are those of events on them. On the CPU they are the host's. `ui.perfetto.dev` opens the file,
-    and so do `fsdp2.trace.summary`, `fsdp2.trace.diff` and ``python -m fsdp2.tracing view``.
+    The compute, all-gathers, copies and reductions of each unit become slices by lane; each wait of
+    one lane for another becomes an arrow; fsdp2's allocations become counters. If lanes are streams
+    (on a GPU), times come from events on them; on the CPU they are the host's. `ui.perfetto.dev`,
+    `fsdp2.trace.summary`, `fsdp2.trace.diff` and ``python -m fsdp2.tracing view`` open the file.
 
-    Only this process is recorded, and nothing is communicated. Steps inside cost more, by some µs
-    for each slice; steps outside cost what they cost without it. Units bind their collectives anew
-    in the first step inside, and in the first behind it. If an exception ends the ``with``, what
-    was seen is written none the less; it goes on as it is, also where that write fails, of which a
-    warning tells.
+    Only this process is recorded, and nothing is communicated. Recorded steps cost some µs more per
+    slice; other steps cost the same as without it. Units bind their collectives again in the first
+    step inside, and in the first step after it. If an exception ends the ``with``, the recorded
+    part is still written, and the exception propagates, even if that write fails, which causes a
+    warning.
 
     Args:
-        path: the file, which is replaced. "{rank}" in it stands for this process's rank. Without
-            that, rank 0 alone records; the other ranks of its node check the path as it does, so
-            that all of them raise.
-        title: what it is called on the page. Default: "rank 0 of 8", by what it is.
+        path: the file, which is replaced. "{rank}" in it is replaced by this process's rank.
+            Without it, only rank 0 records; the other ranks of its node check the path in the same
+            way, so that all of them raise.
+        title: its title on the page. Default: a description such as "rank 0 of 8".
 
     Attributes:
-        timeline: what was recorded, once the ``with`` has ended; ``None`` before, and on ranks that
-            record nothing.
+        timeline: the recorded timeline, after the ``with`` has ended; ``None`` before, and on ranks
+            that record nothing.
 
     Raises:
-        ValueError: the folder is not there, the file cannot be written, or no module is sharded.
-        ShardingStateError: another one is on.
-        OSError: the file could be written when the ``with`` began, and no more when it ended, such
-            as on a full disk. `timeline` is there none the less.
+        ValueError: the folder does not exist, the file cannot be written, or no module is sharded.
+        ShardingStateError: another trace is active.
+        OSError: the file could be written when the ``with`` began, but not when it ended, for
+            example because the disk is full. `timeline` is still available.
 
     Example::
 
@@ -83,20 +83,26 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
         self._path = self._path.replace(RANK, str(rank))
         folder = Path(self._path).parent
         if not folder.is_dir():
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "trace-no-folder",
                 f"fsdp2.trace cannot write '{self._path}', as there is no folder '{folder}'; make "
-                f"it first"
+                f"it first",
             )
         if not records:
             _check_file(self._path, _probe)
             return self
         if Tracer.current is not None:
-            raise ShardingStateError(
-                "fsdp2.trace was entered while another one is on in this process; leave that first"
+            raise coded(
+                ShardingStateError,
+                "trace-nested",
+                "fsdp2.trace was entered while another one is on in this process; leave that first",
             )
         if not any(True for _ in all_groups()):
-            raise ValueError(
-                "fsdp2.trace found no sharded module in this process; call fully_shard before it"
+            raise coded(
+                ValueError,
+                "trace-not-sharded",
+                "fsdp2.trace found no sharded module in this process; call fully_shard before it",
             )
         _check_file(self._path, _create)
         exits = contextlib.ExitStack()
@@ -122,22 +128,26 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
             if error is not None:
                 _warn(self._path, failed)
             elif isinstance(failed, OSError):
-                raise OSError(
+                raise coded(
+                    OSError,
+                    "trace-not-written",
                     f"fsdp2.trace could not write '{self._path}' when it ended: {failed}; the "
-                    f"timeline is still there: write it elsewhere with trace.timeline.write(path)"
+                    f"timeline is still there: write it elsewhere with trace.timeline.write(path)",
                 ) from failed
             else:
                 raise
 
 
 def _check_file(path: str, attempt: Callable[[str], None]) -> None:
-    """Raise now rather than behind the steps."""
+    """Raise now rather than after the steps."""
     try:
         attempt(path)
     except OSError as error:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "trace-cannot-write",
             f"fsdp2.trace cannot write '{path}': {error.strerror}; name a file that this process "
-            f"may write"
+            f"may write",
         ) from error
 
 
@@ -151,7 +161,7 @@ def _create(path: str) -> None:
 
 
 def _probe(path: str) -> None:
-    """As `_create`, on ranks beside the one that records: they must not touch its file."""
+    """As `_create`, on ranks other than the recording one: they must not change its file."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
     except FileNotFoundError:
@@ -160,7 +170,7 @@ def _probe(path: str) -> None:
 
 
 def _warn(path: str, failed: Exception) -> None:
-    """Tell that there is no file, without an exception in place of the user's."""
+    """Warn that the file could not be written, without replacing the user's exception."""
     with contextlib.suppress(Warning):  # a filter may make it an exception
         warnings.warn(
             f"fsdp2.trace wrote no '{path}' for the steps that an exception ended: {failed}",

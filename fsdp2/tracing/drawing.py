@@ -39,7 +39,7 @@ LANE_OF: Mapping[Place, str] = {
     HOST: HOSTS,
     USER: "user",
 }
-"""What a timeline calls each place."""
+"""A timeline's name of each lane."""
 
 _LANE_OF_COLLECTIVE = {
     "reduce-scatter": REDUCE,
@@ -52,7 +52,7 @@ _TOUCHING = 1e-3  # µs
 
 @dataclass(frozen=True)
 class Told:
-    """What a timeline says of an operation; see `fsdp2.tracing.timeline.Slice`."""
+    """A timeline's description of an operation; see `fsdp2.tracing.timeline.Slice`."""
 
     operation: str
     unit: str = ""
@@ -76,13 +76,14 @@ def draw(
 
     Args:
         step: when its operations run, and what waits for what.
-        tell: what the timeline says of an operation.
+        tell: the timeline's description of an operation.
         memory: samples, in µs. Default: none.
         metadata: facts for `Timeline.metadata`.
-        scale: µs of a unit of the step's times. Default: they are in µs.
-        asynchronous: whether lanes run beside the host. Where they do not, the host is in a unit
-            also between its operators.
-        measured: whether the times are a clock's. Else what takes no time leaves no slice.
+        scale: µs per unit of the step's times. Default: they are in µs.
+        asynchronous: whether lanes are asynchronous to the host. Otherwise, the host is also in a
+            unit between its operators.
+        measured: whether the times are a clock's. Otherwise, operations without duration leave no
+            slice.
     """
     slices: list[Slice] = []
     waits: list[Wait] = []

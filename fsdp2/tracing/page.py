@@ -1,6 +1,6 @@
-"""One HTML file to look at: lanes over time, memory under them, a table of units.
+"""One HTML file: lanes over time, memory below them, a table of units.
 
-timelines ──> page.html with their data in it; it needs no network and no server
+timelines ──> page.html that contains their data; it needs neither network nor server
 
 The numbers of the table and of the peak are `fsdp2.trace.summary`'s: the page only draws.
 """
@@ -13,6 +13,7 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
+from fsdp2.core.errors import coded
 from fsdp2.tracing.summaries import (
     COLUMNS,
     Source,
@@ -29,7 +30,7 @@ from fsdp2.tracing.summaries import (
 from fsdp2.tracing.timeline import Timeline
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-"""What runs of one page are called where names have no room."""
+"""Short labels of the runs of a page, if names do not fit."""
 
 _MARK = "/*DATA*/"
 
@@ -40,9 +41,9 @@ def show(
     """Write a page that shows one timeline, or several on one axis.
 
     Args:
-        files: what `fsdp2.trace` wrote, or `Timeline` objects.
+        files: files that `fsdp2.trace` wrote, or `Timeline` objects.
         to: the HTML file, which is replaced. Default: the first file with the suffix ".html".
-        title: of the first timeline, in place of its own.
+        title: the title of the first timeline, instead of its own.
 
     Returns:
         The page's path.
@@ -55,10 +56,18 @@ def show(
         fsdp2.trace.show("plan.json", "step.json", to="both.html")
     """
     if not files:
-        raise ValueError("show takes at least one timeline, but got none; give the file of one")
+        raise coded(
+            ValueError,
+            "trace-show-nothing",
+            "show takes at least one timeline, but got none; give the file of one",
+        )
     first = files[0]
     if to is None and isinstance(first, Timeline):
-        raise ValueError("show takes to= where the first timeline is no file; name the page there")
+        raise coded(
+            ValueError,
+            "trace-show-where",
+            "show takes to= where the first timeline is no file; name the page there",
+        )
     path = Path(to) if to is not None else Path(os.fspath(_path(first))).with_suffix(".html")
     timelines = [each if isinstance(each, Timeline) else Timeline.read(each) for each in files]
     if title is not None:
@@ -86,7 +95,7 @@ def _html(timelines: list[Timeline]) -> str:
 
 
 def _compared(letter: str, first: Summary, second: Summary) -> str:
-    """What another run takes of the first one's, a step."""
+    """The times per step of another run relative to the first one's."""
     told = []
     for name, key in (("in all", "duration"), ("of exposed communication", "exposed")):
         a, b = getattr(first, key) / first.steps, getattr(second, key) / second.steps
@@ -99,7 +108,7 @@ def _compared(letter: str, first: Summary, second: Summary) -> str:
 
 
 def _run(timeline: Timeline, number: int, compares: bool) -> dict[str, object]:
-    """What the page draws of a timeline; where it compares, the table is of a step."""
+    """The data that the page draws for a timeline; if it compares, the table is per step."""
     found = summary(timeline)
     steps = found.steps if compares else 1
     head = timeline.metadata

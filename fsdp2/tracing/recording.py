@@ -1,13 +1,13 @@
-"""What a real step does, and when: told by what is bound to it while a trace is on.
+"""The recorder of a real step, fed by the objects that are bound while a trace is on.
 
     seams ── moved, hosting ─────>  which unit computes, and for how long the host is in fsdp2
-          ── copy, collective ───>  what lanes run, each between two stamps
+          ── copy, collective ───>  operations of lanes, each between two stamps
           ── signal, waited ─────>  events of lanes, and waits for them
           ── hold, follow ───────>  memory by category
-    Tracer.timeline ──> what all stamps tell ──> `fsdp2.tracing.drawing`
+    Tracer.timeline ──> the times of all stamps ──> `fsdp2.tracing.drawing`
 
-A stamp is a moment. Where lanes are streams it is an event on the lane's stream, which tells its
-own time when all is over. On the CPU, and for what the host does, it is the host's clock.
+A stamp is a moment. If lanes are streams, it is an event on the lane's stream, whose time is read
+at the end. On the CPU, and for the host, it is the host's clock.
 """
 
 from __future__ import annotations
@@ -83,19 +83,19 @@ class Clock:
 
 
 class Tracer(Notes):
-    """What was seen so far, and what runs now.
+    """The recording so far, and the running operations.
 
     Args:
         clock: of the lanes.
-        device: type of the device of which memory is counted.
+        device: type of the device whose memory is counted.
 
     Attributes:
-        current: the tracer that is on in this process, if one is.
+        current: the active tracer of this process, if any.
         clock: of the lanes.
-        unit: the unit that fsdp2 works for.
-        word: what a copy is called now; "": copies are not looked at.
-        entering: whether fsdp2 is on its way into a unit, whose compute is to come.
-        iteration: number of the step, from 0; the next begins with the first forward behind an
+        unit: the unit for which fsdp2 works.
+        word: the current name of a copy; "": copies are ignored.
+        entering: whether fsdp2 is entering a unit, whose compute follows.
+        iteration: number of the step, from 0; the next begins with the first forward after an
             optimizer's step.
     """
 
@@ -213,12 +213,12 @@ class Tracer(Notes):
 
     @contextlib.contextmanager
     def hosting(self, operation: str, unit: str, word: str, lane: Lane) -> Iterator[None]:
-        """What the host does inside is one slice of its lane, and none of compute's.
+        """The host's work inside is one slice of its lane, and does not count as compute.
 
         Args:
-            operation: what it is called.
+            operation: its name.
             unit: for which it works.
-            word: what copies are called.
+            word: the name of copies.
             lane: where they run, if they are not on streams.
         """
         outer = self.unit, self.word, self.lane
@@ -336,7 +336,7 @@ class Tracer(Notes):
         self._buffers.append((weakref.ref(buffer), category_of(buffer.name)))
 
     def count(self, group: ParamGroup, full_gradients: int = 0) -> None:
-        """What a group has besides its buffers.
+        """Count a group's memory besides its buffers.
 
         Args:
             group: the group.
@@ -348,7 +348,7 @@ class Tracer(Notes):
         self.hold(group, "gradients", held + full_gradients)
 
     def count_all(self) -> None:
-        """What all groups have now; that it takes time is none of compute's."""
+        """Count the memory of all groups now; the time for this does not count as compute."""
         for group in all_groups():
             self.count(group)
         self._mark = self.clock.stamp(Lane.COMPUTE)
@@ -360,7 +360,7 @@ class Tracer(Notes):
         return sum(tensor.nbytes for tensor in tensors if tensor.device.type == self._device)
 
     def sample(self, at: Stamp) -> None:
-        """What is there at a moment."""
+        """The memory at a moment."""
         found = dict(self._totals)
         for reference, category in self._buffers:
             buffer = reference()

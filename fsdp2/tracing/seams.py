@@ -1,17 +1,17 @@
-"""What tells a tracer of a step: what groups run on, and who watches the units that use it.
+"""The reporters to a tracer: objects on which groups run, and watchers of units.
 
     group.runtime  `TracedStreams`      events, waits of lanes for them, and which lane is current
-                   `TracedKernels`      copies, and buffers whose memory is looked at
+                   `TracedKernels`      copies, and buffers whose memory is counted
                    `TracedCollectives`  all-gathers and reduce-scatters
                    `TracedReplicas`     all-reduces
     unit.groups    `TracedGroup`        for which unit fsdp2 works, and for how long the host does
     unit.phase     `core.schedule.moves`  whose forward or backward computes
     optimizers     torch's hooks        their steps
 
-Each of the first four holds the plain object, does what that does, and tells. Groups run on them
-while a trace is on, and on the plain ones again afterwards (`ParamGroup.run_on`). A step without a
-trace asks nothing and calls nothing. What was bound while a trace was on, such as the copies of a
-gather under way, may outlive it, and tells nobody then.
+Each of the first four wraps the plain object, performs its operation, and reports it. Groups run on
+them while a trace is on, and on the plain ones again afterwards (`ParamGroup.run_on`). A step
+without a trace makes no check and no call. Objects that were bound during a trace, such as the
+copies of a running all-gather, may outlive it, and then report nothing.
 """
 
 from __future__ import annotations
@@ -239,29 +239,29 @@ class TracedCollectives:
         return _collective(GATHER, self.group, [output], self.plain.all_gather, output, input_)
 
     def bind_all_gather(self, output: Tensor, input_: Tensor) -> Launch:
-        """What runs it, and tells."""
+        """A function that runs and reports it."""
         launch = self.plain.bind_all_gather(output, input_)
         return functools.partial(_collective, GATHER, self.group, [output], launch)
 
     def bind_all_gather_many(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Launch:
-        """What runs it, and tells."""
+        """A function that runs and reports it."""
         launch = self.plain.bind_all_gather_many(outputs, inputs)
         return functools.partial(_collective, GATHER, self.group, outputs, launch)
 
     def bind_all_to_all(self, output: Tensor, input_: Tensor) -> Launch:
-        """What runs it, and tells."""
+        """A function that runs and reports it."""
         launch = self.plain.bind_all_to_all(output, input_)
         return functools.partial(_collective, EXCHANGE, self.group, [input_], launch)
 
     def bind_reduce_scatter(self, kind: ReduceKind) -> Callable[[Tensor, Tensor], Work | None]:
-        """What runs it, and tells."""
+        """A function that runs and reports it."""
         launch, group = self.plain.bind_reduce_scatter(kind), self.group
         return lambda out, given: _collective(SCATTER, group, [given], launch, out, given)
 
     def bind_reduce_scatter_many(
         self, kind: ReduceKind
     ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Work | None]:
-        """What runs it, and tells."""
+        """A function that runs and reports it."""
         launch, group = self.plain.bind_reduce_scatter_many(kind), self.group
         return lambda out, given: _collective(SCATTER, group, given, launch, out, given)
 
@@ -349,10 +349,10 @@ def _records() -> Iterator[UnitRecord]:
 
 
 class _Seams:
-    """What groups run on while a trace is on: one that tells for each object that does not.
+    """The runtimes of groups while a trace is on: one reporter per plain object.
 
     Attributes:
-        streams: of one device, whose lanes are the trace's; ``None`` where there are none.
+        streams: of one device, whose lanes are the trace's; ``None`` if there are none.
     """
 
     def __init__(self) -> None:
@@ -422,7 +422,7 @@ def _run_on(
 
 
 def _moves_of(units: Sequence[Unit], here: Tracer) -> Callable[[Unit, Phase, Phase], None]:
-    """What tells where these units are."""
+    """The reporters of these units' phases."""
     known = weakref.WeakSet(units)
 
     def moved(unit: Unit, before: Phase, after: Phase) -> None:

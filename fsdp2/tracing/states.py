@@ -1,7 +1,7 @@
-"""What optimizers keep on the device: of those that step while a trace is on, and of earlier ones.
+"""The optimizer states on the device: of optimizers that step during a trace, and of earlier ones.
 
-A step tells of its optimizer. One that stepped, or loaded its states, before the trace began is
-found among the objects of this process: torch has no list of optimizers.
+A step reports its optimizer. An optimizer that stepped, or loaded its states, before the trace
+began is found among the objects of this process, because torch has no list of optimizers.
 """
 
 from __future__ import annotations

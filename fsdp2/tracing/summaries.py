@@ -1,10 +1,10 @@
-"""What a timeline says in numbers: exposed communication, idle time, overlap, bandwidth.
+"""A timeline in numbers: exposed communication, idle time, overlap, bandwidth.
 
     summary(file)   ──> Summary: totals, and a row for each unit; print it
     diff(a, b)      ──> Difference: the same rows of two timelines side by side
 
-All of it are sums over slices and waits, so that a query of the file in Perfetto gives the same.
-Exposed is the time for which the compute lane stands still behind a collective.
+All numbers are sums over slices and waits, so that a query of the file in Perfetto gives the same.
+"Exposed" is the time for which the compute lane waits for a collective.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ COPIES = (
 """Operations that move bytes within a rank."""
 
 OTHER_IDLE = "nothing was launched"
-"""Cause of idle time that no wait explains: the host was late, or did other things."""
+"""The cause of idle time without a wait: the host was late, or did other things."""
 
 Source = Timeline | str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """What a unit took, in µs.
+    """The times of a unit, in µs.
 
     Attributes:
         unit: its name.
-        compute: on the compute lane, copies not counted.
+        compute: on the compute lane, without copies.
         copies: copies, on all lanes.
         gather: its all-gathers.
         reduce: its reduce-scatters and all-reduces.
-        exposed: for how long compute stood still behind its collectives.
+        exposed: for how long compute waited for its collectives.
         gathered_bytes: of its all-gathers' outputs.
         reduced_bytes: of its reductions' inputs.
     """
@@ -70,12 +70,12 @@ class UnitTimes:
 
     @property
     def gather_bandwidth(self) -> float:
-        """GB/s: bytes of outputs over time; 0 where nobody counted."""
+        """GB/s: bytes of outputs over time; 0 if not counted."""
         return self.gathered_bytes / self.gather / 1e3 if self.gather else 0.0
 
     @property
     def reduce_bandwidth(self) -> float:
-        """GB/s: bytes of inputs over time; 0 where nobody counted."""
+        """GB/s: bytes of inputs over time; 0 if not counted."""
         return self.reduced_bytes / self.reduce / 1e3 if self.reduce else 0.0
 
 
@@ -85,19 +85,18 @@ class Summary:
 
     Attributes:
         title: of the timeline.
-        steps: how many it has; all that follows is of all of them.
+        steps: number of steps; all other fields cover all of them.
         duration: from the first slice to the last.
-        step_times: of each step its number, and the time from its first slice to that of the next,
+        step_times: for each step its number, and the time from its first slice to that of the next,
             or to the last slice's end.
-        compute: for how long the compute lane ran anything.
+        compute: for how long the compute lane was busy.
         communication: sum of all collectives.
-        hidden: how much of that ran while the compute lane did.
-        exposed: for how long the compute lane stood still behind collectives.
-        idle: for how long it had nothing to run, by cause: the order that a wait makes, or
-            `OTHER_IDLE`.
-        units: a row a unit, in the order in which they come first.
+        hidden: the part of communication that overlapped with the compute lane.
+        exposed: for how long the compute lane waited for collectives.
+        idle: for how long it was idle, by cause: the order that a wait enforces, or `OTHER_IDLE`.
+        units: one row per unit, in the order in which they first appear.
         peak: the moment of most memory.
-        most: bytes of each category of memory at its own most.
+        most: bytes of each category of memory at its own peak.
     """
 
     title: str
@@ -115,7 +114,7 @@ class Summary:
 
     @property
     def overlap(self) -> float:
-        """The part of communication that ran while compute did; 1 without communication."""
+        """The fraction of communication that overlapped with compute; 1 without communication."""
         return self.hidden / self.communication if self.communication else 1.0
 
     def __str__(self) -> str:
@@ -139,7 +138,7 @@ class Summary:
 
 
 COLUMNS = ["compute", "copies", "gather", "GB/s", "reduce", "GB/s", "exposed"]
-"""What is told of a unit."""
+"""The columns of a unit."""
 
 
 def cells(row: UnitTimes, steps: int = 1) -> list[str]:
@@ -156,7 +155,7 @@ def cells(row: UnitTimes, steps: int = 1) -> list[str]:
 
 
 def summary(file: Source) -> Summary:
-    """A timeline in numbers.
+    """Return a timeline in numbers.
 
     Args:
         file: a file that `fsdp2.trace` wrote, or a `Timeline`.
@@ -239,12 +238,12 @@ def _read(file: Source) -> Timeline:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two timelines unit by unit; ``print(difference)`` shows tables, times of a step.
+    """Two timelines unit by unit; ``print(difference)`` shows tables with times per step.
 
     Attributes:
-        first: the one, such as what was planned.
-        second: the other, such as what was measured.
-        units: of each unit its row in either; ``None`` where it has none.
+        first: one timeline, such as a plan.
+        second: the other, such as a measurement.
+        units: for each unit its row in either; ``None`` if it has none.
     """
 
     first: Summary
@@ -277,7 +276,7 @@ class Difference:
 
 
 def diff(a: Source, b: Source) -> Difference:
-    """Two timelines side by side, unit by unit: planned and measured, or before and after.
+    """Compare two timelines unit by unit: planned and measured, or before and after.
 
     Args:
         a: the first, a file or a `Timeline`.
@@ -297,9 +296,9 @@ def diff(a: Source, b: Source) -> Difference:
 
 
 def compared(first: Summary, second: Summary) -> list[tuple[str, int, int]]:
-    """Memory of either, of what both have counted: (what, bytes of the first, of the second).
+    """Memory that both timelines have counted: (category, bytes of the first, of the second).
 
-    On the CPU nobody counts activations, so a peak there is none of all memory.
+    On the CPU, activations are not counted, so a peak there does not cover all memory.
     """
     rows = [
         (f"most {n}", most, second.most[n]) for n, most in first.most.items() if n in second.most
@@ -319,14 +318,14 @@ def _pair(first: float, second: float, steps: tuple[int, int]) -> list[str]:
 
 
 def milliseconds(time: float) -> str:
-    """A time in µs, for people."""
+    """A time in µs, formatted."""
     if abs(time) < 1e6:
         return f"{time:.0f} µs" if abs(time) < 1000 else f"{time / 1e3:.2f} ms"
     return f"{time / 1e6:.3f} s"
 
 
 def amount(nbytes: float) -> str:
-    """Bytes, for people: in powers of ten, one to three digits in front of the point."""
+    """Bytes, formatted: in powers of ten, with one to three digits before the point."""
     for size, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if nbytes >= size:
             return f"{nbytes / size:,.2f} {name}"
@@ -348,7 +347,7 @@ def steps_told(times: Mapping[int, float]) -> str:
 
 
 def idle_told(idle: Mapping[str, float]) -> str:
-    """Why compute stands still, the cause of most time first.
+    """The causes of idle compute, longest first.
 
     Args:
         idle: µs by cause.
@@ -358,11 +357,11 @@ def idle_told(idle: Mapping[str, float]) -> str:
 
 
 def peak_told(peak: Peak, origin: float = 0.0) -> str:
-    """Why the peak is where it is: what ran, what was there, and what came last.
+    """The reasons for the position of the peak: running operations, contents, and last additions.
 
     Args:
         peak: of a timeline.
-        origin: the time from which its own is told, in µs.
+        origin: the time relative to which its time is given, in µs.
     """
     running = ["compute between units" if name == BETWEEN else name for name in peak.running]
     told = f"Peak of {amount(peak.total)} at {milliseconds(peak.time - origin)}"

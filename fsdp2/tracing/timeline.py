@@ -1,25 +1,26 @@
-"""What ran where and when: the neutral data of a timeline, from paper, a stand-in or a real run.
+"""The data of a timeline, from paper, a stand-in or a real run.
 
     Timeline
       slices    [Slice(lane, operation, unit, start, end, …), …]    what a lane did
-      waits     [Wait(lane, on, label, start, end, …), …]           why a lane stood still
+      waits     [Wait(lane, on, label, start, end, …), …]           why a lane waited
       memory    [Memory(time, {category: bytes}), …]                what was allocated, by category
       metadata  {"source": "run", "rank": 0, …}
 
-Times are microseconds from the timeline's own zero. Nothing here imports torch, so that tools read
-files where it is not installed.
+Times are microseconds from the timeline's own zero. Nothing here imports torch, so that tools can
+read files without it.
 
-A file of it is the JSON of Chrome's trace events, which Perfetto opens:
+A file contains the JSON of Chrome's trace events, which Perfetto opens:
 
     thread      a lane
-    "X"         a slice, or a wait (category "wait"); what the format has no field for is in args
-    "s", "f"    an arrow from the end of what was waited for to what the waiting lane runs next
+    "X"         a slice, or a wait (category "wait"); fields that the format lacks are in args
+    "s", "f"    an arrow from the end of an operation to the operation that waited for it
     "C"         memory by category
     otherData   metadata
 
 Fields and phases are those of "Trace Event Format" (Google's document of 2016). Times are written
-to the nanosecond, which is the unit of Perfetto's tables. An arrow's two ends are in the order of
-time, as Perfetto finds the slices at its ends by their time (json_trace_parser_impl.cc, v49).
+to the nanosecond, which is the unit of Perfetto's tables. The two ends of an arrow are in the order
+of time, because Perfetto finds the slices at its ends by their time (json_trace_parser_impl.cc,
+v49).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fsdp2.core.errors import coded
+
 HOST = "host"
 COMPUTE = "compute"
 COPY_IN = "copy-in"
@@ -41,13 +44,13 @@ ALL_REDUCE = "all-reduce"
 OFFLOAD = "offload"
 
 LANES = (HOST, COMPUTE, COPY_IN, ALL_GATHER, REDUCE, ALL_REDUCE, OFFLOAD)
-"""Lanes in the order in which they are shown. Other names are allowed, and come behind these."""
+"""Lanes in the order in which they are shown. Other names are allowed, and follow these."""
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 """Operations that communicate; all others are compute, copies, or the host's own work."""
 
 BETWEEN = "between units"
-"""Operation of what compute runs outside of units: the loss, data, clipping."""
+"""Operation of compute outside units: the loss, data, clipping."""
 
 CATEGORIES = (
     "shards",
@@ -59,11 +62,12 @@ CATEGORIES = (
     "activations",
     "temporary",
 )
-"""Categories of memory in the order in which they are stacked, what lasts at the bottom. Others are
-allowed, on top."""
+"""Categories of memory in stacking order, long-lived ones at the bottom. Others are allowed, on
+top.
+"""
 
 VERSION = 1
-"""Of a file's ``args`` and ``otherData``; one of a later version is refused."""
+"""Version of a file's ``args`` and ``otherData``; a later one raises an error."""
 
 _NANOSECOND = 0.001
 
@@ -74,18 +78,18 @@ Value = str | int | float | bool | None
 class Slice:
     """One operation on one lane.
 
-    Slices of a lane do not overlap; on `HOST` they may be inside of each other.
+    Slices of a lane do not overlap; on `HOST` they may nest.
 
     Attributes:
-        lane: where it ran, one of `LANES`.
-        operation: what it was: "forward", "backward", "optimizer", "all-gather", "copy-out" …
+        lane: the lane, one of `LANES`.
+        operation: its type: "forward", "backward", "optimizer", "all-gather", "copy-out" …
         start: in µs.
         end: in µs.
-        unit: name of the unit that it belongs to, "(root)" for the root; "" for none.
-        bytes: what it moved. Of a collective: the whole tensor, so an all-gather's output and
-            a reduce-scatter's input; of a copy, what it wrote. 0 where nobody counts.
-        dtype: of what it moved, such as "bfloat16"; "" where nobody says.
-        group: the ranks that communicated, such as "ranks 0-7"; "" where none did.
+        unit: name of its unit, "(root)" for the root; "" for none.
+        bytes: for a collective, the size of the full tensor: an all-gather's output, a
+            reduce-scatter's input; for a copy, the bytes written. 0 if not counted.
+        dtype: of the data, such as "bfloat16"; "" if unknown.
+        group: the ranks that communicated, such as "ranks 0-7"; "" if none.
         iteration: number of the step, from 0.
     """
 
@@ -112,17 +116,17 @@ class Slice:
 
 @dataclass(frozen=True)
 class Wait:
-    """A lane that waited for an event of another one, however short.
+    """A lane's wait for an event of another one, however short.
 
     Attributes:
         lane: the lane that waited.
         on: the lane on which the event was recorded.
-        label: the order that this makes, such as "compute after all-gather".
-        start: when the lane came to the wait, in µs.
-        end: when it went on: ``start`` where the event had happened before.
-        unit: the unit of what was waited for; "" where it is of none.
-        operation: what was waited for, such as "all-gather"; "" where nothing ran before the event.
-        behind: index in `Timeline.slices` of what was waited for; -1 where it is not there.
+        label: the order that this enforces, such as "compute after all-gather".
+        start: when the lane reached the wait, in µs.
+        end: when it continued: ``start`` if the event had happened earlier.
+        unit: the unit of the operation before the event; "" if it has none.
+        operation: the operation before the event, such as "all-gather"; "" if there was none.
+        behind: index in `Timeline.slices` of that operation; -1 if it is not there.
         iteration: number of the step, from 0.
     """
 
@@ -138,17 +142,17 @@ class Wait:
 
     @property
     def duration(self) -> float:
-        """How long the lane stood still, in µs."""
+        """How long the lane waited, in µs."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What was allocated from one moment to the next sample.
+    """The memory allocated from one moment to the next sample.
 
     Attributes:
         time: the moment, in µs.
-        bytes: by category, see `CATEGORIES`; one that is missing has none.
+        bytes: by category, see `CATEGORIES`; an absent one has 0 bytes.
     """
 
     time: float
@@ -168,9 +172,9 @@ class Peak:
         time: the moment, in µs.
         total: bytes.
         bytes: by category.
-        grown: bytes by category that came since the sample before.
-        running: names of what ran until the next sample, on each lane but the host's: that which
-            ran longest. The host's, where no other lane ran anything.
+        grown: bytes by category that were added since the sample before.
+        running: names of the longest operations until the next sample, one on each lane except the
+            host's; the host's, if no other lane ran anything.
     """
 
     time: float
@@ -182,15 +186,15 @@ class Peak:
 
 @dataclass
 class Timeline:
-    """What ran on each lane, what each waited for, and what was allocated.
+    """The operations on each lane, their waits, and the allocated memory.
 
     Attributes:
         slices: in the order of their starts.
         waits: in the order of their starts.
         memory: samples in the order of time; each counts until the next.
         metadata: facts about the run. Known keys: "title"; "source" ("paper", "stand-in" or "run");
-            "clock" ("paper", "host" or "events"); "rank"; "world_size"; "device"; "torch";
-            "note" (a sentence); "incomplete" (why it ends early).
+            "clock" ("paper", "host" or "events"); "rank"; "world_size"; "device"; "torch"; "note"
+            (a sentence); "incomplete" (why it ends early).
 
     Example::
 
@@ -205,17 +209,17 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """When the first slice begins, in µs; 0 without any."""
+        """The start of the first slice, in µs; 0 without any."""
         return min((s.start for s in self.slices), default=0.0)
 
     @property
     def end(self) -> float:
-        """When the last slice is over, in µs; 0 without any."""
+        """The end of the last slice, in µs; 0 without any."""
         return max((s.end for s in self.slices), default=0.0)
 
     @property
     def duration(self) -> float:
-        """From the first slice's begin to the last one's end, in µs."""
+        """The time from the start of the first slice to the end of the last one, in µs."""
         return self.end - self.start
 
     @property
@@ -238,7 +242,7 @@ class Timeline:
 
     @property
     def marks(self) -> list[tuple[int, float]]:
-        """Of each step its number, and when its first slice begins, in µs; in order."""
+        """For each step its number, and the start of its first slice, in µs; in order."""
         begins: dict[int, float] = {}
         for each in self.slices:
             begins[each.iteration] = min(begins.get(each.iteration, each.start), each.start)
@@ -246,7 +250,7 @@ class Timeline:
 
     @property
     def units(self) -> list[str]:
-        """The units that slices belong to, in the order in which they come first."""
+        """The units of the slices, in the order in which they first appear."""
         return list(dict.fromkeys(s.unit for s in self.slices if s.unit))
 
     def on(self, lane: str) -> list[Slice]:
@@ -255,7 +259,7 @@ class Timeline:
 
     @property
     def peak(self) -> Peak | None:
-        """The first moment of most memory; ``None`` where nobody counted any."""
+        """The first moment of most memory; ``None`` if memory was not counted."""
         if not self.memory:
             return None
         place = max(range(len(self.memory)), key=lambda i: self.memory[i].total)
@@ -275,9 +279,9 @@ class Timeline:
         return Peak(most.time, most.total, dict(most.bytes), grown, running)
 
     def sorted(self) -> Timeline:
-        """The same in the order of time, which `write` asks for.
+        """The same in the order of time, which `write` requires.
 
-        Where `Wait.behind` points to is kept.
+        `Wait.behind` is updated.
         """
         order = sorted(
             range(len(self.slices)), key=lambda i: (self.slices[i].start, -self.slices[i].end)
@@ -298,31 +302,37 @@ class Timeline:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Timeline:
-        """Read what `write` wrote.
+        """Read a file of `write`.
 
         Args:
             path: the file.
 
         Raises:
-            ValueError: it is no JSON, or fsdp2 did not write it.
+            ValueError: it is not JSON, or not a file of fsdp2.
         """
         text = Path(path).read_text(encoding="utf-8")
         try:
             document = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"'{os.fspath(path)}' is no JSON; give a file that fsdp2.trace wrote: {error}"
+            raise coded(
+                ValueError,
+                "trace-no-json",
+                f"'{os.fspath(path)}' is no JSON; give a file that fsdp2.trace wrote: {error}",
             ) from error
         head = document.get("otherData") if isinstance(document, dict) else None
         if not isinstance(head, dict) or head.get("format") != _FORMAT:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "trace-other-json",
                 f"'{os.fspath(path)}' is JSON, but no timeline of fsdp2; give a file that "
-                f"fsdp2.trace wrote"
+                f"fsdp2.trace wrote",
             )
         if int(head.get("version", 0)) > VERSION:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "trace-version",
                 f"'{os.fspath(path)}' is a timeline of version {head['version']}, and this fsdp2 "
-                f"reads up to {VERSION}; read it with the fsdp2 that wrote it, or a later one"
+                f"reads up to {VERSION}; read it with the fsdp2 that wrote it, or a later one",
             )
         return _timeline(document["traceEvents"], head)
 
@@ -336,7 +346,7 @@ Event = dict[str, Any]
 
 
 def _dumped(timeline: Timeline) -> str:
-    """The file's text: an event a line."""
+    """The file's text: one event per line."""
     head: dict[str, Value] = {"format": _FORMAT, "version": VERSION, **timeline.metadata}
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in _events(timeline))
     return (
@@ -370,7 +380,7 @@ def _events(timeline: Timeline) -> list[Event]:
 
 
 def _duration(span: Slice | Wait) -> float:
-    """As the difference of what is written, so that neighbours touch and do not overlap."""
+    """As the difference of what is written, so that neighbors touch and do not overlap."""
     return round(round(span.end, 3) - round(span.start, 3), 3)
 
 
@@ -389,7 +399,7 @@ def _args(each: Slice | Wait) -> dict[str, Value]:
 
 
 def _add_arrow(add: Any, number: int, wait: Wait, behind: Slice) -> None:
-    """From the last nanosecond of what was waited for, to what begins when the wait is over."""
+    """From the last nanosecond of an operation to the operation that starts when the wait ends."""
     leaves = max(behind.start, behind.end - _NANOSECOND)
     fields = {"id": number + 1, "name": "event", "cat": "event"}
     add(1, behind.lane, "s", min(leaves, wait.end), **fields)

@@ -1,13 +1,13 @@
-"""Which modules of a model become units, and how.
+"""Selection of the modules of a model that become units.
 
-policies     rules that choose modules: by class, by size, by a function of the user's
-choices      a policy asked about a model: the chosen modules, bottom-up, with their options
-sharding     `shard_model`: the chosen modules and the model itself, by a strategy
-deferring    `deferred`: a model that is sharded while it is made
+policies     rules that select modules: by class, by size, by a function of the user
+choices      the selection of a policy in a model: the modules, bottom-up, with their options
+sharding     `shard_model`: the selected modules and the model itself, by a strategy
+deferring    `deferred`: a model that is sharded while it is constructed
 annotations  `enable_wrap` and `wrap`: modules that a model's own code marks
 
-The names, arguments and choices are those of ``torch.distributed.fsdp.wrap``. Policies of torch's
-are taken as well, by what they can do: nothing here imports torch's FSDP.
+The names, arguments and selections match ``torch.distributed.fsdp.wrap``. Policies of torch are
+accepted by their interface: nothing here imports torch's FSDP.
 
 Example::
 

@@ -12,6 +12,8 @@ from contextvars import ContextVar
 
 from torch import nn
 
+from fsdp2.core.errors import coded
+
 Wrapper = Callable[..., nn.Module]
 """A class or function: takes a module and options, returns the module to use in its place."""
 
@@ -20,14 +22,14 @@ _enabled: ContextVar[tuple[Wrapper, dict[str, object]] | None] = ContextVar("ena
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Wrapper, **wrapper_kwargs: object) -> Iterator[None]:
-    """Let `wrap` wrap, in this context.
+    """Enable `wrap` in this context.
 
     Args:
-        wrapper_cls: what wraps: a class, or `fully_shard`, which shards in place.
+        wrapper_cls: the wrapper: a class, or `fully_shard`, which shards in place.
         **wrapper_kwargs: options for each call of it.
 
     Raises:
-        NotImplementedError: in the context already.
+        NotImplementedError: the context is already active.
         TypeError: ``wrapper_cls`` cannot be called.
 
     Example::
@@ -36,14 +38,18 @@ def enable_wrap(*, wrapper_cls: Wrapper, **wrapper_kwargs: object) -> Iterator[N
             model = Model()  # whose __init__ says self.block = wrap(Block())
     """
     if not callable(wrapper_cls):
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "wrapper-class",
             f"enable_wrap(wrapper_cls=…) takes a class or a function of a module, not "
-            f"{wrapper_cls!r}; pass for example fully_shard"
+            f"{wrapper_cls!r}; pass for example fully_shard",
         )
     if _enabled.get() is not None:
-        raise NotImplementedError(
+        raise coded(
+            NotImplementedError,
+            "wrap-nested",
             "enable_wrap was entered inside enable_wrap, so that modules would have two wrappers; "
-            "leave the outer one first"
+            "leave the outer one first",
         )
     token = _enabled.set((wrapper_cls, wrapper_kwargs))
     try:
@@ -53,14 +59,14 @@ def enable_wrap(*, wrapper_cls: Wrapper, **wrapper_kwargs: object) -> Iterator[N
 
 
 def wrap(module: nn.Module, **wrap_overrides: object) -> nn.Module:
-    """Wrap a module inside of `enable_wrap`; return it as it is elsewhere.
+    """Wrap a module inside `enable_wrap`; outside it, return the module unchanged.
 
     Args:
         module: the module.
-        **wrap_overrides: options that count before those of `enable_wrap`.
+        **wrap_overrides: options that override those of `enable_wrap`.
 
     Returns:
-        What ``wrapper_cls`` returns, or ``module``.
+        The result of ``wrapper_cls``, or ``module``.
 
     Example::
 

@@ -1,11 +1,11 @@
-"""A policy asked about a model: what it chooses, and how to wrap that.
+"""The selection of a policy in a model, and how to wrap it.
 
-    a function   asked top-down which modules to look below, bottom-up which to choose;
-                 elements of chosen modules no longer count for those around
-    an object    gives all its choices at once
+    a function   called top-down to select modules to descend into, bottom-up to select units;
+                 elements of selected modules do not count for the enclosing ones
+    an object    returns its whole selection at once
     classes      as ModuleWrapPolicy
 
-The model itself is never among the choices: who wraps it does that last.
+The selection never contains the model itself: the caller wraps it last.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from fsdp2.core.errors import coded
 from fsdp2.core.modules.walks import walk
 from fsdp2.wrap.policies import ModuleWrapPolicy, Options, WrapFunction, WrapPolicy
 
 Policy = WrapPolicy | WrapFunction | Iterable[type[nn.Module]]
-"""What says which modules become units."""
+"""A rule that selects the modules that become units."""
 
 Wrapper = Callable[..., nn.Module]
-"""A class or function: takes a module and options, returns the module to use in its place."""
+"""A class or function that takes a module and options, and returns its replacement."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A module that a policy chose.
+    """A module that a policy selected.
 
     Attributes:
-        name: its name below the model, the first one where it has several.
+        name: its name below the model, the first one if it has several.
         module: the module.
-        options: what to wrap it with: those of the model, and its own over them.
+        options: the options to wrap it with: those of the model, overridden by its own.
     """
 
     name: str
@@ -51,20 +52,20 @@ def chosen_modules(
     ignored_params: Iterable[nn.Parameter] = (),
     options: Mapping[str, object] | None = None,
 ) -> list[Choice]:
-    """The modules of a model that a policy chooses, those below others first.
+    """Return the modules of a model that a policy selects, children before parents.
 
     Args:
-        model: the model, which is not wrapped yet. It is not among the choices itself.
+        model: the model, which is not wrapped yet. The result never contains it.
         policy: `ModuleWrapPolicy`, `CustomPolicy`, a function such as
             `size_based_auto_wrap_policy`, one of torch's, classes of modules, or ``None`` for
             nothing.
-        ignored_modules: modules that are not chosen. Functions are not asked about modules below
+        ignored_modules: modules that are not selected. Functions are not called for modules below
             them either.
-        ignored_params: parameters that a function's ``nonwrapped_numel`` leaves out.
-        options: those of the model, which chosen modules inherit. Default: none.
+        ignored_params: parameters that a function's ``nonwrapped_numel`` excludes.
+        options: those of the model, which selected modules inherit. Default: none.
 
     Returns:
-        A `Choice` each, in the order in which they are to be wrapped.
+        A `Choice` for each, in the order in which to wrap them.
 
     Raises:
         TypeError: ``policy`` is none of these.
@@ -100,16 +101,16 @@ def options_for(
     numel: int | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Options | None:
-    """Whether a policy chooses one module that has no model around it yet, and with what.
+    """Return whether a policy selects one module without an enclosing model, and its options.
 
     Args:
         module: the module.
         policy: as for `chosen_modules`.
-        numel: its elements that no unit below it has. Default: all.
+        numel: its elements outside the units below it. Default: all.
         options: those of the model.
 
     Returns:
-        The options to wrap it with; ``None`` where it is not chosen.
+        The options to wrap it with; ``None`` if it is not selected.
 
     Example::
 
@@ -138,19 +139,19 @@ def wrap_modules(
     ignored_params: Iterable[nn.Parameter] = (),
     **options: object,
 ) -> list[Choice]:
-    """Wrap what a policy chooses, in place; the model itself is left to the caller.
+    """Wrap the modules that a policy selects, in place; the caller wraps the model itself.
 
     Args:
         model: the model.
         policy: as for `chosen_modules`.
-        wrapper: called with each chosen module and its options. What it returns takes the module's
-            place, wherever the model registers it.
+        wrapper: called with each selected module and its options. Its result replaces the module
+            wherever the model registers it.
         ignored_modules: as for `chosen_modules`.
         ignored_params: as for `chosen_modules`.
         **options: for ``wrapper``.
 
     Returns:
-        What was chosen; ``module`` is the module inside of its wrapper.
+        The selection; ``module`` is the module inside its wrapper.
 
     Example::
 
@@ -243,10 +244,10 @@ def _by_keyword(policy: Any) -> Callable[[nn.Module, bool, int], bool]:
 
 
 def check_policy(policy: object) -> None:
-    """Raise if it is no policy.
+    """Raise an error if it is not a policy.
 
     Raises:
-        TypeError: it is not.
+        TypeError: it is not a policy.
     """
     _checked(policy)
 
@@ -257,7 +258,9 @@ def _checked(policy: object) -> WrapPolicy | WrapFunction | None:
         return policy
     if not kind and isinstance(policy, Iterable):
         return ModuleWrapPolicy(policy)
-    raise TypeError(
+    raise coded(
+        TypeError,
+        "wrap-policy",
         f"a wrap policy is a ModuleWrapPolicy, a CustomPolicy, a function of (module, recurse, "
-        f"nonwrapped_numel), or classes of modules, not {policy!r}; pass for example [Block]"
+        f"nonwrapped_numel), or classes of modules, not {policy!r}; pass for example [Block]",
     )

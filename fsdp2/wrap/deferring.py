@@ -1,14 +1,14 @@
-"""A model that is sharded while it is made: one block whole at a time.
+"""A model that is sharded while it is constructed: one full block at a time.
 
     with deferred(mesh, {Block}):
         model = Model()
-          Block.__init__ ... ends ──> initialised ── fully_shard(block) ──> its shards alone stay
+          Block.__init__ ... ends ──> initialized ── fully_shard(block) ──> only its shards stay
           Block.__init__ ... ends ──> …
     end of the context ──> fully_shard(model)
 
-Constructors run in their own order, whole, on every rank: the same random numbers are drawn as
-without sharding, so the weights are the same to the bit. While the context lasts, every module
-class tells when a constructor of it ends, and ``apply`` gathers what is sharded, block by block.
+Constructors run in their usual order, on full tensors, on every rank: they draw the same random
+numbers as without sharding, so the weights are equal to the bit. During the context, every module
+class reports the end of its constructor, and ``apply`` unshards modules, block by block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.api import fully_shard, plan_calls
-from fsdp2.core.config import ShardingStateError
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registry import record_of, require_record
 from fsdp2.core.modules.walks import managed_modules
@@ -37,7 +37,7 @@ from fsdp2.wrap import choices
 T = TypeVar("T")
 
 Policy = choices.Policy | type[nn.Module] | Callable[[nn.Module], bool]
-"""Which modules become units: as of `shard_model`, one class, or a function of a module."""
+"""A selection of units: as for `shard_model`, one class, or a function of a module."""
 
 
 @contextlib.contextmanager
@@ -47,41 +47,44 @@ def deferred(
     init_fn: Callable[[nn.Module], object] | None = None,
     **fully_shard_options: object,
 ) -> Iterator[None]:
-    """Shard a model while it is made: each block is made, initialised, sharded and freed.
+    """Shard a model while it is constructed: each block is constructed, initialized, sharded and
+    freed.
 
-    Inside, a module that ``policy`` names is sharded when its constructor ends. The modules around
-    them are sharded when the context ends, with what is left: embeddings, heads. Name those in the
-    policy, too, if they are large. At any time this rank holds its shards, one block, and what is
-    to be sharded at the end.
+    Inside the context, a module that ``policy`` selects is sharded when its constructor ends. The
+    enclosing modules are sharded when the context ends, with the remaining parameters: embeddings,
+    heads. Select those in the policy, too, if they are large. At any time this rank holds its
+    shards, one block, and the parameters that are sharded at the end.
 
-    The weights are those of a model that was made without it, to the bit, if all ranks start from
-    one seed: constructors run whole, in their order. A constructor may call ``self.apply(init)``
-    on blocks that are sharded already, as many do: each of them is gathered meanwhile. So is a
-    module that is given to a method ``_init_weights``, as transformers' models initialise. A
-    constructor must not write into blocks in other ways, which raises at the end.
+    The weights equal those of a model constructed without the context, to the bit, if all ranks
+    start from one seed, because constructors run in full and in order. Two forms of initialization
+    may access blocks that are sharded already:
 
-    Run it on every rank alike. Do not run the model inside. Tie parameters inside, in a
-    constructor, or after the context.
+    - ``self.apply(init)`` in a constructor: each block is unsharded meanwhile.
+    - A method ``_init_weights``, as in transformers' models: the module passed to it is unsharded.
+
+    A constructor must not write into blocks in other ways, which raises at the end.
+
+    Run it on every rank in the same way. Do not run the model inside. Tie parameters inside a
+    constructor or after the context.
 
     Args:
         mesh: as for `fully_shard`; ``None`` for all ranks.
-        policy: as of `shard_model`, one class, or a function of a module that says whether it
-            becomes a unit. A function with the arguments ``module``, ``recurse`` and
-            ``nonwrapped_numel`` is asked with ``recurse=False``. `CustomPolicy` may give a module
-            options of its own.
+        policy: as for `shard_model`, one class, or a function that returns whether a module becomes
+            a unit. A function with the arguments ``module``, ``recurse`` and ``nonwrapped_numel``
+            is called with ``recurse=False``. `CustomPolicy` may give a module its own options.
         init_fn: called with each module of a block, the block first, before the block is sharded,
-            to initialise the parameters that the module itself holds. Needed where they are on the
-            meta device: they get memory first. ``None`` (default): constructors initialise.
+            to initialize the parameters that the module itself holds. Required if they are on the
+            meta device: they get memory first. ``None`` (default): constructors initialize.
         fully_shard_options: further arguments of each `fully_shard` call.
 
     Raises:
-        TypeError: ``policy`` is of none of these kinds.
-        ValueError: a parameter is on the meta device and there is no ``init_fn``.
+        TypeError: ``policy`` is none of these.
+        ValueError: a parameter is on the meta device without an ``init_fn``.
         ShardingStateError: a block's parameter was written after the block was sharded.
 
-    The arguments are looked at before anything is constructed. Each block is planned before it is
-    initialised, and what is left for the end all at once; what only a later constructor or
-    ``init_fn`` brings to light is found when that has run.
+    The arguments are checked before anything is constructed. Each block is planned before it is
+    initialized, and the remaining parameters are planned together at the end. Errors that only a
+    later constructor or ``init_fn`` reveals are raised when it has run.
 
     Example::
 
@@ -99,10 +102,10 @@ def deferred(
 
 
 class _Construction:
-    """What is under construction, and what has become of it.
+    """The modules under construction, and the units created from them.
 
     Args:
-        policy: which modules become units, and with what.
+        policy: the selection of units and their options.
         init_fn: of the user.
         arguments: of `fully_shard`.
     """
@@ -149,7 +152,7 @@ class _Construction:
         self._note([module])
 
     def apply(self, module: nn.Module, run: Callable[[], T]) -> T:
-        """Run what initialises a module, with what is sharded of its own whole meanwhile."""
+        """Run what initializes a module, with what is sharded of its own whole meanwhile."""
         units = {
             prefix + key: unit
             for member, prefix in managed_modules((module,))
@@ -219,10 +222,12 @@ class _Construction:
         for unit in units:
             if self._versions[unit] != [param._version for param in _shards(unit)]:
                 name = require_record(unit).unit.title
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "deferred-written",
                     f"a constructor wrote into '{name}' after that was sharded, which is not what "
                     f"it does to a whole block; initialise it in its own constructor, by "
-                    f"self.apply(…), or in deferred(init_fn=…)"
+                    f"self.apply(…), or in deferred(init_fn=…)",
                 )
 
 
@@ -230,10 +235,12 @@ def _check_memory(member: nn.Module, prefix: str) -> None:
     for key, param in member._parameters.items():
         if param is not None and param.is_meta:
             name = prefix + key
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "deferred-meta",
                 f"parameter '{name}' is on the meta device, so that its constructor "
                 f"gave it no values; pass deferred(init_fn=…), or construct without the meta "
-                f"device, as one block at a time is whole anyway"
+                f"device, as one block at a time is whole anyway",
             )
 
 
@@ -304,7 +311,7 @@ def _watched(construction: _Construction) -> Iterator[None]:
 
 
 _INITIALISER = "_init_weights"
-"""Method that initialises the module that it is given, as of transformers' models."""
+"""Method that initializes the module that it is given, as of transformers' models."""
 
 
 def _constructing(original: Callable[..., None], construction: _Construction) -> object:

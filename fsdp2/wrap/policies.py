@@ -1,12 +1,12 @@
-"""Rules that choose which modules become units.
+"""Rules that select the modules that become units.
 
     objects      ModuleWrapPolicy, CustomPolicy        see all modules of a model at once
-    functions    size_based_auto_wrap_policy, …        are asked twice about each module:
-                   recurse=True    shall the modules below be asked?
-                   recurse=False   shall this one be a unit, with so many elements left in it?
+    functions    size_based_auto_wrap_policy, …        are called twice for each module:
+                   recurse=True    descend into the module?
+                   recurse=False   make it a unit, given the number of its remaining elements?
 
-Functions that need an argument of their own get it with ``functools.partial``. Names, arguments
-and choices are those of ``torch.distributed.fsdp.wrap``.
+Functions with further arguments get them with ``functools.partial``. Names, arguments and
+selections match ``torch.distributed.fsdp.wrap``.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from typing import Protocol
 
 from torch import nn
 
+from fsdp2.core.errors import coded
+
 Options = dict[str, object]
-"""What a wrapper is called with, besides the module."""
+"""The options of a wrapper call, besides the module."""
 
 
 class WrapFunction(Protocol):
-    """A policy that is a function; arguments of its own have defaults or are bound."""
+    """A policy that is a function; its further arguments have defaults or are bound."""
 
     def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        """Whether to look below ``module`` (``recurse``), or to make it a unit."""
+        """Whether to descend into ``module`` (``recurse``), or to make it a unit."""
 
 
 class WrapPolicy(Protocol):
-    """A policy that is an object: ours, or one of torch's."""
+    """A policy that is an object: fsdp2's, or one of torch's."""
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Options
@@ -37,7 +39,7 @@ class WrapPolicy(Protocol):
 
 
 class ModuleWrapPolicy:
-    """Every module of these classes becomes a unit, with the options of the whole model.
+    """Makes every module of the given classes a unit, with the options of the whole model.
 
     Args:
         module_classes: classes of modules; instances of subclasses count, too.
@@ -54,9 +56,11 @@ class ModuleWrapPolicy:
         self._module_classes = set(module_classes)
         for found in self._module_classes:
             if not (isinstance(found, type) and issubclass(found, nn.Module)):
-                raise TypeError(
+                raise coded(
+                    TypeError,
+                    "wrap-classes",
                     f"ModuleWrapPolicy takes classes of modules, but one is {found!r}; pass for "
-                    f"example [TransformerBlock]"
+                    f"example [TransformerBlock]",
                 )
 
     def _run_policy(
@@ -70,7 +74,7 @@ class ModuleWrapPolicy:
         }
 
     def __call__(self, module: nn.Module, recurse: bool, *_: object, **__: object) -> bool:
-        """As a function: the same choices, for code that asks module by module."""
+        """As a function: the same selection, for code that asks module by module."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
@@ -79,12 +83,13 @@ class ModuleWrapPolicy:
 
 
 class CustomPolicy:
-    """A function decides for each module, and may give it options of its own.
+    """Selects units with a function, which may also set options for each module.
 
     Args:
-        lambda_fn: called with each module that is not ignored, the model itself included. ``False``
-            or an empty dict: no unit. ``True``: a unit with the options of the whole model. A dict:
-            a unit whose options it overrides.
+        lambda_fn: called with each module that is not ignored, including the model itself.
+            ``False`` or an empty dict: not a unit. ``True``: a unit with the options of the whole
+            model. A dict: a unit with these options in addition to the model's, which they
+            override.
 
     Example::
 
@@ -108,9 +113,11 @@ class CustomPolicy:
                 continue
             answer: object = self._lambda_fn(module)
             if not isinstance(answer, bool | Mapping):
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "wrap-answer",
                     f"the function of CustomPolicy returned {answer!r} for '{name or '(root)'}'; "
-                    f"return True, False, or a dict of options"
+                    f"return True, False, or a dict of options",
                 )
             if answer:
                 own = answer if isinstance(answer, Mapping) else {}
@@ -125,7 +132,7 @@ class CustomPolicy:
 
 
 def always_wrap_policy(*args: object, **kwargs: object) -> bool:
-    """Every module becomes a unit: small units, many collectives. Arguments do not matter."""
+    """Makes every module a unit: small units, many collectives. Arguments are ignored."""
     return True
 
 
@@ -135,13 +142,13 @@ def lambda_auto_wrap_policy(
     nonwrapped_numel: int,
     lambda_fn: Callable[[nn.Module], bool],
 ) -> bool:
-    """Every module for which ``lambda_fn`` says so becomes a unit.
+    """Makes every module for which ``lambda_fn`` returns true a unit.
 
     Args:
-        module: the module that is asked about.
-        recurse: whether it is asked to look below ``module``, which it always does.
+        module: the module in question.
+        recurse: whether the question is to descend into ``module``; the answer is always yes.
         nonwrapped_numel: elements of ``module`` that no unit has yet; not used.
-        lambda_fn: says whether a module becomes a unit.
+        lambda_fn: returns whether a module becomes a unit.
 
     Example::
 
@@ -156,11 +163,11 @@ def transformer_auto_wrap_policy(
     nonwrapped_numel: int,
     transformer_layer_cls: set[type[nn.Module]],
 ) -> bool:
-    """Every module of these classes becomes a unit; the rest of the model is the root's.
+    """Makes every module of the given classes a unit; the rest of the model belongs to the root.
 
     Args:
-        module: the module that is asked about.
-        recurse: whether it is asked to look below ``module``, which it always does.
+        module: the module in question.
+        recurse: whether the question is to descend into ``module``; the answer is always yes.
         nonwrapped_numel: elements of ``module`` that no unit has yet; not used.
         transformer_layer_cls: classes of modules.
 
@@ -191,13 +198,13 @@ class _SizeBased:
         force_leaf_modules: set[type[nn.Module]] | None = None,
         exclude_wrap_modules: set[type[nn.Module]] | None = None,
     ) -> bool:
-        """A module with at least ``min_num_params`` elements that no unit below it has.
+        """Selects a module with at least ``min_num_params`` elements outside the units below it.
 
         Args:
-            module: the module that is asked about.
-            recurse: whether it is asked to look below ``module``, or to make it a unit.
+            module: the module in question.
+            recurse: whether the question is to descend into ``module``, or to make it a unit.
             nonwrapped_numel: elements of ``module`` that no unit has yet.
-            min_num_params: the least number of elements of a unit. Default 100 million.
+            min_num_params: the minimum number of elements of a unit. Default 100 million.
             force_leaf_modules: classes below whose instances nothing becomes a unit. Default: the
                 attribute ``FORCE_LEAF_MODULES``, ``{nn.MultiheadAttention}``.
             exclude_wrap_modules: classes whose instances never become units. Default: the attribute
@@ -227,11 +234,11 @@ size_based_auto_wrap_policy = _SizeBased()
 def any_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[WrapFunction]
 ) -> bool:
-    """What any of several functions chooses; torch has it as ``_or_policy``.
+    """Selects what any of several functions selects; torch calls it ``_or_policy``.
 
     Args:
-        module: the module that is asked about.
-        recurse: whether the functions are asked to look below ``module``.
+        module: the module in question.
+        recurse: whether the question is to descend into ``module``.
         nonwrapped_numel: elements of ``module`` that no unit has yet.
         policies: functions, and `ModuleWrapPolicy`.
 

@@ -1,11 +1,11 @@
 """`shard_model`: one call for a whole model.
 
-    ignored     ──> parameters and modules that are left alone
+    ignored     ──> parameters and modules that fsdp2 does not manage
     policy      ──> modules, bottom-up; modules that share parameters become one unit
-    strategy    ──> a mesh, and when gathered parameters are freed
+    strategy    ──> a mesh, and when unsharded parameters are freed
     everything is checked ──> fully_shard on each unit, then on the model ──> ShardReport
 
-A strategy is nothing but settings of units: `fully_shard` and setters give the same.
+A strategy is a set of unit settings: `fully_shard` and setters have the same effect.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.api import PlannedCall, apply_calls, plan_call
 from fsdp2.core.config import CPUOffloadPolicy
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registry import record_of, require_record
 from fsdp2.core.schedule.group import ParamGroup
@@ -40,7 +41,7 @@ Strategy = Literal["zero3", "zero2", "zero1", "replicated", "hybrid", "hybrid-ze
 
 
 class _StrategyOptions(NamedTuple):
-    """What a strategy sets; ``frees_forward=None`` is `fully_shard`'s own default."""
+    """The settings of a strategy; ``frees_forward=None`` is `fully_shard`'s own default."""
 
     mesh_dims: int
     frees_forward: bool | None
@@ -64,24 +65,24 @@ _OPTIONS = (
     "mp_policy",
     "offload_policy",
 )
-"""What a policy may choose for a module of its own."""
+"""The options that a policy may set for a single module."""
 
 
 @dataclass(frozen=True)
 class UnitReport:
-    """One unit that `shard_model` made.
+    """One unit that `shard_model` created.
 
     Attributes:
         names: names of its modules below the model, "(root)" for the model itself.
         num_params: number of parameters.
         numel: number of elements, over all ranks.
-        shard_bytes: bytes of its flat shards on one rank, padding included.
-        reshard_after_forward: whether forward frees gathered parameters. The root's ``None`` frees
-            none, as its backward comes at once.
-        reshard_after_backward: whether backward does.
-        param_dtype: dtype of compute; ``None``: the parameters' own.
-        offloaded: whether shards live in CPU memory.
-        tied: whether it was made as its modules share parameters.
+        shard_bytes: bytes of its flat shards on one rank, including padding.
+        reshard_after_forward: whether forward reshards. With the root's ``None`` it does not,
+            because its backward follows at once.
+        reshard_after_backward: whether backward reshards.
+        param_dtype: compute dtype; ``None``: the parameters' own.
+        offloaded: whether shards are in CPU memory.
+        tied: whether it was created because its modules share parameters.
     """
 
     names: tuple[str, ...]
@@ -97,13 +98,13 @@ class UnitReport:
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What `shard_model` did; ``print`` shows a table.
+    """The result of `shard_model`; ``print`` shows a table.
 
     Attributes:
         strategy: the strategy.
         mesh: shape of the mesh: (shard,), (replicate, shard) or (between, inside).
-        units: in the order in which they were made, the root last.
-        ignored: names of parameters that were left alone.
+        units: in the order of their creation, the root last.
+        ignored: names of parameters that fsdp2 does not manage.
     """
 
     strategy: str
@@ -161,54 +162,55 @@ def shard_model(
     wire: WireFormat | None = None,
     ignored: Iterable[nn.Module | nn.Parameter | str] = (),
 ) -> ShardReport:
-    """Shard a whole model in place: what a policy chooses, bottom-up, then the model.
+    """Shard a whole model in place: the modules that a policy selects, bottom-up, then the model.
 
     Modules that share a parameter and would be in different units, such as an embedding and the
-    head in another block, become one unit. Chosen modules without a forward, and those with no
-    parameters that are left to them, are not made units.
+    head in another block, become one unit. Selected modules without a forward, or without remaining
+    parameters, do not become units.
 
     ================ ==================== =========== ====================================
-    strategy         mesh                 gathers     set by
+    strategy         mesh                 all-gathers set by
     ================ ==================== =========== ====================================
     ``zero3``        (shard,)             forward and nothing: the default
                                           backward
     ``zero2``        (shard,)             forward     ``reshard_after_forward=False``
-    ``zero1``        (shard,)             once a step that and
-                                                      ``set_reshard_after_backward(False)``
-    ``replicated``   (ranks, 1)           no          as ``zero2``; gradients are all-reduced
+    ``zero1``        (shard,)             once per    that and
+                                          step        ``set_reshard_after_backward(False)``
+    ``replicated``   (ranks, 1)           none        as ``zero2``; gradients are all-reduced
     ``hybrid``       (replicate, shard)   as zero3    the mesh
     ``hybrid-zero2`` (replicate, shard)   as zero2    the mesh, as ``zero2``
     ``levels``       (between, inside)    as zero3    ``mesh=Levels(mesh)``
     ================ ==================== =========== ====================================
 
     Gradients are reduced in each backward. With accumulation, call
-    ``model.set_requires_gradient_sync(last)`` before each micro-batch: they are then reduced once a
-    step.
+    ``model.set_requires_gradient_sync(last)`` before each micro-batch: gradients are then reduced
+    once per step.
 
     Args:
         model: the model; its class becomes ``FSDP<Original>``.
-        policy: which modules become units: as for `chosen_modules`. `CustomPolicy` may give a
-            module ``mesh``, ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy`` and
-            ``offload_policy`` of its own. ``None``: the model is one unit.
+        policy: selects the modules that become units, as for `chosen_modules`. `CustomPolicy` may
+            set ``mesh``, ``reshard_after_forward``, ``shard_placement_fn``, ``mp_policy`` and
+            ``offload_policy`` for a single module. ``None``: the model is one unit.
         strategy: see the table. Default ``"zero3"``.
-        mesh: 1-D, or (replicate, shard) for ``replicated``, whose shard dim is 1, and hybrids, or
-            (between, inside) for ``levels``. ``None`` (default): all ranks; for the latter, nodes
-            of ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets.
+        mesh: 1-D, or (replicate, shard) for hybrids and for ``replicated``, whose shard dim is 1,
+            or (between, inside) for ``levels``. ``None`` (default): all ranks; for hybrids and
+            ``levels``, nodes of ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets.
         mp_policy: as for `fully_shard`.
         offload_policy: as for `fully_shard`.
         shard_placement_fn: as for `fully_shard`.
-        whole_below: parameters of fewer elements stay whole on every rank, whatever places the
-            others (`fsdp2.whole_below`). Default ``0``: none.
-        wire: arguments of `FSDPModule.set_wire_format`, which is called on the model then:
-            parameters and gradients travel in fewer bytes. Default ``None``: as they are.
-        ignored: modules, parameters, or names of them: left alone with all that is below them.
+        whole_below: parameters with fewer elements stay whole on every rank, whatever the placement
+            of the others (`fsdp2.whole_below`). Default ``0``: none.
+        wire: arguments of `FSDPModule.set_wire_format`, which is then called on the model:
+            parameters and gradients are sent in fewer bytes. Default ``None``: no format.
+        ignored: modules, parameters, or names of them. fsdp2 does not manage them or anything below
+            them.
 
     Returns:
-        What became a unit, and with what.
+        The units and their settings.
 
     Raises:
-        ValueError: something does not fit, the arguments or a parameter; nothing was changed then.
-        TypeError: an argument is of the wrong type.
+        ValueError: an argument or a parameter is invalid; nothing has changed in this case.
+        TypeError: an argument has the wrong type.
 
     Example::
 
@@ -216,8 +218,10 @@ def shard_model(
     """
     settings = _STRATEGIES.get(strategy)
     if settings is None:
-        raise ValueError(
-            f"shard_model(strategy=…) takes one of {', '.join(_STRATEGIES)}, not {strategy!r}"
+        raise coded(
+            ValueError,
+            "strategy",
+            f"shard_model(strategy=…) takes one of {', '.join(_STRATEGIES)}, not {strategy!r}",
         )
     modules, params = _ignored(model, ignored)
     chosen = _mesh_of(strategy, settings, mesh)
@@ -267,7 +271,7 @@ def shard_model(
 def _ignored(
     model: nn.Module, ignored: Iterable[nn.Module | nn.Parameter | str]
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """Modules and parameters that are left alone."""
+    """Modules and parameters that fsdp2 does not manage."""
     below: dict[str, nn.Module | nn.Parameter] = dict(model.named_modules(remove_duplicate=False))
     below |= dict(model.named_parameters(remove_duplicate=False))
     present = set(below.values())
@@ -277,14 +281,18 @@ def _ignored(
         found: object = below.get(item) if isinstance(item, str) else item
         if not isinstance(found, nn.Module | nn.Parameter) or found not in present:
             what = repr(item) if isinstance(item, str) else f"a {type(item).__name__}"
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "ignored-unknown",
                 f"shard_model(ignored=…) names {what}, which is no module or parameter of the "
-                f"model; pass those of this model, or their names in it"
+                f"model; pass those of this model, or their names in it",
             )
         if found is model:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "ignored-model",
                 "shard_model(ignored=…) names the model itself, so that nothing is left to shard; "
-                "name modules or parameters in it"
+                "name modules or parameters in it",
             )
         if isinstance(found, nn.Module):
             modules |= set(found.modules())
@@ -303,9 +311,11 @@ def _mesh_of(strategy: str, settings: _StrategyOptions, mesh: DeviceMesh | None)
             wanted = {"replicated": "(ranks, 1)", "levels": "(between, inside)"}.get(
                 strategy, "(shard,)" if settings.mesh_dims == 1 else "(replicate, shard)"
             )
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "strategy-mesh",
                 f"shard_model(strategy={strategy!r}) takes a mesh {wanted}, but got one of shape "
-                f"{tuple(mesh.shape)}; pass another mesh, or another strategy"
+                f"{tuple(mesh.shape)}; pass another mesh, or another strategy",
             )
     return mesh
 
@@ -325,10 +335,12 @@ def _default_mesh(strategy: str, settings: _StrategyOptions) -> DeviceMesh:
 def _check_options(plan: _PlannedUnit) -> None:
     for key in plan.options:
         if key not in _OPTIONS:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "policy-option",
                 f"the policy gives '{plan.names[0]}' the option {key!r}, which shard_model does "
                 f"not have; use mesh, reshard_after_forward, shard_placement_fn, mp_policy, "
-                f"offload_policy"
+                f"offload_policy",
             )
 
 
@@ -348,7 +360,7 @@ def _runs(module: nn.Module) -> bool:
 
 
 def _registrations(model: nn.Module) -> dict[nn.Parameter, dict[nn.Module, str]]:
-    """Where each parameter is registered: modules and their names."""
+    """The modules and names under which each parameter is registered."""
     found: dict[nn.Parameter, dict[nn.Module, str]] = {}
     for name, module in model.named_modules():
         for param in module._parameters.values():
@@ -418,9 +430,10 @@ def _planned(units: Sequence[_PlannedUnit], ignored: set[nn.Parameter]) -> list[
 
 
 def _show_gradients(module: nn.Module) -> None:
-    """Register sharded parameters once they have gradients, although gathered ones are kept.
+    """Register sharded parameters once they have gradients, although unsharded ones are kept.
 
-    Else ``model.parameters()`` would be gathered ones, without gradients: clipping would clip none.
+    Otherwise ``model.parameters()`` would return unsharded ones, without gradients, and clipping
+    would have no effect.
     """
     for group in require_record(module).unit.own_groups:
         reference = weakref.ref(group)

@@ -1,4 +1,4 @@
-"""Per-rank files become one full file: a command.
+"""A command that merges per-rank files into one full file.
 
 python -m fsdp2.xla.consolidate --ckpt_prefix /tmp/mnist/final_ckpt --ckpt_suffix "_rank-*.pth"
 """
@@ -13,7 +13,7 @@ from fsdp2.xla.files import consolidate_sharded_model_checkpoints
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Consolidate; the exit status is 1, and stderr says why, where that cannot be done."""
+    """Consolidate; on failure the exit status is 1, and stderr gives the reason."""
     parser = argparse.ArgumentParser(
         prog="python -m fsdp2.xla.consolidate",
         description="Put the files of all ranks together to one that the unwrapped model loads.",

@@ -1,11 +1,11 @@
-"""Per-rank files become one full file.
+"""Per-rank files are merged into one full file.
 
     prefix_rank-0-of-2.pth   {'model': rows, 'shard_metadata': whose}   ┐
     prefix_rank-1-of-2.pth   {'model': rows, 'shard_metadata': whose}   ┘ ──> {'model': tensors}
 
 All files are opened and compared before anything is written. They are mapped, not read: memory
-holds the pages of one tensor at a time. The full tensors of a file that is written are mapped, too,
-in a scratch file beside it that has no name. The full file appears under its name when it is whole.
+holds the pages of one tensor at a time. The full tensors of the output are also mapped, in an
+unnamed scratch file next to it. The full file appears under its name when it is complete.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fsdp2.core.errors import coded
 from fsdp2.xla.shards import ShardInfo, ShardMetadata, check_metadata, local_shape, rows_of
 
 StateDict = Mapping[str, Any]
@@ -27,20 +28,20 @@ Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 def consolidate_sharded_state_dicts(
     state_dict_list: Sequence[StateDict], shard_metadata: ShardMetadata
 ) -> dict[str, Any]:
-    """Put all ranks' state dicts together to that of the unwrapped model.
+    """Merge all ranks' state dicts into that of the unwrapped model.
 
     Args:
-        state_dict_list: of each rank ``model.state_dict()``, in the order of ranks.
+        state_dict_list: each rank's ``model.state_dict()``, in the order of ranks.
         shard_metadata: ``model.get_shard_metadata()`` of any rank.
 
     Returns:
         The full state dict: names and shapes of the unwrapped model, plain tensors on the CPU, in
-        the dtypes of the shards. Buffers are rank 0's, in the dtypes that they had before
-        ``buffer_dtype``. Parameters that are tied in every state dict are one tensor.
+            the dtypes of the shards. Buffers are rank 0's, in their dtypes before ``buffer_dtype``.
+            Parameters that are tied in every state dict are one tensor.
 
     Raises:
-        ValueError: a state dict is missing, or is not what the metadata says; before any tensor is
-            made.
+        ValueError: a state dict is missing, or differs from the metadata; before any tensor is
+            created.
 
     Example::
 
@@ -49,9 +50,11 @@ def consolidate_sharded_state_dicts(
     """
     metadata = check_metadata(shard_metadata, "shard_metadata")
     if len(state_dict_list) != metadata["world_size"]:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "xla-number",
             f"got {len(state_dict_list)} state dicts, but the model was sharded over "
-            f"{metadata['world_size']} ranks; pass one of each rank, in their order"
+            f"{metadata['world_size']} ranks; pass one of each rank, in their order",
         )
     names = [f"the state dict of rank {rank}" for rank in range(len(state_dict_list))]
     _check_models(state_dict_list, names, metadata)
@@ -61,27 +64,28 @@ def consolidate_sharded_state_dicts(
 def consolidate_sharded_model_checkpoints(
     ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "", save_model: bool = True
 ) -> tuple[dict[str, Any], str | None]:
-    """Put the files of all ranks together to one that the unwrapped model loads.
+    """Merge the files of all ranks into one that the unwrapped model loads.
 
     Each file is a dict that ``torch.save`` wrote on one rank, with ``model.state_dict()`` under
-    "model" and ``model.get_shard_metadata()`` under "shard_metadata"; what else is in it is left
-    out. It is loaded with ``weights_only=True``.
+    "model" and ``model.get_shard_metadata()`` under "shard_metadata"; other entries are ignored. It
+    is loaded with ``weights_only=True``.
 
     Args:
-        ckpt_prefix: what the names of all files begin with.
-        ckpt_suffix: what they go on with, a pattern as of ``glob``. Default "*.pth".
-        save_path: the full file; by default ``ckpt_prefix + "_consolidated.pth"``. A file that is
-            there is replaced. It never counts as a rank's.
-        save_model: whether it is written. Default ``True``. It holds {'model': full state dict}.
+        ckpt_prefix: the prefix of the names of all files.
+        ckpt_suffix: the rest of the names, a ``glob`` pattern. Default "*.pth".
+        save_path: the full file; by default ``ckpt_prefix + "_consolidated.pth"``. An existing file
+            is replaced. It never counts as a rank's.
+        save_model: whether to write the full file. Default ``True``. It holds {'model': full state
+            dict}.
 
     Returns:
-        The full state dict, as of `consolidate_sharded_state_dicts`, and the path of the full file;
-        ``None`` in its place where none was written.
+        The full state dict, as for `consolidate_sharded_state_dicts`, and the path of the full
+        file; ``None`` instead if none was written.
 
     Raises:
-        FileNotFoundError: no file is called like that, or that of a rank is missing.
-        ValueError: a file cannot be read, is no rank's, or belongs to other files. Nothing has been
-            written then.
+        FileNotFoundError: no file matches, or that of a rank is missing.
+        ValueError: a file cannot be read, is not a rank's, or belongs to other files. Nothing was
+            written in this case.
 
     Example::
 
@@ -91,9 +95,11 @@ def consolidate_sharded_model_checkpoints(
     pattern = ckpt_prefix + ckpt_suffix
     paths = [path for path in sorted(glob(pattern)) if Path(path) != Path(target)]
     if not paths:
-        raise FileNotFoundError(
+        raise coded(
+            FileNotFoundError,
+            "xla-no-files",
             f"no files are called '{pattern}'; pass the ckpt_prefix and the ckpt_suffix that the "
-            f"ranks have saved under"
+            f"ranks have saved under",
         )
     files = [(path, _read(path)) for path in paths]
     metadata = {path: check_metadata(file.get("shard_metadata"), path) for path, file in files}
@@ -115,7 +121,7 @@ def _in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Mapped:
-    """Makes tensors whose pages are those of files without names, beside ``target``."""
+    """Creates tensors whose pages are those of unnamed files next to ``target``."""
 
     def __init__(self, target: Path) -> None:
         self._path = target.with_name(f".{target.name}.scratch-{os.getpid()}")
@@ -134,7 +140,7 @@ class _Mapped:
 def _joined(
     models: Sequence[StateDict], metadata: ShardMetadata, allocate: Allocate
 ) -> dict[str, object]:
-    """Whole tensors, one after the other; tied ones once."""
+    """Full tensors, one after the other; tied ones once."""
     full: dict[str, object] = {}
     made: dict[object, torch.Tensor] = {}
     for name, value in models[0].items():
@@ -170,26 +176,30 @@ def _whole(pieces: Sequence[torch.Tensor], info: ShardInfo, allocate: Allocate) 
 
 
 def _read(path: str) -> dict[str, Any]:
-    """What a rank has saved; tensors are mapped where the file allows it."""
+    """A rank's saved state; tensors are mapped if the file allows it."""
     with open(path, "rb") as file:
         is_archive = file.read(2) == b"PK"  # not one of the older format
     try:
         found = torch.load(path, map_location="cpu", mmap=is_archive, weights_only=True)
     except Exception as error:  # torch raises many kinds
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "xla-unreadable",
             f"'{path}' cannot be loaded, as it is cut short, or holds more than tensors and plain "
-            f"values; save that rank's file again"
+            f"values; save that rank's file again",
         ) from error
     if not isinstance(found, dict) or not isinstance(found.get("model"), Mapping):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "xla-no-model",
             f"'{path}' holds no 'model', so that it is no rank's file; choose a ckpt_suffix that "
-            f"leaves it out"
+            f"leaves it out",
         )
     return found
 
 
 def _write(target: Path, value: object) -> None:
-    """Write the file beside its place, and put it there when it is whole."""
+    """Write a temporary file, and rename it when it is complete."""
     saving = target.with_name(f".{target.name}.saving-{os.getpid()}")
     try:
         with saving.open("wb") as file:
@@ -216,22 +226,28 @@ def check_ranks(metadata: Mapping[str, ShardMetadata], pattern: str) -> None:
     size = told["world_size"]
     for path, other in others:
         if other["world_size"] != size:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "xla-world-sizes",
                 f"'{first}' was saved by one of {size} ranks, but '{path}' by one of "
-                f"{other['world_size']}; choose a ckpt_suffix that finds the files of one run"
+                f"{other['world_size']}; choose a ckpt_suffix that finds the files of one run",
             )
     for path, found in metadata.items():
         if found["rank"] in seen:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "xla-rank-twice",
                 f"'{seen[found['rank']]}' and '{path}' were both saved by rank {found['rank']}; "
-                f"choose a ckpt_suffix that finds the files of one run"
+                f"choose a ckpt_suffix that finds the files of one run",
             )
         seen[found["rank"]] = path
     missing = sorted(set(range(size)) - set(seen))
     if missing:
-        raise FileNotFoundError(
+        raise coded(
+            FileNotFoundError,
+            "xla-missing",
             f"'{pattern}' finds {len(seen)} of {size} ranks' files, those of ranks {missing} are "
-            f"missing; copy them there"
+            f"missing; copy them there",
         )
 
 
@@ -253,9 +269,11 @@ def _check_alike(metadata: Sequence[ShardMetadata], names: Sequence[str]) -> Non
     for other, name in zip(infos[1:], names[1:], strict=True):
         if other != infos[0]:
             wrong = next(p for p in {**infos[0], **other} if infos[0].get(p) != other.get(p))
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "xla-other-model",
                 f"'{names[0]}' and '{name}' differ in parameter '{wrong}', so that they are of "
-                f"different models; choose a ckpt_suffix that finds the files of one run"
+                f"different models; choose a ckpt_suffix that finds the files of one run",
             )
 
 
@@ -267,20 +285,26 @@ def _check_models(
         absent = {*models[0], *metadata["shard_info"]} - set(model)
         extra = set(model) - set(models[0])
         if absent or extra:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "xla-names",
                 f"'{min(absent or extra)}' is missing in '{name if absent else names[0]}', but not "
-                f"in other ranks' state dicts; save those of all ranks in the same step"
+                f"in other ranks' state dicts; save those of all ranks in the same step",
             )
         for param, info in metadata["shard_info"].items():
             piece, like = model[param], models[0][param]
             shape = local_shape(info, len(models), rank)
             if not isinstance(piece, torch.Tensor) or tuple(piece.shape) != shape:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "xla-piece",
                     f"'{param}' in '{name}' is not rank {rank}'s piece {shape} of "
-                    f"{tuple(info['shape'])}; save what state_dict() of the wrapper returns"
+                    f"{tuple(info['shape'])}; save what state_dict() of the wrapper returns",
                 )
             if piece.dtype != like.dtype:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "xla-dtypes",
                     f"'{param}' is {piece.dtype} in '{name}', but {like.dtype} in '{names[0]}'; "
-                    f"save all ranks' files in the same step"
+                    f"save all ranks' files in the same step",
                 )

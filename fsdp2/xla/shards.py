@@ -1,10 +1,10 @@
-"""This rank's rows as plain tensors, and what says whose rows they are.
+"""This rank's rows as plain tensors, and the metadata that identifies the rows.
 
     state dict of a sharded model  ── local ──>   plain tensors: this rank's rows
                                    <── whole ──   DTensors over such rows
-    model ── describe ──> ShardInfo of each parameter: shape, and the dim on which it is cut
+    model ── describe ──> ShardInfo of each parameter: shape, and the dim on which it is sharded
 
-Equal pieces: of a dim of n elements over N ranks, rank r holds [r·c, (r+1)·c), c = ceil(n / N).
+Equal pieces: for a dim of n elements over N ranks, rank r holds [r·c, (r+1)·c), c = ceil(n / N).
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from typing import TypedDict
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp2.core.errors import coded
 from fsdp2.core.pieces import piece_of
 
 FORMAT = "fsdp2.xla 1"
-"""In each rank's metadata: which files are ours, and how they are to be read."""
+"""Identifies fsdp2's files, and their version, in each rank's metadata."""
 
 
 class ShardInfo(TypedDict):
-    """Of one parameter: its shape, and the dim on which it is cut into a piece a rank."""
+    """One parameter: its shape, and the dim on which it is sharded into one piece per rank."""
 
     shape: list[int]
     dim: int
 
 
 class ShardMetadata(TypedDict):
-    """What `XlaFullyShardedDataParallel.get_shard_metadata` returns: plain values alone.
+    """The result of `XlaFullyShardedDataParallel.get_shard_metadata`: only plain values.
 
     Attributes:
         format: `FORMAT`.
-        rank: whose rows these are: a position in the sharding group.
+        rank: the owner of these rows: a position in the sharding group.
         world_size: ranks of the sharding group.
         shard_info: of each sharded parameter, by its name in the unwrapped model.
-        buffer_info: dtypes that buffers had before ``buffer_dtype``, as "float32".
+        buffer_info: dtypes of buffers before ``buffer_dtype``, as "float32".
         flatten_info: empty: parameters keep their shapes and names.
     """
 
@@ -61,7 +62,7 @@ def local_shape(info: ShardInfo, world_size: int, rank: int) -> tuple[int, ...]:
 
 
 def describe(params: Iterable[tuple[str, torch.Tensor]], world_size: int) -> dict[str, ShardInfo]:
-    """What says whose rows a state dict has.
+    """The metadata that identifies the rows of a state dict.
 
     Args:
         params: sharded parameters by name; others are left out.
@@ -78,10 +79,12 @@ def describe(params: Iterable[tuple[str, torch.Tensor]], world_size: int) -> dic
         # Copies on other dims of the mesh are other ranks' affair: each group has all rows.
         alone = type(placement) is Shard and all(each.is_replicate() for each in outer)
         if not alone or param.device_mesh.size(-1) != world_size:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "xla-other-mesh",
                 f"parameter '{name}' is {param.placements} on a mesh of "
                 f"{tuple(param.device_mesh.shape)}, not cut on one dim over the {world_size} ranks "
-                f"of its wrapper; save it with torch.distributed.checkpoint"
+                f"of its wrapper; save it with torch.distributed.checkpoint",
             )
         assert isinstance(placement, Shard)
         found[name] = {"shape": list(param.shape), "dim": placement.dim}
@@ -94,12 +97,12 @@ def local(value: object) -> object:
 
 
 def whole(name: str, value: object, param: torch.Tensor) -> object:
-    """What can be loaded into ``param``: a DTensor over ``value``, if that is this rank's rows.
+    """The value to load into ``param``: a DTensor over ``value``, if that holds this rank's rows.
 
     Args:
         name: of the parameter, for messages.
-        value: what a state dict has for it.
-        param: the parameter that is there.
+        value: the entry of a state dict.
+        param: the current parameter.
 
     Raises:
         ValueError: ``value`` has another shape than this rank's rows.
@@ -110,10 +113,12 @@ def whole(name: str, value: object, param: torch.Tensor) -> object:
         return value
     rows = param.to_local()
     if value.shape != rows.shape:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "xla-foreign-rows",
             f"'{name}' is {tuple(value.shape)} in the state dict, but this rank's rows are "
             f"{tuple(rows.shape)} of {tuple(param.shape)}; load the file that this rank has saved, "
-            f"or load a full one before wrapping"
+            f"or load a full one before wrapping",
         )
     return DTensor.from_local(
         value.to(rows.device),
@@ -137,8 +142,10 @@ def check_metadata(metadata: object, where: str) -> ShardMetadata:
     """
     found = metadata.get("format") if isinstance(metadata, Mapping) else None
     if found != FORMAT:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "xla-foreign",
             f"{where} has no shard_metadata of this version of fsdp2.xla; save what "
-            f"get_shard_metadata() returns beside the state dict, on each rank"
+            f"get_shard_metadata() returns beside the state dict, on each rank",
         )
     return metadata  # type: ignore[return-value]  # said by its format

@@ -4,9 +4,9 @@
       └ _fsdp_wrapped_module    the module, which `fully_shard` has sharded in place
           └ … other wrappers, made before this one: units of their own
 
-Each argument becomes one of `fully_shard`'s, or a setting of its unit. What only a lazy compiler
-needs is accepted, and a warning says so once. State dicts have the names of the unwrapped model,
-and this rank's rows as plain tensors, so that each rank saves a file of its own.
+Each argument becomes one of `fully_shard`'s, or a setting of its unit. Arguments that only a lazy
+compiler needs are accepted, with one warning. State dicts have the names of the unwrapped model,
+and this rank's rows as plain tensors, so that each rank saves its own file.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import wrapper_module
 from fsdp2.api import fully_shard, plan_calls
+from fsdp2.core.errors import coded
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.modules.walks import walk
 from fsdp2.interop import MixedPrecisionPolicy
@@ -63,7 +64,7 @@ def _say_once(argument: str, words: str) -> None:
 
 @dataclass(frozen=True)
 class _UnitOptions:
-    """What `fully_shard` and its unit are to be told, once it is time to shard."""
+    """The options of `fully_shard` and its unit, applied when it shards."""
 
     reshard_after_forward: bool | None
     precision: MixedPrecisionPolicy
@@ -73,67 +74,71 @@ class _UnitOptions:
 
 
 class XlaFullyShardedDataParallel(WrapperModule):
-    """Shard a module's parameters over ranks, behind the interface of XLA's FSDP, on any device.
+    """Shard a module's parameters over ranks, with the interface of XLA's FSDP, on any device.
 
-    The module becomes a unit of `fully_shard`: its parameters are gathered before its forward and
-    its backward and freed after, and its gradients are reduce-scattered. Wrap inner modules first,
-    then the model: each wrapper is a unit. What the wrapper does not have is looked up on the
-    module, the methods of `FSDPModule` among it. Make optimizers after wrapping, and call their
-    ``step()``.
+    The module becomes a unit of `fully_shard`: its parameters are unsharded before its forward and
+    its backward and resharded after each, and its gradients are reduce-scattered. Wrap inner
+    modules first, then the model: each wrapper is a unit. Attributes that the wrapper does not have
+    are looked up on the module, including the methods of `FSDPModule`. Create optimizers after
+    wrapping, and call their ``step()``.
 
     Args:
-        module: what is wrapped. Parameters and buffers are moved to the device of the ranks. One
-            that `fully_shard` or `shard_model` has sharded stays as it is, and the wrapper only
-            saves and loads its rows. Of a mesh (replicate, shard) its ``sharding_groups`` are the
-            groups along the shard dim.
-        reshard_after_forward: ``True`` (default) frees parameters after forward.
-        flatten_parameters: parameters share one flat shard and travel together either way, and keep
-            names and shapes of their own. Both values give the same results. Default ``False``.
-        execute_sharding_on_init: ``False`` leaves parameters whole until the wrapper is first used
-            (its forward, parameters, state dicts), or until `execute_sharding`. Default ``True``.
-        optimization_barrier_in_forward: accepted: there is no compiler that it could hold up.
+        module: the module to wrap. Parameters and buffers are moved to the device of the ranks. A
+            module that `fully_shard` or `shard_model` has sharded stays unchanged, and the wrapper
+            only saves and loads its rows. On a mesh (replicate, shard), its ``sharding_groups`` are
+            the groups along the shard dim.
+        reshard_after_forward: ``True`` (default) reshards parameters after forward.
+        flatten_parameters: with either value, parameters share one flat shard and are sent
+            together, and keep their own names and shapes. Both values give the same results.
+            Default ``False``.
+        execute_sharding_on_init: ``False`` leaves parameters unsharded until the wrapper is first
+            used (its forward, parameters, state dicts), or until `execute_sharding`. Default
+            ``True``.
+        optimization_barrier_in_forward: accepted: there is no compiler to hold back.
         optimization_barrier_in_backward: accepted, as well.
-        sync_on_finalization: accepted: what is computed is computed at once.
+        sync_on_finalization: accepted: operations run immediately.
         disable_reshard_on_root: ``True`` (default) keeps the parameters of the outermost wrapper
-            between forward and backward, whatever ``reshard_after_forward`` says.
-        compute_dtype: dtype of gathered parameters and of floating inputs of forward. ``None``
-            (default): that of the parameters. Shards keep theirs.
-        buffer_dtype: dtype of floating buffers. Default: ``compute_dtype``.
+            unsharded between forward and backward, whatever ``reshard_after_forward`` is.
+        compute_dtype: dtype of unsharded parameters and of floating-point inputs of forward.
+            ``None`` (default): that of the parameters. Shards keep theirs.
+        buffer_dtype: dtype of floating-point buffers. Default: ``compute_dtype``.
         fp32_reduce_scatter: ``True`` reduces gradients in float32, ``False`` (default) in the
-            dtype that they are computed in.
-        sharding_groups: lists of ranks, of one size, that name every rank once. Parameters are
-            sharded over the list that this rank is in, and gradients averaged over it; nothing goes
-            from list to list. ``None`` (default): all ranks. All ranks pass the same lists.
-        sharding_rank: this rank's position in its list, by ascending ranks. It is known, and
-            compared where given.
-        sharding_world_size: length of the list; the same.
-        shard_param_on_dim_0: ``True`` cuts all parameters on dim 0. ``False`` (default) cuts those
-            on another dim that would pad too much (`fully_shard` says when).
-        pin_layout_in_collective_ops: accepted: layouts do not change here.
-        coalesce_all_gather_ops: all-gathers of a unit are one launch wherever the backend can; both
-            values do that.
-        reduce_scatter_bucket_size_mb: MiB. Parameters of which a rank's piece is smaller travel
-            packed in one buffer (`FSDPModule.set_packing_threshold`), when gathered, too. 0 or
-            ``None`` (default 0) leave the threshold as it is.
-        auto_wrap_policy: which modules below are wrapped: a policy of `fsdp2.wrap` or of torch's,
-            classes of modules, or a function of ``(module, recurse, unwrapped_params)``. It says
-            for each module whether to look into it (``recurse``), or whether to wrap it, where so
-            many elements are in no wrapper yet. ``None`` (default) wraps none.
-        auto_wrapper_callable: what the policy's modules are wrapped by: called with the module and
-            this wrapper's arguments but for these two. Default: this class.
+            compute dtype.
+        sharding_groups: lists of ranks, of equal size, that contain every rank once. Parameters are
+            sharded over the list that contains this rank, and gradients averaged over it; the lists
+            do not communicate with each other. ``None`` (default): all ranks. All ranks pass the
+            same lists.
+        sharding_rank: this rank's position in its list, in ascending order of ranks. It is known,
+            and compared if given.
+        sharding_world_size: length of the list; compared if given.
+        shard_param_on_dim_0: ``True`` shards all parameters on dim 0. ``False`` (default) uses
+            another dim for those that would pad too much (`fully_shard` defines this).
+        pin_layout_in_collective_ops: accepted: layouts do not change in fsdp2.
+        coalesce_all_gather_ops: with both values, all-gathers of a unit are one launch if the
+            backend supports it.
+        reduce_scatter_bucket_size_mb: MiB. Parameters of which a rank's piece is smaller are packed
+            in one buffer (`FSDPModule.set_packing_threshold`), also in all-gathers. 0 or ``None``
+            (default 0) leave the threshold unchanged.
+        auto_wrap_policy: selects modules below to wrap: a policy of `fsdp2.wrap` or of torch's,
+            classes of modules, or a function of ``(module, recurse, unwrapped_params)``. The
+            function returns for each module whether to descend into it (``recurse``), or whether to
+            wrap it, given the number of elements that are in no wrapper yet. ``None`` (default)
+            wraps none.
+        auto_wrapper_callable: wraps the policy's modules: called with the module and this wrapper's
+            arguments except these two. Default: this class.
         param_init_fn: called with this module if parameters of it are on the meta device, to give
             them memory and values. Default: ``to_empty`` and ``reset_parameters()`` of each module
-            that has some. All ranks must make the same values: seed them alike.
+            that has some. All ranks must produce the same values: use the same seed.
 
     Raises:
-        TypeError: ``module`` is not a module, or ``auto_wrap_policy`` no policy.
-        ValueError: it is a wrapper already, the groups do not fit, or as of `fully_shard`.
+        TypeError: ``module`` is not a module, or ``auto_wrap_policy`` is not a policy.
+        ValueError: it is a wrapper already, the groups are invalid, or as for `fully_shard`.
 
     Example::
 
         from fsdp2.xla import XlaFullyShardedDataParallel as FSDP
 
-        model.block = FSDP(model.block)
+        model.block = FSDP(model.block, compute_dtype=torch.bfloat16)
         model = FSDP(model, compute_dtype=torch.bfloat16)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
         model(x).sum().backward()
@@ -191,9 +196,10 @@ class XlaFullyShardedDataParallel(WrapperModule):
     # ---- sharding
 
     def execute_sharding(self) -> None:
-        """Shard what ``execute_sharding_on_init=False`` has left whole; wrappers below first.
+        """Shard the parameters that ``execute_sharding_on_init=False`` has deferred; wrappers below
+        first.
 
-        It does nothing where all is sharded. All ranks call it alike.
+        It has no effect if everything is sharded. All ranks must call it.
 
         Example::
 
@@ -236,7 +242,7 @@ class XlaFullyShardedDataParallel(WrapperModule):
 
     @property
     def module(self) -> nn.Module:
-        """The module that is wrapped."""
+        """The wrapped module."""
         return self._inside
 
     @property
@@ -274,11 +280,11 @@ class XlaFullyShardedDataParallel(WrapperModule):
         return [param for param in self.parameters() if param.grad is not None]
 
     def get_original_names_and_sharded_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Names of the unwrapped model, and the parameters as optimizers see them.
+        """Return names of the unwrapped model, and the parameters as optimizers see them.
 
         Returns:
             Pairs of a name and a DTensor of the parameter's full shape, of which this rank holds
-            its rows; of wrappers below, too.
+            its rows; including wrappers below.
 
         Example::
 
@@ -289,24 +295,26 @@ class XlaFullyShardedDataParallel(WrapperModule):
     # ---- gradients
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = True) -> None:
-        """Divide summed gradients by ``pre * post``, not by the number of ranks.
+        """Divide summed gradients by ``pre * post`` instead of the number of ranks.
 
-        XLA's divides by ``pre`` before the reduction and by ``post`` behind it. Here the product is
-        divided by where the backend does it best: results differ by a rounding at most.
+        XLA divides by ``pre`` before the reduction and by ``post`` after it. fsdp2 divides by the
+        product at the point that suits the backend: results differ at most by a rounding.
 
         Args:
             pre: a positive number.
             post: a positive number.
-            recursive: whether wrappers below follow. Default ``True``.
+            recursive: whether it applies to wrappers below. Default ``True``.
 
         Raises:
-            ValueError: a factor is no positive number.
+            ValueError: a factor is not a positive number.
         """
         for factor in (pre, post):
             if not isinstance(factor, int | float) or not 0 < factor < math.inf:
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "xla-divide-factors",
                     f"set_gradient_divide_factors takes two positive numbers, not {pre!r} and "
-                    f"{post!r}; pass for example 1.0 and 1.0 to sum over the ranks"
+                    f"{post!r}; pass for example 1.0 and 1.0 to sum over the ranks",
                 )
         for record in records_below(self._unit, recursive):
             record.unit.change(divide_factor=float(pre * post))
@@ -341,19 +349,22 @@ class XlaFullyShardedDataParallel(WrapperModule):
         """
         mine = self._mesh.mesh.tolist()
         if groups is not None and mine not in [list(group) for group in groups]:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "xla-clip-groups",
                 f"clip_grad_norm_(groups={[list(group) for group in groups]}) leaves out the "
                 f"sharding group {mine}, which holds the gradients; leave groups out, or use "
-                f"fsdp2.get_total_norm and fsdp2.clip_grads_with_norm_"
+                f"fsdp2.get_total_norm and fsdp2.clip_grads_with_norm_",
             )
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add up full gradients on each rank, without communication.
+        """A context whose backwards accumulate unsharded gradients on each rank, without
+        communication.
 
-        The first backward outside reduces the sum. Wrappers below follow. Flags are as before at
-        the end, also where something raises.
+        The first backward outside reduces the sum. It applies to wrappers below. The flags are
+        restored at the end, also after an exception.
 
         Example::
 
@@ -369,16 +380,17 @@ class XlaFullyShardedDataParallel(WrapperModule):
     # ---- state dicts
 
     def state_dict(self, *args: object, **kwargs: Any) -> Any:
-        """This rank's rows and the buffers, as plain tensors by the names of the unwrapped model.
+        """Return this rank's rows and the buffers, as plain tensors by the names of the unwrapped
+        model.
 
-        Wrappers below are the same, also in a model around that is not wrapped. Save it in a file
-        of each rank, together with `get_shard_metadata`. The tensors are the shards' own memory:
-        clone those that are to stay as they are.
+        Wrappers below return the same, also in an enclosing model that is not wrapped. Save it in
+        one file per rank, together with `get_shard_metadata`. The tensors share the shards' memory:
+        clone those that must not change.
 
         Args:
-            args: as of ``nn.Module.state_dict``.
-            kwargs: as well: ``destination``, ``prefix``, and ``keep_vars``, with which parameters
-                are themselves.
+            args: as for ``nn.Module.state_dict``.
+            kwargs: as well: ``destination``, ``prefix``, and ``keep_vars``, with which the
+                parameters themselves are returned.
 
         Example::
 
@@ -397,11 +409,11 @@ class XlaFullyShardedDataParallel(WrapperModule):
         return found
 
     def get_shard_metadata(self) -> ShardMetadata:
-        """Whose rows `state_dict` has: plain values, to be saved with it on each rank.
+        """Return the metadata of `state_dict`: plain values, to be saved with it on each rank.
 
         Returns:
-            Rank and number of ranks, the shape of each parameter and the dim on which it is cut,
-            and the dtypes that buffers had before ``buffer_dtype``.
+            Rank and number of ranks, the shape of each parameter and the dim on which it is
+            sharded, and the dtypes of buffers before ``buffer_dtype``.
 
         Raises:
             ValueError: a parameter is sharded over other ranks than this wrapper's, or on two dims.
@@ -442,11 +454,11 @@ def _rows_become_whole(wrapper: nn.Module, state: dict[str, Any], prefix: str, *
 
 
 def checkpoint_module(module: M) -> M:
-    """Let a module's forward keep only its inputs, and run again in backward.
+    """Make a module's forward keep only its inputs, and run again in backward.
 
-    It is ``torch.utils.checkpoint.checkpoint`` around ``module.forward``, without re-entry. Inside
-    of a wrapper, ``FSDP(checkpoint_module(block))``, parameters are gathered once in backward;
-    around one, ``checkpoint_module(FSDP(block))``, it works as well.
+    It is non-reentrant ``torch.utils.checkpoint.checkpoint`` around ``module.forward``. Inside a
+    wrapper, ``FSDP(checkpoint_module(block))``, parameters are unsharded once in backward; around
+    one, ``checkpoint_module(FSDP(block))``, it works as well.
 
     Args:
         module: changed in place: its ``forward`` is replaced.
@@ -462,7 +474,11 @@ def checkpoint_module(module: M) -> M:
         block = XlaFullyShardedDataParallel(checkpoint_module(block))
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"checkpoint_module takes a module, not {type(module).__name__}")
+        raise coded(
+            TypeError,
+            "xla-checkpoint",
+            f"checkpoint_module takes a module, not {type(module).__name__}",
+        )
     own = module.__dict__.get("forward")
     reference = weakref.ref(module)  # a module does not keep itself alive
 
@@ -483,11 +499,17 @@ def checkpoint_module(module: M) -> M:
 
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"XlaFullyShardedDataParallel takes a module, not {type(module).__name__}")
+        raise coded(
+            TypeError,
+            "xla-not-a-module",
+            f"XlaFullyShardedDataParallel takes a module, not {type(module).__name__}",
+        )
     if isinstance(module, XlaFullyShardedDataParallel):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "xla-wrapped-twice",
             f"XlaFullyShardedDataParallel was given a wrapper around "
-            f"{type(module.module).__name__}; wrap each module once, inner ones first"
+            f"{type(module.module).__name__}; wrap each module once, inner ones first",
         )
     sharded_class(module)  # raises if there can be none
 
@@ -508,8 +530,10 @@ def _settings(given: _Given) -> _UnitOptions:
         reshard = None
     compute, megabytes = given["compute_dtype"], given["reduce_scatter_bucket_size_mb"]
     if megabytes is not None and (isinstance(megabytes, bool) or not 0 <= megabytes < math.inf):
-        raise ValueError(
-            f"reduce_scatter_bucket_size_mb={megabytes!r} is no number of MiB; pass 0 or more"
+        raise coded(
+            ValueError,
+            "xla-bucket",
+            f"reduce_scatter_bucket_size_mb={megabytes!r} is no number of MiB; pass 0 or more",
         )
     reduce = torch.float32 if given["fp32_reduce_scatter"] else compute
     return _UnitOptions(
@@ -523,7 +547,7 @@ def _settings(given: _Given) -> _UnitOptions:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A unit to be, and what initialises its parameters."""
+    """A unit to be, and what initializes its parameters."""
 
     module: nn.Module
     settings: _UnitOptions
@@ -532,14 +556,14 @@ class _Planned:
 
 
 def _planned(module: nn.Module, given: _Given) -> _Planned:
-    """What a wrapper would make of a module with these arguments."""
+    """The unit that a wrapper would create from a module with these arguments."""
     _check_module(module)
     ranks = (given[f"sharding_{name}"] for name in ("groups", "rank", "world_size"))
     return _Planned(module, _settings(given), _mesh(*ranks), given["param_init_fn"])
 
 
 def _check_ahead(plans: Sequence[_Planned]) -> None:
-    """Raise what is known before units are made in this order; changes nothing.
+    """Raise errors that are known before units are created in this order; changes nothing.
 
     Each is planned again once its parameters have memory and values.
     """
@@ -571,9 +595,11 @@ def _mesh(groups: Sequence[Sequence[int]] | None, rank: int | None, size: int | 
         ("sharding_world_size", size, mesh.size()),
     ):
         if told is not None and told != known:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "xla-group-position",
                 f"{name}={told} does not fit the sharding group {mesh.mesh.tolist()}, of which "
-                f"it is {known}; leave {name} out"
+                f"it is {known}; leave {name} out",
             )
     return mesh
 

@@ -31,7 +31,7 @@ from fsdp2.checkpoint.boxes import cover
 from fsdp2.checkpoint.entries import Entry, entries_of
 from fsdp2.checkpoint.folder import Manifest
 from fsdp2.checkpoint.tensors import catalogue
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone

@@ -19,7 +19,7 @@ from fsdp2 import checkpoint
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.__main__ import main
 from fsdp2.checkpoint.folder import store_of
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError
 from tests.checkpoint.test_checkpoint_crashes import Recorder, crashes
 from tests.common import object_store
 from tests.common.errors import raises

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import checkpoint, fully_shard
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.__main__ import main
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError
 from fsdp2.optim import FlatOptimizer
 from fsdp2.ranks.channels import Members
 from tests.common import workers

@@ -24,7 +24,7 @@ from torch import nn
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import saving
 from fsdp2.checkpoint.__main__ import main
-from fsdp2.core.config import CheckpointError
+from fsdp2.core.errors import CheckpointError
 from tests.common import object_store
 from tests.common.errors import raises
 

@@ -156,7 +156,7 @@ def test_a_store_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         with raises("store-gone") as caught:
             fsdp2.fully_shard(layer)
     assert "before fully_shard of Linear, so" in str(caught.value)
-    assert str(caught.value).endswith("Connection reset by peer")
+    assert str(caught.value).endswith("Connection reset by peer [store-gone]")
     assert layer.weight is weight
 
 

@@ -25,6 +25,7 @@ Comparing
     parity          one model trained in several ways, compared step by step
     combinations    values of arguments: each once by default, then all
     errors          the catalogue of errors: ``with raises("its-id")``
+    prose           rules of plain technical English, and what breaks them
     upper_bounds    numbers that may only fall, in one table
     perfetto        trace events as Perfetto reads them
     browser         a headless Chromium for pages
@@ -41,6 +42,7 @@ Schedules on paper
 Programs that run by themselves
     programs        random programs on ranks, each against the same without sharding
     written         the same, with weights that are written by hand
+    guide_setting   names that examples of the docs use: a model, its data, its ranks
     planned_memory  random models, planned and run
     killed_train_lm the main job, in a process that kills itself
 """

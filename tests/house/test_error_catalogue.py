@@ -21,8 +21,8 @@ MINIMUM = 60
 
 NOT_CATALOGUED = {
     "AssertionError('one rank has nobody to communicate with')": "an assertion",
-    "CheckpointError(str(error))": "what `fsdp2.xla` says of its files",
-    "CheckpointError(sentence)": "what a rank has said: a message of `checkpoint`",
+    "resaid(CheckpointError, str(error))": "what `fsdp2.xla` says of its files",
+    "resaid(CheckpointError, sentence)": "what a rank has said: a message of `checkpoint`",
     "MemoryError(str(error))": "the system's; reworded by `checkpoint.consensus`",
     "OSError(errno.EINVAL, os.strerror(errno.EINVAL))": "as files raise it; zipfile expects it",
     "BrokenError()": "readers of `checkpoint` have messages for it",
@@ -36,14 +36,20 @@ NOT_CATALOGUED = {
     "self._first": "the first failure of several actions: `checkpoint.stores` goes on behind it",
     "end.failure.error": "what a save has failed with: a message of `checkpoint`",
     "failure": "what the user's hook raised, once the other ranks know of it",
-    "RankMismatchError(sentence)": "what a rank has claimed: a message of `agreement`",
+    "resaid(RankMismatchError, sentence)": "what a rank has claimed: a message of `agreement`",
     "AutocastError": "`plan.reasons` has a message for it",
     "communication_error(operation, name, error)": "`core.progress` has it",
 }
 """What is raised besides, and why the catalogue does not have it."""
 
-HELPERS = {"_wrong"}
-"""Methods that return the exception to raise; what they return is looked at in their place."""
+MAKERS = {"coded", "reword"}
+"""What gives an exception its message and its code."""
+
+KINDS = {"error": "RuntimeError", "missing": "AttributeError"}
+"""Classes of exceptions, by the expression in the class's place."""
+
+HELPERS = {"_wrong", "communication_error", "refused"}
+"""Functions that return the exception to raise; what they return is looked at in their place."""
 
 
 def _sources() -> Iterator[tuple[Path, ast.Module]]:
@@ -62,20 +68,20 @@ def _template(node: ast.expr) -> str | None:
     return None
 
 
-def _said(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(exception, message) of every exception that is made, and of torch's that are reworded."""
+def _said(tree: ast.AST) -> Iterator[tuple[str, str, str]]:
+    """(exception, code, message) of every exception that is made, and of torch's reworded ones."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
-            text = _template(node.args[0])
-            if node.func.id.endswith("Error") and text is not None:
-                yield node.func.id, text
-        elif isinstance(node, ast.Assign):  # error.args = (…,); errors[index] = …
-            target, value = node.targets[0], node.value
-            if isinstance(target, ast.Attribute) and target.attr == "args":
-                assert isinstance(value, ast.Tuple)
-                yield "RuntimeError", str(_template(value.elts[0]))
-            elif ast.unparse(target) == "errors[index]":
-                yield "RuntimeError", str(_template(value))
+            if node.func.id in MAKERS and isinstance(node.args[1], ast.Constant):
+                kind, code, message = node.args
+                text = _template(message)
+                assert text is not None, ast.unparse(node)
+                yield KINDS.get(ast.unparse(kind), ast.unparse(kind)), ast.literal_eval(code), text
+            elif node.func.id.endswith("Error") and _template(node.args[0]) is not None:
+                yield node.func.id, "", str(_template(node.args[0]))
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "errors[index]":
+            text, code = str(_template(node.value)).rsplit(" ", 1)
+            yield "RuntimeError", code.strip("[]"), text
 
 
 def _raised(tree: ast.AST) -> Iterator[ast.expr]:
@@ -84,9 +90,9 @@ def _raised(tree: ast.AST) -> Iterator[ast.expr]:
             yield node.exc
 
 
-def _entries() -> set[tuple[str, str]]:
+def _entries() -> set[tuple[str, str, str]]:
     return {
-        (entry.exception, errors.PLACEHOLDER.sub("{}", entry.message))
+        (entry.exception, entry.id, errors.PLACEHOLDER.sub("{}", entry.message))
         for entry in errors.catalogue().values()
         if not entry.from_torch
     }
@@ -110,11 +116,10 @@ def test_every_message_of_the_sources_is_there(path: Path) -> None:
     assert {said for said in _said(tree) if said[0] != "AssertionError"} - _entries() == set()
     for raised in _raised(tree):
         text = ast.unparse(raised)
-        if isinstance(raised, ast.Call) and isinstance(raised.func, ast.Attribute):
-            assert raised.func.attr in HELPERS, text
-        elif text not in NOT_CATALOGUED:
+        if text not in NOT_CATALOGUED:
             assert isinstance(raised, ast.Call), text
-            assert _template(raised.args[0]) is not None, text
+            maker = ast.unparse(raised.func).removeprefix("self.")
+            assert maker in MAKERS | HELPERS, text
 
 
 def test_exceptions_to_the_rule_are_still_raised() -> None:

@@ -25,7 +25,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 INSIDE = [p for p in FILES if not {"examples", "testing"} & {*p.relative_to(ROOT).parts}]
 
 # The rooms of core, lowest first: each may import the rooms that it names, and the ground floor.
-GROUND = ("config", "custom_collectives", "names", "notices", "pieces", "progress")
+GROUND = ("config", "custom_collectives", "errors", "names", "notices", "pieces", "progress")
 ROOMS: dict[str, tuple[str, ...]] = {
     "codecs": (),
     "device": (),
@@ -146,13 +146,21 @@ def _below(module: str, parent: str) -> bool:
     return module == parent or module.startswith(parent + ".")
 
 
+ERRORS = "fsdp2.core.errors"
+"""Every module may raise: imports of exceptions count nowhere. It imports nothing of fsdp2."""
+
+
 def _modules_of(path: Path) -> set[str]:
-    """Modules that a file imports; ``from package import module`` counts as the module."""
+    """Modules that a file imports but `ERRORS`; ``from package import module`` is the module."""
     found = set()
     for module, name in _imports_of(path):
         candidate = ROOT.parent.joinpath(*module.split("."), f"{name}.py")
         found.add(f"{module}.{name}" if name and candidate.is_file() else module)
-    return found
+    return found - {ERRORS}
+
+
+def test_the_module_of_errors_stands_on_nothing() -> None:
+    assert not _own_modules(ROOT / "core" / "errors.py")
 
 
 def test_relative_imports_are_resolved() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fsdp2.checks.agreement import LOOK_INTERVAL, Agreement, Intent
-from fsdp2.core.config import RankMismatchError
+from fsdp2.core.errors import RankMismatchError
 
 pytestmark = pytest.mark.alone
 
@@ -93,7 +93,7 @@ def test_a_rank_at_another_step_is_named_with_it() -> None:
     assert _sentence(_run(3, body)) == (
         "ranks disagree on their next step: ranks 0 and 2 are at the all-gather of 'b', rank 1 is "
         "at the all-gather of 'c'; run the same units in the same order on every rank, on zeros "
-        "where a rank has no use for one"
+        "where a rank has no use for one [ranks-elsewhere]"
     )
 
 
@@ -127,7 +127,7 @@ def test_details_that_differ_are_named_the_others_are_not() -> None:
 
     assert _sentence(_run(4, body)) == (
         "ranks disagree about the all-gather of 'a': dtype is fp32 on ranks 0, 1 and 2, bf16 on "
-        "rank 3; bias is not there on ranks 0, 1 and 2, [3] on rank 3; mend it"
+        "rank 3; bias is not there on ranks 0, 1 and 2, [3] on rank 3; mend it [ranks-differ]"
     )
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from expecttest import assert_expected_inline
 
-from fsdp2.core.config import CPUOffloadPolicy, ShardingStateError
+from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.device.streams import Lane
+from fsdp2.core.errors import ShardingStateError
 from fsdp2.core.schedule.in_flight import InFlight
 from fsdp2.core.schedule.unit import Phase
 from fsdp2.record.notes import HOST, Await, operations

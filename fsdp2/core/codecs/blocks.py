@@ -1,4 +1,4 @@
-"""A byte or half a byte per number: integers, and a scale for each block of neighbours.
+"""A byte or half a byte per number: integers, and a scale for each block of neighbors.
 
     row   [ scale of block 0 | of block 1 | … | codes of block 0 | of block 1 | … | padding ]
     int8     fp32, of 128 numbers               a byte each
@@ -94,7 +94,7 @@ class Blocks(Codec):
 
 
 def in_blocks(numbers: Tensor, block: int) -> Tensor:
-    """[rows, n] -> [rows, blocks, block], behind the numbers zeros."""
+    """[rows, n] -> [rows, blocks, block], padded with zeros."""
     missing = round_up(numbers.shape[1], block) - numbers.shape[1]
     whole = pad(numbers, (0, missing)) if missing else numbers
     return whole.unflatten(1, (-1, block))
@@ -136,7 +136,7 @@ class Nibbles(Blocks):
     of a bit.
 
     Number ``i`` of a block's first half and number ``i`` of its second share a byte, so that all
-    operators run over neighbours in memory.
+    operators run over neighbors in memory.
     """
 
     name = "int4"

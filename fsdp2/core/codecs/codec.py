@@ -17,6 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fsdp2.core.errors import coded
+
 NUMBERS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of numbers that a codec takes."""
 
@@ -37,10 +39,12 @@ def check_coded(name: str, dtypes: Iterable[torch.dtype], wire: str) -> None:
     """
     for dtype in dtypes:
         if dtype not in NUMBERS:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "wire-format-dtype",
                 f"parameter '{name}' cannot travel as {wire}, which takes float32, bfloat16 and "
                 f"float16, but not {dtype}; leave it exact by the argument exact= of "
-                f"set_wire_format"
+                f"set_wire_format",
             )
 
 

@@ -1,9 +1,9 @@
-"""Floating-point numbers as they are on the wire: bfloat16, or fp32 without any loss.
+"""Floating-point numbers in messages: bfloat16, or fp32 without any loss.
 
-bfloat16 has the range of fp32 and 8 bits of precision. Gradients of fp32 travel in half the bytes.
-Their sum is fp32's own sum of the rounded numbers: a collective that sums in bfloat16 would round
-after each addition. In fp32 nothing is lost: what is gained is that each rank gets its own part
-alone, where a backend reduces and scatters by an all-reduce, as gloo does.
+bfloat16 has the range of fp32 and 8 bits of precision. It halves the bytes of fp32 gradients. Their
+sum is the fp32 sum of the rounded numbers: a collective that sums in bfloat16 would round after
+each addition. fp32 loses nothing: its benefit is that each rank gets only its own part, if a
+backend reduces and scatters by an all-reduce, as gloo does.
 """
 
 from __future__ import annotations

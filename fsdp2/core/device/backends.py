@@ -1,13 +1,13 @@
-"""What a backend is known to do, and where each line is from (decision 22).
+"""The known behavior of backends, with the source of each fact (decision 22).
 
-    process group ── what serves the device ──> its class ──> Traits, or UNKNOWN
+    process group ── the backend that serves the device ──> its class ──> Traits, or UNKNOWN
 
-Backends are told apart by the class of the object that runs their collectives. Their names do not
-do: from torch 2.15 a group that was started as ``nccl`` is a ``ProcessGroupNCCL2``, or a
+Backends are identified by the class of the object that runs their collectives, not by names: from
+torch 2.15 a group that was started as ``nccl`` is a ``ProcessGroupNCCL2``, or a
 ``ProcessGroupNCCL`` with ``TORCH_DIST_USE_NCCL2=0``; and backends of other projects have ``nccl``
-in their names. A backend that has the coalesced methods need not coalesce: nccl2 loops over
-the single ones, and the base class of torch has them all. So what is not in the table is taken to
-do nothing but the collectives of one tensor, which every backend has.
+in their names. A backend that has the coalesced methods need not coalesce: nccl2 loops over the
+single ones, and torch's base class has them all. A backend outside the table is therefore assumed
+to support only the collectives of one tensor, which every backend has.
 
 Ranks decide alike (invariant I1): each leaves a note with the `Traits.name` of its backend, and the
 first use of a process group compares them (`fsdp2.checks.presence`).
@@ -46,7 +46,7 @@ class Traits:
 
 
 UNKNOWN = Traits("unknown")
-"""Of a backend that nobody has read: ucc, xccl, hccl, ncclx and others."""
+"""The traits of a backend whose sources we have not read: ucc, xccl, hccl, ncclx and others."""
 
 _KNOWN: dict[str, Traits] = {
     # collectiveCoalesced() is one ncclGroupStart … ncclGroupEnd around all tensors;
@@ -80,14 +80,14 @@ _KNOWN: dict[str, Traits] = {
 }  # fmt: skip
 
 _WRAPPER = "_ProcessGroupWrapper"
-"""What TORCH_DISTRIBUTED_DEBUG=DETAIL puts around each backend."""
+"""The wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL adds around each backend."""
 
 
 class Group(Protocol):
-    """What is asked of a process group here."""
+    """The interface of a process group in this module."""
 
     def _get_backend(self, device: torch.device) -> object:
-        """What runs the collectives of ``device``."""
+        """The object that runs the collectives of ``device``."""
 
 
 def know(kind: str, traits: Traits) -> None:
@@ -106,9 +106,9 @@ def know(kind: str, traits: Traits) -> None:
 
 
 def traits_of(group: Group, device: torch.device) -> Traits:
-    """What is known of the backend that serves ``device`` in ``group``.
+    """The known traits of the backend that serves ``device`` in ``group``.
 
-    A wrapped backend does not coalesce: the wrapper does not hand coalesced collectives on (torch
+    A wrapped backend does not coalesce: the wrapper does not pass on coalesced collectives (torch
     2.11, ProcessGroupWrapper.cpp).
     """
     served_by = backend_of(group, device)
@@ -121,7 +121,9 @@ def traits_of(group: Group, device: torch.device) -> Traits:
 
 
 def backend_of(group: Group, device: torch.device) -> Any:
-    """What serves ``device`` in ``group``; ``None`` in a group that is written in Python."""
+    """The object that serves ``device`` in ``group``; ``None`` in a group that is written in
+    Python.
+    """
     try:
         return group._get_backend(device)
     except (RuntimeError, AttributeError):

@@ -53,7 +53,7 @@ def _aliased(
 
 
 def _separated(flat: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """A part of a flat tensor, behind a storage that begins and ends where the part does."""
+    """A part of a flat tensor, with a storage that begins and ends with the part."""
     numel = math.prod(shape)
     if numel == 0:
         return torch.empty(shape, dtype=flat.dtype, device=flat.device)
@@ -130,7 +130,9 @@ class Buffer(Protocol):
 
 
 class _OneStorage:
-    """What the buffers share: views of one storage, which are as valid as its memory is there."""
+    """The common part of the buffers: views of one storage, which are valid while its memory is
+    allocated.
+    """
 
     __slots__ = ("_raw",)
 
@@ -193,10 +195,10 @@ class FlatBuffer(_OneStorage):
         self.device = device
 
     def piece(self, dtype: torch.dtype, byte_offset: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """As `view`, with a storage of its own over its part of the memory, which it keeps alive.
+        """As `view`, with a separate storage over its part of the memory, which it keeps alive.
 
-        What torch does to whole storages is then done to the piece alone: ``torch.save`` and
-        ``copy.deepcopy`` of one parameter leave the others out. Nor can ``torch.save`` write a
+        torch's operations on whole storages then apply only to the piece: ``torch.save`` and
+        ``copy.deepcopy`` of one parameter exclude the others. ``torch.save`` could not write a
         DTensor whose rows begin in the middle of a storage, or views of one storage in two dtypes.
         """
         return self.pieces(dtype, byte_offset, math.prod(shape), [(0, shape)])[0]
@@ -239,13 +241,13 @@ def all_buffers() -> list[TransientBuffer]:
 
 
 class TransientBuffer(_OneStorage):
-    """A flat buffer whose memory is there only between ``acquire`` and ``release``.
+    """A flat buffer whose memory is allocated only between ``acquire`` and ``release``.
 
-    Views are made once, while the buffer is first allocated, and stay valid objects for good.
+    Views are created once, while the buffer is first allocated, and stay valid objects permanently.
 
     Attributes:
-        allocated: whether the memory is there (always, for an empty buffer). Nobody else resizes
-            the storage, so that it need not be asked.
+        allocated: whether the memory is allocated (always, for an empty buffer). Only this class
+            resizes the storage, so that it need not be asked.
     """
 
     __slots__ = ("__weakref__", "_storage", "allocated", "name", "nbytes")
@@ -270,10 +272,10 @@ class TransientBuffer(_OneStorage):
             self.allocated = True
 
     def release(self) -> None:
-        """Give the memory back to the current stream's allocator.
+        """Return the memory to the current stream's allocator.
 
-        It stays where ``numpy()`` of a tensor over it was called, which torch says by an exception:
-        the storage cannot be resized any more, even if nobody has the array.
+        It stays if ``numpy()`` of a tensor over it was called, which torch reports by an exception:
+        the storage can no longer be resized, even if the array is gone.
         """
         self.allocated = not self.nbytes  # first: an interrupt in between costs a copy at most
         try:
@@ -298,7 +300,7 @@ class TransientBuffer(_OneStorage):
 
 
 class _Place(NamedTuple):
-    """Where a tensor belongs in a buffer."""
+    """The position of a tensor in a buffer."""
 
     dtype: torch.dtype
     byte_offset: int
@@ -307,7 +309,7 @@ class _Place(NamedTuple):
 
 
 class SavedPlace(NamedTuple):
-    """What stands for a tensor over gathered memory that autograd has saved; see `saved_in`."""
+    """Represents a tensor over gathered memory that autograd has saved; see `saved_in`."""
 
     buffer: SwappedBuffer
     place: _Place
@@ -328,16 +330,16 @@ def _plainly() -> Iterator[None]:
 
 
 class SwappedBuffer(TransientBuffer):
-    """As `TransientBuffer`, for devices where only a tensor that is gone gives memory back.
+    """As `TransientBuffer`, for devices on which only deleting a tensor frees memory.
 
-    Views stay the objects that they are. While the memory is not there, each has one element for
-    ``.data``, seen in its own shape: NaN, or -1 of an integer dtype. A gather brings new memory and
-    gives each its part of that. Version counters are the tensors' own and do not move.
+    Views stay the same objects. While the memory is freed, each has one element as ``.data``,
+    expanded to its own shape: NaN, or -1 of an integer dtype. An all-gather allocates new memory
+    and assigns to each its part of it. Version counters belong to the tensors and do not change.
 
-    What is made of a view (``weight.t()``) is a tensor of its own, which would hold the old memory.
-    Those that are made at bind time are kept valid (`keep_valid`). Those that autograd saves are
-    replaced by a `SavedPlace`, in hooks around forward (`fsdp2.core.modules.saved`). What somebody
-    else keeps stays valid, and keeps its memory.
+    A view of a view (``weight.t()``) is a separate tensor, which would hold the old memory. Those
+    created at bind time are kept valid (`keep_valid`). Those that autograd saves are replaced by a
+    `SavedPlace`, in hooks around forward (`fsdp2.core.modules.saved`). Other references stay valid,
+    and keep their memory.
     """
 
     __slots__ = ("_device", "_followers")
@@ -421,7 +423,7 @@ _present: weakref.WeakValueDictionary[int, SwappedBuffer] = weakref.WeakValueDic
 
 
 def saved_in(tensor: torch.Tensor) -> SavedPlace | None:
-    """Where ``tensor`` is in memory of a `SwappedBuffer`, if it is over some."""
+    """The position of ``tensor`` in memory of a `SwappedBuffer`, if it is over one."""
     buffer = _present.get(tensor.untyped_storage()._cdata)
     return None if buffer is None else SavedPlace(buffer, _place_of(tensor))
 
@@ -433,7 +435,7 @@ def _place_of(tensor: torch.Tensor) -> _Place:
 
 @functools.cache
 def absent(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What a tensor has for data while its memory is gone: of shape ``(1,)``, not to be written."""
+    """The data of a tensor while its memory is freed: of shape ``(1,)``, not to be written."""
     with _plainly():
         if dtype is torch.bool:
             return torch.zeros(1, dtype=dtype, device=device)

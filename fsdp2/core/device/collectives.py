@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import (
 
 from fsdp2.core.custom_collectives import AllGather, ReduceScatter
 from fsdp2.core.device.backends import traits_of
+from fsdp2.core.errors import coded
 
 P = ParamSpec("P")
 
@@ -104,12 +105,12 @@ class Collectives(Protocol):
         """``output``: [size * n], ``input_``: [n]."""
 
     def bind_all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
-        """What runs ``all_gather`` of these tensors, whenever it is called."""
+        """A function that runs ``all_gather`` of these tensors."""
 
     def bind_all_gather_many(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Launch:
-        """What runs ``all_gather`` for each pair, in one launch, whenever it is called."""
+        """A function that runs ``all_gather`` for each pair, in one launch."""
 
     def bind_all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
         """A launch that gives each rank its row of ``input_`` and takes one of each; [size, n]."""
@@ -117,7 +118,7 @@ class Collectives(Protocol):
     def bind_reduce_scatter(
         self, kind: ReduceKind
     ) -> Callable[[torch.Tensor, torch.Tensor], Work | None]:
-        """What reduces as ``kind`` says: of an output [n] and an input [size * n]."""
+        """A function that reduces as ``kind`` says, from an input [size * n] to an output [n]."""
 
     def bind_reduce_scatter_many(
         self, kind: ReduceKind
@@ -187,9 +188,11 @@ def _method(group: dist.ProcessGroup, names: tuple[str, ...]) -> Callable[..., A
         if hasattr(group, name):
             method: Callable[..., object] = getattr(group, name)
             return method
-    raise TypeError(
+    raise coded(
+        TypeError,
+        "no-collectives",
         f"{type(group).__name__} has none of the collectives {names}; use a "
-        f"process group of a torch from 2.11 on"
+        f"process group of a torch from 2.11 on",
     )
 
 
@@ -199,10 +202,10 @@ class GroupCollectives:
     Args:
         group: the process group of the shard axis.
         device: the device of the tensors.
-        asynchronous: whether the device has streams. Where it has, a work object that the
-            backend returns is waited for at once, on the current stream, so that an event
-            recorded behind the call is behind the collective. Where not (CPU), it is returned,
-            and the collective runs while the host goes on.
+        asynchronous: whether the device has streams. If so, a work object that the backend returns
+            is waited for at once, on the current stream, so that an event recorded after the call
+            is after the collective. If not (CPU), it is returned, and the collective runs while the
+            host continues.
     """
 
     __slots__ = (
@@ -298,7 +301,7 @@ class GroupCollectives:
         return found
 
     def _ordered(self, work: Work | None) -> Work | None:
-        """Where lanes are streams, let the current one wait; the host need not then."""
+        """If lanes are streams, make the current one wait; the host need not then."""
         if work is not None and self._asynchronous:
             work.wait()
             return None

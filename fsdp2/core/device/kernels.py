@@ -22,7 +22,7 @@ from fsdp2.core.device.buffers import (
 )
 
 Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
-"""What torch's functions of many tensors take."""
+"""The argument of torch's functions of many tensors."""
 
 
 class Kernels(Protocol):
@@ -47,7 +47,7 @@ class Kernels(Protocol):
         """A new tensor in CPU memory, page-locked if ``pin``."""
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy to CPU memory, where it is once the lane is behind this call."""
+        """Copy to CPU memory, where it is available once the lane has run this call."""
 
     def from_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy from CPU memory."""
@@ -55,16 +55,16 @@ class Kernels(Protocol):
     def bind_empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, name: str
     ) -> Callable[[], torch.Tensor]:
-        """What makes a new tensor, freed when its last reference goes, whenever it is called."""
+        """A function that creates a new tensor, freed with its last reference."""
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
         """A new tensor of zeros."""
 
     def constant(self, numel: int, value: float, dtype: torch.dtype, name: str) -> torch.Tensor:
-        """A flat tensor of one value, which nobody writes: equal ones may be one tensor."""
+        """A flat tensor of one value, which is never written: equal ones may be one tensor."""
 
     def fetched(self, source: torch.Tensor) -> torch.Tensor:
-        """A tensor's copy in CPU memory, where it is once the host is behind the lane."""
+        """A tensor's copy in CPU memory, available once the host has waited for the lane."""
 
     def numbers(self, tensor: torch.Tensor) -> list[float]:
         """The numbers in a flat tensor in CPU memory."""
@@ -84,7 +84,7 @@ class Kernels(Protocol):
     def split_copy(self, source: torch.Tensor, sizes: Sequence[int], targets: Tensors) -> None:
         """``source``: [ranks, sum(sizes)] → ``targets[i]``: [ranks, sizes[i]].
 
-        It is one kernel only where the source's rows lie one behind the other.
+        It is one kernel only if the source's rows are contiguous.
         """
 
     def chunk_cat(self, tensors: Tensors, dim: int, chunks: int, /, *, out: torch.Tensor) -> object:
@@ -156,7 +156,7 @@ class TorchKernels:
     def bind_empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, name: str
     ) -> Callable[[], torch.Tensor]:
-        """Of an uninitialised tensor."""
+        """For an uninitialized tensor."""
         # One by one: torch looks at a tuple for symbolic sizes, which takes half as long again.
         return functools.partial(torch.empty, *shape, dtype=dtype, device=self._device)
 
@@ -214,10 +214,11 @@ class FusedKernels(TorchKernels):
     fuses = True
 
     def copy_strided(self, targets: Tensors, sources: Tensors, /) -> object:
-        """One fused kernel for what is contiguous, and one for each other.
+        """One fused kernel for contiguous pairs, and one for each other pair.
 
-        torch copies all pairs one by one where the strides of a single pair differ
-        (ForeachBinaryOpList.cu), so that one transposed gradient would cost a kernel a parameter.
+        torch copies all pairs one by one if the strides of a single pair differ
+        (ForeachBinaryOpList.cu), so that one transposed gradient would cost one kernel per
+        parameter.
         """
         alike: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for target, source in zip(targets, sources, strict=True):

@@ -20,9 +20,10 @@ from torch.distributed.distributed_c10d import _hash_ranks_to_str
 from fsdp2.core.device.backends import backend_of
 from fsdp2.core.device.collectives import Collectives, GroupCollectives
 from fsdp2.core.device.one_off import largest_over
+from fsdp2.core.errors import coded
 
 ProcessGroup = dist.ProcessGroup
-"""For modules that name the type alone: they do not touch c10d."""
+"""For modules that only name the type: they do not use c10d."""
 
 
 def default_group() -> dist.ProcessGroup:
@@ -81,10 +82,12 @@ def new_groups(
     axes = (GroupCollectives(group, device, asynchronous=False) for group in around)
     most, least = largest_over(axes, [own, -own])
     if -least != most:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "group-counts",
             "process groups of some ranks are to be made, but some ranks have made more process "
             "groups than others, so that torch would give one of them two names; let all ranks "
-            "make equally many before, for example with init_device_mesh"
+            "make equally many before, for example with init_device_mesh",
         )
     made = []
     for line in lines:
@@ -120,9 +123,9 @@ _CONFIG = ("blocking", "cga_cluster_size", "min_ctas", "max_ctas")
 
 
 def _options_like(group: dist.ProcessGroup) -> object:
-    """Options for a group like ``group``; ``None`` where it has no part over NCCL.
+    """Options for a group like ``group``; ``None`` if it has no NCCL part.
 
-    They carry over ``is_high_priority_stream`` and numbers of ``config``. Not the split.
+    They copy ``is_high_priority_stream`` and numbers of ``config``, but not the split.
     """
     for device in getattr(group, "_device_types", ()):
         given: Any = getattr(_inside(backend_of(group, device)), "options", None)
@@ -190,5 +193,5 @@ def _chosen_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta
 
 
 def _inside(backend: object) -> object:
-    """What TORCH_DISTRIBUTED_DEBUG=DETAIL has wrapped; anything else as it is."""
+    """The object that TORCH_DISTRIBUTED_DEBUG=DETAIL has wrapped; anything else unchanged."""
     return getattr(backend, "wrapped_pg", backend)

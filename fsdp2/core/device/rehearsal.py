@@ -1,10 +1,10 @@
-"""What stands for lanes and memory while a step is rehearsed on the ``meta`` device.
+"""Replacements of lanes and memory while a step is rehearsed on the ``meta`` device.
 
     fully_shard(…, mesh=<of "meta">)  ──  Stage(streams, kernels), while one is set
 
-A rehearsal runs a whole step, autograd included, on tensors that have no memory. The device that
-is planned for has lanes, and memory that comes and goes: who rehearses brings what notes both
-(`fsdp2.paper`). Groups that were made in a rehearsal keep its stage.
+A rehearsal runs a whole step, including autograd, on tensors that have no memory. The planned
+device has lanes and transient memory: the caller provides objects that record both (`fsdp2.paper`).
+Groups created in a rehearsal keep its stage.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import torch
 
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import Streams
+from fsdp2.core.errors import coded
 
 META = torch.device("meta")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What groups on ``meta`` run on.
+    """The objects on which groups on ``meta`` run.
 
     Attributes:
-        streams: lanes of the device that is planned for.
+        streams: lanes of the planned device.
         kernels: its memory and copies.
     """
 
@@ -35,7 +36,7 @@ class Stage:
 
 
 stage: Stage | None = None
-"""Of the rehearsal under way."""
+"""The stage of the running rehearsal."""
 
 
 @contextmanager
@@ -47,7 +48,11 @@ def rehearsing(on: Stage) -> Iterator[None]:
     """
     global stage
     if stage is not None:
-        raise RuntimeError("a rehearsal is under way in this process; wait for its end")
+        raise coded(
+            RuntimeError,
+            "plan-rehearsal",
+            "a rehearsal is under way in this process; wait for its end",
+        )
     stage = on
     try:
         yield

@@ -52,7 +52,7 @@ Event = torch.Event | None
 
 
 class Streams(Protocol):
-    """What the scheduler needs of a device's streams."""
+    """The interface of a device's streams for the scheduler."""
 
     asynchronous: bool
     """Whether lanes run apart from the host, so that a collective must be ordered by events."""
@@ -64,13 +64,13 @@ class Streams(Protocol):
         """Return an event for the caller to `record` again and again; ``None`` where none is."""
 
     def record(self, lane: Lane, label: str, event: Event = None) -> Event:
-        """Return an event behind everything issued on ``lane`` so far; ``label`` names it.
+        """Return an event after everything issued on ``lane`` so far; ``label`` names it.
 
         Args:
             lane: the lane.
             label: what has happened then.
-            event: what to record, of `make_event`; by default an event that is soon used again,
-                for who waits for it at once.
+            event: what to record, of `make_event`; by default an event that is soon reused, for a
+                waiter that waits for it at once.
         """
 
     def wait(self, lane: Lane, event: Event, label: str) -> None:
@@ -145,10 +145,10 @@ class _OnStream:
 class DeviceStreams:
     """Streams and events of an accelerator.
 
-    Events come from a small ring per lane, unless the caller brings one. An event of a ring that is
-    recorded again before somebody waited for its first record only makes that wait stricter: later
-    on the same stream is behind earlier. COMPUTE's events are waited for right after they are
-    recorded. A gather's are not, where many units are gathered ahead: each group has one.
+    Events come from a small ring per lane, unless the caller provides one. If an event of a ring is
+    recorded again before its first record was waited for, that wait only becomes stricter, because
+    it is later on the same stream. COMPUTE's events are waited for right after they are recorded.
+    An all-gather's are not, if many units are prefetched: each group has its own.
     """
 
     asynchronous = True
@@ -213,10 +213,10 @@ def make_streams(device: torch.device) -> Streams:
 
 @dataclass(frozen=True)
 class OnStream:
-    """A function of a tensor that runs on a stream of the user's, in the order of the current one.
+    """A function of a tensor that runs on the user's stream, in the order of the current one.
 
-    What the current stream did before is done when the function's kernels run, and they are done
-    before what the current stream does next; the host does not block.
+    Earlier work of the current stream is complete when the function's kernels run, and they are
+    complete before later work of the current stream; the host does not block.
 
     Attributes:
         function: the user's.

@@ -20,10 +20,10 @@ MESSAGES = "coded shards"
 
 
 class CodedGather(PackedTransport):
-    """Shards travel as messages of a codec.
+    """Shards are sent as messages of a codec.
 
     Attributes:
-        codec: what makes them.
+        codec: encodes the messages.
     """
 
     codec: ClassVar[Codec]
@@ -81,4 +81,4 @@ class NibblesGather(CodedGather):
 CODED: dict[str, type[SegmentTransport]] = {
     kind.codec.name: kind for kind in (BytesGather, NibblesGather)
 }
-"""The transports of segments that travel in fewer bytes, by the name that `Wire.gather` gives."""
+"""The transports of encoded segments, by the name in `Wire.gather`."""

@@ -1,23 +1,23 @@
-"""How a segment travels as differences to what was gathered last, its reference.
+"""How a segment is sent as differences to the values gathered last, its reference.
 
     own shard - own row of the reference ── encode ──> own message ══ one all-gather ══> messages
     reference + decoded messages = reference ── copy, as packed ──> slots
 
     reference   [ranks, n] in the compute dtype, on every rank: it stays between gathers
 
-Weights change by little from step to step: a difference has small numbers, of which few bits are
-enough. All ranks, the owner too, add the same messages to the same reference by the same operators,
-so that all have equal bits. The rest of a message is in the owner's next difference: errors do
-not add up, and the reference is off by what the last message has left out, and by the rounding of
-the compute dtype.
+Weights change little from step to step: a difference has small numbers, which need few bits. All
+ranks, including the owner, add the same messages to the same reference with the same operators, so
+that all have equal bits. The rounding error of a message is part of the owner's next difference:
+errors do not accumulate, and the reference differs from the weights by the error of the last
+message, and by the rounding of the compute dtype.
 
-    the reference is                  a gather is
-    not there: first, given up        one exact all-gather of the shards, into the reference
-    restored, own rows alone          one exact all-gather of these rows, and one of differences
-    there                             one all-gather of differences
+    the reference is                  an all-gather is
+    absent: first, or dropped         one exact all-gather of the shards, into the reference
+    restored, only own rows           one exact all-gather of these rows, and one of differences
+    present                           one all-gather of differences
 
-If it is not finite, as a weight was, all ranks take it for zero from the next message on: it
-follows the weights again. A message that nobody waits for, as a prefetch was wrong, is added too.
+If it is not finite, as a weight was, all ranks treat it as zero from the next message on: it
+follows the weights again. An unused message, after a wrong prefetch, is added too.
 """
 
 from __future__ import annotations
@@ -208,4 +208,4 @@ class NibblesDifferences(DifferenceGather):
 DIFFERENCES: dict[str, type[DifferenceGather]] = {
     kind.codec.name: kind for kind in (BytesDifferences, NibblesDifferences)
 }
-"""The transports of segments that travel as differences, by the name that `Wire.gather` gives."""
+"""The transports of segments that are sent as differences, by the name in `Wire.gather`."""

@@ -36,11 +36,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
 from fsdp2.core.custom_collectives import AllGather, checked_buffer
 from fsdp2.core.device.buffers import TransientBuffer, contiguous_strides
 from fsdp2.core.device.collectives import Collectives, Work
 from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.gather.transport import GatherTransport
 from fsdp2.core.layout.layout import (
     COLLECTIVE_ALIGN_BYTES,
@@ -56,7 +57,7 @@ from fsdp2.core.pieces import round_up
 RELEASE_HOOK = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 _FAILED = 0
-"""What a rank says of a parameter whose hook raised; digests are odd."""
+"""A rank's value for a parameter whose hook raised; digests are odd."""
 
 
 class Input(NamedTuple):
@@ -95,40 +96,48 @@ def check_hooks(name: str, local: torch.Tensor, cut: Cut, even: bool) -> None:
     )
     if has[0] != has[1] or (needs and not has[0]):
         missing = PRE_HOOK if not has[0] else POST_HOOK
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "hooks-missing",
             f"parameter '{name}' is a {kind}, which has no {missing}; all-gather extensions need "
-            f"both {PRE_HOOK} and {POST_HOOK}"
+            f"both {PRE_HOOK} and {POST_HOOK}",
         )
     if not has[0]:
         return
     signature = inspect.signature(getattr(local, PRE_HOOK))
     if len(signature.parameters) not in (1, 5):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "hooks-arguments",
             f"parameter '{name}' is a {kind}, whose {PRE_HOOK}{signature} takes "
             f"{len(signature.parameters)} arguments; it must take (mesh) or (mesh, outer_size, "
-            f"outer_stride, module, mp_policy)"
+            f"outer_stride, module, mp_policy)",
         )
     if cut.bands > 1:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "hooks-two-dims",
             f"parameter '{name}' has all-gather hooks, which know one shard dim, but is sharded on "
-            f"{cut}; let shard_placement_fn return one Shard for it"
+            f"{cut}; let shard_placement_fn return one Shard for it",
         )
     if cut.dim != 0 and not even:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "hooks-uneven",
             f"parameter '{name}' has all-gather hooks and is sharded on dim {cut.dim}, which its "
-            f"ranks do not divide; shard it on dim 0, or make that dim even"
+            f"ranks do not divide; shard it on dim 0, or make that dim even",
         )
 
 
 @dataclass(frozen=True)
 class ExtensionContext:
-    """What the transport needs besides buffers.
+    """The context of the transport besides buffers.
 
     Attributes:
         options: dtypes, and the policy that is passed to the hooks.
         device: where hooks run.
-        offload: where shards are in CPU memory and are copied to the device first.
-        made: called when a gathered parameter has been made.
+        offload: the offload policy, if shards are in CPU memory and are copied to the device first.
+        made: called when an unsharded parameter has been created.
     """
 
     options: GroupOptions
@@ -138,11 +147,11 @@ class ExtensionContext:
 
 
 class ExtendedParam:
-    """One parameter, its hooks, and the tensors that they make.
+    """One parameter, its hooks, and the tensors that they create.
 
     Attributes:
         param: the parameter.
-        inputs: what travels, once its first pre hook has run.
+        inputs: the tensors to send, once its first pre hook has run.
         targets: where each rank's piece of each output belongs: [ranks, *shape of the input].
     """
 
@@ -182,10 +191,12 @@ class ExtendedParam:
             raise self._wrong(PRE_HOOK, f"(inputs, metadata), not {type(result).__name__}")
         inputs, self._metadata = list(result[0]), result[1]
         if self.inputs is not None and self._described(inputs) != self.inputs:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "hooks-changing",
                 f"{PRE_HOOK} of parameter '{param.name}' returned {_text(self._described(inputs))}"
                 f" after {_text(self.inputs)} before; it must always return the same shapes and "
-                f"dtypes"
+                f"dtypes",
             )
         return inputs
 
@@ -210,7 +221,7 @@ class ExtendedParam:
         self.inputs = found
 
     def _strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the ranks' pieces in an output: one behind the other on the sharded dim."""
+        """Strides of the ranks' pieces in an output: one after another on the sharded dim."""
         slot = self._slot
         if slot.dim == 0:
             return (torch.Size(shape).numel(), *contiguous_strides(shape))
@@ -271,7 +282,7 @@ class ExtendedParam:
         notify(self.param)
 
     def _cut(self, gathered: torch.Tensor) -> torch.Tensor:
-        """The parameter's shape and strides, over a tensor that may have padding behind it."""
+        """The parameter's shape and strides, over a tensor that may have padding after it."""
         shape = self.param.shape
         strides = contiguous_strides(shape)
         if tuple(gathered.shape) == shape and gathered.stride() == strides:
@@ -302,7 +313,11 @@ class ExtendedParam:
         return answer
 
     def _wrong(self, hook: str, wanted: str) -> TypeError:
-        return TypeError(f"{hook} of parameter '{self.param.name}' must return {wanted}")
+        return coded(
+            TypeError,
+            "hooks-result",
+            f"{hook} of parameter '{self.param.name}' must return {wanted}",
+        )
 
 
 class ExtensionTransport(GatherTransport):
@@ -391,7 +406,7 @@ class ExtensionTransport(GatherTransport):
                 member.post()
 
     def release(self) -> None:
-        """Drop what travelled: the copy-in lane's work on it is over."""
+        """Drop the sent tensors: the copy-in lane's work on them has ended."""
         self._packed = self._own = self._inputs = None
 
     def free(self) -> None:
@@ -456,18 +471,22 @@ class ExtensionTransport(GatherTransport):
             column = [numbers[index] for numbers in everyones]
             failed = [rank for rank, digest in enumerate(column) if digest == _FAILED]
             if failed:
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "hooks-failed-elsewhere",
                     f"{PRE_HOOK} of parameter '{name}' failed on ranks {failed} of its shard axis; "
-                    f"see what they raised"
+                    f"see what they raised",
                 )
             others = [r for r, digest in enumerate(column) if digest != digests[index]]
             if others:
                 slot = member._slot
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "hooks-differ-over-ranks",
                     f"{PRE_HOOK} of parameter '{name}' of shape {slot.shape} returned "
                     f"{_text(member.inputs or ())} on this rank, but others on ranks {others} of "
                     f"its shard axis; all ranks must return the same shapes and dtypes, so pad "
-                    f"shards with fewer than {slot.chunk} rows to {slot.local_shape(0)}"
+                    f"shards with fewer than {slot.chunk} rows to {slot.local_shape(0)}",
                 )
 
 

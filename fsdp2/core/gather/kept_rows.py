@@ -1,12 +1,13 @@
-"""Rows that outlive their gather: the next gathers put them in place again, without a collective.
+"""Rows that outlive their all-gather: later ones copy them into the slots again, without a
+collective.
 
     fresh   shards ══ all-gather ══> rows ── copy ──> slots
     again                            rows ── copy ──> slots
 
     Keeping    fresh ── a gather is finished ──> again ── forget ──> fresh
 
-A group that keeps rows has both routes. When its shards may have changed it does not know: whoever
-does calls `forget` (`fsdp2.core.schedule.reuse`).
+A group that keeps rows has both routes. It does not know when its shards may have changed:
+`fsdp2.core.schedule.reuse` does, and calls `forget`.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Keeping(GatherTransport):
         self._choose(self.fresh)
 
     def free(self) -> None:
-        """Give memory back that the next gather brings anew, where nobody is reading it."""
+        """Free memory that the next all-gather fills again, if no operation reads it."""
         if self._nodes is not None and not self.current:
             self._nodes.free()
 

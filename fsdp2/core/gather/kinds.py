@@ -30,9 +30,9 @@ TRANSPORTS: dict[Transport, type[SegmentTransport]] = {
     Transport.PACKED: BoundPackedTransport,
     Transport.LOCAL: LocalTransport,
 }
-"""Those of a segment that travels as it is.
+"""Transports of a segment that is sent without a codec.
 
-A packed segment of one parameter may have a `OneSlotTransport` (`straight_into_slots`).
+A packed segment with one parameter may have a `OneSlotTransport` (`straight_into_slots`).
 """
 
 
@@ -48,9 +48,9 @@ def make_transports(
     differences: bool = False,
     keeps: bool = False,
 ) -> list[GatherTransport]:
-    """A transport for each segment; one for all, if the user brings a collective.
+    """A transport for each segment; one for all, if the user provides a collective.
 
-    Whatever gathers them, the parameters have the same slots. One rank has nothing to gather.
+    Whatever gathers them, the parameters have the same slots. A single rank gathers nothing.
 
     Args:
         segments: those of parameters without all-gather hooks.
@@ -61,9 +61,9 @@ def make_transports(
         comm: the user's all-gather.
         device: where its buffers are.
         codec: name of the transport of coded segments.
-        differences: whether messages of coded segments are differences to what they brought last;
-            rows of the others stay then, too.
-        keeps: whether rows stay for the next gathers, of all that travels as it is.
+        differences: whether messages of coded segments are differences to the last values; rows of
+            the others are then kept, too.
+        keeps: whether rows of all segments without a codec are kept for the next all-gathers.
     """
     parts: list[SegmentTransport] = []
     custom: list[Segment] = []

@@ -18,11 +18,11 @@ from fsdp2.core.progress import communication_error
 
 
 class Launched(NamedTuple):
-    """Events of a gather; ``None`` where nothing has to be waited for.
+    """Events of an all-gather; ``None`` if nothing must be waited for.
 
     Attributes:
-        copied: behind the copies in front of the collectives.
-        gathered: behind the collectives.
+        copied: after the copies before the collectives.
+        gathered: after the collectives.
     """
 
     copied: Event = None
@@ -32,15 +32,15 @@ class Launched(NamedTuple):
 def gather_on_lanes(
     streams: Streams, route: Route, name: str, works: list[Work], *, event: Event = None
 ) -> Launched:
-    """Launch the collectives of ``route`` on their lanes, behind COMPUTE as it is now.
+    """Launch the collectives of ``route`` on their lanes, after everything on COMPUTE so far.
 
     Args:
         streams: the lanes.
-        route: what is gathered; its memory is there.
+        route: the transports; their memory is allocated.
         name: the group's, for messages.
-        works: gets what the host must wait for, as far as it was launched when something raises.
-        event: the group's own, to record behind the collectives: gathers of many groups may be
-            under way when COMPUTE waits for this one alone.
+        works: receives the work objects for which the host must wait, also if something raises.
+        event: the group's own, to record after the collectives: all-gathers of many groups may be
+            running when COMPUTE waits only for this one.
     """
     copied = None
     behind = streams.record(COMPUTE, "buffers allocated")

@@ -1,11 +1,11 @@
-"""Node rows: what ranks of a node gather from, where masters are sharded over all ranks.
+"""Node rows: the rows from which ranks of a node gather, if masters are sharded over all ranks.
 
     masters ══ all-gather between nodes ══> node rows ══ all-gather inside a node ══> gathered
      shard    (cast to the compute dtype)    [ rank's rows of each parameter ]
 
-Both are launched one behind the other: on the lane of all-gathers, or, where the host waits for
-what it launched, the second when it waits for the first. Between nodes each rank receives its own
-rows alone: (N - 1) / N of 1 / L of the parameters, over N nodes of L ranks.
+Both are launched one after the other: on the lane of all-gathers, or, if the host waits for its
+launches, the second when it waits for the first. Between nodes each rank receives only its own
+rows: (N - 1) / N of 1 / L of the parameters, over N nodes of L ranks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fsdp2.core.layout.levels import gaps
 
 
 class NodeRows(GatherTransport):
-    """Fills node rows, in front of the gather inside.
+    """Fills node rows, before the all-gather inside.
 
     Args:
         name: the group's.
-        pieces: how masters lie in the flat shard, and belong in node rows.
+        pieces: the positions of masters in the flat shard and in node rows.
         shard: the flat shard, or the device's copy of it.
         between: collectives of the ranks that share rows.
         kernels: memory and copies.
@@ -37,8 +37,8 @@ class NodeRows(GatherTransport):
         codec: name of the transport of coded segments.
 
     Attributes:
-        rows: the buffer; allocated when this is made.
-        stays: whether its memory is there until somebody frees it, not from gather to gather.
+        rows: the buffer; allocated when this is created.
+        stays: whether its memory stays until it is freed explicitly, not per all-gather.
     """
 
     def __init__(

@@ -14,20 +14,20 @@ from fsdp2.core.pieces import round_up
 
 
 class Messages:
-    """The messages of a segment's gathers.
+    """The messages of a segment's all-gathers.
 
     Args:
         nbytes: of each.
         collectives: of the ranks that gather.
         kernels: memory.
         name: of the memory.
-        scratch: numbers of fp32 that have room behind the messages. Default 0.
+        scratch: numbers of fp32 that have room after the messages. Default 0.
 
     Attributes:
-        memory: of all; allocated until it is released once, when what uses it is bound.
+        memory: of all; allocated until it is released once, when its users are bound.
         every: all ranks' messages, [ranks, nbytes] of uint8.
         own: this rank's, [1, nbytes].
-        numbers: the room behind them, [1, scratch] of fp32.
+        numbers: the room after them, [1, scratch] of fp32.
         gather: runs the collective.
     """
 

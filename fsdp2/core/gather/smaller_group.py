@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.custom_collectives import AllGather
 from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.gather.kept_rows import Keeping, Nearby
 from fsdp2.core.gather.kinds import make_transports
 from fsdp2.core.gather.transport import GatherTransport, Load, Route
@@ -133,10 +133,12 @@ class SmallerRows:
         nbytes = 0
         for segment in layout.segments:
             if segment.transport is Transport.EXTENSION:
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "smaller-group-of-hooks",
                     f"parameter '{params[segment.slots[0].index].name}' has all-gather hooks, "
                     f"which cannot be used with reshard_after_forward=<int>; call "
-                    f"set_reshard_after_forward(True)"
+                    f"set_reshard_after_forward(True)",
                 )
             smaller = smaller_segment(
                 segment, group.collectives.size, group.collectives.coalesces, nbytes, pack_below

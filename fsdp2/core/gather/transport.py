@@ -1,18 +1,18 @@
-"""How a segment's shards become gathered parameters.
+"""How a segment's shards become unsharded parameters.
 
     Coalesced   shard ─(cast)─> own piece of its slot ══ one launch, an all-gather each ══> slots
-                no copy afterwards; none before where shard and compute dtype agree (decision 17)
+                no copy afterwards; none before if shard and compute dtype agree (decision 17)
     Packed      shard ─(cast)─> own row of [ranks, n] ══ one all-gather ══> rows ── copy ──> slots
-                beside coalesced ones of the same dtype it goes along in their launch
+                with coalesced ones of the same dtype it is part of their launch
     One slot    a packed segment of one parameter whose pieces are in order: straight into its slot
-    Custom      as packed, all segments in one collective of the user's
+    Custom      as packed, all segments in one collective of the user
     Local       shard is the parameter; or ── cast ──> slots
 
-Parameters of tensor subclasses with all-gather hooks have a transport of their own, in
+Parameters of tensor subclasses with all-gather hooks have a separate transport, in
 `fsdp2.core.gather.extension`.
 
-A transport is bound to buffers once; a gather then only makes the calls below, in this order, on
-the lanes that the group chooses:
+A transport is bound to buffers once; an all-gather then only makes the calls below, in this order,
+on the lanes that the group chooses:
 
     acquire   allocate what the collective needs          COMPUTE
     copy_in   cast                                        COPY_IN
@@ -38,17 +38,17 @@ from fsdp2.core.layout.layout import Segment, Slot
 
 
 class GatherTransport:
-    """What a gather asks of whatever brings parameters from shards into place.
+    """The interface of a transport, which turns shards into unsharded parameters.
 
     Attributes:
-        carried: whether another transport's launch takes its collective along.
+        carried: whether another transport's launch includes its collective.
         casts: whether copy_in does anything.
-        early: whether the gathered buffer must be there before the collective.
+        early: whether the gathered buffer must be allocated before the collective.
         communicates: whether there is a collective.
-        keeps: whether its rows stay for the next gathers (`fsdp2.core.gather.kept_rows`).
+        keeps: whether its rows stay for the next all-gathers (`fsdp2.core.gather.kept_rows`).
         stages: whether acquire, copy_out or release do anything.
-        aliases: whether gathered parameters are views of the shard.
-        gather: runs the collective; returns what must be waited for, or ``None``.
+        aliases: whether unsharded parameters are views of the shard.
+        gather: runs the collective; returns a work object to wait for, or ``None``.
     """
 
     carried = False
@@ -78,7 +78,7 @@ class GatherTransport:
 
 
 class SegmentTransport(GatherTransport):
-    """What the transports of segments share: views of the group's two buffers."""
+    """The common part of the transports of segments: views of the group's two buffers."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class SegmentTransport(GatherTransport):
         return self._full.views(self._wire, self.segment.full_byte_offset, places)
 
     def _block(self, slot: Slot, ranks: int, first: int, length: int) -> torch.Tensor:
-        """Where ``length`` indices of the sharded dim, from ``ranks`` ranks of a band, belong."""
+        """Destination of ``length`` indices of the sharded dim, from ``ranks`` ranks of a band."""
         inner = slot.inner
         piece, row = slot.chunk * inner, slot.shape[slot.dim] * inner
         shape = (slot.cut.bands, ranks, slot.outer, length, inner)
@@ -219,14 +219,14 @@ def _continues(run: Sequence[Slot], slot: Slot) -> bool:
 
 
 class PackedTransport(SegmentTransport):
-    """All shards travel together, rank-major; a copy puts them into their slots.
+    """All shards are sent together, rank-major; a copy puts them into their slots.
 
-    The collective's output is [ranks, n]; this rank's input is its own row of it where the shard
-    is cast, else the flat shard itself.
+    The collective's output is [ranks, n]; this rank's input is its own row of it if the shard is
+    cast, otherwise the flat shard itself.
 
     Attributes:
-        output: what the collective writes.
-        input: what it reads.
+        output: the output of the collective.
+        input: its input.
         output_name: of the memory of ``output``.
     """
 
@@ -430,13 +430,13 @@ class _CustomPart(SegmentTransport):
 
 
 class CustomTransport(SegmentTransport):
-    """All segments packed, in a buffer and by a collective that the user brings.
+    """All segments packed, in a buffer and by a collective of the user.
 
         shards ── cast or copy ──> own row of [ranks, n] ══ comm ══> rows ── copy ──> slots
 
-    The row holds one segment behind the other: in their dtype if they share one, else as bytes.
-    The buffer may be another one each time, so its views are made for each gather. It is needed
-    only between ``acquire`` and ``release``.
+    The row holds the segments one after another: in their dtype if they share one, otherwise as
+    bytes. The buffer may be another one each time, so its views are created for each all-gather. It
+    is needed only between ``acquire`` and ``release``.
     """
 
     def __init__(
@@ -523,7 +523,7 @@ class Load:
 
 
 class Copying(Protocol):
-    """What has memory to allocate and something to copy in front of the collectives."""
+    """Has memory to allocate and something to copy before the collectives."""
 
     def acquire(self) -> None:
         """Allocate it, on COMPUTE."""
@@ -533,22 +533,22 @@ class Copying(Protocol):
 
 
 class Route:
-    """The transports of one kind of gather, sorted by what they need.
+    """The transports of one kind of gather, sorted by their needs.
 
     Args:
         transports: all of them.
-        load: what copies shards from the host first, if they live there.
+        load: copies shards from the host first, if they are offloaded.
 
     Attributes:
-        gathering: those with a collective.
+        gathering: the transports with a collective.
         gathers: the collectives.
-        acquiring: what needs memory in front of the collectives.
-        copying: what copies in front of them.
-        finishing: those with something to do behind the collectives.
-        early: whether the gathered buffer must be there before the collectives.
+        acquiring: the transports that allocate memory before the collectives.
+        copying: the transports that copy before them.
+        finishing: the transports that copy or convert after the collectives.
+        early: whether the gathered buffer must exist before the collectives.
         loads: whether shards are copied from the host first.
         launches: whether there is anything to launch.
-        finishes: whether anything is to do behind what was launched.
+        finishes: whether anything remains to be done after the launched operations.
     """
 
     __slots__ = (

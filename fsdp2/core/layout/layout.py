@@ -1,7 +1,7 @@
-"""Where every element of a group lives, as plain integers.
+"""The position of every element of a group, as plain integers.
 
-A group's shards are one flat, persistent buffer; its gathered form is another, parameter-major
-one. With two parameters A (dim 0 of 4 rows) and B (3 rows) on two ranks, c = ceil(rows / 2):
+A group's shards are one flat, persistent buffer; its gathered form is another, parameter-major one.
+With two parameters A (dim 0 of 4 rows) and B (3 rows) on two ranks, c = ceil(rows / 2):
 
     rank 0's shard  [ A0 A1 | B0 B1 ]         rank 1's shard  [ A2 A3 | B2 -- ]   (-- is padding)
     gathered        [ A0 A1 A2 A3 | B0 B1 B2 -- ]                                 (on both)
@@ -9,13 +9,13 @@ one. With two parameters A (dim 0 of 4 rows) and B (3 rows) on two ranks, c = ce
 A *segment* is a run of parameters that share dtypes and a transport:
 
     coalesced   each parameter is gathered straight into its slot; no copy afterwards
-    packed      all shards travel in one collective, rank-major; a copy puts them in their slots;
-                where a backend coalesces, in the same launch as the coalesced ones
+    packed      all shards use one collective, rank-major; a copy puts them in their slots;
+                if a backend coalesces, in the same launch as the coalesced ones
     local       one rank: the shard is the parameter
-    extension   tensor subclasses that say themselves what travels: in neither buffer
+    extension   tensor subclasses that define their own messages: in neither buffer
 
-Which segment a parameter belongs to depends on global shapes, dtypes and the backend only, never
-on the rank, so that every rank decides alike (invariant I1 in docs/invariants.md).
+The segment of a parameter depends only on global shapes, dtypes and the backend, never on the rank,
+so that every rank decides alike (invariant I1 in docs/invariants.md).
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ which asks up to 256 bytes of alignment of pointers, takes the kernels that it t
 
 @dataclass(frozen=True)
 class Cut:
-    """How a parameter is cut into equal pieces, one a rank; the last ones may be short or empty.
+    """How a parameter is split into equal pieces, one per rank; the last ones may be short or
+    empty.
 
         Cut(0), 2 ranks        rows of [4, 6] in pieces of 2:               0-1 | 2-3
         Cut(1), 2 ranks        columns in pieces of 3:                      0-2 | 3-5
@@ -54,10 +55,10 @@ class Cut:
                                in pieces of 3 columns                       1, 0-2 | 1, 3-5
 
     Attributes:
-        dim: the dim that is cut into pieces of ``ceil(length / ranks)``.
-        bands: into how many equal bands dim 0 is cut before, of as many ranks each; they divide
-            the ranks and dim 0's length, and ``dim`` is another dim if there is more than one
-            (decision 18).
+        dim: the dim that is split into pieces of ``ceil(length / ranks)``.
+        bands: the number of equal bands into which dim 0 is split first, with equal numbers of
+            ranks; they divide the ranks and dim 0's length, and ``dim`` is another dim if there is
+            more than one (decision 18).
     """
 
     dim: int = 0
@@ -83,7 +84,7 @@ class Cut:
         return ranks * math.prod(self.piece(shape, ranks))
 
     def in_order(self, shape: Sequence[int], ranks: int) -> bool:
-        """Whether the pieces, one behind the other, are the parameter and nothing between."""
+        """Whether the pieces, one after another, are exactly the parameter."""
         if self.dim == 0:
             return True
         before = math.prod(self.piece(shape, ranks)[: self.dim])
@@ -91,7 +92,7 @@ class Cut:
 
 
 ROWS = Cut()
-"""What torch's FSDP2 does."""
+"""The cut of torch's FSDP2."""
 
 
 class Transport(Enum):
@@ -110,18 +111,18 @@ COPIED_OUT = (Transport.PACKED, Transport.CODED)
 
 @dataclass(frozen=True)
 class ParamShape:
-    """What the layout must know about a parameter.
+    """The properties of a parameter that the layout needs.
 
     Attributes:
-        name: full name, for messages; those of other names may be alike.
+        name: full name, for messages; parameters of other names may be equal.
         shape: global shape.
         cut: how it is sharded.
         shard_dtype: dtype of the shard, as any hashable value.
         shard_itemsize: bytes of one element of the shard.
-        full_dtype: dtype of the gathered parameter.
-        full_itemsize: bytes of one element of the gathered parameter.
+        full_dtype: dtype of the unsharded parameter.
+        full_itemsize: bytes of one element of the unsharded parameter.
         extended: whether its tensor subclass has all-gather hooks.
-        coded: whether it is gathered in a format of fewer bytes.
+        coded: whether it is gathered in a format with fewer bytes.
     """
 
     name: str = field(compare=False)
@@ -177,7 +178,7 @@ class Slot:
 
     @functools.cached_property
     def inner(self) -> int:
-        """Elements behind one index of the sharded dim: the product of the later dims."""
+        """Elements per index of the sharded dim: the product of the later dims."""
         return math.prod(self.shape[self.dim + 1 :])
 
     @functools.cached_property
@@ -209,7 +210,7 @@ class Slot:
 
     @functools.cached_property
     def in_order(self) -> bool:
-        """Whether the ranks' pieces lie in the parameter one behind the other."""
+        """Whether the ranks' pieces are contiguous in the parameter, one after another."""
         return self.cut.in_order(self.shape, self.world_size)
 
     def aligned(self, itemsize: int) -> bool:
@@ -300,21 +301,21 @@ class Segment:
 
     @functools.cached_property
     def tail(self) -> int:
-        """Elements of padding behind the last slot of the shard."""
+        """Elements of padding after the last slot of the shard."""
         return self.shard_numel - sum(slot.shard_numel for slot in self.slots)
 
     @property
     def is_one_slot(self) -> bool:
-        """Whether what all ranks send, one behind the other, is the slot of one parameter."""
+        """Whether the pieces of all ranks, one after another, are the slot of one parameter."""
         filled = [slot for slot in self.slots if slot.shard_numel]
         return len(filled) == 1 and filled[0].in_order and not self.tail
 
 
 def straight_into_slots(segments: Sequence[Segment]) -> bool:
-    """Whether what travels packed is gathered into its slots, with no copy afterwards.
+    """Whether packed segments are gathered directly into their slots, with no copy afterwards.
 
-    All or none of a group: the gathered buffer comes before the collective then, and beside that
-    of a segment which needs its own, a gather ahead would hold both.
+    It holds for all or none of a group: the gathered buffer is then allocated before the
+    collective, and together with that of a segment which needs its own, a prefetch would hold both.
     """
     copied = [s for s in segments if s.transport in COPIED_OUT]
     return all(s.transport is Transport.PACKED and s.is_one_slot for s in copied)
@@ -399,7 +400,7 @@ class GroupLayout:
 
 
 def side_by_side(slots: Iterable[AnySlot]) -> tuple[list[AnySlot], int]:
-    """Slots of a packed segment: those in order first, each behind the other in the shard.
+    """Slots of a packed segment: those in order first, one after another in the shard.
 
     Returns:
         The slots with their offsets, and how many elements they take.
@@ -418,7 +419,7 @@ def can_coalesce(slots: Iterable[Slot], itemsize: int) -> bool:
 
 
 def pick_transport(param: ParamShape, world_size: int, coalesces: bool) -> Transport:
-    """The transport of one parameter alone, from global facts only (invariant I1).
+    """The transport of a single parameter, only from global facts (invariant I1).
 
     Args:
         param: the parameter.

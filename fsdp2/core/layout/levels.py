@@ -52,7 +52,7 @@ class PieceSlot(Slot):
 
     @functools.cached_property
     def in_order(self) -> bool:
-        """Whether the pieces lie in the rows one behind the other: there is no room for padding."""
+        """Whether the pieces are contiguous in the rows: there is no room for padding."""
         return self.even and self.cut.in_order(self.shape, self.world_size)
 
     def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
@@ -70,7 +70,7 @@ def own_slot(axes: MeshAxes, shape: tuple[int, ...], cut: Cut) -> Slot:
 
 
 def node_segments(layout: GroupLayout) -> list[Segment]:
-    """The layout's segments, gathered from node rows, one behind the other."""
+    """The layout's segments, gathered from node rows, one after another."""
     segments: list[Segment] = []
     start = 0
     for segment in layout.segments:
@@ -97,14 +97,14 @@ def gaps(rows: Segment, rank: int) -> list[tuple[int, int]]:
 def pieces_layout(
     layout: GroupLayout, rank: int, ranks: int, coalesces: bool, coded: Set[int] = frozenset()
 ) -> GroupLayout:
-    """How a rank's rows are cut once more: a segment for each of the layout's, or two.
+    """How a rank's rows are split once more: a segment for each of the layout's, or two.
 
     Args:
         layout: of the group, over the ranks of a node.
-        rank: this process's place in the node.
+        rank: this process's position in the node.
         ranks: those that share these rows: one per node.
         coalesces: whether their backend gathers many tensors in one launch.
-        coded: positions in the group of parameters that travel between nodes in fewer bytes.
+        coded: positions in the group of parameters that are encoded between nodes.
     """
     segments: list[Segment] = []
     shard_bytes = full_bytes = 0

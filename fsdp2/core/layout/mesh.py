@@ -40,6 +40,7 @@ from fsdp2.core.device.process_groups import (
     new_groups,
     rank_and_size,
 )
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.layout import Cut
 
 
@@ -107,7 +108,7 @@ class MeshAxes:
     def spec_of(
         self, cut: Cut, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype
     ) -> DTensorSpec:
-        """The spec of plain parameters of this kind: one for all, as nobody changes a spec."""
+        """The spec of plain parameters of this kind: one for all, because specs are immutable."""
         kind = (cut, shape, strides, dtype)
         found = self._specs.get(kind)
         if found is None:
@@ -127,9 +128,11 @@ class MeshAxes:
             return self.mesh
         names = self.mesh.mesh_dim_names
         if names is None:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "hooks-unnamed-mesh",
                 "all-gather extensions need the mesh of the shard axis; name the dims: "
-                "init_device_mesh(…, mesh_dim_names=('replicate', 'shard'))"
+                "init_device_mesh(…, mesh_dim_names=('replicate', 'shard'))",
             )
         return self.mesh[names[-1]]
 
@@ -146,9 +149,9 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """The ranks of a data-parallel mesh as (replicate, shard) with ``size`` neighbours a group.
+    """The ranks of a data-parallel mesh as (replicate, shard) with ``size`` neighbors per group.
 
-    Makes process groups for this rank alone, so that ranks of other meshes need not take part.
+    Creates process groups only for this rank, so that ranks of other meshes need not take part.
     """
     return _smaller_mesh(mesh, size, tuple(mesh.get_all_groups()))
 
@@ -194,7 +197,7 @@ def _grid_groups(
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
-    """What fully_shard lays out: a DTensor's local tensor, there by now, or the tensor itself."""
+    """The tensor that fully_shard lays out: a DTensor's local tensor, or the tensor itself."""
     if not isinstance(param, DTensor):
         return param
     return arrived(param._local_tensor)
@@ -213,10 +216,10 @@ def locals_of(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | Non
 
 
 def memory_order(param: torch.Tensor) -> tuple[int, ...] | None:
-    """The order in which the dims of a plain parameter lie in memory, the first outermost.
+    """The order of a plain parameter's dims in memory, the first outermost.
 
-    ``None`` if that is their own order, or if it is no order that rows can be cut from: memory has
-    gaps, or dim 0 is not outermost. Of a convolution's weight in ``channels_last``: (0, 2, 3, 1).
+    ``None`` if that is their own order, or if rows cannot be cut from it: memory has gaps, or dim 0
+    is not outermost. For a convolution's weight in ``channels_last``: (0, 2, 3, 1).
     """
     if isinstance(param, DTensor) or param.is_contiguous():
         return None
@@ -278,7 +281,7 @@ def _full_spec(axes: MeshAxes, spec: DTensorSpec, dim: int, meta: TensorMeta) ->
 
 
 def _pieces_behind(spec: DTensorSpec, position: int, dim: int) -> int:
-    """Into how many pieces the mesh dims behind ``position`` cut ``dim``."""
+    """The number of pieces into which the mesh dims after ``position`` split ``dim``."""
     pieces = 1
     for behind in range(position + 1, spec.mesh.ndim):
         placement = spec.placements[behind]
@@ -290,8 +293,8 @@ def _pieces_behind(spec: DTensorSpec, position: int, dim: int) -> int:
 def gradient_placements(
     axes: MeshAxes, spec: DTensorSpec, found: Sequence[Placement]
 ) -> tuple[Placement, ...]:
-    """What a model-parallel gradient must be before it is reduced: as the parameter, except on
-    data-parallel dims of a full mesh, whose sums the reduction makes.
+    """The required placements of a model-parallel gradient before its reduction: the parameter's,
+    except on data-parallel dims of a full mesh, whose sums the reduction computes.
 
     Args:
         axes: the data-parallel axes.
@@ -331,8 +334,8 @@ def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 def wrap_parameter(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
     """As `wrap_local`, a parameter.
 
-    ``nn.Parameter(…)`` of a DTensor comes to the same by a ``detach()``, which goes through
-    DTensor's dispatcher: five times the work, for a DTensor that nobody else has.
+    ``nn.Parameter(…)`` of a DTensor gives the same result by a ``detach()`` through DTensor's
+    dispatcher: five times the work, for a DTensor without other references.
     """
     wrapped = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
     wrapped._is_param = True

@@ -103,7 +103,7 @@ def cast(value: T, dtype: torch.dtype) -> T:
 
 
 def unbatched(tensor: torch.Tensor) -> torch.Tensor:
-    """What is inside ``vmap``'s batches: outside of it, gradients come to that."""
+    """The tensor inside ``vmap``'s batches: outside of it, gradients arrive at that."""
     while torch._C._functorch.is_batchedtensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

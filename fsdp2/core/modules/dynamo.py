@@ -1,12 +1,13 @@
-"""What ``torch.compile`` leaves alone: hooks run in Python, whatever is compiled around them.
+"""Functions that ``torch.compile`` skips: hooks run in Python, whatever is compiled around them.
 
     @uncompiled          marks the function's code object, once, where it is defined
         │
-        ├─ dynamo meets its frame      C looks at the mark and runs it, and all that it calls, as is
+        ├─ dynamo meets its frame      C reads the mark and runs it, and all that it calls, as is
         └─ dynamo traces a call of it  finds the attributes and breaks the graph at the call
 
-``torch.compiler.disable`` says the same by a wrapper around the function, which imports all of
-dynamo and costs every call, compiled or not (figures in docs/decisions/0010). This wraps nothing.
+``torch.compiler.disable`` does the same by a wrapper around the function, which imports all of
+dynamo and adds a cost to every call, compiled or not (figures in docs/decisions/0010). This module
+wraps nothing.
 """
 
 from __future__ import annotations

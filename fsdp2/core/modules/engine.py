@@ -40,10 +40,10 @@ else:
 _OUTSIDE = -1
 
 _MARKS = ("AliasBackward0", "_ExitBackwardBackward")
-"""Nodes that `fsdp2.core.modules.hooks` puts behind a unit's inputs; they read no parameter."""
+"""Nodes that `fsdp2.core.modules.hooks` adds after a unit's inputs; they read no parameter."""
 
 Ends = Iterable[torch.Tensor | GradientEdge]
-"""Where a backward begins."""
+"""The edges at which a backward begins."""
 
 
 class _WatchedEngine(_Engine):

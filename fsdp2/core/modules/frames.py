@@ -1,11 +1,12 @@
-"""What runs now, as the interpreter's frames tell it: they are gone when an exception ends a call.
+"""The running code, according to the interpreter's frames: they are gone when an exception ends a
+call.
 
     forward_method   a method that runs between a unit's hooks, as its forward does
-    running_calls         how many calls of a module, and of such methods, are running
+    running_calls    how many calls of a module, and of such methods, are running
     failure_of       the exception for which torch calls a hook that it always calls
 
-Frames are looked at only where something is out of the ordinary: a unit that may run inside of
-itself, a forward without an output. They are told by their code, never by a name.
+Frames are read only in unusual cases: a unit that may run inside itself, a forward without an
+output. They are identified by their code, never by a name.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.streams import Streams
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules import failures
 from fsdp2.core.modules.containers import (
     cast,
@@ -342,9 +342,9 @@ class UnitHooks(UnitRecord):
     def _mark_inputs(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Mark where backward leaves the unit: at the gradients of its inputs (decision 2).
 
-        Of the nodes that are ready autograd runs the newest first. So when the gradient of the node
-        in front of the unit is there, all nodes of the unit have run, and its parameters have their
-        gradients: there is no need to count those.
+        Autograd runs the newest ready node first. When the gradient of the node in front of the
+        unit arrives, all nodes of the unit have therefore run, and its parameters have their
+        gradients, without counting them.
         """
         if not torch.is_grad_enabled() or not self.unit.groups:  # nothing to free and to reduce
             return args, kwargs
@@ -374,11 +374,12 @@ class UnitHooks(UnitRecord):
         return args, {k: next(marked) if _requires_grad(v) else v for k, v in kwargs.items()}
 
     def _hook_newest(self, found: list[torch.Tensor]) -> None:
-        """Let the unit's backward end at the gradient of the newest input that a container holds.
+        """End the unit's backward at the gradient of the newest input in a container.
 
-        Containers stay the objects that they are: a forward may change them, as a key-value cache,
-        and its caller reads them. So there is no view of the tensor, of uses in the unit alone, but
-        of the newest most uses are there. A leaf has no place in the order of nodes.
+        Containers stay the same objects: a forward may change them, for example a key-value cache,
+        and its caller reads them. There is therefore no view of the tensor whose uses are all in
+        the unit, but most uses of the newest tensor are in the unit. A leaf has no position in the
+        order of nodes.
         """
         nodes = [(t.grad_fn._sequence_nr(), t) for t in found if t.grad_fn is not None]
         here = [pair for pair in nodes if pair[1].device == self._device]
@@ -386,11 +387,12 @@ class UnitHooks(UnitRecord):
             _on_gradient(max(here, key=operator.itemgetter(0))[1], self._leave_backward, self)
 
     def _hook_own_node(self, tensor: torch.Tensor) -> bool:
-        """Let the unit's backward end at an input's own gradient, if no node is newer than its.
+        """End the unit's backward at an input's own gradient, if no node is newer than the input's
+        node.
 
-        Then only the unit and what is newer can use it: its gradient is complete when the unit's
-        nodes have run. Others may have older uses (an encoder's output, in each block of a
-        decoder), for which the unit should not wait (decision 2).
+        In this case only the unit and newer nodes can use it: its gradient is complete when the
+        unit's nodes have run. Other inputs may have older uses (an encoder's output, in each block
+        of a decoder), for which the unit should not wait (decision 2).
         """
         node = tensor.grad_fn if type(tensor) is torch.Tensor else None
         if node is None or node._sequence_nr() + 1 != next_node():
@@ -435,7 +437,7 @@ class UnitHooks(UnitRecord):
             self._enter_backward(grad)
 
     def _on_transformed_grad(self, grad: torch.Tensor) -> None:
-        """Of an output that torch.func alone records: it does so even where nobody can use it."""
+        """For an output that only torch.func records, which it does even for an unused record."""
         if self.unit.phase is not BACKWARD or self._is_behind():
             self._enter_backward(grad, records=outlives_transform(grad))
 
@@ -472,10 +474,12 @@ class UnitHooks(UnitRecord):
             if holds:
                 self._watch_parameters(scheduler)
         elif now.ending() is None:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "backward-after-a-failed-one",
                 f"the backward of '{self.unit.title}' follows one that an exception ended, whose "
                 f"gradients are incomplete; call reset_iter_state() on the root, or run the "
-                f"forward again before its backward"
+                f"forward again before its backward",
             )
         if now.graph is not None and grad is not None:
             # As long as these live: what the gradient comes from, and forward's node that it is of.
@@ -525,7 +529,9 @@ def _requires_grad(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def _holds_parameter(output: object) -> bool:
-    """Whether a gathered parameter, or a view of one, is in ``output``: it stays till backward."""
+    """Whether an unsharded parameter, or a view of one, is in ``output``: it is kept until
+    backward.
+    """
     if type(output) is torch.Tensor and output._base is None:
         return False
     found: list[torch.Tensor] = []

@@ -48,7 +48,7 @@ ASSIGNED = "_fsdp2_assigned"
 
 
 class Registrations:
-    """What modules of this process register: parameters and submodules, but for units' stores.
+    """Counts registrations of parameters and submodules in this process, except by units.
 
     Attributes:
         count: how many so far.
@@ -84,12 +84,13 @@ def is_managed(module: nn.Module, name: str) -> bool:
 
 
 def follow_replaced(group: ParamGroup, known: set[int]) -> None:
-    """Manage what was put in the entries of a group's parameters and is sharded like them.
+    """Manage tensors in the entries of a group's parameters that are sharded like them.
 
     Args:
         group: the group.
-        known: ids of all forms of managed parameters: those may be tied, but replace none. What is
-            followed here is one from now on: a loader may put it into entries of several.
+        known: ids of all forms of managed parameters: those may be tied, but do not replace any. A
+            tensor that is accepted here is one from now on, because a loader may put it into
+            several entries.
     """
     if group.state is not GroupState.SHARDED:
         return  # the entries are filled with what was gathered
@@ -129,7 +130,9 @@ def put_back(group: ParamGroup) -> None:
 
 
 def _expected(group: ParamGroup, param: ShardedParam) -> nn.Parameter | None:
-    """What a parameter's entries hold; ``None`` where that is not told by the state alone."""
+    """The expected contents of a parameter's entries; ``None`` if the state does not determine
+    them.
+    """
     if group.state is GroupState.UNSHARDED:
         return param.unsharded
     shows_shards = group.state in (GroupState.SHARDED, GroupState.HIDDEN)
@@ -155,13 +158,13 @@ class Move(NamedTuple):
 
 
 class Unexpected(NamedTuple):
-    """What a module registers that no unit has put there.
+    """A registration that belongs to no unit.
 
     Attributes:
-        name: the name that it has there.
-        registered: what is there.
-        param: the managed parameter whose entry that is.
-        other: the managed parameter that it is a form of.
+        name: its name.
+        registered: the registered object.
+        param: the managed parameter whose entry it is in.
+        other: the managed parameter of which it is a form.
         meshes: those of all managed parameters.
     """
 
@@ -179,7 +182,7 @@ unexpected: Notice[[Unexpected]] = Notice()
 def find_moves(
     root: nn.Module, managed: Mapping[ModuleEntry, ShardedParam], ignored: Set[ModuleEntry]
 ) -> list[Move]:
-    """Where managed parameters were put since, those that were tied; tells of all else.
+    """Find new entries of managed parameters, which are ties; report all other registrations.
 
     Args:
         root: the module whose forward begins.

@@ -18,29 +18,30 @@ from torch import nn
 
 from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.device.streams import Streams
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import Unit
 
 RECORD = "_fsdp2_record"
-"""Where a sharded module keeps its unit's record, in its ``__dict__``."""
+"""The key of the unit's record in a sharded module's ``__dict__``."""
 
 _records: weakref.WeakValueDictionary[Unit, UnitRecord] = weakref.WeakValueDictionary()
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
-"""What a user calls a module with."""
+"""The keyword arguments of a module call."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Of `fully_shard`: parameters that are added later follow them, too.
+    """The arguments of `fully_shard` that later parameters also use.
 
     Attributes:
         axes: the data-parallel axes of its mesh.
-        offload: where shards live in CPU memory.
-        reshard_to: to how many ranks' shards forward reshards, if not to all or none.
+        offload: the offload policy, if shards are in CPU memory.
+        reshard_to: the number of ranks over which forward reshards, if not over all or none.
     """
 
     axes: MeshAxes
@@ -49,18 +50,18 @@ class Arguments:
 
 
 class UnitRecord(abc.ABC):
-    """What a call of `fully_shard` left on its modules.
+    """The record that a call of `fully_shard` leaves on its modules.
 
     Args:
-        unit: what the call made of them.
-        modules: those that it was called on.
-        arguments: what it was called with.
-        ignored: where its modules hold parameters that it was told to leave alone.
+        unit: the unit of the call.
+        modules: the modules of the call.
+        arguments: the arguments of the call.
+        ignored: the entries of its modules that hold ignored parameters.
         streams: lanes of the device.
 
     Attributes:
         scheduler: the one that serves the unit; ``None`` before the root's first forward.
-        alone: whether it serves one root; not where parameters below several are tied.
+        alone: whether it serves one root; false if parameters below several are tied.
     """
 
     __slots__ = (
@@ -116,15 +117,15 @@ class UnitRecord(abc.ABC):
 
     @abc.abstractmethod
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """What runs before the forward of one of the modules; returns its inputs."""
+        """Runs before the forward of one of the modules; returns its inputs."""
 
     @abc.abstractmethod
     def post_forward(self, module: nn.Module, args: Args, output: object) -> object:
-        """What runs after it; returns its output."""
+        """Runs after it; returns its output."""
 
     @abc.abstractmethod
     def forward_raised(self, failure: BaseException) -> None:
-        """What runs where it raised instead."""
+        """Runs if it raised instead."""
 
     @abc.abstractmethod
     def enter_backward_aside(self) -> bool:
@@ -168,8 +169,10 @@ def require_record(module: object) -> UnitRecord:
     """
     record = record_of(module)
     if record is None:
-        raise ValueError(
-            f"{type(module).__name__} is not sharded; call fully_shard on it before its methods"
+        raise coded(
+            ValueError,
+            "not-sharded",
+            f"{type(module).__name__} is not sharded; call fully_shard on it before its methods",
         )
     return record
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from fsdp2.core.config import ShardingStateError
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.layout import GroupLayout
 from fsdp2.core.modules.registry import UnitRecord, record_of, record_of_unit, records_below
 from fsdp2.core.notices import Notice
@@ -32,9 +32,11 @@ def start(record: UnitRecord) -> Scheduler:
     Called before the first forward (or a call that needs the scheduler), when every unit is there.
     """
     if len(record.modules) > 1:
-        raise ShardingStateError(
+        raise coded(
+            ShardingStateError,
+            "list-has-no-root",
             f"the first forward ran a module of the list {record.unit.name}, which has no single "
-            f"root; call fully_shard on the model that holds them and run that first"
+            f"root; call fully_shard on the model that holds them and run that first",
         )
     # A group whose own unit lost its modules is below no root: who uses it owns it from now on.
     for below in records_below(record.modules[0]):
@@ -50,14 +52,18 @@ def start(record: UnitRecord) -> Scheduler:
     for below, names in found.items():
         busy = below.scheduler
         if busy is not None and busy.is_running:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "running-below",
                 f"unit '{', '.join(names)}' is in the middle of a forward or backward of its own; "
-                f"finish it, or call reset_iter_state() on it, before running its parent"
+                f"finish it, or call reset_iter_state() on it, before running its parent",
             )
         if busy is not None and busy.manual and below not in roots:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "manual-below",
                 f"set_manual_backward_finalization was called on '{', '.join(names)}', which is "
-                f"below the root; call it on the module whose forward you call"
+                f"below the root; call it on the module whose forward you call",
             )
         if busy is not None:
             busy.wait_for_reductions()  # which are in its window, not in the new one's
@@ -89,7 +95,8 @@ def start(record: UnitRecord) -> Scheduler:
 def served_with(record: UnitRecord) -> dict[UnitRecord, list[str]]:
     """The units that one scheduler serves, and their names: those below a root, and tied ones.
 
-    Where one uses parameters of a unit elsewhere, that and all that is served with it belong too.
+    If a unit uses parameters of a unit elsewhere, that unit and all units of its scheduler belong
+    too.
     """
     found: dict[UnitRecord, list[str]] = {}
     for name, module in record.modules[0].named_modules():

@@ -1,15 +1,16 @@
-"""What autograd saves of gathered parameters, on devices where storages cannot be emptied.
+"""Saved tensors of unsharded parameters, on devices whose storages cannot be resized.
 
-    weight, weight.t()   ── pack ──>    a place in the gathered buffer      the memory can go
-                         <── unpack ──  that place in what is gathered now
+    weight, weight.t()   ── pack ──>    a position in the gathered buffer   the memory can be freed
+                         <── unpack ──  that position in the current gathered buffer
 
-Elsewhere a saved tensor keeps an emptied storage, which costs nothing, and units have no such
-hooks. Here a saved view would keep the whole parameter from forward to backward: a parameter's
-``.data`` can be swapped, but a view made of it (a linear layer saves ``weight.t()``) is another
-tensor. So hooks on saved tensors stand around each forward of a unit. All else they hand to the
-hooks around, such as a checkpoint's, or keep as it is.
+On other devices, a saved tensor keeps an emptied storage, which costs nothing, and units have no
+such hooks. On these devices, a saved view would keep the whole parameter from forward to backward:
+a parameter's ``.data`` can be swapped, but a view of it (a linear layer saves ``weight.t()``) is
+another tensor. Saved-tensor hooks therefore surround each forward of a unit. They pass all other
+tensors to enclosing hooks, such as a checkpoint's, or keep them unchanged.
 
-With hooks, torch (2.11 to 2.15) does not look whether a saved tensor was modified since. These do.
+With hooks, torch (2.11 to 2.15) does not check whether a saved tensor was modified since. These
+hooks do.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.buffers import SavedPlace, absent, empties_storages, saved_in
 from fsdp2.core.device.streams import Streams
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.modules.dynamo import uncompiled, uncompiled_methods
 from fsdp2.core.modules.hooks import UnitHooks, _transformed
@@ -50,10 +51,12 @@ class _Kept:
 
     def unpack(self) -> torch.Tensor:
         if _version_of(self._tensor) != self._version:
-            raise RuntimeError(
+            raise coded(
+                RuntimeError,
+                "saved-and-modified",
                 f"a {tuple(self._tensor.shape)} tensor that backward reads was modified in place "
                 f"since forward; modify a clone of it, or run forward under "
-                f"torch.autograd.set_detect_anomaly(True) to see where it was saved"
+                f"torch.autograd.set_detect_anomaly(True) to see where it was saved",
             )
         return self._tensor
 
@@ -87,10 +90,12 @@ class _Gathered:
     def unpack(self) -> torch.Tensor:
         found = self._place.tensor()
         if found is None or _version_of(self._counter) != self._version:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "saved-and-freed",
                 f"backward reads a {self._place.place.shape} tensor of '{self._place.buffer.name}',"
                 f" which was freed or modified since forward; call set_unshard_in_backward(True) "
-                f"on its unit, and step the optimizer after backward"
+                f"on its unit, and step the optimizer after backward",
             )
         return found if self._spec is None else wrap_local(found, self._spec)
 
@@ -114,7 +119,7 @@ def _place_of(tensor: torch.Tensor) -> SavedPlace | None:
 
 
 def _packing(around: tuple[_Pack, _Unpack] | None) -> _Pack:
-    """What packs, inside of other hooks."""
+    """The packing function, inside other hooks."""
 
     @uncompiled
     def pack(tensor: torch.Tensor) -> _Kept | _Handed | _Gathered:

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp2.core.config import MixedPrecisionPolicy, ShardingStateError
+from fsdp2.core.config import MixedPrecisionPolicy
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import Move, mark_managed
 from fsdp2.core.modules.registry import UnitRecord, record_of_unit
@@ -46,7 +47,7 @@ class Owned(NamedTuple):
 
 
 class Owners:
-    """What parameters belong to.
+    """The owners of parameters.
 
     Args:
         units: the units to look in.
@@ -65,22 +66,23 @@ class Owners:
         return self._owned[id(param)]
 
     def of(self, registered: nn.Parameter) -> Owned | None:
-        """Of what a module registers: a form of a parameter, or what it was before it was sharded.
+        """The owner of a registered object: a form of a parameter, or its object from before
+        sharding.
 
-        ``None`` for one that no unit manages.
+        ``None`` if no unit manages it.
         """
         replaced = registered.__dict__.get(REPLACED)
         return self._owned.get(id(registered if replaced is None else replaced()))
 
 
 class Computed(NamedTuple):
-    """How a unit computes with a parameter of its own.
+    """How a unit computes with one of its parameters.
 
     Attributes:
         name: the parameter's.
         dtype: of its shard.
-        chosen: dtype of compute; ``None``: the shard's.
-        is_exception: whether the user has chosen that for this parameter alone.
+        chosen: compute dtype; ``None``: the shard's.
+        is_exception: whether the user has chosen that only for this parameter.
     """
 
     name: str
@@ -110,9 +112,11 @@ def check_same_dtype(name: str, other: Computed, policy: MixedPrecisionPolicy) -
         return
     computes, wanted = other.chosen or other.dtype, policy.param_dtype or other.dtype
     if computes != wanted:
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "tied-dtypes",
             f"parameter '{name}' is tied to parameter '{other.name}', with which its unit computes "
-            f"in {computes}, not in {wanted}; give both units the same param_dtype"
+            f"in {computes}, not in {wanted}; give both units the same param_dtype",
         )
 
 
@@ -199,9 +203,11 @@ def _refuse_late_gradients(group: ParamGroup) -> None:
         if gathered is not None and gathered.requires_grad and gathered.is_leaf:
 
             def refuse(_: torch.Tensor, name: str = name) -> None:
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "tied-late",
                     f"a gradient came to parameter '{name}' from a forward that ran before "
-                    f"parameters of its unit were tied; run the backward before the next forward"
+                    f"parameters of its unit were tied; run the backward before the next forward",
                 )
 
             gathered.register_post_accumulate_grad_hook(refuse)

@@ -14,7 +14,7 @@ from torch import nn
 from fsdp2.core.modules.registry import record_of
 
 Order = Literal["parents first", "children first", "by depth"]
-"""Depth-first, a module before or behind those below it; or breadth-first."""
+"""Depth-first, a module before or after those below it; or breadth-first."""
 
 
 def walk(
@@ -22,12 +22,12 @@ def walk(
     leaves_out: Callable[[nn.Module], bool] | None = None,
     order: Order = "parents first",
 ) -> Iterator[tuple[nn.Module, str]]:
-    """Modules at and below ``roots``, each once, and what names of their parameters begin with.
+    """Modules at and below ``roots``, each once, with the prefix of their parameters' names.
 
     Args:
         roots: where to begin.
-        leaves_out: whether to leave out a module below, and all that is below that alone.
-            ``None`` (default): no.
+        leaves_out: whether to exclude a module below, and modules that are only below it. ``None``
+            (default): no.
         order: see `Order`. Children come in the order in which they are registered.
     """
     seen: set[nn.Module] = set()

@@ -1,10 +1,10 @@
-"""One parameter: its two forms, the entries of modules that they fill, and its gradients.
+"""One parameter: its two forms, the module entries that hold them, and its gradients.
 
-    param      ShardedParam, and the plan that it is made from
-    aliases    a reference from before sharding, which is followed
+    param      ShardedParam, and the plan from which it is created
+    aliases    a reference from before sharding, which follows the parameter
     hooks      hooks that users register on sharded parameters
-    gradients  the gradients of several, taken and delivered; their DTensors used again
+    gradients  the gradients of several, taken and delivered; reuse of their DTensors
 
-Owns: the sharded and the gathered ``nn.Parameter`` and their ``.grad``.
+Owns: the sharded and the unsharded ``nn.Parameter`` and their ``.grad``.
 May import: codecs, layout.
 """

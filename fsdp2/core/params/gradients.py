@@ -1,25 +1,25 @@
-"""The gradients of parameters that are reduced together: taken full, delivered sharded.
+"""The gradients of parameters that are reduced together: taken unsharded, delivered sharded.
 
     autograd ──> unsharded.grad of A, B, C
-                   take ──> [full A, full B, full C]      what a reduction reduces
-                deliver <── [rows of A, of B, of C]       what it leaves on this rank
+                   take ──> [full A, full B, full C]      the input of a reduction
+                deliver <── [rows of A, of B, of C]       its output on this rank
     sharded.grad of A, B, C ──> the optimizer
 
-One call serves all parameters, as a call each would cost as much as its work.
+One call serves all parameters, because a call each would cost as much as its work.
 
-DTensors that were ``.grad`` and are nobody's any more are the next gradients (decision 16):
+Unreferenced DTensors that were ``.grad`` become the next gradients (decision 16):
 
-    rows of A   rows of B   rows of C       of this step; let go with the gradients, as ever
-      └ lent      └ lent      └ the last    DTensors: what ``.grad`` of A, B and C is
-         │           │            └─ dropped: who else holds the others?
-         └─ free     └─ free   <─ nobody: they lose their rows, and wait for the next step's
+    rows of A   rows of B   rows of C       of this step; freed with the gradients, as before
+      └ lent      └ lent      └ the last    DTensors: ``.grad`` of A, B and C
+         │           │            └─ dropped: are the others referenced?
+         └─ free     └─ free   <─ no: they lose their rows, and wait for the next step's
 
-To make a DTensor, and to free it, takes longer than all else that a parameter adds to a step. That
-gradients are dropped tells nobody, but that an object dies does: the DTensor that is dropped last
-is new each time, and when its rows go, the others are looked at (invariant I14). What
-somebody holds then, a ``.grad`` of its parameter, a variable, or an autograd graph, is his for
-good. The rows are watched, not the DTensor: `.to()` swaps gradients with converted ones, which
-torch refuses for tensors that are weakly referred to.
+Creating and freeing a DTensor takes longer than all other work per parameter in a step. Dropping
+gradients notifies no code, but the death of an object does: the DTensor that is dropped last is new
+each time, and when its rows are freed, the others are checked (invariant I14). One that is
+referenced at that time, by its parameter's ``.grad``, a variable, or an autograd graph, is never
+reused. The rows are watched, not the DTensor: `.to()` swaps gradients with converted ones, which
+torch refuses for tensors with weak references.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Sum = tuple[object, torch.Tensor, torch.Tensor]
 
 
 class Gradients(Protocol):
-    """What a reduction needs of its parameters.
+    """The gradients of a reduction's parameters.
 
     Attributes:
         params: the parameters, in the order of all that is taken and delivered.
@@ -84,7 +84,7 @@ class Gradients(Protocol):
         """
 
     def objects_over(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What can become ``.grad`` of each parameter, over its rows."""
+        """Objects that can become ``.grad`` of each parameter, over its rows."""
 
     def place(self, objects: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
         """Let objects of `objects_over` be ``.grad`` where there is none; run users' hooks."""
@@ -248,9 +248,9 @@ class ShardedGradients:
 
 
 class PermutedGradients(ShardedGradients):
-    """Where some parameters lie in memory in another order than their dims' (``channels_last``).
+    """Gradients of parameters whose memory order differs from their dims' (``channels_last``).
 
-    Reductions see what is laid out, users what they know.
+    Reductions see tensors in memory order, users the original one.
     """
 
     __slots__ = ()
@@ -304,16 +304,16 @@ _refcount = sys.getrefcount
 _ALONE = next(map(_refcount, [object()]))
 """References to an object in a list, as ``map`` counts them, if there are no others.
 
-Of a tensor these are all, C++'s included: torch's C++ objects, such as autograd's graph, hold its
+For a tensor these are all, including C++'s: torch's C++ objects, such as autograd's graph, hold its
 Python object by one more as long as there are any (torch 2.11 to 2.15).
 """
 
 
 def counts_are_true() -> bool:
-    """Whether a reference count tells that nobody else holds an object.
+    """Whether a reference count shows that an object has no other reference.
 
-    Not where the interpreter is free-threaded: its counts are split by thread, and another thread
-    may take a reference at any moment. Elsewhere one more reference must be seen as one more.
+    False on a free-threaded interpreter: its counts are split by thread, and another thread may
+    take a reference at any moment. On others, one more reference must increase the count by one.
     """
     enabled = getattr(sys, "_is_gil_enabled", None)
     if enabled is not None and not enabled():
@@ -360,7 +360,7 @@ class GradientReuse:
         """These are gradients now, of all members.
 
         Args:
-            gradients: a list that nobody else needs.
+            gradients: a list that no other code needs.
         """
         last = gradients.pop(self._last[0])
         watch = _Watch(last._local_tensor, _look)
@@ -370,12 +370,13 @@ class GradientReuse:
 
 
 class _Watch(weakref.ref[object]):
-    """Of the last gradient's rows; it knows the others.
+    """Watches the last gradient's rows; it knows the others.
 
     Attributes:
         lent: the others.
-        free: where they go if nobody holds them.
-        last: which member's gradient it is of, in a list of one; changed where others are held.
+        free: where they go if they are unreferenced.
+        last: the member of the watched gradient, in a list of one; changed if others are
+            referenced.
     """
 
     __slots__ = ("free", "last", "lent")
@@ -392,7 +393,7 @@ def _watch_later(last: list[int], counts: list[int]) -> None:
 
 
 def _look(watch: _Watch) -> None:
-    """The last gradient's rows are gone: keep the others if all are nobody's, else none."""
+    """The last gradient's rows are gone: keep the others if all are unreferenced, or none."""
     lent, watch.lent = watch.lent, []
     counts = list(map(_refcount, lent))
     if set(counts) != {_ALONE}:

@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp2.core.errors import coded
+
 Hook = Callable[[Any], Any]
 
 
@@ -69,10 +71,10 @@ def run_tensor_hooks(param: torch.Tensor, gradient: DTensor, name: str) -> DTens
         name: the parameter's, for messages.
 
     Returns:
-        What the last hook returned that returned anything, else ``gradient``.
+        The result of the last hook that returned one, otherwise ``gradient``.
 
     Raises:
-        TypeError: a hook returned what is no gradient of the parameter.
+        TypeError: a hook returned something other than a gradient of the parameter.
     """
     hooks: Any = param._backward_hooks
     for hook in tuple(hooks.values()) if hooks else ():
@@ -81,9 +83,11 @@ def run_tensor_hooks(param: torch.Tensor, gradient: DTensor, name: str) -> DTens
             continue
         fits = isinstance(result, DTensor) and result.shape == gradient.shape
         if not fits or result.dtype != gradient.dtype:
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "gradient-hook-result",
                 f"a hook on the gradient of parameter '{name}' must return None or a DTensor of "
-                f"shape {tuple(gradient.shape)} and {gradient.dtype}, not {_described(result)}"
+                f"shape {tuple(gradient.shape)} and {gradient.dtype}, not {_described(result)}",
             )
         if result.placements != gradient.placements:
             result = result.redistribute(placements=gradient.placements)

@@ -1,19 +1,19 @@
-"""One parameter, in its two forms, and the entries of modules that they fill.
+"""One parameter, in its two forms, and the module entries that hold them.
 
     sharded     nn.Parameter(DTensor) over this rank's rows, a view of the group's flat shard
     unsharded   nn.Parameter over the gathered rows, a view of the group's gathered buffer
 
     owner module ── _parameters["weight"] ──> sharded, or unsharded while the group is gathered
 
-Both are made once and stay the same objects: optimizers hold the first, autograd the second
+Both are created once and stay the same objects: optimizers hold the first, autograd the second
 (invariant I3). A parameter registered by several modules (tied weights) fills all its entries.
 
-A parameter that was a DTensor before (tensor or expert parallel) stays one when it is gathered: on
-the model-parallel mesh alone. What is laid out, gathered and reduced is its local tensor.
+A parameter that was a DTensor before (tensor or expert parallel) stays one when it is unsharded,
+only on the model-parallel mesh. Its local tensor is laid out, gathered and reduced.
 
 An *extended* parameter's local tensor is of a subclass with all-gather hooks. Its shard is of that
-subclass too and has memory of its own, outside the flat shard; the gather room's `extension`
-gathers it.
+subclass too and has separate memory, outside the flat shard; the gather room's `extension` gathers
+it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, ShardingStateError
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.layout import Cut, ParamShape, Slot
 from fsdp2.core.layout.mesh import (
     MeshAxes,
@@ -69,7 +70,7 @@ ModuleEntry = tuple[nn.Module, str]
 
 
 class ParamStore(Protocol):
-    """Where a module holds its parameters."""
+    """The place in which a module stores its parameters."""
 
     def __setitem__(self, name: str, param: nn.Parameter, /) -> None:
         """Register ``param`` under ``name``."""
@@ -99,7 +100,7 @@ class AttributeStore:
     """For modules that define ``__setattr__`` themselves: a store that calls it."""
 
     storing: nn.Parameter | None = None
-    """What is being stored, by any: its registration is ours, not the user's."""
+    """The parameter being stored by any: its registration is fsdp2's, not the user's."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -115,7 +116,7 @@ class AttributeStore:
 
 
 def store_of(module: nn.Module) -> ParamStore:
-    """Where parameters of ``module`` are registered, without a registration by the user."""
+    """The store of ``module``'s parameters, which does not count as a registration by the user."""
     # A store into the dictionary costs 0.05 µs; nn.Module.__setattr__ several.
     if type(module).__setattr__ is nn.Module.__setattr__:
         return cast(ParamStore, module._parameters)
@@ -159,7 +160,7 @@ class FlagChanges:
 
 @dataclass(frozen=True)
 class PlannedParam:
-    """What is to become of a parameter.
+    """The plan of a parameter.
 
     Attributes:
         name: its full name.
@@ -193,10 +194,12 @@ def refuse_written(name: str) -> NoReturn:
     Raises:
         ShardingStateError: always.
     """
-    raise ShardingStateError(
+    raise coded(
+        ShardingStateError,
+        "written-unsharded",
         f"parameter '{name}' was written in place while it was unsharded, which is lost when it is "
         f"resharded; write it inside fsdp2.gathered(), or the sharded one after reshard(), which "
-        f"drops the write if you call it once more"
+        f"drops the write if you call it once more",
     )
 
 
@@ -386,9 +389,9 @@ class ShardedParam:
         return bool(local.untyped_storage()._cdata == target.untyped_storage()._cdata)
 
     def follow_registered(self) -> None:
-        """Manage the parameter that somebody put into an entry, and register it in all of them.
+        """Manage the parameter that the user has put into an entry, and register it in all of them.
 
-        Of several, the last; one that does not fit is taken out again.
+        If there are several, the last one; one that does not fit is removed again.
         """
         before = self.sharded
         chosen = before
@@ -400,10 +403,12 @@ class ShardedParam:
                 chosen = registered
         if chosen is not before and not self._fits(chosen):
             self.register(before)
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "assigned-does-not-fit",
                 f"parameter '{self.name}' was replaced by a {type(chosen).__name__} of shape "
                 f"{tuple(chosen.shape)}; assign a DTensor of shape {tuple(before.shape)} sharded "
-                f"like the parameter"
+                f"like the parameter",
             )
         if chosen is not before:
             before.__dict__[REPLACED] = weakref.ref(self)
@@ -453,26 +458,32 @@ class ShardedParam:
         if self._whole is None and self.local.device == device:
             return
         if self.is_meta and device.type != "meta":
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "still-on-meta",
                 f"parameter '{self.name}' is still on the meta device; call "
                 f"model.to_empty(device='{device.type}') and initialise it before the first "
-                f"forward"
+                f"forward",
             )
         if offloaded and self.local.device.type != device.type:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "moved-though-offloaded",
                 f"parameter '{self.name}' is on {self.local.device}, but its unit was sharded with "
                 f"CPUOffloadPolicy, which keeps parameters in CPU memory and copies them to the "
                 f"device around their use; move the model back with model.to('cpu') and move only "
-                f"its buffers to the device, or call fully_shard without offload_policy"
+                f"its buffers to the device, or call fully_shard without offload_policy",
             )
         if self.local.device.type != device.type:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "moved-away",
                 f"parameter '{self.name}' is on {self.local.device}, but its mesh computes on "
-                f"{device}; move the model back with model.to('{device.type}')"
+                f"{device}; move the model back with model.to('{device.type}')",
             )
 
     def gradient_over(self, rows: torch.Tensor) -> DTensor:
-        """What can become ``.grad``, over ``rows``, which are as users see them."""
+        """An object that can become ``.grad``, over ``rows``, which are in the users' form."""
         return wrap_local(rows, self.grad_spec)
 
     @property
@@ -525,9 +536,11 @@ class ShardedParam:
         """The local tensor of a model-parallel gradient, placed as the parameter is."""
         assert self.parallel is not None
         if not isinstance(grad, DTensor):
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "plain-gradient",
                 f"the gradient of parameter '{self.name}' is a plain {type(grad).__name__}, but "
-                f"the parameter is a DTensor; assign DTensors to .grad"
+                f"the parameter is a DTensor; assign DTensors to .grad",
             )
         wanted = gradient_placements(self.axes, self.parallel, grad.placements)
         if wanted != grad.placements:
@@ -616,18 +629,18 @@ class ShardedParam:
         return [(store, name, param) for store, name in self.stores()]
 
     def stores(self) -> list[tuple[ParamStore, str]]:
-        """Where a form of it is registered, and under which names."""
+        """The stores in which a form of it is registered, and the names."""
         stores = [(store_of(module), name) for module, name in self.entries]
         stores += [(alias, self.name) for alias in self.aliases]
         return stores
 
 
 class HasDtype(Protocol):
-    """What says in which dtype a parameter is gathered."""
+    """Determines the dtype in which a parameter is gathered."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the shards."""
+        """The dtype of the shards."""
 
     @property
     def dtype_override(self) -> torch.dtype | None:
@@ -642,7 +655,7 @@ def compute_dtype(options: GroupOptions, param: HasDtype) -> torch.dtype:
 
 
 def shapes_of(params: Sequence[ShardedParam], options: GroupOptions) -> list[ParamShape]:
-    """What the layout needs of the parameters, from their present dtypes."""
+    """The input of the layout for the parameters, from their present dtypes."""
     shapes = []
     for param in params:
         shard, full = param.dtype, compute_dtype(options, param)
@@ -658,13 +671,13 @@ def shapes_of(params: Sequence[ShardedParam], options: GroupOptions) -> list[Par
 
 
 def is_extended(local: torch.Tensor) -> bool:
-    """Whether a local tensor has all-gather hooks, or cannot do without: it wraps others."""
+    """Whether a local tensor has all-gather hooks, or needs them as it wraps other tensors."""
     hooked = hasattr(local, PRE_HOOK) or hasattr(local, POST_HOOK)
     return hooked or is_traceable_wrapper_subclass(local)
 
 
 def _users_attributes(param: nn.Parameter) -> dict[str, object]:
-    """What users set on a parameter; not what its tensor subclass itself keeps there."""
+    """Attributes that users set on a parameter, without those of its tensor subclass."""
     own = () if isinstance(param, DTensor) or not is_extended(param) else param.detach().__dict__
     return {name: value for name, value in param.__dict__.items() if name not in own}
 

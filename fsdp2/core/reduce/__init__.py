@@ -1,22 +1,22 @@
-"""From full gradients to sharded ``.grad``.
+"""From unsharded gradients to sharded ``.grad``.
 
-    reduction        what runs in each backward: a job collected, launched, delivered
-    transport        how gradients travel: direct, cast, packed, joined, custom, local
-    coded            how gradients travel in fewer bytes, summed by each rank itself
+    reduction        runs in each backward: a job collected, launched, delivered
+    transport        how gradients are reduced: direct, cast, packed, joined, custom, local
+    coded            how gradients are reduced in fewer bytes, summed by each rank itself
     coded_levels     the same between nodes in fewer bytes
-    kinds            which of them a reduction has
-    feedback         what messages leave out of gradients, added to the next ones
-    program          steps by lane; what one run of them leaves from step to step
-    binding          a transport chosen, other parts made, their steps put in order
-    spec             what sets all that: dtypes, factors, whose collectives
+    kinds            the transport of a reduction
+    feedback         rounding errors of gradient messages, added to the next ones
+    program          steps by lane; the state that one run passes to the next
+    binding          selects a transport, creates the other parts, orders their steps
+    spec             the settings: dtypes, factors, collectives
     division         where to divide: before the collectives, inside them, after them
-    rows             where this rank's rows lie in a flat result, and views of them in few calls
-    presence_marks   who had a gradient
-    levels           the reduce-scatter between nodes that stands where HSDP all-reduces
+    rows             the position of this rank's rows in a flat result, and views in few calls
+    presence_marks   which ranks had a gradient
+    levels           the reduce-scatter between nodes that replaces HSDP's all-reduce
     partial_sums     sums that wait for the all-reduce over replicas, and that all-reduce
-    result           from the sums to what is delivered: hook, division, cast, copy to the host
-    kept_gradients   gradients whose memory stays from step to step
+    result           from the sums to the delivery: hook, division, cast, copy to the host
+    kept_gradients   gradients that keep their memory between steps
 
-Owns: staging buffers, partial sums, kept gradients. Knows nothing of gathers.
+Owns: staging buffers, partial sums, kept gradients. Knows nothing of all-gathers.
 May import: codecs, device, layout, params.
 """

@@ -173,7 +173,7 @@ def bind_reduction(
 
 
 def _coded_pieces() -> type[PiecesReduce]:
-    """The module, loaded by whoever uses it."""
+    """The module, loaded on first use."""
     from fsdp2.core.reduce.coded_levels import CodedPieces
 
     return CodedPieces
@@ -208,7 +208,7 @@ def _facts(
     flat: FlatPlan,
     alone: bool,
 ) -> Hashable:
-    """What `_division` depends on."""
+    """The facts on which `_division` depends."""
     own = (spec.reduce_dtype, spec.factor, spec.sum_only, bool(flat.payload), alone)
     return ("division", *own, collectives.size, collectives.premultiplies, copies)
 
@@ -238,21 +238,21 @@ def _division(
 
 @dataclass(frozen=True)
 class Parts:
-    """What a reduction's steps belong to.
+    """The parts of a reduction, to which its steps belong.
 
     Attributes:
-        spec: what sets the steps.
-        transport: how gradients travel.
-        marks: who had a gradient; ``None`` where one rank knows.
-        partial_sums: what reductions without all-reduce leave.
+        spec: the settings of the steps.
+        transport: how gradients are reduced.
+        marks: which ranks had a gradient; ``None`` on a single rank.
+        partial_sums: the results of reductions without all-reduce.
         all_reduce: the sum over replicas, if there are any.
-        between: the reduce-scatter between nodes, where masters are sharded over two levels.
+        between: the reduce-scatter between nodes, if masters are sharded over two levels.
         hook: the user's, if there is one.
         after: the division after the sums, if there is one.
-        result: where a cast, or a copy to the host, goes.
-        kept: the memory of gradients, where it is kept.
+        result: the destination of a cast, or of a copy to the host.
+        kept: the memory of gradients, if it is kept.
         delivery: the way to ``.grad``.
-        alone: whether nothing is done to gradients but to divide them: all on COMPUTE.
+        alone: whether gradients are only divided: all on COMPUTE.
     """
 
     spec: ReductionSpec

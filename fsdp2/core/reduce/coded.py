@@ -29,12 +29,12 @@ STAGING = "coded gradients"
 
 
 class CodedReduce(PackingReduce):
-    """Gradients travel as messages of a codec.
+    """Gradients are sent as messages of a codec.
 
         staging   [ [ranks, n] in the reduce dtype | a message for each rank | one of each rank ]
 
     Attributes:
-        codec: what makes them.
+        codec: encodes the messages.
     """
 
     codec: ClassVar[Codec]

@@ -1,9 +1,10 @@
-"""How the sums of a node travel between nodes in fewer bytes: each rank sums what it receives.
+"""How the sums of a node are sent between nodes in fewer bytes: each rank sums its messages.
 
     [nodes, n] ── encode ──> a message for each node ══ one all-to-all ══> one of each node
-      ── decode, sum in fp32 ──> pieces      marks ══ a reduce-scatter of their own ══> marks
+      ── decode, sum in fp32 ──> pieces      marks ══ a separate reduce-scatter ══> marks
 
-As `fsdp2.core.reduce.coded` does it inside; the messages are in memory of each reduction's own.
+It works like `fsdp2.core.reduce.coded` inside a node; each reduction has its own memory for
+messages.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from fsdp2.core.reduce.reduction import ReduceContext
 
 
 class CodedPieces(PiecesReduce):
-    """Sums of a node travel as messages of a codec."""
+    """Sums of a node are sent as messages of a codec."""
 
     carries_marks = False
 

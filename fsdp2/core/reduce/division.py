@@ -1,4 +1,4 @@
-"""Where a reduction divides: before its collectives, inside them, after them."""
+"""The point at which a reduction divides: before its collectives, inside them, after them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp2.core.device.collectives import ReduceKind
 
 @dataclass(frozen=True)
 class Division:
-    """Where a reduction divides: before the collectives, inside them, after them."""
+    """The point at which a reduction divides: before the collectives, inside them, after them."""
 
     before: float | None
     kind: ReduceKind

@@ -1,19 +1,20 @@
-"""Error feedback: what a message leaves out of gradients is added to those of the next one.
+"""Error feedback: the rounding errors of gradient messages are added to the next gradients.
 
-    gradients + residual ── encode ──> message ── decode ──> what the receivers add
-    residual = gradients + residual - what the receivers add
+    gradients + residual ── encode ──> message ── decode ──> the values that receivers add
+    residual = gradients + residual - the values that receivers add
 
-A rank has a residual for each rank that it sends to: [ranks, n], as its gradients are padded and
-interleaved. That is a whole gradient of the unit, on each rank. So it is kept in bf16, which has
-the range of fp32: of what a message leaves out, 1/512 is then lost.
+A rank has a residual for each rank to which it sends: [ranks, n], padded and interleaved like its
+gradients. This is an unsharded gradient of the unit, on each rank. It is therefore kept in bf16,
+which has the range of fp32 and loses 1/512 of the residual.
 
-The residual of a block that is not finite becomes zero: the message has told the receivers. A
-residual is sent with gradients or without: where no rank had a gradient, it is dropped with them.
+The residual of a block that is not finite becomes zero, because the message has already reported
+it. A residual is sent with or without gradients: if no rank had a gradient, it is dropped with
+them.
 
-Residuals belong to parameters. A reduction that is bound anew takes over those of the parameters
-that both reduce, where a rank's piece and the division before the sum are as they were: what is
-kept is gradients then, whatever codec left them out. Others begin at zero. So do all of a reduction
-that an exception has ended while it wrote them.
+Residuals belong to parameters. A reduction that is bound again takes over those of the parameters
+that both reduce, if a rank's piece and the division before the sum are unchanged: the residual is
+in units of gradients, whatever codec produced it. Others start at zero, as do all residuals of a
+reduction that an exception interrupted while it wrote them.
 """
 
 from __future__ import annotations

@@ -93,9 +93,9 @@ class KeptGradients:
             self.kernels.to_host(kept.flat, job.to_deliver())
 
     def give_back(self, job: Job) -> None:
-        """The memory that the result is in may be filled again, once it is nobody's.
+        """The memory of the result may be filled again as soon as it is unused.
 
-        Not when it is delivered: on its lane, the all-reduce may still write it (invariant I13).
+        Not at the time of delivery: on its lane, the all-reduce may still write it (invariant I13).
         """
         if job.kept is not None:
             self._taken = False

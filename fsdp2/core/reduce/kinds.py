@@ -34,20 +34,20 @@ TRANSPORTS: dict[str, type[ReduceTransport]] = {
     "adopted": AdoptedReduce,
     "empty": EmptyReduce,
 }
-"""Those of gradients that travel as they are."""
+"""Transports of gradients that are sent without a codec."""
 
 
 def transport_of(
     spec: ReductionSpec, slots: Sequence[Slot], direct: int, size: int, alone: bool
 ) -> type[ReduceTransport]:
-    """How the gradients of a reduction travel.
+    """The transport of a reduction's gradients.
 
     Args:
-        spec: what sets its steps.
+        spec: the settings of its steps.
         slots: of the members.
         direct: how many of the first need no packing.
         size: ranks of the shard axis.
-        alone: whether nothing is done to gradients but to divide them.
+        alone: whether gradients are only divided.
     """
     if alone and spec.grad_dtype == spec.result_dtype:
         name = "adopted"

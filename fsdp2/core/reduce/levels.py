@@ -50,12 +50,13 @@ class Pieces:
 
 @dataclass(eq=False)
 class Crossing(Job):
-    """The sums of a node on their way between nodes.
+    """The sums of a node while they are sent between nodes.
 
     Attributes:
-        rows: what the collective reads.
-        made: for each member ``None``, or where its rows are put in the order of nodes first.
-        messages: what travels of rows that are coded, to each node and from each.
+        rows: the input of the collective.
+        made: for each member ``None``, or the buffer in which its rows are first put in the order
+            of nodes.
+        messages: the messages of encoded rows, to each node and from each.
     """
 
     rows: torch.Tensor | None = None
@@ -64,9 +65,9 @@ class Crossing(Job):
 
 
 class PiecesReduce(PackingReduce):
-    """Sums of a node travel packed, each reduction's in memory of its own.
+    """Sums of a node are sent packed, in separate memory for each reduction.
 
-    Two reductions of a group may be between nodes at a time, as two all-reduces may.
+    Two reductions of a group may be between nodes at the same time, as two all-reduces may.
     """
 
     def _bind(self, context: ReduceContext) -> None:
@@ -76,11 +77,11 @@ class PiecesReduce(PackingReduce):
         self.scatter = self.collectives.bind_reduce_scatter(context.division.kind)
 
     def prepare(self, job: Crossing, seeks: bool) -> None:
-        """Memory for what the collective reads, on COMPUTE.
+        """Allocate the input of the collective, on COMPUTE.
 
         Args:
             job: the job.
-            seeks: whether marks of this node travel, instead of those of a rank that lacks nothing.
+            seeks: whether to send this node's marks, instead of those of a rank that lacks nothing.
         """
         size, dtype, kernels = self.collectives.size, self.reduce_dtype, self.kernels
         job.rows = self._new_rows()
@@ -133,18 +134,18 @@ class PiecesReduce(PackingReduce):
         return grad.reshape(self.collectives.size, slot.shard_numel)
 
     def found(self, flat: torch.Tensor) -> torch.Tensor:
-        """The sums of marks, behind the pieces."""
+        """The sums of marks, after the pieces."""
         assert self.marks is not None
         return self.marks.within(flat)
 
 
 class BetweenNodes:
-    """The step that stands where HSDP all-reduces.
+    """The step that replaces HSDP's all-reduce.
 
     Args:
-        transport: how sums travel.
-        marks: of the reduction inside; there are some, as its flat result is used once more.
-        kept: the memory of gradients, where the collective writes to it.
+        transport: how sums are sent.
+        marks: of the reduction inside; always present, because its flat result is used once more.
+        kept: the memory of gradients, if the collective writes to it.
     """
 
     __slots__ = ("_hold", "_marks", "_transport")
@@ -179,13 +180,13 @@ class BetweenNodes:
 def plan_pieces(
     slots: Sequence[Slot], rank: int, dtype: torch.dtype, marks_alone: bool = False
 ) -> FlatPlan:
-    """Lay out what is left between nodes: marks behind pieces, even if these are empty.
+    """Lay out the input between nodes: marks after pieces, even if these are empty.
 
     Args:
         slots: the members' pieces.
         rank: among the ranks that share their rows.
         dtype: of the reduction.
-        marks_alone: whether marks have a collective of their own.
+        marks_alone: whether marks have a separate collective.
     """
     payload, starts = 0, []
     for slot in slots:
@@ -213,10 +214,10 @@ def pieces_reduce(
     Args:
         slots: the members' pieces.
         collectives: of the ranks that share their rows.
-        spec: what sets the reduction's steps.
+        spec: the settings of the reduction's steps.
         kind: how it reduces.
         kernels: memory and copies.
-        coded: the transport of sums in fewer bytes, if they travel so.
+        coded: the transport of encoded sums, if they are encoded.
     """
     dtype = spec.reduce_dtype
     collectives = collectives_of(dtype, collectives)

@@ -14,13 +14,13 @@ from fsdp2.core.reduce.program import Job
 
 
 class PartialSums:
-    """What reductions without all-reduce have left.
+    """The results of reductions without all-reduce.
 
     Args:
         kernels: memory and copies.
 
     Attributes:
-        flat: the sums, in the reduce dtype; ``None`` where none wait.
+        flat: the sums, in the reduce dtype; ``None`` if none wait.
         present: which members had a gradient in any of these backwards.
         kernels: as it was given.
     """

@@ -1,18 +1,18 @@
-"""Who had a gradient: a mark for each member, which travels with a reduction.
+"""Which ranks had a gradient: a mark for each member, sent with a reduction.
 
     this rank      [ 1 0 1 ]   A and C had a gradient here      the same to every rank
     another        [ 1 1 0 . ]
     their sum      [ 2 1 1 ]   each had one somewhere: B is delivered here, too (decision 20)
 
-Marks are numbers of the reduce dtype. What happens to gradients, happens to them: they are divided
-and averaged, added to partial sums, summed over replicas. One that is not zero at the end was set
-by some rank. Where all members had a gradient, as most often, what is sent was made once, and what
-comes back is not looked at. They travel
+Marks are numbers of the reduce dtype, and receive the same operations as gradients: they are
+divided and averaged, added to partial sums, summed over replicas. If a mark is not zero at the end,
+some rank has set it. If all members had a gradient, which is the usual case, the tensor to send was
+created once, and the result is ignored. Marks are sent
 
-    within   behind the rows, where gradients are packed, or the flat result is reduced once more
-    apart    as one more tensor of the launch, where nobody needs the result flat
-    alone    in a small reduce-scatter of their own, whose sums go behind the rows: where what
-             reduces gradients may do to marks what a sum does not (a collective of the user's)
+    within   after the rows, if gradients are packed, or the flat result is reduced once more
+    apart    as one more tensor of the launch, if the result need not be flat
+    alone    in a small separate reduce-scatter, whose sums follow the rows: if the collective of
+             gradients may change marks in other ways than a sum (a collective of the user)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp2.core.reduce.program import Job, Scatter
 from fsdp2.core.reduce.rows import MarksPlace
 
 SMALL = 2.0**-40
-"""A mark that users' hooks see behind gradients: it changes neither norms nor scales."""
+"""A mark that users' hooks see after gradients: it changes neither norms nor scales."""
 
 _WIDE = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex128)
 
@@ -38,16 +38,16 @@ class PresenceMarks:
         ranks: how many ranks the sums are scattered over.
         place: where they are.
         dtypes: of the reduction, and others that gradients may be staged in.
-        small: whether a hook of the user's sees them.
+        small: whether a hook of the user sees them.
         kernels: memory and copies.
 
     Attributes:
-        start: as `MarksPlace` says.
-        width: as it says.
-        sent: what a rank sends that has all gradients, by dtype.
-        unread: the same in the reduction's dtype, and where the sums go that nobody reads; only
-            where they travel apart.
-        scatter: the reduce-scatter of marks alone, where gradients' does not take them along.
+        start: as in `MarksPlace`.
+        width: as in `MarksPlace`.
+        sent: the marks of a rank that has all gradients, by dtype.
+        unread: the same in the reduction's dtype, and a buffer for unused sums; only if they are
+            sent apart.
+        scatter: the separate reduce-scatter of marks, if that of gradients does not carry them.
         kernels: as it was given.
     """
 
@@ -76,13 +76,15 @@ class PresenceMarks:
         self.scatter: Scatter | None = None
 
     def of(self, job: Job) -> tuple[torch.Tensor, torch.Tensor]:
-        """What this rank sends, and where in the flat result the sums go."""
+        """This rank's marks, and the position of their sums in the flat result."""
         return job.marks or (self.sent[self._dtype], self.within(job.flat))
 
     # ---- steps
 
     def mark(self, job: Job) -> None:
-        """Of a job that seeks, on COMPUTE: what this rank sends, and where it finds the sums."""
+        """For a job that lacks gradients, on COMPUTE: this rank's marks, and the position of the
+        sums.
+        """
         kernels, shape = self.kernels, (self._ranks, self.width)
         marks = kernels.zeros(shape, self._dtype, "marks of some")
         every = self.sent[self._dtype].view(*shape)
@@ -104,7 +106,7 @@ class PresenceMarks:
             work.wait()
 
     def fetch(self, job: Job) -> None:
-        """Let the host see what others had, once it is behind this lane."""
+        """Copy the sums to the host, which reads them after this lane."""
         assert job.found is not None
         job.arrived = (*job.arrived, self.kernels.fetched(job.found))
 

@@ -36,25 +36,26 @@ class KeptMemory(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """One reduction on its way: what each step leaves for the next.
+    """One running reduction: the results of each step for the next.
 
     Attributes:
-        grads: full gradients, a tensor for every member.
-        present: which members had one, or are to be delivered anyway; the others are reduced as
+        grads: unsharded gradients, a tensor for every member.
+        present: which members had one, or must be delivered in any case; the others are reduced as
             zeros, and delivered if another rank had one.
-        seeks: whether that is to be found out.
-        marks: this rank's marks then, and where the sums of all ranks' go.
+        seeks: whether to find that out.
+        marks: in that case, this rank's marks, and the destination of the sums of all ranks'.
         found: these sums.
-        arrived: the same in CPU memory; from before and behind the user's hook, which may sum them
-            up over more ranks, or lose them.
+        arrived: the same in CPU memory; from before and after the user's hook, which may sum them
+            over more ranks, or lose them.
         outputs: this rank's reduced rows, a tensor for every member.
-        flat: the flat tensor that they are views of, in the reduce dtype.
-        scattered: what the collective writes where that is not ``flat``, which gets a copy.
+        flat: the flat tensor of which they are views, in the reduce dtype.
+        scattered: the output of the collective, if that is not ``flat``, which gets a copy.
         result: the same in the gradient's dtype.
-        partial: partial sums that were added, and what else is alive until the reduction is over.
-        between: what travels between nodes, from when its memory is there to when it has.
-        kept: the memory that the result is in, if that is kept.
-        sums: gradients that the outputs were added to; a hook may have dropped them meanwhile.
+        partial: partial sums that were added, and other data that lives until the reduction has
+            ended.
+        between: the data sent between nodes, from its allocation to the end of the transfer.
+        kept: the memory of the result, if that is kept.
+        sums: gradients to which the outputs were added; a hook may have dropped them meanwhile.
     """
 
     grads: list[torch.Tensor]
@@ -84,23 +85,23 @@ Scatter = Callable[..., Work | None]
 """A bound reduce-scatter: of an output and an input, or of many of each, in one launch."""
 
 Step = Callable[[Job], object]
-"""What is done to a job: a method of an object that does not refer to the reduction."""
+"""An operation on a job: a method of an object that does not reference the reduction."""
 
 
 class Program:
-    """Steps by where they run; ``host`` steps run when everything else has.
+    """Steps by lane; ``host`` steps run after all others.
 
     Args:
         compute: those on COMPUTE.
         reduce: those on REDUCE.
         all_reduce: those on ALL_REDUCE.
-        host: those that the host runs behind all of them.
-        behind: what else is to do where all lanes are one: elsewhere COMPUTE must wait first.
+        host: those that the host runs after all of them.
+        behind: further steps if all lanes are one: otherwise COMPUTE must wait first.
 
     Attributes:
         inline: all of them, in order.
-        seeking: the program of a job that lacks a gradient which another rank may have; ``None``
-            where one rank knows, and not the program itself, which would be a reference cycle.
+        seeking: the program of a job that lacks a gradient which another rank may have; ``None`` on
+            a single rank. It is not the program itself, which would be a reference cycle.
     """
 
     __slots__ = ("all_reduce", "compute", "host", "inline", "reduce", "seeking")

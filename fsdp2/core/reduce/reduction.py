@@ -1,30 +1,31 @@
-"""From full gradients to sharded ``.grad``: all that runs in the backward of a steady unit.
+"""From unsharded gradients to sharded ``.grad``: everything that runs in the backward of a steady
+unit.
 
     Reduction.collect   take the gradients that autograd left on the unsharded parameters   COMPUTE
     reduce_inline, reduce_on_lanes      run the program, each step on its lane:
-      allocate     what the collective writes                                        COMPUTE
+      allocate     the output of the collective                                      COMPUTE
       stage        put gradients where the collective reads them                     COMPUTE
       divide       before the sum, for dtypes that could overflow                    REDUCE
       reduce       reduce-scatter over the shard axis                                REDUCE
-      unstage      put what it wrote where the rows belong                           REDUCE
-      keep         instead of all that follows: add to the partial sums              REDUCE
-      all-reduce   over the replicate axis, partial sums included; or between nodes
+      unstage      put its output where the rows belong                              REDUCE
+      keep         instead of all later steps: add to the partial sums               REDUCE
+      all-reduce   over the replicate axis, including partial sums; or between nodes
                    a reduce-scatter (`levels`)                                       ALL_REDUCE
       hook         the user's                                                        ALL_REDUCE
       divide       after the sum                                                     (last lane)
       cast         to the gradient's dtype                                           (last lane)
       to host      copy to CPU memory                                                (last lane)
       deliver      become, or add to, the sharded parameter's ``.grad``              (last lane)
-      found        deliver what other ranks had and this one had not                 the host
-    PendingReduction    jobs, and events behind reduce-scatter and all, until COMPUTE has waited
+      found        deliver gradients that only other ranks had                       the host
+    PendingReduction    jobs, and events after reduce-scatter and all, until COMPUTE has waited
 
-The last lane is ALL_REDUCE where anything runs there, else REDUCE; what was copied to the host is
-delivered by the host, once the copy has arrived. A step that a configuration does not need is not
-in the program, which `binding` makes. Where all lanes are one, as on a CPU, all is over when the
+The last lane is ALL_REDUCE if anything runs there, otherwise REDUCE; the host delivers what was
+copied to it, once the copy has arrived. A step that a configuration does not need is not in the
+program, which `binding` builds. If all lanes are one, as on a CPU, everything has ended when the
 launch returns: nothing is pending.
 
-`ReduceTransport` is how gradients travel: as it stands here, from where autograd left them, without
-a copy. Those that move them first are in `transport`.
+`ReduceTransport` defines how gradients are reduced. The base class reduces them directly from
+autograd's tensors, without a copy. `transport` has those that copy them first.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE, Event, Streams
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.params.gradients import Gradients, Sum
 from fsdp2.core.params.param import ShardedParam
@@ -59,16 +61,16 @@ if TYPE_CHECKING:  # who does not use it does not load it
 
 @dataclass(frozen=True)
 class ReduceContext:
-    """What a transport is bound to.
+    """The context to which a transport is bound.
 
     Attributes:
-        slots: the members' places in the group's layout.
-        direct: how many of the first are reduced from where their gradients are, or from where they
+        slots: the members' positions in the group's layout.
+        direct: how many of the first are reduced directly from their gradients, or from where they
             are cast to; the others are packed.
-        spec: what sets the steps.
+        spec: the settings of the steps.
         division: where it divides, and how the collective reduces.
-        flat: what is written.
-        marks: who had a gradient; ``None`` where one rank knows.
+        flat: the output.
+        marks: which ranks had a gradient; ``None`` on a single rank.
         collectives: of the shard axis.
         kernels: memory and copies.
     """
@@ -84,24 +86,24 @@ class ReduceContext:
 
 
 class ReduceTransport:
-    """What a reduction asks of whatever brings gradients through the reduce-scatter.
+    """The interface of a transport, which reduce-scatters gradients for a reduction.
 
-    The verbs are the steps ``allocate``, ``stage``, ``divide``, ``reduce`` and ``unstage``, each
-    with the job, and ``release``. As they stand here the collective reads gradients where they are,
-    and writes each member's rows, in one launch.
+    The methods are the steps ``allocate``, ``stage``, ``divide``, ``reduce`` and ``unstage``, each
+    with the job, and ``release``. In this base class, the collective reads gradients directly, and
+    writes each member's rows, in one launch.
 
     Args:
-        context: what it is bound to.
+        context: the context to which it is bound.
 
     Attributes:
-        carries_marks: whether marks go through the same collective. Where that may do to them what
-            a sum does not, they get one of their own.
+        carries_marks: whether marks use the same collective. If that may change them in other ways
+            than a sum, they get a separate one.
         stages: whether ``stage`` does anything.
         communicates: whether there is a collective.
         unstages: whether ``unstage`` does anything.
         frees: whether ``release`` does anything.
-        staging: what the collective reads, if gradients are copied there.
-        feedback: what messages of fewer bytes have left out, if that is kept.
+        staging: the input of the collective, if gradients are copied there.
+        feedback: the rounding errors of messages, if they are kept.
         scatter: the bound collective.
         shape: of the flat result.
     """
@@ -186,7 +188,7 @@ class ReduceTransport:
         """Put what the collective wrote where the rows belong, on REDUCE."""
 
     def release(self) -> None:
-        """Free what the collective read, once COMPUTE is behind it."""
+        """Free the input of the collective, once COMPUTE has waited for it."""
         if self.staging is not None and self.staging.allocated:
             self.staging.release()
 
@@ -322,11 +324,11 @@ class Reduction:
     def collect(
         self, take_missing: bool, all_reduce: bool = True, summed: bool = False
     ) -> Job | None:
-        """Take the members' gradients; ``None`` where there is nothing to reduce.
+        """Take the members' gradients; ``None`` if there is nothing to reduce.
 
         Args:
             take_missing: reduce (as zeros, delivered too) members without a gradient.
-            all_reduce: whether partial sums are reduced, too, so that they alone are enough.
+            all_reduce: whether partial sums are reduced, too, so that they alone suffice.
             summed: whether gradients of earlier backwards are among them.
         """
         grads = self.gradients.take(summed)
@@ -401,14 +403,14 @@ class ReducedGroup(Protocol):
 
 @dataclass(slots=True)
 class PendingReduction:
-    """A group's reduction on its way.
+    """A group's running reduction.
 
     Attributes:
-        group: whose gradients it reduces.
-        jobs: what it works on: alive until COMPUTE is behind it (invariant I7).
-        scattered: event behind the reduce-scatter: what it read may be freed.
-        done: event behind everything; the same one where nothing follows the reduce-scatter.
-        host: the steps by which the host delivers what was copied to it.
+        group: the group whose gradients it reduces.
+        jobs: its data: alive until COMPUTE has waited for it (invariant I7).
+        scattered: event after the reduce-scatter: its input may be freed.
+        done: event after everything; the same one if nothing follows the reduce-scatter.
+        host: the steps by which the host delivers the data copied to it.
     """
 
     group: ReducedGroup
@@ -418,14 +420,14 @@ class PendingReduction:
     host: list[tuple[Step, Job]]
 
     def release_inputs(self) -> None:
-        """Free what the reduce-scatters read, once COMPUTE is behind ``scattered``."""
+        """Free the inputs of the reduce-scatters, once COMPUTE has waited for ``scattered``."""
         for reduction, job in self.jobs:
             reduction.transport.release()
             job.grads = []
             job.marks = None
 
     def release_rest(self) -> None:
-        """Free what else is not delivered, once COMPUTE is behind ``done``."""
+        """Free everything else that is not delivered, once COMPUTE has waited for ``done``."""
         for reduction, job in self.jobs:
             job.flat = job.scattered = job.result = job.partial = job.found = None
             if reduction.kept is not None and not self._waits(job):
@@ -437,7 +439,7 @@ class PendingReduction:
         return any(job is waiting for _, waiting in self.host)
 
     def deliver(self) -> None:
-        """Deliver what was copied to the host, once the host is behind ``done``."""
+        """Deliver the data copied to the host, once the host has waited for ``done``."""
         with torch.no_grad():
             for step, job in self.host:
                 step(job)
@@ -520,7 +522,9 @@ def _refuse_sparse(reduction: Reduction, job: Job, error: RuntimeError) -> None:
     """Looked for where staging has raised: before, it would be a look at each gradient."""
     for member, grad in zip(reduction.members, job.grads, strict=False):  # none once staged
         if isinstance(grad, torch.Tensor) and grad.layout != torch.strided:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "sparse-gradient",
                 f"the gradient of parameter '{member.name}' is sparse, and only dense ones are "
-                f"reduced; make its module with sparse=False, or pass it in ignored_params"
+                f"reduced; make its module with sparse=False, or pass it in ignored_params",
             ) from error

@@ -17,13 +17,13 @@ from fsdp2.core.reduce.program import Job
 
 
 class Result:
-    """Where the result goes, if not where the collective has written it.
+    """The destination of the result, if that is not the output of the collective.
 
     Args:
         shape: of the flat result.
         dtype: of the gradients.
-        pin: whether memory on the host is page-locked.
-        views: makes rows of a flat tensor.
+        pin: whether memory on the host is pinned.
+        views: creates rows of a flat tensor.
         kernels: memory and copies.
     """
 
@@ -61,10 +61,10 @@ class Result:
 
 
 class DivisionAfter:
-    """What is divided behind the collectives.
+    """The division after the collectives.
 
     Args:
-        factor: by what.
+        factor: the divisor.
         kernels: memory and copies.
     """
 

@@ -1,4 +1,4 @@
-"""Where this rank's rows lie in a flat result, and in how few calls views of them are made.
+"""The position of this rank's rows in a flat result, and views of them in few calls.
 
 flat   [ rows of A | rows of B | pad | marks ]      A, B: members of a reduction
 Run    └────── split into views ─┘
@@ -19,12 +19,12 @@ from fsdp2.core.pieces import round_up
 
 
 class Run(NamedTuple):
-    """Views that lie one behind the other in a flat tensor and differ in dim 0 alone.
+    """Consecutive views in a flat tensor that differ only in dim 0.
 
     Attributes:
         shape: of all of them together.
-        place: the same, in a flat tensor of more; ``None`` where the tensor is made in ``shape``.
-        sizes: of each in dim 0, or ``None`` where the run is a single view.
+        place: the same, in a larger flat tensor; ``None`` if the tensor is created in ``shape``.
+        sizes: of each in dim 0, or ``None`` if the run is a single view.
     """
 
     shape: tuple[int, ...]
@@ -90,11 +90,11 @@ def whole_run(shapes: Sequence[tuple[int, ...]]) -> Run | None:
 
 
 class MarksPlace(NamedTuple):
-    """Where marks are (`presence_marks`).
+    """The position of marks (`presence_marks`).
 
     Attributes:
-        start: where they begin in the flat result; ``None``: they travel apart.
-        width: numbers that a rank receives: one per member, and what fills them up.
+        start: where they begin in the flat result; ``None``: they are sent apart.
+        width: numbers that a rank receives: one per member, and padding.
     """
 
     start: int | None
@@ -141,8 +141,8 @@ def plan_flat(
         size: ranks of it.
         dtype: of the reduction.
         needs_flat: whether the result is used in any other form than the members' rows.
-        all_direct: whether the collective writes the rows of each member by themselves.
-        marks_alone: whether marks have a collective of their own, behind the one of gradients.
+        all_direct: whether the collective writes the rows of each member separately.
+        marks_alone: whether marks have a separate collective, after the one of gradients.
     """
     payload, starts = 0, []
     for slot in slots:

@@ -1,4 +1,4 @@
-"""What sets a reduction's steps: dtypes, factors, whose collectives, where the result goes."""
+"""The settings of a reduction's steps: dtypes, factors, collectives, and the destination."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp2.core.params.param import ShardedParam, compute_dtype
 
 @dataclass(frozen=True)
 class ReductionSpec:
-    """What sets a reduction's steps.
+    """The settings of a reduction's steps.
 
     Attributes:
         grad_dtype: dtype of autograd's gradients.
@@ -26,14 +26,14 @@ class ReductionSpec:
         sum_only: whether the collectives must only sum.
         hook: called with the flat reduced gradient.
         to_host: whether the result is copied to CPU memory.
-        pin: whether that memory is page-locked.
+        pin: whether that memory is pinned.
         comm: the user's reduce-scatter.
         device: where its buffers are.
         keep: whether gradients' memory is kept for the next step.
-        codec: name of the format, if gradients travel in fewer bytes.
-        between_codec: the same of sums between nodes.
-        rotate: whether they are rotated before.
-        feedback: whether what a message leaves out is added to the next one.
+        codec: name of the format, if gradients are encoded.
+        between_codec: the same for sums between nodes.
+        rotate: whether they are rotated before encoding.
+        feedback: whether the rounding errors of a message are added to the next one.
     """
 
     grad_dtype: torch.dtype
@@ -64,12 +64,13 @@ def reduction_spec(
     offload: CPUOffloadPolicy | None,
     device: torch.device,
 ) -> ReductionSpec:
-    """What sets the steps of one parameter's reduction.
+    """The settings of one parameter's reduction.
 
     Args:
-        options: what the user chose.
+        options: the user's choices.
         param: the parameter.
-        offload: where shards and gradients live in CPU memory apart from the device.
+        offload: the offload policy, if shards and gradients are in CPU memory apart from the
+            device.
         device: where gradients are reduced.
     """
     grad = compute_dtype(options, param)

@@ -66,7 +66,7 @@ class CastReduce(DirectReduce):
 def _cast_targets(
     staging: TransientBuffer, slots: Sequence[Slot], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Places for whole gradients, one behind the other."""
+    """Buffers for unsharded gradients, one after another."""
     places, start = [], 0
     for slot in slots:
         places.append(row_major(slot.shape, start))
@@ -75,10 +75,10 @@ def _cast_targets(
 
 
 class PackingReduce(ReduceTransport):
-    """What transports share that pack, of all members or of the last: as rows of a rank each.
+    """The common part of transports that pack all members or the last ones: as one row per rank.
 
     Attributes:
-        width: elements of each row: those of what is packed, and marks or padding behind them.
+        width: elements of each row: those of the packed members, and marks or padding after them.
     """
 
     frees = True
@@ -101,9 +101,9 @@ class PackingReduce(ReduceTransport):
                 self._pads[dtype] = self.kernels.zeros(shape, dtype, "padding")
 
     def pack(self, job: Job, rows: torch.Tensor) -> None:
-        """Pad, cast and interleave gradients, and behind them the marks, into ``rows``.
+        """Pad, cast and interleave gradients, and the marks after them, into ``rows``.
 
-        Those of members that are not packed are left to the job.
+        Those of members that are not packed stay in the job.
 
         Args:
             job: the job.
@@ -151,12 +151,12 @@ class PackingReduce(ReduceTransport):
 class PackedReduce(PackingReduce):
     """Everything in one tensor: [ranks, n], of which each rank receives its row's sum.
 
-    Where kernels are not fused, to cast each gradient into its columns takes a kernel each, three
-    times as long as all of this (torch 2.11 to 2.15, CPU):
+    If kernels are not fused, casting each gradient into its columns takes one kernel each, three
+    times as long as this (torch 2.11 to 2.15, CPU):
 
         gradients ── one copy ──> [ranks, n] of their dtype ── one cast ──> staging
 
-    The gradients are gone before staging comes, so that it takes no more memory.
+    The gradients are freed before staging is allocated, so that it takes no more memory.
     """
 
     staging: TransientBuffer
@@ -285,7 +285,7 @@ class CustomReduce(PackingReduce):
 
 
 class OwnMemoryReduce(CustomReduce):
-    """By our collectives in memory that the backend would rather have: sums, as ever."""
+    """With fsdp2's collectives in memory that suits the backend: sums, as usual."""
 
     carries_marks = True
 
@@ -320,6 +320,6 @@ class AdoptedReduce(ReduceTransport):
 
 
 class EmptyReduce(ReduceTransport):
-    """Nobody has any element of any member."""
+    """No rank has any element of any member."""
 
     communicates = stages = False

@@ -1,25 +1,25 @@
-"""When groups of parameters are gathered, freed and reduced.
+"""When groups of parameters are unsharded, resharded and reduced.
 
     scheduler  order, prefetch and windows of the units below one root
-    iteration  what lasts from the first forward to the end of the last backward
-    kept       units that a forward has left unsharded, and what users write meanwhile
-    reuse      when groups that keep rows of a gather gather anew
-    in_flight  reductions on their way, and the memory that they hold
-    unit       what one call of fully_shard made, and its flags
-    moves      notices of its phases, while somebody watches
+    iteration  state from the first forward to the end of the last backward
+    kept       units that a forward has left unsharded, and the user's writes meanwhile
+    reuse      when groups that keep gathered rows must gather again
+    in_flight  pending reductions, and the memory that they hold
+    unit       the result of one call of fully_shard, and its flags
+    moves      notifications of its phases, while a watcher exists
     group      parameters that share collectives
-    bound      all that binding makes of a group, for its gathers, frees and reductions
-    connections  process groups that they use, connected before the first gather
-    states     where a group's parameters are, and what leads from where to where
+    bound      the result of binding a group, for its all-gathers, frees and reductions
+    connections  process groups in use, connected before the first all-gather
+    states     the state of a group's parameters, and the transitions
     retrace    a backward that misses no unit, whatever this rank's loss uses
-    calls      which of autograd's nodes are which unit's, for backwards that enter by no output
-    side_doors which schedulers note that, and for how long
+    calls      which autograd node belongs to which unit, for backwards that enter by no output
+    side_doors which schedulers record that, and for how long
     graphs     graphs that backwards record, for which parameters stay in memory
     ties       groups that several units use
-    whole      parameters that are whole on every rank, whose gradients are all-reduced together
+    whole      parameters replicated on every rank, whose gradients are all-reduced together
     layers     operations of a group that the scheduler calls, and layers around them on request
     profiling  a layer: ranges by unit name in a profiler's trace
 
-Owns: the state of groups and units, reductions in flight.
+Owns: the state of groups and units, pending reductions.
 May import: device, layout, params, gather, reduce.
 """

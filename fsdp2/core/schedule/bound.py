@@ -49,7 +49,7 @@ version = operator.attrgetter("_version")
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a group runs on.
+    """The objects on which a group runs.
 
     Attributes:
         collectives: of the shard axis.
@@ -57,10 +57,11 @@ class Runtime:
         kernels: memory and copies of the device.
         device: where the group computes.
         replicas: collectives of the replicate axis, if there is one.
-        between: those of the ranks that hold pieces of the same rows, with masters sharded over
-            two levels.
-        offload: where shards and gradients live in CPU memory apart from the device.
-        gradients_of: the gradients of parameters that are reduced alike.
+        between: those of the ranks that hold pieces of the same rows, with masters sharded over two
+            levels.
+        offload: the offload policy, if shards and gradients are in CPU memory apart from the
+            device.
+        gradients_of: the gradients of parameters that are reduced together.
     """
 
     collectives: Collectives
@@ -99,7 +100,7 @@ class Bindable(Protocol):
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether rows stay behind a gather."""
+        """Whether rows are kept after an all-gather."""
 
     @property
     def keeps_whole_rows(self) -> bool:
@@ -317,7 +318,7 @@ class Bound:
             self.versions.append(param.unsharded._version)
 
     def _bind_shards(self, group: Bindable) -> None:
-        """What is compared before a gather, and what a smaller group keeps."""
+        """The facts compared before an all-gather, and the rows that a smaller group keeps."""
         backed = [param for param in group.params if hasattr(param.sharded, "_local_tensor")]
         self.locals = [(cast(DTensor, param.sharded), param.local) for param in backed]
         self.sharded = [param.sharded for param in group.params]

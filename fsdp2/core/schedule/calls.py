@@ -1,12 +1,13 @@
 """Which of autograd's nodes belong to which unit's call, for backwards that enter by a side door.
 
-    forward of unit i   ──> nodes 17 to 40 are i's      noted when the call begins and ends
+    forward of unit i   ──> nodes 17 to 40 are i's      recorded when the call begins and ends
     backward begins     ──> which edges lead into them  (`fsdp2.core.modules.engine` looks)
 
-Backward enters a unit where a gradient comes to one of its outputs. A loss may also use what the
-unit's forward kept, or what a hook inside of it took: nobody returned that. So a root notes its
-units' calls in its first iteration. If a backward comes in by such a door, it goes on noting for
-good; else it stops, and a step pays nothing (`fsdp2.core.schedule.side_doors`).
+Backward enters a unit when a gradient arrives at one of its outputs. A loss may also use a tensor
+that the unit's forward kept, or that a hook inside it captured, which is not an output. A root
+therefore records its units' calls in its first iteration. If a backward enters through such a side
+door, it continues to record; otherwise it stops, and a step pays nothing
+(`fsdp2.core.schedule.side_doors`).
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Calls:
     """The calls of a root's units, as ranges of autograd's nodes.
 
     Attributes:
-        used: whether a backward came in by a node that was no output's.
+        used: whether a backward entered through a node that was not an output's.
         looked: whether a backward has looked at a call.
-        whole: whether a forward of the root is among them, not of units below alone.
+        whole: whether a forward of the root is among them, not only forwards of units below.
     """
 
     REMEMBERED = 65536  # changes of owner: who knows how many backwards of a forward are to come

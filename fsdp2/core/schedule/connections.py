@@ -1,18 +1,18 @@
-"""Which process groups a root's units communicate over: connected before the first gather.
+"""Which process groups a root's units communicate over: connected before the first all-gather.
 
-    forward    shard groups                                  what gathers use
-    backward   smaller groups, reductions' own, replicas     what reductions use besides
+    forward    shard groups                                  used by all-gathers
+    backward   smaller groups, reductions' own, replicas     used by reductions in addition
 
-Where a backend makes its communicator in the first collective, that is one small one.
+If a backend creates its communicator in the first collective, that is one small one.
 
-Why that cannot deadlock. A first collective blocks the host until all ranks of the group
-are in theirs. All ranks take their groups in one order: by global ranks, then by name, which all
-members of a group agree on. So of all groups that some rank waits in, the least is completed:
-its other members wait for none that comes before it, and come to it. That holds where ranks are in
-different groups, as in HSDP, or in pipeline stages, whose groups do not meet. It takes what
-gathers take anyway: the members of a group run the same roots in the same order (invariant
-I11). Groups of reductions are left out of a forward without backward, which one replica may run
-alone.
+This cannot deadlock. A first collective blocks the host until all ranks of the group have entered
+theirs. All ranks process their groups in one order: by global ranks, then by name, on which all
+members of a group agree. Consider the first group in this order in which some rank waits: its other
+members wait in no earlier group, and reach it, so it completes. This holds if ranks are in
+different groups, as in HSDP, or in pipeline stages, whose groups do not overlap. The requirement is
+the same as for all-gathers: the members of a group run the same roots in the same order (invariant
+I11). A forward without backward, which only one replica may run, does not connect groups of
+reductions.
 """
 
 from __future__ import annotations

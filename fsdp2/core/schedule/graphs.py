@@ -11,22 +11,21 @@ GRAPHS = "_fsdp2_graphs"
 
 
 class Holder(Protocol):
-    """What keeps parameters in memory for graphs: a scheduler."""
+    """Keeps parameters in memory for graphs: a scheduler."""
 
     def let_go(self) -> None:
         """A graph is gone: free what was kept for it, unless forward or backward is under way."""
 
 
 class Graph:
-    """Stands for a graph that a backward records; nodes of that refer to it, while they live.
+    """Represents a graph that a backward records; its nodes reference this object while they live.
 
     Args:
         holder: the scheduler whose units' backward records it.
 
     Attributes:
-        alive: all graphs that may still be read; empty where nobody takes derivatives of
-            derivatives.
-        ending: the graphs that the running backward reads for the last time, as it keeps none.
+        alive: all graphs that may still be read; empty if no derivatives of derivatives are taken.
+        ending: the graphs that the running backward reads for the last time, because it keeps none.
         holder: as given, by a weak reference.
     """
 
@@ -47,7 +46,7 @@ class Graph:
 
     @classmethod
     def hand_over(cls, former: Holder, holder: Holder) -> None:
-        """What ``former`` keeps for graphs is ``holder``'s from now on."""
+        """``holder`` takes over everything that ``former`` keeps for graphs."""
         for graph in cls.alive:
             if graph.holder() is former:
                 graph.holder = weakref.ref(holder)

@@ -19,12 +19,13 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
-from fsdp2.core.config import GroupOptions, ShardingStateError
+from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.buffers import FlatBuffer
 from fsdp2.core.device.collectives import Collectives, Replicas, Work
 from fsdp2.core.device.presence import meet
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import COMPUTE, Event
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.gather.launch import Launched, gather_inline, gather_on_lanes
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.gather.transport import Route
@@ -130,7 +131,7 @@ class ParamGroup:
         self.adopt()
 
     def _run_on(self, runtime: Runtime) -> None:
-        """What a step uses at hand, so that it looks nothing up."""
+        """Store the objects that a step uses, so that it needs no lookup."""
         self.runtime = runtime
         self.collectives = self.reducers = runtime.collectives
         self.replicas = runtime.replicas
@@ -394,7 +395,7 @@ class ParamGroup:
         self.stale = False
 
     def _follow_params(self) -> None:
-        """Lay the group out anew, where parameters were changed or moved."""
+        """Lay the group out again, if parameters were changed or moved."""
         offloads = self.offload is not None and self.device != META
         home = torch.device("cpu") if offloads else self.device
         for param in self.params:
@@ -544,7 +545,9 @@ class ParamGroup:
         return any(map(operator.gt, bound.count_references(self.params), bound.references))
 
     def forget_rows(self) -> None:
-        """Let the next gather bring rows anew: shards may have changed; no-op if none are kept."""
+        """Make the next all-gather fetch rows again: shards may have changed; no effect if none are
+        kept.
+        """
         if self.bound is not None and self.bound.keeping is not None:
             self.bound.keeping.forget()
             if self.state not in (GATHERING, RESHARDED):  # nobody reads them, or will in backward
@@ -555,7 +558,7 @@ class ParamGroup:
             param.follow_smaller()
 
     def abandon(self) -> None:
-        """Free what an exception left half way; COMPUTE is behind the other lanes."""
+        """Free the remains of an exception; COMPUTE has waited for the other lanes."""
         if self.bound is not None and self.bound.keeping is not None:
             self.bound.keeping.lose()
         self.reshard()
@@ -603,9 +606,10 @@ class ParamGroup:
             self.streams.wait(COMPUTE, self._gathered_event, "compute after all-gather")
 
     def refresh_requires_grad(self) -> None:
-        """Carry ``requires_grad`` from one form of a parameter to the other, if it changed.
+        """Copy ``requires_grad`` from one form of a parameter to the other, if it changed.
 
-        What users had at hand is compared: shards here, what is gathered where they had that.
+        The form that users had access to is compared: shards, or unsharded parameters if these were
+        registered.
         """
         bound = self.bound
         if bound is None:
@@ -736,7 +740,9 @@ class ParamGroup:
 
     def _require_sharded(self, action: str) -> None:
         if self.state is not SHARDED:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "not-sharded-state",
                 f"cannot {action} '{self.name}' while its parameters are {self.state.value}; "
-                f"call reshard() on it first"
+                f"call reshard() on it first",
             )

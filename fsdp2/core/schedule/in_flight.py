@@ -70,9 +70,9 @@ class InFlight:
             pending.release_rest()
 
     def order_after_hooks(self) -> None:
-        """Let gathers wait for what users' hooks do to shards behind these reductions.
+        """Make all-gathers wait for changes of shards by users' hooks after these reductions.
 
-        COMPUTE waits, which reads shards itself on one rank; the side lanes wait for it anyway.
+        COMPUTE waits, which reads shards itself on one rank; the side lanes always wait for it.
         """
         for pending in (*self.summing, *self.holding):
             if pending.group.has_grad_hooks:

@@ -1,12 +1,12 @@
-"""What lasts from the first forward of an iteration to the end of its last backward.
+"""State from the first forward of an iteration to the end of its last backward.
 
     forwards     finished   a b c b            units, in the order in which their calls ended
                  starts     0                  first position of each forward
-    backwards               a b . .            a unit's place is taken when its backward begins
+    backwards               a b . .            a unit's entry is taken when its backward begins
                             entered = 2
 
-The scheduler alone writes it. An iteration that is given up is dropped: another one takes its place
-(`Scheduler.reset`), so that nothing of it is left over.
+Only the scheduler writes it. An abandoned iteration is dropped, and another one replaces it
+(`Scheduler.reset`), so that nothing of it remains.
 """
 
 from __future__ import annotations
@@ -20,30 +20,29 @@ from fsdp2.core.schedule.unit import Unit
 
 
 class Iteration:
-    """Where the units below one root are in their forwards and backwards.
+    """The progress of the forwards and backwards of the units below one root.
 
     Attributes:
         forward_root: the unit whose forward encloses the running one; ``None`` outside.
         records: whether autograd records the forward that began last, so that it has a backward.
         failed: whether the forward of ``forward_root`` raised.
         in_backward: whether a backward has begun whose end was not seen.
-        ending: gives what that backward calls at its end; ``None`` where it is over without.
+        ending: the function that that backward calls at its end; ``None`` if it has ended without.
         entered: position in ``finished`` of the call whose backward began last.
         starts: first position in ``finished`` of each forward.
-        finished: units in the order in which their calls ended; ``None`` where backward has begun.
-        without_groups: units without groups that have visits none the less.
-        graph: stands for the graph that the running backward records (``create_graph``), if any.
-        holds: whether such a graph may still be used: parameters stay in memory for it, as no hook
-            sees which of them it reads. Until a backward has read it that does not keep it, or
-            until its nodes go; and for each group, until nobody refers to its parameters when a
-            forward begins, or a backward ends. Shards are registered meanwhile.
-        ahead: units that were gathered on a guess, and are not used yet; the oldest first.
-        requested: units that were gathered on an explicit list, and perhaps are not used yet.
+        finished: units in the order in which their calls ended; ``None`` if backward has begun.
+        without_groups: units without groups that nevertheless have visits.
+        graph: represents the graph that the running backward records (``create_graph``), if any.
+        holds: whether such a graph may still be used: parameters stay in memory for it, because no
+            hook sees which of them it reads. Until a backward has read it without keeping it, or
+            until its nodes are freed; and for each group, until its parameters are unreferenced
+            when a forward begins or a backward ends. Shards are registered meanwhile.
+        ahead: units that were prefetched and are not used yet; the oldest first.
+        requested: units that were gathered by an explicit list, and may not be used yet.
         postponed: a unit whose end gathers another one, and that one.
         kept: units that forwards have left unsharded.
-        unawaited: whether a `finalize` that did not wait is still to be followed by
-            `wait_for_reductions`.
-        retracing: how far backwards have come in ``finished``, where none may miss a unit.
+        unawaited: whether `wait_for_reductions` must still follow a `finalize` that did not wait.
+        retracing: the progress of backwards in ``finished``, if none may miss a unit.
     """
 
     __slots__ = (
@@ -88,7 +87,7 @@ class Iteration:
     def retrace(self, wanted: bool) -> None:
         """Follow the calls of units from now on, or no longer.
 
-        Of the calls before, it is known in which order they ended.
+        For earlier calls, the order in which they ended is known.
         """
         if not wanted:
             self.retracing = None

@@ -1,15 +1,15 @@
-"""Units that a forward has left unsharded, while users have their parameters at hand.
+"""Units that a forward has left unsharded, while users can access their parameters.
 
     forward that autograd records   unsharded parameters are registered until backward has freed
                                     them, or a root's next forward gathers them again: a write to
-                                    them is refused, as it would be lost
-    forward without gradients       sharded parameters are registered when it returns: whoever
+                                    them raises, because it would be lost
+    forward without gradients       sharded parameters are registered when it returns: code that
                                     evaluates may write them next, and the next use gathers again
-    unshard() of the user's         unsharded parameters are registered until he calls reshard()
+    unshard() by the user           unsharded parameters are registered until reshard()
 
-No version counter tells of all writes: not of those through ``.data``, ``numpy()``, a collective,
-or ``torch._foreach_*`` on DTensors. So a forward without gradients leaves nothing to ask about
-(decision 25).
+Version counters do not show all writes: not those through ``.data``, ``numpy()``, a collective, or
+``torch._foreach_*`` on DTensors. After a forward without gradients, there is therefore nothing to
+check (decision 25).
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Kept:
     def show_shards(self, held: bool) -> None:
         """A forward without gradients ends: register sharded parameters.
 
-        What a graph, a backward that gathers nothing or a caller can still read stays in memory.
+        Memory that a graph, a backward without its own all-gather or a caller can still read is
+        kept.
 
         Args:
             held: whether graphs of backwards can.

@@ -1,18 +1,18 @@
-"""The operations of a group that the scheduler calls, and layers that stand around it on request.
+"""The operations of a group that the scheduler calls, and layers that wrap it on request.
 
     nothing is asked    unit.groups ──> ParamGroup
     a profiler runs     unit.groups ──> ProfiledGroup ──> ParamGroup
     checks are on too   unit.groups ──> ProfiledGroup ──> CheckedGroup ──> ParamGroup
     a tied group        unit.groups ──> … ──> GroupAlias ──> TiedGroup ──> ParamGroup
 
-A unit's list of groups is the one point of interception (decision 27). It holds the outermost
-object of each group, and the scheduler calls groups by this list alone. So a layer sees every
-operation of the scheduler's, the scheduler calls a group without layers directly, and no step asks
-whether there are any. Layers do not know each other.
+A unit's list of groups is the single point of interception (decision 27). It holds the outermost
+object of each group, and the scheduler calls groups only through this list. A layer therefore sees
+every operation of the scheduler, the scheduler calls a group without layers directly, and no step
+checks whether there are any. Layers do not know each other.
 
-No layer sees the calls that a `ParamGroup` makes to itself: its `abandon` frees it, too. So a layer
-overrides each operation to which it adds something. Names, options and layouts are no operations:
-callers read them from `GroupOperations.base`.
+No layer sees the calls that a `ParamGroup` makes to itself: for example, its `abandon` also frees
+it. A layer therefore overrides each operation to which it adds something. Names, options and
+layouts are not operations: callers read them from `GroupOperations.base`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GroupOperations(Protocol):
 
     @property
     def state(self) -> GroupState:
-        """Where the parameters are."""
+        """The state of the parameters."""
 
     @property
     def stale(self) -> bool:
@@ -138,12 +138,12 @@ class GroupOperations(Protocol):
 
 
 class Watchers:
-    """What rooms above core want to be told of; each adds itself when it is imported.
+    """Notifications for rooms above core; each adds itself when it is imported.
 
     Attributes:
-        plans: called before anything is changed, with the name of a unit's modules, what is to
-            become of their parameters, and the options of its groups. They may raise.
-        groups: called with a unit's new groups; they return them with the layers that they want.
+        plans: called before anything is changed, with the name of a unit's modules, the plans of
+            their parameters, and the options of its groups. They may raise.
+        groups: called with a unit's new groups; they return them with their layers.
     """
 
     plans: ClassVar[list[Callable[[str, list[PlannedParam], GroupOptions], None]]] = []

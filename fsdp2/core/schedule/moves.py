@@ -1,12 +1,12 @@
-"""Notices of the moves of units from phase to phase, while somebody watches.
+"""Notifications about phase transitions of units, while a watcher exists.
 
-    nobody watches    unit.phase = FORWARD ──> Unit's slot
-    somebody does     unit.phase = FORWARD ──> watcher(unit, IDLE, FORWARD), … ──> Unit's slot
+    no watcher        unit.phase = FORWARD ──> Unit's slot
+    with watchers     unit.phase = FORWARD ──> watcher(unit, IDLE, FORWARD), … ──> Unit's slot
 
-This is the one point of interception for phases, as a unit's list is for its groups
-(`fsdp2.core.schedule.layers`). While somebody watches, a property stands in front of the slot in
-which units store their phase: units keep their class, and the scheduler stores phases as ever. With
-the last watcher the property goes, so that a phase costs one store again.
+This is the single point of interception for phases, as a unit's list is for its groups
+(`fsdp2.core.schedule.layers`). While a watcher exists, a property hides the slot in which units
+store their phase: units keep their class, and the scheduler stores phases as before. With the last
+watcher the property is removed, so that a phase costs one store again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A backward that misses no unit, whatever this rank's loss uses (invariant I11).
 
-Where ranks use different outputs, or parameters, all must run the same collectives in one order:
-that of the forward in reverse. Two things differ by rank, and are made up for here. A unit of which
-no gradient comes is entered and left where its turn is. One whose own end is not seen, as none of
-its inputs requires grad, is left before anything older is entered. That is no sooner than it is
-over: autograd runs new nodes first, so all inside it have run before anything older does.
+If ranks use different outputs, or parameters, all must run the same collectives in one order: that
+of the forward in reverse. This module handles two differences between ranks. A unit that receives
+no gradient is entered and left at its position. A unit whose end is not seen, because none of its
+inputs requires grad, is left before anything older is entered. That is not before its actual end:
+autograd runs new nodes first, so everything inside it has run before anything older does.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from fsdp2.core.schedule.unit import BACKWARD, IDLE, Unit
 
 NOWHERE = -2
-"""The position of a call inside another, of a unit without groups: none, and next to none."""
+"""The position of a call inside another, of a unit without groups: there is none."""
 
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""What autograd's next node will be numbered; those of a later call have higher numbers."""
+"""The number of autograd's next node; nodes of a later call have higher numbers."""
 
 
 def running_node() -> int | None:
@@ -45,7 +45,7 @@ class _Begin(NamedTuple):
 
 
 class Follower(Protocol):
-    """What enters and leaves units where a backward skips them: the scheduler."""
+    """Enters and leaves units that a backward skips: the scheduler."""
 
     def enter_backward(
         self, unit: Unit, recomputed_for: int | None = None, skipped: bool = False
@@ -149,20 +149,20 @@ class Retracing:
         return last
 
     def enter(self, position: int, follower: Follower) -> None:
-        """The unit whose call ended at ``position`` is to be entered; take up what is behind it."""
+        """The unit whose call ended at ``position`` is entered next; handle the units after it."""
         self._follow(position, follower)
         self._catch_up(position + 1, follower)
         self._leave_behind(position, follower)
 
     def recompute(self, unit: Unit, node: int, follower: Follower) -> None:
-        """The last call of ``unit`` runs again; take up what backward is past.
+        """The last call of ``unit`` runs again; handle the units that backward has passed.
 
-        That is not all behind it, where more units than this one run again.
+        These are not all units after it, if more units than this one run again.
 
         Args:
-            unit: whose call it is.
-            node: sequence number of the node of autograd that it runs for.
-            follower: what enters and leaves units.
+            unit: the unit of the call.
+            node: sequence number of the autograd node for which it runs.
+            follower: enters and leaves units.
         """
         self._follow(unit.visits[-1], follower)
         if len(self._ends) < len(self._finished):  # the mode was chosen after the forward
@@ -178,9 +178,9 @@ class Retracing:
         )
 
     def _ended_before(self, node: int) -> int:
-        """The first position that ended behind ``node``, in the forward that backward follows.
+        """The first position that ended after ``node``, in the forward that backward follows.
 
-        That is not the node's own where the backwards of several forwards run first to last.
+        That is not the node's own if the backwards of several forwards run first to last.
         """
         found = bisect.bisect_right(self._ends, node)
         if len(self._first) < len(self._starts) or self._floor is None:
@@ -192,7 +192,7 @@ class Retracing:
     def is_past(self, unit: Unit) -> bool:
         """Whether backward runs a node that is older than the call whose backward ``unit`` is in.
 
-        Nobody enters anything between two calls of a unit where a rank skips what is there.
+        If a rank skips the units between two calls of a unit, nothing is entered between them.
         """
         begin, node = self.inside.get(unit), running_node()
         return begin is not None and node is not None and node < begin.node
@@ -222,13 +222,13 @@ class Retracing:
         self._leave_until(lambda last: False, follower)
 
     def fills(self, unit: Unit, over: bool) -> bool:
-        """Whether no more gradients of ``unit`` are to come, so that absent ones count as zeros.
+        """Whether no more gradients of ``unit`` will arrive, so that absent ones count as zeros.
 
-        They do once (invariant I10).
+        They do so once (invariant I10).
 
         Args:
-            unit: it ends.
-            over: whether the whole backward has run, not the backward of a call alone.
+            unit: the unit that ends.
+            over: whether the whole backward has run, not only the backward of a call.
         """
         if unit in self.filled or not (over or not unit.visits):
             return False
@@ -260,7 +260,7 @@ class Retracing:
                     follower.enter_backward(skipped, skipped=True)
 
     def _leave_behind(self, position: int, follower: Follower) -> None:
-        """Leave the units whose calls began behind ``position``."""
+        """Leave the units whose calls began after ``position``."""
         self._leave_until(lambda last: self.inside[last].ended <= position, follower)
 
     def _leave_until(self, stays: Callable[[Unit], bool], follower: Follower) -> None:

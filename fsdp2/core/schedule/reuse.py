@@ -1,4 +1,4 @@
-"""When groups that keep rows of a gather gather anew: as soon as their shards may have changed.
+"""When groups that keep gathered rows gather again: as soon as their shards may have changed.
 
     a forward begins     an optimizer has stepped, or gradients are gone, since another began,
                          or there are hooks on gradients, which may step
@@ -7,10 +7,10 @@
     by the user          zero_grad(), reshard(), unshard() on the unit
     of a group           it is bound again; an exception has ended an iteration
 
-Else the rows are what a gather would bring (invariant I17). All of these are facts that ranks share
-(I1): none of them is seen on one rank alone, and nobody waits for a device. A write of a user by a
-route that no version counter shows (``.data``, ``numpy()``, a collective), and without any of
-these, would be lost; ``fsdp2.debug(check_writes=True)`` refuses it.
+Otherwise the rows equal the result of an all-gather (invariant I17). All of these are facts that
+ranks share (I1): none of them is seen on only one rank, and none requires waiting for a device. A
+write by the user that no version counter shows (``.data``, ``numpy()``, a collective), without any
+of these events, would be lost; ``fsdp2.debug(check_writes=True)`` raises for it.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Reuse:
             self.forget()
 
     def _has_gradients(self, reducing: bool) -> bool:
-        """Whether what the last backward has left is still there: nobody has made a step of it.
+        """Whether the gradients of the last backward still exist: no step has used them.
 
-        A parameter has a gradient on all ranks or on none (I15). Hooks on gradients may have made
-        steps of some.
+        A parameter has a gradient on all ranks or on none (I15). Hooks on gradients may have
+        stepped some.
         """
         if any(group.has_grad_hooks for group in self.groups):
             return False
@@ -73,6 +73,6 @@ class Reuse:
         return reducing
 
     def forget(self) -> None:
-        """Let all of them gather anew."""
+        """Make all of them gather again."""
         for group in self.groups:
             group.forget_rows()

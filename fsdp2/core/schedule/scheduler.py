@@ -1,22 +1,22 @@
-"""When groups are gathered, freed and reduced.
+"""When groups are unsharded, resharded and reduced.
 
-One scheduler serves all units below a root. It learns the order of units in each forward and uses
+One scheduler serves all units below a root. It records the order of units in each forward and uses
 it in the next; backward follows this iteration's forward in reverse.
 
     enter i   COMPUTE waits for gather i; issue gather i+1 (in backward i-1)
               … compute i …
     exit i    free i; in backward wait for the reduction before, and reduce i
 
-Gather i+1 is issued before compute i and its side lane waits for COMPUTE as it is at that moment:
-for compute i-1, whose buffer the free of i-1 gave back. So besides units whose forward (or
-backward) is under way and units that are kept on request, at most one unit is gathered: two in
-all for a sequence of blocks (invariant I6). A wrong guess costs one gather and one free, never a
-wrong result: what was prefetched and not used is freed before the next prefetch.
+All-gather i+1 is launched before compute i, and its side lane waits for everything on COMPUTE so
+far: for compute i-1, whose buffer was freed with unit i-1. In addition to units whose forward (or
+backward) is running and units that are kept on request, at most one unit is therefore unsharded:
+two in all for a sequence of blocks (invariant I6). A wrong prediction costs one all-gather and one
+free, never a wrong result: a prefetched unit that is not used is freed before the next prefetch.
 
-What a unit asks for besides, each in a place of its own:
+Other features of units have separate modules:
 
     a larger window           `Guesses`, which gathers i+2 at i (decision 23)
-    when backward prefetches  before it computes, behind its end, never: `Scheduler.exit_backward`
+    when backward prefetches  before it computes, after its end, never: `Scheduler.exit_backward`
     no unit is missed         `fsdp2.core.schedule.retrace` (decision 7)
     side doors                `fsdp2.core.schedule.calls`
 """
@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch.autograd import profiler
 
-from fsdp2.core.config import ShardingStateError
 from fsdp2.core.device.streams import COMPUTE, SIDE_LANES, Event, Streams
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.logs import SCHEDULE
 from fsdp2.core.params.param import FlagChanges
 from fsdp2.core.progress import Backwards, OptimizerSteps
@@ -123,18 +123,18 @@ class Scheduler:
 
     Attributes:
         units: all units below the root, and itself.
-        iteration: the running iteration; nobody else writes to it.
+        iteration: the running iteration; only the scheduler writes to it.
         is_last_backward: whether the end of this backward waits for reductions and cleans up.
-        manual: whether it leaves both to `finalize`, whatever ``is_last_backward`` says.
-        resets: how often an iteration was given up.
-        post_optim_event: recorded behind the optimizer's step by a user who runs it on a stream of
-            his own; the next gather waits for it, or else the end of the next forward.
-        window: how many units are gathered ahead at most.
-        calls: notes of the units' calls, while it makes them (`fsdp2.core.schedule.side_doors`).
-        groups: all parameter groups, for what is no operation.
+        manual: whether it leaves both to `finalize`, whatever ``is_last_backward`` is.
+        resets: how often an iteration was abandoned.
+        post_optim_event: recorded after the optimizer's step by a user who runs it on a separate
+            stream; the next all-gather waits for it, or otherwise the end of the next forward.
+        window: the maximum number of prefetched units.
+        calls: records of the units' calls, while it makes them (`fsdp2.core.schedule.side_doors`).
+        groups: all parameter groups, for anything that is not an operation.
         unreduced: whether a group may hold gradients of backwards without sync, or partial sums.
         connected: whether the process groups of all groups have communicators.
-        reuse: groups that keep rows of their gathers; ``None`` where none does.
+        reuse: groups that keep rows of their all-gathers; ``None`` if none does.
         ranges: whether groups mark their operations for a profiler; compared with the profiler's
             own flag, without a call, when a forward or backward begins.
     """
@@ -212,7 +212,7 @@ class Scheduler:
 
     @property
     def has_unseen_gradients(self) -> bool:
-        """Whether a backward that is over has left gradients that nobody took."""
+        """Whether an ended backward has left gradients that no reduction took."""
         if self.is_running:
             return False
         last = self.is_last_backward and not self.manual
@@ -226,18 +226,20 @@ class Scheduler:
         Args:
             root: the unit.
             expects_backward: whether autograd records it.
-            anew: whether units that earlier forwards have left gathered are gathered again.
+            anew: whether units that earlier forwards have left unsharded are gathered again.
 
         Raises:
-            ShardingStateError: nobody waited for the reductions of the last `finalize`, or a CUDA
-                graph is recorded over memory that does not stay.
+            ShardingStateError: the reductions of the last `finalize` were not waited for, or a CUDA
+                graph is captured over memory that does not stay.
         """
         now = self.iteration
         if now.unawaited:
-            raise ShardingStateError(
+            raise coded(
+                ShardingStateError,
+                "forward-before-wait",
                 f"the forward of '{root.title}' was called before the gradients of the "
                 f"last finalize_backward(async_op=True) were waited for; call wait() on the "
-                f"handle that it returned"
+                f"handle that it returned",
             )
         captures = self.streams.captures
         if captures is not None and captures():
@@ -278,11 +280,13 @@ class Scheduler:
         for group in self.groups:
             options = group.options
             if not options.keep_storage or (expects_backward and not options.keep_gradients):
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "captured-in-moving-memory",
                     f"the forward of '{root.title}' was called while a CUDA graph is recorded, but "
                     f"memory of '{group.name}' does not stay where it is; call "
                     f"set_keep_unsharded_storage(True) and, for a backward, "
-                    f"set_keep_gradient_storage(True) on the root, and run some steps before"
+                    f"set_keep_gradient_storage(True) on the root, and run some steps before",
                 )
 
     def let_go(self) -> None:
@@ -375,10 +379,12 @@ class Scheduler:
         """
         for group in unit.groups:
             if written := group.written:
-                raise ShardingStateError(
+                raise coded(
+                    ShardingStateError,
+                    "forward-writes",
                     f"the forward of '{unit.title}' wrote parameter '{written}' in place, which is "
                     f"lost when it is resharded; keep what forward changes in a buffer, or write "
-                    f"the sharded parameter between steps"
+                    f"the sharded parameter between steps",
                 )
         if self.iteration.records:
             calls.whole = calls.whole or unit.is_root
@@ -503,13 +509,14 @@ class Scheduler:
             self.iteration.postponed = unit, following
 
     def leave_later_call(self, unit: Unit) -> bool:
-        """Leave ``unit`` if a gradient has come to a call before the one whose backward it is in.
+        """Leave ``unit`` if a gradient has arrived at a call before the one whose backward it is
+        in.
 
-        Where no unit may be missed, nothing is entered between two calls of one. Else the gradients
-        of both calls are reduced together.
+        If no unit may be missed, nothing is entered between two calls of one. Otherwise the
+        gradients of both calls are reduced together.
 
         Returns:
-            Whether it was left: the earlier call is to be entered.
+            Whether it was left: the earlier call is entered next.
         """
         retracing = self.iteration.retracing
         if retracing is None or not (unit.visits and retracing.is_past(unit)):
@@ -533,12 +540,12 @@ class Scheduler:
             self._finish(unit, unit.reshard_after_backward)
 
     def _finish(self, unit: Unit, reshard: bool, over: bool = False) -> None:
-        """Free and reduce: at the end of a call's backward, and again when all have run.
+        """Reshard and reduce: at the end of a call's backward, and again when all have run.
 
         Args:
             unit: the unit.
-            reshard: whether to free it.
-            over: whether the whole backward has run, not this call's alone.
+            reshard: whether to reshard it.
+            over: whether the whole backward has run, not only this call's.
         """
         now = self.iteration
         fill = False  # whether absent gradients count as zeros, where that was asked for
@@ -791,12 +798,12 @@ class Scheduler:
                 group.take_back()
 
     def _abandon(self, group: GroupOperations) -> None:
-        """Leave nothing of a gather that failed, for want of memory or of a peer."""
+        """Free everything of an all-gather that failed, because memory or a peer was missing."""
         self._join_lanes()
         group.abandon()
 
     def _join_lanes(self) -> None:
-        """Let COMPUTE wait for what was interrupted on other lanes: nobody has its event."""
+        """Make COMPUTE wait for interrupted work on other lanes, for which there is no event."""
         for lane in SIDE_LANES:
             behind = self.streams.record(lane, "what was interrupted")
             self.streams.wait(COMPUTE, behind, "compute after what was interrupted")
@@ -838,9 +845,9 @@ class Scheduler:
         self.wait(unit)
 
     def _gather_anew(self, unit: Unit) -> None:
-        """Free what is hidden: its shards, which are registered, may have been written since.
+        """Free hidden parameters: their shards, which are registered, may have been written since.
 
-        What a graph reads of it is filled again, as by an operation through ``.data``.
+        The memory that a graph reads is filled again, as by an operation through ``.data``.
         """
         for group in unit.groups:
             if group.state is HIDDEN:
@@ -904,7 +911,7 @@ def window_of(units: Iterable[Unit]) -> int:
 
 
 offloading: list[weakref.ref[Scheduler]] = []
-"""The schedulers that serve offloaded shards; empty where nobody offloads."""
+"""The schedulers that serve offloaded shards; empty without offload."""
 
 
 def settle_all() -> None:

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from enum import Enum
 
-from fsdp2.core.config import ShardingStateError
+from fsdp2.core.errors import ShardingStateError, coded
 
 
 class GroupState(Enum):
-    """Where a group's parameters are.
+    """The state of a group's parameters.
 
     Attributes:
-        needs_gather: whether they have to be gathered before use.
+        needs_gather: whether they must be gathered before use.
     """
 
     SHARDED = "sharded"
@@ -50,7 +50,9 @@ def refused(action: str, group: str, state: GroupState) -> ShardingStateError:
         group: the group's name.
         state: where the group's parameters are.
     """
-    return ShardingStateError(
+    return coded(
+        ShardingStateError,
+        "wrong-state",
         f"cannot {action} the parameters of '{group}', which are {state.value}; after an "
-        f"exception in forward or backward, call reset_iter_state() on the root module"
+        f"exception in forward or backward, call reset_iter_state() on the root module",
     )

@@ -115,9 +115,9 @@ class TiedGroup(Layer):
 
 
 class GroupAlias(Layer):
-    """What stands for a tied group in a unit that it does not belong to.
+    """Represents a tied group in a unit that does not own it.
 
-    It gathers and frees the group. It has no parameters and gradients, which are the owner's.
+    It unshards and reshards the group. It has no parameters and gradients, which are the owner's.
 
     Args:
         tied: the group.

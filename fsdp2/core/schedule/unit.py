@@ -29,7 +29,7 @@ from fsdp2.core.schedule.states import HIDDEN, SHARDED
 
 
 class Phase(Enum):
-    """Where a unit is in its iteration."""
+    """The phase of a unit in its iteration."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -59,29 +59,29 @@ MOVES: Mapping[Phase, frozenset[Phase]] = {
 
 
 class Unit:
-    """What one call of ``fully_shard`` made: groups that are used together, and their flags.
+    """The result of one call of ``fully_shard``: groups that are used together, and their flags.
 
     Attributes:
         name: full name of its module ("" for the root), or several joined by commas.
-        groups: its parameter groups, and aliases of other units' where parameters are tied to
-            theirs, each with the layers around it; none if every parameter belongs to other units.
-        options: what the user has chosen for its groups, those that are added later too.
+        groups: its parameter groups, and aliases of other units' if parameters are tied to theirs,
+            each with the layers around it; empty if every parameter belongs to other units.
+        options: the user's choices for its groups, including those that are added later.
         comms: collectives in memory of process groups, on request; `options_of` adds them.
-        reshard_after_forward: ``None`` for the default: keep at the root, free elsewhere.
-        reshard_after_backward: whether parameters are freed after backward.
+        reshard_after_forward: ``None`` for the default: keep at the root, reshard elsewhere.
+        reshard_after_backward: whether parameters are resharded after backward.
         sync: whether backward reduces gradients; otherwise they accumulate unreduced.
-        all_reduce: whether reductions sum over copies too; otherwise partial sums are kept.
-        unshard_in_backward: whether backward needs the gathered parameters.
-        input_buffers: reductions of which the inputs may be alive at a time.
-        prefetches: when its backward gathers the next unit: before it computes, after, or never.
-        prefetch_window: how many units are gathered ahead; the most that a unit asks for counts.
+        all_reduce: whether reductions sum over replicas too; otherwise partial sums are kept.
+        unshard_in_backward: whether backward needs the unsharded parameters.
+        input_buffers: number of reductions whose inputs may be alive at the same time.
+        prefetches: when its backward prefetches the next unit: before it computes, after, or never.
+        prefetch_window: how many units are prefetched; the largest number of all units counts.
         forward_prefetch: units to gather when this one's forward starts; empty for the recorded
             order.
         backward_prefetch: the same for backward.
         is_root: whether it is the root of its scheduler.
-        claimed: whether the user has gathered it himself, and not resharded it since.
-        phase: where it is in the iteration.
-        visits: a position in the forward's order of exits for each call whose backward is to come.
+        claimed: whether the user has unsharded it, and not resharded it since.
+        phase: its phase in the iteration.
+        visits: a position in the forward's order of exits for each call whose backward will follow.
     """
 
     __slots__ = (
@@ -183,7 +183,7 @@ class Unit:
         self._hand_options_on()
 
     def set_comms(self, comms: dict[ProcessGroup, MemoryComms]) -> None:
-        """Let buffers of gathers and reductions be in memory of these process groups alone."""
+        """Put buffers of all-gathers and reductions only in memory of these process groups."""
         self.comms = comms
         self._hand_options_on()
 

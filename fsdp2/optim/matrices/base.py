@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.optim.matrices import exchange
 from fsdp2.optim.matrices.blocks import Split, matrices_of
@@ -112,9 +113,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
             state: of this matrix: empty in the first step, kept from step to step.
             group: options.
         """
-        raise NotImplementedError(
+        raise coded(
+            NotImplementedError,
+            "matrix-update",
             f"{type(self).__name__} has no update(gradient, state, group); implement it: it "
-            f"returns what is subtracted from a matrix, times the learning rate"
+            f"returns what is subtracted from a matrix, times the learning rate",
         )
 
     def update_stack(
@@ -193,10 +196,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
             name, param = given if isinstance(given, tuple) else ("", given)
             side = self._is_no_matrix(name, param) if kind is None else bool(kind)
             if kind is False and self._is_no_matrix(name, param, chosen=False):
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "muon-group",
                     f"a group with \"elementwise\": False has '{name}' of shape "
                     f"{tuple(param.shape)}, which is no matrix; leave the entry out, or cut the "
-                    f"weight into matrices by split="
+                    f"weight into matrices by split=",
                 )
             self._names.append((param, name))
             sides[side].append(param if self._drops_names else given)
@@ -255,9 +260,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if chosen and self._choice(name, param):
             return True
         if param.is_complex():
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "muon-complex",
                 f"'{name}' {tuple(param.shape)} is complex, which an optimizer of whole matrices "
-                f"does not know; name it in elementwise="
+                f"does not know; name it in elementwise=",
             )
         return not matrices_of(name, param.shape, self._split)
 
@@ -315,9 +322,11 @@ class _Choice:
         """
         for pattern in self._patterns:
             if not fnmatch.filter(names, pattern):
-                raise ValueError(
+                raise coded(
+                    ValueError,
+                    "muon-name",
                     f"elementwise={pattern!r} is the name of no parameter; pass the model or its "
-                    f"named_parameters(), and names as these have them"
+                    f"named_parameters(), and names as these have them",
                 )
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fsdp2.core.errors import coded
 from fsdp2.core.pieces import ceil_div
 
 Split = Callable[[str, torch.Tensor], "torch.Tensor | Iterable[torch.Tensor] | None"]
@@ -123,17 +124,21 @@ def matrices_of(name: str, shape: torch.Size, split: Split | None) -> tuple[Matr
         matrix = _matrix(whole, part)
         if matrix is None:
             shown = tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "muon-split-block",
                 f"split() returned {shown} for '{name}', which is no block of the weight with two "
                 f"dims; return views of it: slices without steps, chunks, unbind(), transposed or "
-                f"not"
+                f"not",
             )
         matrices.append(matrix)
     found = sum(matrix.box.numel for matrix in matrices)
     if found != whole.numel() or _overlap([matrix.box for matrix in matrices]):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "muon-split-cover",
             f"split() cut '{name}' {tuple(shape)} into matrices that do not have each element "
-            f"once; return views that together are the weight, or None to leave it as it is"
+            f"once; return views that together are the weight, or None to leave it as it is",
         )
     return tuple(matrices)
 
@@ -239,9 +244,11 @@ def spread_of(name: str, spec: DTensorSpec, rows: torch.Size) -> Spread:
     """
     spread = _spread(spec.mesh, spec.placements, spec.shape)
     if spread is None or spread.own.lengths != tuple(rows):
-        raise ValueError(
+        raise coded(
+            ValueError,
+            "muon-placements",
             f"'{name}' is spread as {spec.placements} with {tuple(rows)} on this rank, which an "
-            f"optimizer of whole matrices does not know; give it to an optimizer of its own"
+            f"optimizer of whole matrices does not know; give it to an optimizer of its own",
         )
     return spread
 

@@ -25,6 +25,7 @@ from fsdp2.core.device.process_groups import (
     new_groups,
     ranks_of,
 )
+from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import device_of, local_of
 from fsdp2.core.modules.registry import units_by_param
 from fsdp2.core.params.aliases import REPLACED
@@ -94,9 +95,11 @@ class Member:
         if grad is None:
             return None
         if grad.is_sparse or isinstance(grad, DTensor) is not isinstance(param, DTensor):
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "muon-gradient",
                 f"the gradient of '{self.name}' {tuple(param.shape)} is not spread or stored as "
-                f"the parameter is; assign a dense gradient of its placements"
+                f"the parameter is; assign a dense gradient of its placements",
             )
         if isinstance(grad, DTensor) and isinstance(param, DTensor):
             spec = param._spec

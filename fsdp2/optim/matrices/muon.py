@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from fsdp2.core.errors import coded
 from fsdp2.optim.matrices.base import (
     Choice,
     MatrixOptimizer,
@@ -100,15 +101,23 @@ class Muon(MatrixOptimizer):
         ranges = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         for name, value in ranges.items():
             if not value >= 0.0:
-                raise ValueError(f"{name}={value} of Muon is out of range; pass a number from 0 on")
+                raise coded(
+                    ValueError,
+                    "muon-range",
+                    f"{name}={value} of Muon is out of range; pass a number from 0 on",
+                )
         if adjust_lr_fn not in _ADJUSTED:
-            raise ValueError(
-                f"adjust_lr_fn={adjust_lr_fn!r} of Muon is not known; pass one of {_ADJUSTED}"
+            raise coded(
+                ValueError,
+                "muon-adjust",
+                f"adjust_lr_fn={adjust_lr_fn!r} of Muon is not known; pass one of {_ADJUSTED}",
             )
         if not 0 <= ns_steps < 100 or len(ns_coefficients) != 3:
-            raise ValueError(
+            raise coded(
+                ValueError,
+                "muon-steps",
                 f"Muon takes fewer than 100 steps of Newton-Schulz and three coefficients, not "
-                f"ns_steps={ns_steps} and ns_coefficients={ns_coefficients}"
+                f"ns_steps={ns_steps} and ns_coefficients={ns_coefficients}",
             )
         defaults = {
             **ranges,

@@ -28,12 +28,12 @@ SOURCES = [Path(__file__).with_name(name) for name in ("stand_in.cpp", "order.h"
 
 
 def missing_tool() -> str | None:
-    """What is needed to build it and is not there."""
+    """The first tool that the build requires and this machine lacks."""
     return next((tool for tool in ("c++", "ninja") if shutil.which(tool) is None), None)
 
 
 def library() -> Path:
-    """Where the library for this torch and this source belongs."""
+    """The path of the library for this torch and this source."""
     version = f"{torch.__version__} {sys.version_info[:2]}".encode()
     sources = b"".join(source.read_bytes() for source in SOURCES)
     label = hashlib.sha256(sources + version).hexdigest()[:16]
@@ -76,7 +76,7 @@ def load() -> torch.device:
 
 
 def _module() -> ModuleType:
-    """What torch asks of ``torch.<device>``."""
+    """The functions that torch expects in ``torch.<device>``."""
     module: object = ModuleType(f"torch.{NAME}")
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: 1
@@ -95,7 +95,7 @@ def _module() -> ModuleType:
 
 
 def races() -> list[str]:
-    """What was out of order since the last call; each a sentence. All that has run is over then."""
+    """The races found since the last call, one sentence each. Waits for all operations first."""
     found: list[str] = torch.ops.stand_in.races()
     return found
 
@@ -112,7 +112,7 @@ def take_away() -> None:
 
 
 def live_bytes() -> int:
-    """What is allocated."""
+    """The allocated bytes."""
     found: int = torch.ops.stand_in.live_bytes()
     return found
 
@@ -126,8 +126,8 @@ def peak_bytes() -> int:
 def at_peak() -> dict[str, int]:
     """Bytes that were alive at that peak, by the operator that had written them last.
 
-    What no operator had written yet is "new": in front of collectives that move nothing, what they
-    gather.
+    Memory that no operator had written yet is "new": before collectives that send nothing, the
+    memory that they gather into.
     """
     lines: list[str] = torch.ops.stand_in.at_peak()
     return {what: int(nbytes) for nbytes, what in (line.split(" ", 1) for line in lines)}

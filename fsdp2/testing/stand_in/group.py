@@ -25,7 +25,7 @@ COALESCING = "standin_ring"
 """Backend that gathers many tensors in one launch, as NCCL does."""
 
 PACKING = "standin_gloo"
-"""The same, but fsdp2 knows nothing of it and lets groups travel packed."""
+"""The same, but fsdp2 has no traits for it and packs groups."""
 
 
 class StreamWork(dist.Work):
