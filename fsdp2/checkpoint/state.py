@@ -242,9 +242,11 @@ def _check_layout(path: tuple[str | int, ...], rows: Tensor) -> None:
 def _check_class(path: tuple[str | int, ...], rows: Tensor) -> None:
     """Low-precision states are codes in a subclass, and scales that depend on this rank's rows."""
     if path[0] == "optimizer" and is_traceable_wrapper_subclass(rows):
-        raise CheckpointError(
+        raise coded(
+            CheckpointError,
+            "ckpt-subclass",
             f"save() cannot keep '{'.'.join(map(str, path))}', whose rows are of the tensor "
-            f"subclass {type(rows).__name__}; save this optimizer with torch.distributed.checkpoint"
+            f"subclass {type(rows).__name__}; save this optimizer with torch.distributed.checkpoint",
         )
 
 
@@ -262,9 +264,11 @@ def kept_values(state: Nested) -> Nested:
 
         def named(tensor: Tensor, inside: tuple[str, ...], reached: bool, name: str = name) -> str:
             if isinstance(tensor, DTensor) and name.startswith("optimizer.state."):
-                raise CheckpointError(
+                raise coded(
+                    CheckpointError,
+                    "ckpt-contained",
                     f"save() cannot keep '{name}', which has a DTensor in a container, as it would "
-                    f"come back as a plain tensor; save the model without this optimizer"
+                    f"come back as a plain tensor; save the model without this optimizer",
                 )
             if reached:
                 return ".".join((name, *inside))

@@ -15,6 +15,8 @@ from typing import cast
 
 import torch
 
+from fsdp2.core.errors import coded
+
 WHOLE = (
     torch.optim.Adafactor,
     torch.optim.LBFGS,
@@ -45,10 +47,12 @@ def refuse_whole(optimizer_class: object) -> None:
     """Raise for classes of torch that look at whole parameters, whatever a user says."""
     if optimizer_class in WHOLE:
         name = cast("type[torch.optim.Optimizer]", optimizer_class).__name__
-        raise TypeError(
+        raise coded(
+            TypeError,
+            "flat-whole",
             f"{name} looks at whole parameters, so FlatOptimizer cannot step several as one "
             f"tensor, elementwise=True or not; use it over model.parameters(), or "
-            f"fsdp2.optim.Muon for Muon"
+            f"fsdp2.optim.Muon for Muon",
         )
 
 
@@ -57,9 +61,11 @@ def check_options(inner: torch.optim.Optimizer) -> None:
     (group,) = inner.param_groups
     for name, given in inner.defaults.items():
         if isinstance(group.get(name), torch.Tensor) and not isinstance(given, torch.Tensor):
-            raise TypeError(
+            raise coded(
+                TypeError,
+                "flat-option",
                 f"{type(inner).__name__} makes a tensor of its option {name!r}, which the groups "
-                f"of FlatOptimizer do not have; use it over model.parameters()"
+                f"of FlatOptimizer do not have; use it over model.parameters()",
             )
 
 
@@ -67,11 +73,13 @@ def _check_states(inner: torch.optim.Optimizer, args: object, kwargs: object) ->
     for param, state in inner.state.items():
         for key, value in state.items():
             if not _is_by_element(value, param):
-                raise TypeError(
+                raise coded(
+                    TypeError,
+                    "flat-state",
                     f"{type(inner).__name__} keeps {_shown(value)} as state {key!r} of a tensor "
                     f"{tuple(param.shape)}, which belongs to no single element, so FlatOptimizer "
                     f"cannot say what part of it belongs to which parameter; use the class over "
-                    f"model.parameters()"
+                    f"model.parameters()",
                 )
 
 
