@@ -246,7 +246,8 @@ def _check_class(path: tuple[str | int, ...], rows: Tensor) -> None:
             CheckpointError,
             "ckpt-subclass",
             f"save() cannot keep '{'.'.join(map(str, path))}', whose rows are of the tensor "
-            f"subclass {type(rows).__name__}; save this optimizer with torch.distributed.checkpoint",
+            f"subclass {type(rows).__name__}; save this optimizer with "
+            f"torch.distributed.checkpoint",
         )
 
 
