@@ -5,13 +5,15 @@
     torchrun --nproc-per-node 8 -m fsdp2.examples.train_lm --replicate 2 --tp 2
 
 The printed losses depend on the options that name the model, the data and the optimizer, not on the
-number of ranks or on what they share: every rank starts from the same full weights, and takes its
+number of ranks or on the mesh: every rank starts from the same full weights, and takes its
 slice of one global batch, which is a pure function of (seed, step).
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
 import math
 import sys
 import time
@@ -38,7 +40,7 @@ from fsdp2 import (
     trace,
 )
 
-from . import checkpointing, data, launch, lora, parallel, reporting
+from . import checkpointing, data, elastic, launch, lora, parallel, reporting
 from .checkpointing import RunState
 from .model import Block, Transformer, reset_parameters, token_losses
 from .options import GivenRanks, Options, UsageError, parse
@@ -55,29 +57,48 @@ TRACED = (2, 3)  # steps of which --trace writes a timeline: the first two make 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 wrong usage, 128 + n ended by signal n, else a worker's failure."""
+    """Exit code: 0 done, 2 wrong usage, 128 + n ended by signal n, else a worker's failure.
+
+    ``--preempted-exit-code`` where a signal ended it, and all was saved.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         ranks = GivenRanks.from_environment()
     except UsageError as error:
         return _complain(error)
     if ranks is not None:
-        launch.run_as_worker(lambda: _worker(argv, ranks))
+        launch.run_as_worker(lambda: run_rank(argv))
     try:
         options = parse(argv, None)
         if options.plan is not None:
             planned = plan_step(options)
             print(planned, flush=True)
+            if options.optimizer == "muon":
+                print(MUON_PLANNED, flush=True)
             if options.trace is not None:
                 planned.trace(options.trace)
             return 0
         _prepare(options)
     except UsageError as error:
         return _complain(error)
-    return launch.run_workers(MODULE, argv, options.world_size, options.threads)
+    name = "train_lm"
+    if options.elastic is not None:
+        if elastic.group() is None:
+            return elastic.run(MODULE, argv, options)
+        name = f"train_lm: group {elastic.group()}"
+    ending = launch.Ending()
+    if options.checkpoint is not None:
+        ending = launch.Ending(options.grace, options.preempted_exit_code)
+    return launch.run_workers(MODULE, argv, options.world_size, options.threads, name, ending)
 
 
-def _worker(argv: Sequence[str], ranks: GivenRanks) -> int:
+def run_rank(argv: Sequence[str]) -> int:
+    """Be the rank that the environment says, in this process; its exit code.
+
+    A process group that is there already is used.
+    """
+    ranks = GivenRanks.from_environment()
+    assert ranks is not None, "RANK and WORLD_SIZE are not set"
     try:
         options = parse(argv, ranks)
         inputs = _prepare(options)
@@ -86,8 +107,7 @@ def _worker(argv: Sequence[str], ranks: GivenRanks) -> int:
             return _complain(error)
         launch.let_rank_0_speak()
         return 2
-    _train(options, ranks, *inputs)
-    return 0
+    return _train(options, ranks, *inputs)
 
 
 def _complain(error: UsageError) -> int:
@@ -106,7 +126,9 @@ def _prepare(options: Options) -> tuple[data.Corpus, RunState | None]:
 
 @dataclass(frozen=True)
 class Run:
-    """What every part of the loop needs. `params` are the sharded parameters, frozen or not."""
+    """The objects that every part of the loop uses. `params` are the sharded parameters, frozen or
+    not.
+    """
 
     options: Options
     rank: int
@@ -126,10 +148,12 @@ class Run:
         return cast(FSDPModule, self.model)
 
 
-def _train(
-    options: Options, ranks: GivenRanks, corpus: data.Corpus, found: RunState | None
-) -> None:
+def _train(options: Options, ranks: GivenRanks, corpus: data.Corpus, found: RunState | None) -> int:
+    """This rank's exit code."""
     run = _set_up(options, ranks, corpus)
+    if options.elastic is not None:
+        _train_elastic(run)
+        return 0
     if options.resume:
         found = checkpointing.agreed(found)
     if ranks.rank == 0:
@@ -144,9 +168,14 @@ def _train(
     if ranks.rank == 0:
         resumed = f"resumed from {options.checkpoint} at step {start}; " if found else ""
         print(f"{resumed}held-out loss before training: {first_loss:.4f} nats", flush=True)
-    saves = checkpointing.Saves(options, ranks.rank)
-    tokens_per_second = _loop(run, saves, start, first_loss)
-    saves.finish()
+    with checkpointing.Saves(options, ranks.rank) as saves:
+        tokens_per_second = _loop(run, saves, start, first_loss)
+        saves.finish()
+    if saves.preempted:
+        if ranks.rank == 0:
+            print(f"ended by a signal; saved in {options.checkpoint}: --resume goes on", flush=True)
+        _leave()
+        return options.preempted_exit_code
     final_loss = held_out_loss(run)
     sizes = reporting.state_bytes(run.params, run.optimizer)
     sample = sample_text(run)
@@ -157,8 +186,28 @@ def _train(
         if ranks.rank == 0:
             size = reporting.format_bytes(made.nbytes)
             print(f"exported to {made.folder}: {len(made.files)} file(s), {size}", flush=True)
+    _leave()
+    return 0
+
+
+def _leave() -> None:
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _train_elastic(run: Run) -> None:
+    """With other replica groups, each on a batch of its own."""
+    if run.rank == 0 and elastic.group() == 0:
+        _print_start(run)
+
+    def step(number: int, batch: int) -> Tensor:
+        set_rate(run, number)
+        total = backward(run, batch)
+        dist.all_reduce(total)
+        return total / run.options.world_size
+
+    held_out = functools.partial(held_out_loss, run)
+    elastic.train(run.model, run.optimizer, run.options, run.rank, step, held_out)
 
 
 def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
@@ -167,7 +216,8 @@ def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
     if options.device == "cuda":
         device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    launch.init_process_group(ranks, options.backend, device)
+    timeout = datetime.timedelta(seconds=options.timeout)
+    launch.init_process_group(ranks, options.backend, device, timeout)
     model = build_model(options, device, parallel.make_mesh(options))
     params = list(model.parameters())
     optimizer = make_optimizer(model, options)
@@ -177,15 +227,27 @@ def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
 
 MUON_RATE = 3.0  # AdamW's early steps are larger than the norm that Muon's are adjusted to
 
+MUON_PLANNED = (
+    "Muon is planned over this rank's rows: its states, 4 bytes per element of a matrix and 8 of "
+    "the rest, are as they will be; what is whole during its step, and its time, are not planned."
+)
+
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 
 def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """The optimizer of the parameters that are trained.
+    """The optimizer of the parameters that are trained."""
+    return make_optimizer_of(model.named_parameters(), options)
+
+
+def make_optimizer_of(
+    named: Iterable[tuple[str, nn.Parameter]], options: Options
+) -> torch.optim.Optimizer:
+    """As `make_optimizer`, of parameters by name.
 
     The learning rate is AdamW's; of Muon's matrices it is `MUON_RATE` times that.
     """
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [(name, p) for name, p in named if p.requires_grad]
     if options.optimizer == "adamw":
         return make_adamw((param for _, param in trained), options.lr)
     return optim.Muon(
@@ -206,8 +268,8 @@ def make_adamw(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimiz
 def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Transformer:
     """The sharded model. Filled and sharded part by part: no rank ever holds the whole of it.
 
-    Each rank fills a part with the same full weights; `fully_shard` keeps the rank's shard. What
-    changes the parameters themselves comes before it: adapters first, then tensor parallelism.
+    Each rank fills a part with the same full weights; `fully_shard` keeps the rank's shard. Steps
+    that change the parameters themselves come before it: adapters first, then tensor parallelism.
     """
     with torch.device("meta"):
         model = Transformer(options.model, options.activation_checkpointing)
@@ -253,9 +315,12 @@ def _shard(
 
 
 def plan_step(options: Options) -> Plan:
-    """What a step would take on the machine that ``--plan`` names: nothing is made or started."""
+    """The plan of a step on the machine that ``--plan`` names; nothing is made or started."""
     assert options.plan is not None
     on = torch.device("meta")
+    with on:
+        model = Transformer(options.model, options.activation_checkpointing)
+    names = [name for name, _ in model.named_parameters()]
 
     def make_batch() -> tuple[Tensor, Tensor]:
         tokens = torch.zeros(options.rank_batch, options.seq_len, dtype=torch.int64)
@@ -274,7 +339,7 @@ def plan_step(options: Options) -> Plan:
             make_batch,
             shard=shard,
             loss=lambda model, batch: token_losses(model(batch[0]), batch[1]).mean(),
-            optimizer=lambda params: make_adamw(params, options.lr),
+            optimizer=lambda params: make_optimizer_of(zip(names, params, strict=True), options),
             mesh=ranks if options.replicate > 1 else ranks[1],
             hardware=options.plan,
             accumulate=options.grad_accum,
@@ -292,15 +357,27 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def train_step(run: Run, step: int) -> Tensor:
-    """One optimizer step; this rank's mean loss, fp64 [] on the device, not yet waited for."""
-    options = run.options
-    rate = learning_rate(step, options.steps, options.lr)
+def set_rate(run: Run, step: int) -> None:
+    """Let the optimizer take step `step`."""
+    rate = learning_rate(step, run.options.steps, run.options.lr)
     for group in run.optimizer.param_groups:
         group["lr"] = rate * MUON_RATE if "ns_steps" in group else rate
+
+
+def train_step(run: Run, step: int) -> Tensor:
+    """One optimizer step; this rank's mean loss, fp64 [] on the device, not yet waited for."""
+    set_rate(run, step)
     run.optimizer.zero_grad(set_to_none=True)
+    total = backward(run, step)
+    run.optimizer.step()
+    return total
+
+
+def backward(run: Run, number: int) -> Tensor:
+    """The clipped gradients of a batch; this rank's mean loss, as `train_step` returns it."""
+    options = run.options
     batch = data.global_batch(
-        run.corpus.train, options.seed, step, options.batch_size, options.seq_len
+        run.corpus.train, options.seed, number, options.batch_size, options.seq_len
     )
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     for micro in range(options.grad_accum):
@@ -317,12 +394,11 @@ def train_step(run: Run, step: int) -> Tensor:
         # In fp64, so that what is printed does not depend on how the batch was cut up.
         total += losses.detach().double().mean() / options.grad_accum
     nn.utils.clip_grad_norm_(run.trained, MAX_GRAD_NORM)
-    run.optimizer.step()
     return total
 
 
 def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -> float:
-    """Train from step `start` to the end; returns tokens a second, checkpoints not counted."""
+    """Train from step `start` to the end; returns tokens per second (not counting checkpoints)."""
     options = run.options
     every = 1 if options.steps <= 50 else 10
     tokens_a_step = options.batch_size * options.seq_len
@@ -337,9 +413,7 @@ def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -
             if step - start == TRACED[-1]:
                 tracing.close()
             done = step + 1
-            is_saved = options.checkpoint is not None and (
-                done % options.checkpoint_every == 0 or done == options.steps
-            )
+            is_saved = saves.is_due(done)
             if not (is_saved or done % every == 0 or done == options.steps):
                 continue
             mean_loss = _sum_over_ranks(loss, options.tp) / options.data_parallel_size
@@ -355,6 +429,8 @@ def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -
             if is_saved:
                 state = RunState.of(options, run.corpus.fingerprint, done, first_loss)
                 saves.save(run.model, run.optimizer, state)
+            if saves.preempted:
+                break
             since, since_step = time.perf_counter(), done
     return (options.steps - start) * tokens_a_step / training_seconds if training_seconds else 0.0
 
