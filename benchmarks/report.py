@@ -36,6 +36,7 @@ from benchmarks import (
     compile,
     elastic,
     ema,
+    faults,
     files,
     imports,
     instructions,
@@ -313,6 +314,11 @@ def _slow_link(results: dict[str, Any], device: str) -> list[Section]:
     return [Section(title, header, rows, results["ratios"], bars=bars)]
 
 
+def _faults(results: dict[str, Any], device: str) -> list[Section]:
+    header, rows = faults.table(results["rows"])
+    return [Section("What goes wrong, and after how many seconds a run goes on", header, rows)]
+
+
 def _muon(results: dict[str, Any], device: str) -> list[Section]:
     options = results["options"]
     header, rows = muon.table(results)
@@ -374,6 +380,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "imports": _imports,
     "checkpoint": _checkpoint,
     "slow_link": _slow_link,
+    "faults": _faults,
     "muon": _muon,
     "ema": _ema,
     "accuracy": _accuracy,

@@ -8,8 +8,10 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -94,16 +96,45 @@ def agreed(found: RunState | None) -> RunState | None:
 class Saves:
     """The checkpoints that a run makes; every rank does the same.
 
-    If the options request it, the newest one is written while training continues.
+    If the options request it, the newest one is written while training continues. Inside the
+    context, a signal to any rank makes one more checkpoint at the end of a step: the last one.
+
+    Attributes:
+        preempted: whether a signal has ended the run before its last step.
     """
 
     def __init__(self, options: Options, rank: int) -> None:
         self._folder = options.checkpoint
         self._keep = options.keep
         self._beside = options.checkpoint_async
+        self._every, self._last = options.checkpoint_every, options.steps
         self._latest: checkpoint.Saving | None = None
+        self._preemption = checkpoint.Preemption() if self._folder is not None else None
+        self.preempted = False
+        self._inside = ExitStack()
         if self._folder is not None and rank == 0:
             checkpoint.remove(self._folder)  # what an attempt that was killed has left half-done
+
+    def __enter__(self) -> Saves:
+        if self._preemption is not None:
+            self._inside.enter_context(self._preemption)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._inside.__exit__(kind, error, trace)
+
+    def is_due(self, done: int) -> bool:
+        """Whether the run is saved after so many steps; every rank asks once per step."""
+        if self._preemption is None:
+            return False
+        is_last = done == self._last
+        self.preempted = self._preemption.agreed() and not is_last
+        return self.preempted or is_last or done % self._every == 0
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: RunState) -> None:
         """Save one checkpoint; it is complete on return, unless it is asynchronous."""

@@ -12,6 +12,7 @@ slice of one global batch, which is a pure function of (seed, step).
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import math
 import sys
@@ -56,14 +57,17 @@ TRACED = (2, 3)  # steps of which --trace writes a timeline: the first two make 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 wrong usage, 128 + n ended by signal n, else a worker's failure."""
+    """Exit code: 0 done, 2 wrong usage, 128 + n ended by signal n, else a worker's failure.
+
+    ``--preempted-exit-code`` where a signal ended it, and all was saved.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         ranks = GivenRanks.from_environment()
     except UsageError as error:
         return _complain(error)
     if ranks is not None:
-        launch.run_as_worker(lambda: _worker(argv, ranks))
+        launch.run_as_worker(lambda: run_rank(argv))
     try:
         options = parse(argv, None)
         if options.plan is not None:
@@ -80,10 +84,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if elastic.group() is None:
             return elastic.run(MODULE, argv, options)
         name = f"train_lm: group {elastic.group()}"
-    return launch.run_workers(MODULE, argv, options.world_size, options.threads, name)
+    ending = launch.Ending()
+    if options.checkpoint is not None:
+        ending = launch.Ending(options.grace, options.preempted_exit_code)
+    return launch.run_workers(MODULE, argv, options.world_size, options.threads, name, ending)
 
 
-def _worker(argv: Sequence[str], ranks: GivenRanks) -> int:
+def run_rank(argv: Sequence[str]) -> int:
+    """Be the rank that the environment says, in this process; its exit code.
+
+    A process group that is there already is used.
+    """
+    ranks = GivenRanks.from_environment()
+    assert ranks is not None, "RANK and WORLD_SIZE are not set"
     try:
         options = parse(argv, ranks)
         inputs = _prepare(options)
@@ -92,8 +105,7 @@ def _worker(argv: Sequence[str], ranks: GivenRanks) -> int:
             return _complain(error)
         launch.let_rank_0_speak()
         return 2
-    _train(options, ranks, *inputs)
-    return 0
+    return _train(options, ranks, *inputs)
 
 
 def _complain(error: UsageError) -> int:
@@ -134,13 +146,12 @@ class Run:
         return cast(FSDPModule, self.model)
 
 
-def _train(
-    options: Options, ranks: GivenRanks, corpus: data.Corpus, found: RunState | None
-) -> None:
+def _train(options: Options, ranks: GivenRanks, corpus: data.Corpus, found: RunState | None) -> int:
+    """This rank's exit code."""
     run = _set_up(options, ranks, corpus)
     if options.elastic is not None:
         _train_elastic(run)
-        return
+        return 0
     if options.resume:
         found = checkpointing.agreed(found)
     if ranks.rank == 0:
@@ -155,9 +166,14 @@ def _train(
     if ranks.rank == 0:
         resumed = f"resumed from {options.checkpoint} at step {start}; " if found else ""
         print(f"{resumed}held-out loss before training: {first_loss:.4f} nats", flush=True)
-    saves = checkpointing.Saves(options, ranks.rank)
-    tokens_per_second = _loop(run, saves, start, first_loss)
-    saves.finish()
+    with checkpointing.Saves(options, ranks.rank) as saves:
+        tokens_per_second = _loop(run, saves, start, first_loss)
+        saves.finish()
+    if saves.preempted:
+        if ranks.rank == 0:
+            print(f"ended by a signal; saved in {options.checkpoint}: --resume goes on", flush=True)
+        _leave()
+        return options.preempted_exit_code
     final_loss = held_out_loss(run)
     sizes = reporting.state_bytes(run.params, run.optimizer)
     sample = sample_text(run)
@@ -168,6 +184,11 @@ def _train(
         if ranks.rank == 0:
             size = reporting.format_bytes(made.nbytes)
             print(f"exported to {made.folder}: {len(made.files)} file(s), {size}", flush=True)
+    _leave()
+    return 0
+
+
+def _leave() -> None:
     dist.barrier()
     dist.destroy_process_group()
 
@@ -193,7 +214,8 @@ def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
     if options.device == "cuda":
         device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    launch.init_process_group(ranks, options.backend, device)
+    timeout = datetime.timedelta(seconds=options.timeout)
+    launch.init_process_group(ranks, options.backend, device, timeout)
     model = build_model(options, device, parallel.make_mesh(options))
     params = list(model.parameters())
     optimizer = make_optimizer(model, options)
@@ -374,9 +396,7 @@ def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -
             if step - start == TRACED[-1]:
                 tracing.close()
             done = step + 1
-            is_saved = options.checkpoint is not None and (
-                done % options.checkpoint_every == 0 or done == options.steps
-            )
+            is_saved = saves.is_due(done)
             if not (is_saved or done % every == 0 or done == options.steps):
                 continue
             mean_loss = _sum_over_ranks(loss, options.tp) / options.data_parallel_size
@@ -392,6 +412,8 @@ def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -
             if is_saved:
                 state = RunState.of(options, run.corpus.fingerprint, done, first_loss)
                 saves.save(run.model, run.optimizer, state)
+            if saves.preempted:
+                break
             since, since_step = time.perf_counter(), done
     return (options.steps - start) * tokens_a_step / training_seconds if training_seconds else 0.0
 
