@@ -34,7 +34,9 @@ from benchmarks import (
     budget,
     checkpoint,
     compile,
+    elastic,
     ema,
+    faults,
     files,
     imports,
     instructions,
@@ -124,10 +126,14 @@ def _host_cost(results: list[dict[str, Any]], device: str) -> list[Section]:
     return sections
 
 
+def _clock(result: dict[str, Any]) -> str:
+    return " of CPU time" if result.get("clock") == "cpu" else ""
+
+
 def _optimizer(results: list[dict[str, Any]], device: str) -> list[Section]:
     return [
         _rounds(
-            f"Clipping and optimizer step, {each['optimizer']}, ms",
+            f"Clipping and optimizer step, {each['optimizer']}, ms{_clock(each)}",
             each,
             ("clip", "step", "both"),
             "both",
@@ -203,6 +209,16 @@ def _gloo(results: dict[str, Any], device: str) -> list[Section]:
     options = results["options"]
     title = f"Training step on two gloo ranks, {options['preset']}, {options['precision']}, ms"
     return [_rounds(title, results, ("step",), "step")]
+
+
+def _elastic(results: dict[str, Any], device: str) -> list[Section]:
+    header, rows = elastic.table(results)
+    bars: Bars = {
+        kind: {name: _bar(each[kind]) for name, each in results["rounds"].items()}
+        for kind in ("step", "cpu")
+    }
+    title = f"Training step of two replica groups of two ranks, {results['options']['preset']}, ms"
+    return [Section(title, header, rows, results["ratios"], bars=bars)]
 
 
 def _collective_cost(results: dict[str, dict[str, float]], device: str) -> list[Section]:
@@ -298,6 +314,11 @@ def _slow_link(results: dict[str, Any], device: str) -> list[Section]:
     return [Section(title, header, rows, results["ratios"], bars=bars)]
 
 
+def _faults(results: dict[str, Any], device: str) -> list[Section]:
+    header, rows = faults.table(results["rows"])
+    return [Section("What goes wrong, and after how many seconds a run goes on", header, rows)]
+
+
 def _muon(results: dict[str, Any], device: str) -> list[Section]:
     options = results["options"]
     header, rows = muon.table(results)
@@ -348,6 +369,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "instructions": _instructions,
     "startup": _startup,
     "gloo": _gloo,
+    "elastic": _elastic,
     "collective_cost": _collective_cost,
     "block_collectives": _block_collectives,
     "padding": _padding,
@@ -358,6 +380,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "imports": _imports,
     "checkpoint": _checkpoint,
     "slow_link": _slow_link,
+    "faults": _faults,
     "muon": _muon,
     "ema": _ema,
     "accuracy": _accuracy,

@@ -176,6 +176,19 @@ FILES: dict[str, tuple[Any, str]] = {
         },
         "| int8 | 2.2500 | 1.5000 .. 3.0000 | 2 | 0.7500 |",
     ),
+    "faults": (
+        {
+            "rows": {
+                "a node is killed": {
+                    "outcome": "goes on",
+                    "seconds": 25.04,
+                    "again": 2,
+                    "equal": True,
+                }
+            }
+        },
+        "| a node is killed | goes on | 25.0 | 2 | equal |",
+    ),
     "muon": (
         {
             "options": {"units": 3, "dim": 64},
@@ -194,6 +207,17 @@ FILES: dict[str, tuple[Any, str]] = {
         "| flat | 2.00  [2.00 .. 2.00] |",
     ),
     "startup": (STARTUP, "### Start-up, 100 blocks of 10 parameters, fp32, ms"),
+    "elastic": (
+        {
+            "options": {"preset": "small"},
+            "rounds": {
+                "hsdp": {"step": [2.0], "cpu": [1.0]},
+                "elastic": {"step": [3.0], "cpu": [2.0]},
+            },
+            "ratios": {"elastic / hsdp, step": {"median": 1.5, "min": 1.5, "max": 1.5}},
+        },
+        "| elastic | 3.00  [3.00 .. 3.00] | 2.00  [2.00 .. 2.00] |",
+    ),
     "gloo": (GLOO, "| torch | 12.00 [10.00 .. 20.00] |"),
     "collective_cost": (
         {"all-gather, one tensor": {"1": 30.0, "9": 40.0}},

@@ -238,7 +238,7 @@ class OptimizerMatch:
             for slot in slots[at]:
                 state.setdefault(slot.own.number, {})[slot.key] = slot.value
             groups = [{**group, **next(options)} for group in self._plain[at]["param_groups"]]
-            _put(optimizer, {"state": state, "param_groups": groups})
+            put_state(optimizer, {"state": state, "param_groups": groups})
 
     def _memory(self, slot: _Slot) -> Tensor:
         """New memory for a tensor of a state: as it is here, or as the parameter is."""
@@ -284,7 +284,7 @@ def _moved(value: object, like: object) -> object:
     return value
 
 
-def _put(optimizer: torch.optim.Optimizer, state_dict: Nested) -> None:
+def put_state(optimizer: torch.optim.Optimizer, state_dict: Nested) -> None:
     """As ``optimizer.load_state_dict(state_dict)``, without its casts."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:

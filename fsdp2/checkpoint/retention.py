@@ -144,6 +144,10 @@ class Origins:
             if name in known:
                 known[name] = max(known[name], step)
 
+    def forget(self, model: nn.Module) -> None:
+        """Take note that a model goes on from no step of any folder."""
+        self._known.pop(model, None)
+
     def of(self, model: nn.Module, store: Store) -> int | None:
         """The step from which a save of the model continues, if it is the first after a load.
 

@@ -462,6 +462,11 @@ def note_load(model: nn.Module, store: Store, step: int) -> None:
     _process.origins.loaded(model, store, step)
 
 
+def forget_load(model: nn.Module) -> None:
+    """The next save of this model is not a branch: others have gone on from the step it loaded."""
+    _process.origins.forget(model)
+
+
 def end_saves() -> None:
     """Wait for saves under way; what they have failed with is raised by the next save, not here."""
     _process.finish()

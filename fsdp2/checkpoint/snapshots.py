@@ -86,6 +86,19 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from _parameters(model, _sharded(model))
 
 
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, buffer) of all: persistent ones, then the others."""
+    for persistent in (True, False):
+        yield from _buffers(model, persistent)
+
+
+def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of each module that has an extra state."""
+    for prefix, module in _modules(model):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}_extra_state", module
+
+
 # ---- the model
 
 
@@ -131,9 +144,7 @@ def _model_state(model: nn.Module, params: Mapping[str, torch.Tensor]) -> Nested
         return dict(get_model_state_dict(model))
     state: Nested = {name: _view(param) for name, param in params.items()}
     state.update((name, value.detach()) for name, value in _buffers(model, True))
-    for prefix, module in _modules(model):
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            state[f"{prefix}_extra_state"] = module.get_extra_state()
+    state.update((name, module.get_extra_state()) for name, module in extra_states(model))
     return state
 
 

@@ -267,6 +267,8 @@ class GroupOptions:
         wire: wire formats of parameters and gradients.
         all_reduce_hook: called with each reduced flat gradient before it is delivered.
         all_reduce_hook_stream: the stream to call it on; ``None`` for the all-reduce lane.
+        average: averages each reduced flat gradient over more copies of the model than the mesh
+            has; says whether this copy's own gradient is in the average.
     """
 
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
@@ -282,3 +284,4 @@ class GroupOptions:
     wire: Wire = WHOLE
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: torch.Stream | None = None
+    average: Callable[[torch.Tensor], bool] | None = None

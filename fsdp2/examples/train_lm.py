@@ -5,13 +5,15 @@
     torchrun --nproc-per-node 8 -m fsdp2.examples.train_lm --replicate 2 --tp 2
 
 The printed losses depend on the options that name the model, the data and the optimizer, not on the
-number of ranks or on what they share: every rank starts from the same full weights, and takes its
+number of ranks or on the mesh: every rank starts from the same full weights, and takes its
 slice of one global batch, which is a pure function of (seed, step).
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
 import math
 import sys
 import time
@@ -38,7 +40,7 @@ from fsdp2 import (
     trace,
 )
 
-from . import checkpointing, data, launch, lora, parallel, reporting
+from . import checkpointing, data, elastic, launch, lora, parallel, reporting
 from .checkpointing import RunState
 from .model import Block, Transformer, reset_parameters, token_losses
 from .options import GivenRanks, Options, UsageError, parse
@@ -55,14 +57,17 @@ TRACED = (2, 3)  # steps of which --trace writes a timeline: the first two make 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 wrong usage, 128 + n ended by signal n, else a worker's failure."""
+    """Exit code: 0 done, 2 wrong usage, 128 + n ended by signal n, else a worker's failure.
+
+    ``--preempted-exit-code`` where a signal ended it, and all was saved.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         ranks = GivenRanks.from_environment()
     except UsageError as error:
         return _complain(error)
     if ranks is not None:
-        launch.run_as_worker(lambda: _worker(argv, ranks))
+        launch.run_as_worker(lambda: run_rank(argv))
     try:
         options = parse(argv, None)
         if options.plan is not None:
@@ -76,10 +81,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         _prepare(options)
     except UsageError as error:
         return _complain(error)
-    return launch.run_workers(MODULE, argv, options.world_size, options.threads)
+    name = "train_lm"
+    if options.elastic is not None:
+        if elastic.group() is None:
+            return elastic.run(MODULE, argv, options)
+        name = f"train_lm: group {elastic.group()}"
+    ending = launch.Ending()
+    if options.checkpoint is not None:
+        ending = launch.Ending(options.grace, options.preempted_exit_code)
+    return launch.run_workers(MODULE, argv, options.world_size, options.threads, name, ending)
 
 
-def _worker(argv: Sequence[str], ranks: GivenRanks) -> int:
+def run_rank(argv: Sequence[str]) -> int:
+    """Be the rank that the environment says, in this process; its exit code.
+
+    A process group that is there already is used.
+    """
+    ranks = GivenRanks.from_environment()
+    assert ranks is not None, "RANK and WORLD_SIZE are not set"
     try:
         options = parse(argv, ranks)
         inputs = _prepare(options)
@@ -88,8 +107,7 @@ def _worker(argv: Sequence[str], ranks: GivenRanks) -> int:
             return _complain(error)
         launch.let_rank_0_speak()
         return 2
-    _train(options, ranks, *inputs)
-    return 0
+    return _train(options, ranks, *inputs)
 
 
 def _complain(error: UsageError) -> int:
@@ -108,7 +126,9 @@ def _prepare(options: Options) -> tuple[data.Corpus, RunState | None]:
 
 @dataclass(frozen=True)
 class Run:
-    """What every part of the loop needs. `params` are the sharded parameters, frozen or not."""
+    """The objects that every part of the loop uses. `params` are the sharded parameters, frozen or
+    not.
+    """
 
     options: Options
     rank: int
@@ -128,10 +148,12 @@ class Run:
         return cast(FSDPModule, self.model)
 
 
-def _train(
-    options: Options, ranks: GivenRanks, corpus: data.Corpus, found: RunState | None
-) -> None:
+def _train(options: Options, ranks: GivenRanks, corpus: data.Corpus, found: RunState | None) -> int:
+    """This rank's exit code."""
     run = _set_up(options, ranks, corpus)
+    if options.elastic is not None:
+        _train_elastic(run)
+        return 0
     if options.resume:
         found = checkpointing.agreed(found)
     if ranks.rank == 0:
@@ -146,9 +168,14 @@ def _train(
     if ranks.rank == 0:
         resumed = f"resumed from {options.checkpoint} at step {start}; " if found else ""
         print(f"{resumed}held-out loss before training: {first_loss:.4f} nats", flush=True)
-    saves = checkpointing.Saves(options, ranks.rank)
-    tokens_per_second = _loop(run, saves, start, first_loss)
-    saves.finish()
+    with checkpointing.Saves(options, ranks.rank) as saves:
+        tokens_per_second = _loop(run, saves, start, first_loss)
+        saves.finish()
+    if saves.preempted:
+        if ranks.rank == 0:
+            print(f"ended by a signal; saved in {options.checkpoint}: --resume goes on", flush=True)
+        _leave()
+        return options.preempted_exit_code
     final_loss = held_out_loss(run)
     sizes = reporting.state_bytes(run.params, run.optimizer)
     sample = sample_text(run)
@@ -159,8 +186,28 @@ def _train(
         if ranks.rank == 0:
             size = reporting.format_bytes(made.nbytes)
             print(f"exported to {made.folder}: {len(made.files)} file(s), {size}", flush=True)
+    _leave()
+    return 0
+
+
+def _leave() -> None:
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _train_elastic(run: Run) -> None:
+    """With other replica groups, each on a batch of its own."""
+    if run.rank == 0 and elastic.group() == 0:
+        _print_start(run)
+
+    def step(number: int, batch: int) -> Tensor:
+        set_rate(run, number)
+        total = backward(run, batch)
+        dist.all_reduce(total)
+        return total / run.options.world_size
+
+    held_out = functools.partial(held_out_loss, run)
+    elastic.train(run.model, run.optimizer, run.options, run.rank, step, held_out)
 
 
 def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
@@ -169,7 +216,8 @@ def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
     if options.device == "cuda":
         device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    launch.init_process_group(ranks, options.backend, device)
+    timeout = datetime.timedelta(seconds=options.timeout)
+    launch.init_process_group(ranks, options.backend, device, timeout)
     model = build_model(options, device, parallel.make_mesh(options))
     params = list(model.parameters())
     optimizer = make_optimizer(model, options)
@@ -220,8 +268,8 @@ def make_adamw(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimiz
 def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Transformer:
     """The sharded model. Filled and sharded part by part: no rank ever holds the whole of it.
 
-    Each rank fills a part with the same full weights; `fully_shard` keeps the rank's shard. What
-    changes the parameters themselves comes before it: adapters first, then tensor parallelism.
+    Each rank fills a part with the same full weights; `fully_shard` keeps the rank's shard. Steps
+    that change the parameters themselves come before it: adapters first, then tensor parallelism.
     """
     with torch.device("meta"):
         model = Transformer(options.model, options.activation_checkpointing)
@@ -267,7 +315,7 @@ def _shard(
 
 
 def plan_step(options: Options) -> Plan:
-    """What a step would take on the machine that ``--plan`` names: nothing is made or started."""
+    """The plan of a step on the machine that ``--plan`` names; nothing is made or started."""
     assert options.plan is not None
     on = torch.device("meta")
     with on:
@@ -309,15 +357,27 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def train_step(run: Run, step: int) -> Tensor:
-    """One optimizer step; this rank's mean loss, fp64 [] on the device, not yet waited for."""
-    options = run.options
-    rate = learning_rate(step, options.steps, options.lr)
+def set_rate(run: Run, step: int) -> None:
+    """Let the optimizer take step `step`."""
+    rate = learning_rate(step, run.options.steps, run.options.lr)
     for group in run.optimizer.param_groups:
         group["lr"] = rate * MUON_RATE if "ns_steps" in group else rate
+
+
+def train_step(run: Run, step: int) -> Tensor:
+    """One optimizer step; this rank's mean loss, fp64 [] on the device, not yet waited for."""
+    set_rate(run, step)
     run.optimizer.zero_grad(set_to_none=True)
+    total = backward(run, step)
+    run.optimizer.step()
+    return total
+
+
+def backward(run: Run, number: int) -> Tensor:
+    """The clipped gradients of a batch; this rank's mean loss, as `train_step` returns it."""
+    options = run.options
     batch = data.global_batch(
-        run.corpus.train, options.seed, step, options.batch_size, options.seq_len
+        run.corpus.train, options.seed, number, options.batch_size, options.seq_len
     )
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     for micro in range(options.grad_accum):
@@ -334,12 +394,11 @@ def train_step(run: Run, step: int) -> Tensor:
         # In fp64, so that what is printed does not depend on how the batch was cut up.
         total += losses.detach().double().mean() / options.grad_accum
     nn.utils.clip_grad_norm_(run.trained, MAX_GRAD_NORM)
-    run.optimizer.step()
     return total
 
 
 def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -> float:
-    """Train from step `start` to the end; returns tokens a second, checkpoints not counted."""
+    """Train from step `start` to the end; returns tokens per second (not counting checkpoints)."""
     options = run.options
     every = 1 if options.steps <= 50 else 10
     tokens_a_step = options.batch_size * options.seq_len
@@ -354,9 +413,7 @@ def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -
             if step - start == TRACED[-1]:
                 tracing.close()
             done = step + 1
-            is_saved = options.checkpoint is not None and (
-                done % options.checkpoint_every == 0 or done == options.steps
-            )
+            is_saved = saves.is_due(done)
             if not (is_saved or done % every == 0 or done == options.steps):
                 continue
             mean_loss = _sum_over_ranks(loss, options.tp) / options.data_parallel_size
@@ -372,6 +429,8 @@ def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -
             if is_saved:
                 state = RunState.of(options, run.corpus.fingerprint, done, first_loss)
                 saves.save(run.model, run.optimizer, state)
+            if saves.preempted:
+                break
             since, since_step = time.perf_counter(), done
     return (options.steps - start) * tokens_a_step / training_seconds if training_seconds else 0.0
 

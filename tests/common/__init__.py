@@ -4,6 +4,7 @@ Ranks
     workers         real gloo ranks, kept from test to test: ``@ranks(2)``
     preloaded       what each of them imports, once
     thread_ranks    ranks as threads, whose collectives only move tensors
+    replica_groups  groups that average between each other, as threads or over a process group
     alone           one rank that goes the ways of many
     backends        kinds of backends, and what stands in for each
     looped          coalesced collectives for a backend without any
@@ -44,5 +45,6 @@ Programs that run by themselves
     written         the same, with weights that are written by hand
     guide_setting   names that examples of the docs use: a model, its data, its ranks
     planned_memory  random models, planned and run
+    jobs            jobs as their users start them, and every process of theirs
     killed_train_lm the main job, in a process that kills itself
 """

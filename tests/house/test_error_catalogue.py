@@ -38,6 +38,10 @@ NOT_CATALOGUED = {
     "failure": "what the user's hook raised, once the other ranks know of it",
     "resaid(RankMismatchError, sentence)": "what a rank has claimed: a message of `agreement`",
     "AutocastError": "`plan.reasons` has a message for it",
+    "_BrokenError()": "`elastic.fetching` has a message for it",
+    "_EarlyError()": "the same",
+    "self._unsent": "the user's; `elastic.transport` has a message for it",
+    "refused": "what `elastic.transport` has raised before, in another thread",
     "communication_error(operation, name, error)": "`core.progress` has it",
 }
 """What is raised besides, and why the catalogue does not have it."""

@@ -71,6 +71,8 @@ TINY = PRESETS["tiny"]
         ),
         (["--replicate", "100000"], "too many for this machine"),
         (["--resume"], "--resume needs --checkpoint"),
+        (["--elastic", "2", "--plan"], "--elastic knows no --checkpoint, --export, --trace or"),
+        (["--elastic", "50000", "--nproc", "2"], "100000 ranks are too many for this machine"),
         (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint"),
         (["--export", "/"], "--export / is there already"),
         (["--seq-len", "100000000"], "too little text"),

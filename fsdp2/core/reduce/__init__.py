@@ -14,6 +14,7 @@
     presence_marks   which ranks had a gradient
     levels           the reduce-scatter between nodes that replaces HSDP's all-reduce
     partial_sums     sums that wait for the all-reduce over replicas, and that all-reduce
+    average          over copies of the model that the mesh does not have
     result           from the sums to the delivery: hook, division, cast, copy to the host
     kept_gradients   gradients that keep their memory between steps
 

@@ -20,6 +20,7 @@ from fsdp2.core.device.collectives import Collectives, Replicas, collectives_of,
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.params.gradients import Gradients
+from fsdp2.core.reduce.average import Average
 from fsdp2.core.reduce.division import Division, plan_division
 from fsdp2.core.reduce.kept_gradients import KeptGradients
 from fsdp2.core.reduce.kinds import transport_of
@@ -129,7 +130,8 @@ def bind_reduction(
         empty = not any(slot.shard_numel for slot in slots)
         alike = replicas.size == 1 or empty
         replicas = None if alike else replicas_of(spec.reduce_dtype, replicas)
-    needs_flat = replicas is not None or spec.hook is not None or between is not None
+    whole = (replicas, spec.hook, spec.average, between)  # they take the result as one tensor
+    needs_flat = any(part is not None for part in whole)
     alone = collectives.size == 1 and not needs_flat and not spec.to_host
     if alone:  # nothing travels: a gradient of the result's dtype becomes ``.grad`` as it is
         gradients.keep_apart()  # autograd's, of memory of their own
@@ -148,14 +150,9 @@ def bind_reduction(
         _facts(spec, collectives, copies, flat, alone),
         lambda: _division(spec, collectives, copies, flat, alone),
     )
-    marks = None
-    if flat.marks is not None:
-        apart = flat.marks.start is None  # they are not staged with gradients then
-        dtypes = (spec.reduce_dtype, spec.reduce_dtype if apart else spec.grad_dtype)
-        small = spec.hook is not None
-        marks = PresenceMarks(collectives.size, flat.marks, dtypes, small, kernels)
-        if not chosen.carries_marks:
-            marks.scatter = collectives.bind_reduce_scatter(division.kind)
+    marks = _marks(flat, spec, collectives, kernels)
+    if marks is not None and not chosen.carries_marks:
+        marks.scatter = collectives.bind_reduce_scatter(division.kind)
     context = ReduceContext(slots, direct, spec, division, flat, marks, collectives, kernels)
     crossing = None
     if between is not None:
@@ -170,6 +167,17 @@ def bind_reduction(
     parts = _parts(gradients, context, chosen(context), replicas, crossing, alone)
     full, partial = parts.programs()
     return Reduction(gradients, parts.transport, parts.partial_sums, parts.kept, full, partial)
+
+
+def _marks(
+    flat: FlatPlan, spec: ReductionSpec, collectives: Collectives, kernels: Kernels
+) -> PresenceMarks | None:
+    if flat.marks is None:
+        return None
+    apart = flat.marks.start is None  # they are not staged with gradients then
+    dtypes = (spec.reduce_dtype, spec.reduce_dtype if apart else spec.grad_dtype)
+    small = spec.hook is not None
+    return PresenceMarks(collectives.size, flat.marks, dtypes, small, kernels)
 
 
 def _coded_pieces() -> type[PiecesReduce]:
@@ -249,6 +257,7 @@ class Parts:
         between: the reduce-scatter between nodes, if masters are sharded over two levels.
         hook: the user's, if there is one.
         after: the division after the sums, if there is one.
+        average: over copies of the model, if there are any.
         result: the destination of a cast, or of a copy to the host.
         kept: the memory of gradients, if it is kept.
         delivery: the way to ``.grad``.
@@ -263,16 +272,21 @@ class Parts:
     between: BetweenNodes | None
     hook: Hook | None
     after: DivisionAfter | None
+    average: Average | None
     result: Result
     kept: KeptGradients | None
     delivery: Delivery
     alone: bool
 
+    @property
+    def sums_later(self) -> bool:
+        """Whether several reductions may share what follows the reduce-scatter."""
+        return any(part is not None for part in (self.all_reduce, self.between, self.average))
+
     def programs(self) -> tuple[Program, Program]:
         """The full program, and the partial one; the same where there are no replicas."""
         full = self.full()
-        sums_later = self.all_reduce is not None or self.between is not None
-        partial = self.partial() if sums_later else full
+        partial = self.partial() if self.sums_later else full
         if self.marks is not None:
             full.seeking = self.full(self.marks)
             partial.seeking = full.seeking if partial is full else self.partial(self.marks)
@@ -307,12 +321,7 @@ class Parts:
         self._reduce(reduce)
 
         # ALL_REDUCE
-        if self.all_reduce is not None:
-            all_reduce.append(self.partial_sums.add)
-            all_reduce.append(self.all_reduce.all_reduce)
-        if self.between is not None:
-            all_reduce.append(self.partial_sums.add)
-            all_reduce.append(self.between.scatter_between)
+        self._sum_copies(all_reduce)
         if self.hook is not None:
             if seeks is not None:  # before a hook that may lose marks
                 all_reduce.append(seeks.fetch)
@@ -322,6 +331,8 @@ class Parts:
         last = all_reduce or (compute if self.alone else reduce)
         if self.after is not None:
             last.append(self.after.divide_rows if self.alone else self.after.divide)
+        if self.average is not None:  # of what is divided, which cannot overflow
+            last.append(self.average.average)
         if self.spec.casts:
             last.append(self.result.cast)
         if not to_host:
@@ -366,6 +377,15 @@ class Parts:
         if marks is not None and marks.scatter is not None:
             reduce.append(marks.reduce)
 
+    def _sum_copies(self, all_reduce: list[Step]) -> None:
+        """The steps after the partial sums, which end here."""
+        if self.sums_later:
+            all_reduce.append(self.partial_sums.add)
+        if self.all_reduce is not None:
+            all_reduce.append(self.all_reduce.all_reduce)
+        if self.between is not None:
+            all_reduce.append(self.between.scatter_between)
+
     def _frees(self) -> list[Step]:
         return [self.transport.release_behind] if self.transport.frees else []
 
@@ -404,6 +424,7 @@ def _parts(
         between,
         None if spec.hook is None else Hook(spec.hook),
         None if division.after is None else DivisionAfter(division.after, kernels),
+        None if spec.average is None or marks is None else Average(spec.average, last),
         result,
         kept,
         Delivery(gradients, marks, kernels),

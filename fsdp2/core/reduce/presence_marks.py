@@ -10,7 +10,7 @@ some rank has set it. If all members had a gradient, which is the usual case, th
 created once, and the result is ignored. Marks are sent
 
     within   after the rows, if gradients are packed, or the flat result is reduced once more
-    apart    as one more tensor of the launch, if the result need not be flat
+    apart    as one more tensor of the launch, if the result need not be flat;
     alone    in a small separate reduce-scatter, whose sums follow the rows: if the collective of
              gradients may change marks in other ways than a sum (a collective of the user)
 """
@@ -115,6 +115,11 @@ class PresenceMarks:
         numbers = zip(*map(self.kernels.numbers, job.arrived), strict=True)
         found = [any(number != 0 for number in of_one) for of_one in numbers]
         return [there and not here for here, there in zip(job.present, found, strict=False)]
+
+    def present(self, job: Job) -> list[bool]:
+        """Which members had a gradient anywhere, by the sums; the host waits for them."""
+        numbers = self.kernels.numbers(self.within(job.flat))
+        return [number != 0 for number, _ in zip(numbers, job.present, strict=False)]
 
     def within(self, flat: torch.Tensor | None) -> torch.Tensor:
         """The place of their sums in the flat result."""

@@ -34,6 +34,7 @@ class ReductionSpec:
         between_codec: the same for sums between nodes.
         rotate: whether they are rotated before encoding.
         feedback: whether the rounding errors of a message are added to the next one.
+        average: called with the flat gradient too, to average it over copies of the model.
     """
 
     grad_dtype: torch.dtype
@@ -51,6 +52,7 @@ class ReductionSpec:
     between_codec: str | None = None
     rotate: bool = False
     feedback: bool = False
+    average: Callable[[torch.Tensor], bool] | None = None
 
     @property
     def casts(self) -> bool:
@@ -103,6 +105,7 @@ def reduction_spec(
         between_codec=between,
         rotate=codec is not None and options.wire.rotate,
         feedback=codec is not None and options.wire.feedback,
+        average=options.average,
     )
 
 

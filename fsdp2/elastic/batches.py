@@ -1,0 +1,75 @@
+"""Which batch a group trains on in a step: a pure function of what was committed, and of its place.
+
+    committed 7 batches, groups A B C take part     A: 7   B: 8   C: 9       the step is dropped
+                         A and C are left           A: 7   C: 8              it is committed
+    committed 9 batches, B is back                  A: 9   B: 10  C: 11
+
+No batch is in two steps that were committed, and none is left out: what a dropped step was to train
+on is trained on next. Nothing is kept besides the number of committed batches, which the manager's
+``state_dict()`` has: it heals, and is saved, with that.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp2.core.errors import coded
+from fsdp2.elastic.managers import Manager
+
+
+def batch_number(manager: Manager) -> int:
+    """The number of the batch that this group trains on in this step; all its ranks get the same.
+
+    Waits for the quorum of the step: call it after ``start_quorum()``. A group that heals in this
+    step, or is a spare, counts for nothing, and may train on anything.
+
+    Args:
+        manager: that has begun a step.
+
+    Example::
+
+        batch = batches[elastic.batch_number(manager)]
+    """
+    place = manager.participating_rank()
+    return manager.batches_committed() + (place or 0)
+
+
+class Batches:
+    """Batches of a shuffled data set by number, without end: each epoch in an order of its own.
+
+    The order is a function of only ``seed`` and the epoch, so that any number of groups agrees
+    on it. Examples that fill no whole batch are left out of an epoch.
+
+    Args:
+        length: examples of the data set.
+        size: examples of a batch: of all ranks of a group together.
+        seed: of the orders. Default 0.
+
+    Raises:
+        ValueError: the data set has not as many examples as a batch.
+
+    Example::
+
+        batches = elastic.Batches(len(dataset), size=64)
+        for at in batches[elastic.batch_number(manager)][rank::ranks]:
+            dataset[at]
+    """
+
+    def __init__(self, length: int, size: int, seed: int = 0) -> None:
+        if not 0 < size <= length:
+            raise coded(
+                ValueError,
+                "elastic-no-batch",
+                f"Batches(length={length}, size={size}) has no batch; pass a size from 1 to the "
+                f"number of examples",
+            )
+        self._length, self._size, self._seed = length, size, seed
+        self._epoch, self._order = -1, torch.empty(0)
+
+    def __getitem__(self, number: int) -> list[int]:
+        """Places in the data set of one batch's examples."""
+        epoch, at = divmod(number, self._length // self._size)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(1_000_003 * self._seed + epoch)
+            self._epoch, self._order = epoch, torch.randperm(self._length, generator=generator)
+        return self._order[at * self._size : (at + 1) * self._size].tolist()
