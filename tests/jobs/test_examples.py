@@ -24,7 +24,7 @@ from fsdp2.examples.model import (
     token_losses,
 )
 from fsdp2.examples.options import GivenRanks, Options, UsageError, parse
-from fsdp2.examples.train_lm import WARMUP_STEPS, learning_rate, main
+from fsdp2.examples.train_lm import MUON_PLANNED, WARMUP_STEPS, learning_rate, main
 
 pytestmark = pytest.mark.alone
 
@@ -88,6 +88,12 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(
     assert err.startswith("train_lm: ")
     assert err.endswith(".\n")
     assert says in err
+
+
+def test_a_plan_says_what_it_leaves_out_of_muon(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--preset", "tiny", "--nproc", "2", "--device", "cpu", "--plan"]
+    assert main([*given, "--optimizer", "muon"]) == 0
+    assert MUON_PLANNED in capsys.readouterr().out
 
 
 def test_more_ranks_than_the_largest_dim() -> None:
