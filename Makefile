@@ -8,12 +8,12 @@ help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 lint: ## ruff: rules and format
-	$(PYTHON) -m ruff check fsdp2 tests benchmarks
-	$(PYTHON) -m ruff format --check fsdp2 tests benchmarks
+	$(PYTHON) -m ruff check fsdp2 tests benchmarks deploy
+	$(PYTHON) -m ruff format --check fsdp2 tests benchmarks deploy
 
 format: ## mend what ruff can mend
-	$(PYTHON) -m ruff check --fix fsdp2 tests benchmarks
-	$(PYTHON) -m ruff format fsdp2 tests benchmarks
+	$(PYTHON) -m ruff check --fix fsdp2 tests benchmarks deploy
+	$(PYTHON) -m ruff format fsdp2 tests benchmarks deploy
 
 types: ## mypy, strict
 	$(PYTHON) -m mypy

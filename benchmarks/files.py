@@ -62,6 +62,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         *("slow_link.py", "--ranks-per-node", "2", "--grad-accum", "4"),
         *("--variants", _FEW),
     ),
+    "faults": ("faults.py",),
     "muon": ("muon.py",),
     "muon_losses": ("muon.py", "--losses"),
     "ema": ("ema.py", "--steps", "30"),

@@ -3,6 +3,7 @@
     python benchmarks/optimizer.py                       # 32 blocks of 9 parameters, 8 ranks
     python benchmarks/optimizer.py --optimizer sgd --blocks 128
     python benchmarks/optimizer.py --instructions        # counted: the same at any load
+    python benchmarks/optimizer.py --offload             # shards in CPU memory, of a size to step
 
 The parameters' shards are tiny, so that a step's time is the host's. The variants are
 
@@ -12,11 +13,18 @@ The parameters' shards are tiny, so that a step's time is the host's. The varian
     shards  as fsdp2, with `fsdp2.optim.step_shards`
     flat    `fsdp2.optim.FlatOptimizer` of that class; `fsdp2.clip_grad_norm_`
 
+    flat-offload   as flat with ``offload="cpu"``, on shards of `CPUOffloadPolicy`
+    torch-offload  as torch, with `CPUOffloadPolicy`
+
 The figure to watch is variant / none, the median over rounds of the ratio in each round. Gradients
 are those of one backward and stay. Collectives are null: they return at once.
 
 Instructions are counted of ``zero_grad`` as well, with the same gradients assigned again after it;
 what to assign them takes is counted by itself and left out.
+
+``--offload`` compares the last two with none and flat, on shards so large that a step's time is the
+kernels', by both clocks. The figure to watch is flat-offload / flat, of the step alone. The mesh is
+one of CPUs: nothing is copied to a device or from it, nor would it be in a step.
 """
 
 from __future__ import annotations
@@ -34,6 +42,7 @@ if __package__ in (None, ""):  # run as a script
 
 import torch
 from torch import nn
+from torch.distributed import fsdp as torchs
 
 import fsdp2
 from benchmarks import instructions, stats, variants, workers
@@ -43,7 +52,10 @@ from fsdp2.testing.blocks import local, tiny_blocks
 WARMUP_STEPS = 5
 COUNTED_STEPS = 2
 VARIANTS = ("none", "torch", "fsdp2", "shards", "flat")
-OURS = ("fsdp2", "shards", "flat")
+OFFLOADED = {"flat-offload": fsdp2, "torch-offload": torchs}
+OURS = ("fsdp2", "shards", "flat", "flat-offload")
+SIZE = {"variants": ["none", "flat", *OFFLOADED], "blocks": 8, "dim": 1024, "steps": 10}
+"""Of ``--offload``: 9.4 million parameters on each of 8 ranks."""
 COUNTED = ("clip", "step", "zero", "give")
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-4, "fused": True}),
@@ -62,8 +74,11 @@ def make_model(spec: dict[str, Any]) -> tuple[nn.Module, torch.device]:
     device = variants.prepare_process(spec["device"], world_size)
     with torch.device("meta"):
         model = tiny_blocks(spec["blocks"], spec["params_per_block"], spec["dim"])
-    runtime = "fsdp2" if variant in OURS else variant
-    model = variants.place(model, runtime, "fp32", world_size, device)
+    runtime = "fsdp2" if variant in OURS else variant.removesuffix("-offload")
+    policy = {}
+    if variant in OFFLOADED:
+        policy["offload_policy"] = OFFLOADED[variant].CPUOffloadPolicy(pin_memory=False)
+    model = variants.place(model, runtime, "fp32", world_size, device, **policy)
     x = torch.randn(4, spec["dim"], device=device, requires_grad=True)
     model(x).sum().backward()
     for param in model.parameters():
@@ -83,6 +98,8 @@ def make_parts(spec: dict[str, Any]) -> tuple[dict[str, Callable[[], Any]], torc
     optimizer_class, options = OPTIMIZERS[spec["optimizer"]]
     if spec["variant"] == "flat":
         optimizer = fsdp2.optim.FlatOptimizer(model, optimizer_class, **options)
+    elif spec["variant"] == "flat-offload":
+        optimizer = fsdp2.optim.FlatOptimizer(model, optimizer_class, offload="cpu", **options)
     else:
         optimizer = optimizer_class(params, **options)
     if spec["variant"] == "shards":
@@ -157,15 +174,20 @@ def make_specs(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {variant: {**common, "variant": variant} for variant in options.variants}
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    specs = make_specs(options)
-    with workers.pool("optimizer", specs) as pool:
-        answers = workers.take_turns(pool, options.rounds, steps=options.steps, clock=options.clock)
-    rounds = {
-        variant: {part: [answer[part] for answer in each] for part in ("clip", "step", "both")}
-        for variant, each in answers.items()
-    }
-    return {"optimizer": options.optimizer, "rounds": rounds, "ratios": ratios(rounds)}
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One result, or with ``--offload`` one by each clock."""
+    results = []
+    with workers.pool("optimizer", make_specs(options)) as pool:
+        for clock in stats.CLOCKS if options.offload else [options.clock]:
+            answers = workers.take_turns(pool, options.rounds, steps=options.steps, clock=clock)
+            rounds = {
+                variant: {part: [each[part] for each in own] for part in ("clip", "step", "both")}
+                for variant, own in answers.items()
+            }
+            found = {"optimizer": options.optimizer, "rounds": rounds, "clock": clock}
+            base, part = ("flat", "step") if options.offload else ("none", "both")
+            results.append({**found, "ratios": ratios(rounds, base, part)})
+    return results
 
 
 def count(options: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -203,19 +225,21 @@ def report_counts(options: argparse.Namespace, counts: dict[str, dict[str, float
         print(f"{variant} / none: {both:.3f}, with zero_grad {everything:.3f}")
 
 
-def ratios(rounds: dict[str, dict[str, list[float]]]) -> dict[str, stats.Summary]:
-    """Each variant over none, clipping and step together."""
-    if "none" not in rounds:
+def ratios(
+    rounds: dict[str, dict[str, list[float]]], base: str, part: str
+) -> dict[str, stats.Summary]:
+    """A part of each variant over that of ``base``; "both" is clipping and step together."""
+    if base not in rounds:
         return {}
     return {
-        f"{variant} / none": stats.ratio(parts["both"], rounds["none"]["both"])
+        f"{variant} / {base}": stats.ratio(parts[part], rounds[base][part])
         for variant, parts in rounds.items()
-        if variant != "none"
+        if variant != base
     }
 
 
 def report(options: argparse.Namespace, result: dict[str, Any]) -> None:
-    values = f"ms ({options.clock} clock), median [min .. max] of {options.rounds} rounds"
+    values = f"ms ({result['clock']} clock), median [min .. max] of {options.rounds} rounds"
     print(f"\n{result['optimizer']}: {values}")
     rows = [
         (variant, *(stats.summarize(parts[part]) for part in ("clip", "step", "both")))
@@ -231,11 +255,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     common.add_tiny(parser, 32, 9)
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
-    common.add_variants(parser, VARIANTS)
+    common.add_variants(parser, (*VARIANTS, *OFFLOADED), VARIANTS)
     parser.add_argument(
         "--instructions", action="store_true", help="count instructions, under valgrind"
     )
+    parser.add_argument(
+        "--offload", action="store_true", help="compare steps of offloaded shards, by both clocks"
+    )
     common.add_timing(parser, 20)
+    if parser.parse_known_args(arguments)[0].offload:
+        parser.set_defaults(**SIZE)
     return parser.parse_args(arguments)
 
 
@@ -247,9 +276,10 @@ def main(arguments: list[str] | None = None) -> None:
         report_counts(options, counts)
         stats.write_json(options.json, options.device, [{"counts": counts}])
         return
-    result = measure(options)
-    report(options, result)
-    stats.write_json(options.json, options.device, [result])
+    results = measure(options)
+    for result in results:
+        report(options, result)
+    stats.write_json(options.json, options.device, results)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy, choices, ema, muon, scaling, slow_link, stats, targets
+from benchmarks import accuracy, choices, ema, faults, muon, scaling, slow_link, stats, targets
 from benchmarks.files import RESULTS, ROOT, RUNS, machine, newest
 
 PAGES = tuple(
@@ -23,6 +23,7 @@ PAGES = tuple(
     for path in (
         *("docs/benchmarks.md", "README.md", "docs/compile.md"),
         *("docs/guides/slow_network.md", "docs/guides/optimizers.md"),
+        "docs/guides/fault_tolerance.md",
     )
 )
 FIGURES = ROOT / "docs" / "figures"
@@ -218,6 +219,7 @@ MADE: dict[str, Callable[[Path], str]] = {
     "figures": partial(targets.quoted, "README.md"),
     "slow links": partial(tables, slow_link.page_table, SLOW),
     "choices": choices.table,
+    "faults": partial(tables, faults.page_table, ["faults"]),
     "muon": partial(tables, muon.page_table, ["muon", "muon_losses"]),
     "ema": partial(tables, ema.page_table, ["ema", "ema_small"]),
     "losses": partial(tables, accuracy.page_table, ["accuracy"]),

@@ -1,6 +1,6 @@
 """Published throughputs and memory beside plans of the same configurations. No GPU, no processes.
 
-    python benchmarks/published.py              # tables: how far plans are off
+    python benchmarks/published.py              # tables: the errors of plans
     python benchmarks/published.py --fit h100   # figures of a preset from the calibrating half
 
 Presets of GPUs are calibrated with every second row of a published table of MPT models, and with
@@ -214,10 +214,10 @@ def told(errors: Sequence[float]) -> str:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    """A line for each, then how far each part is off."""
+    """A line for each, then the error of each part."""
     print(
-        "| model | GPUs | planned, tokens/s/GPU | published | plan is off | planned, GiB "
-        "| published | fits | what differs |"
+        "| model | GPUs | planned, tokens/s/GPU | published | error | planned, GiB "
+        "| published | fits | differences in setup |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     errors: dict[bool, list[float]] = {True: [], False: []}
@@ -326,7 +326,7 @@ def main() -> None:
     for rows in (mpt_rows("h100"), mpt_rows("a100"), titan_rows()):
         print_rows(rows)
         print()
-    print("| stage | parameters | planned, GB | published | plan is off | what differs |")
+    print("| stage | parameters | planned, GB | published | error | differences in setup |")
     print("|---|---|---|---|---|---|")
     for stage in STAGES:
         print(zero_row(*stage), flush=True)

@@ -36,6 +36,7 @@ from benchmarks import (
     compile,
     elastic,
     ema,
+    faults,
     files,
     imports,
     instructions,
@@ -125,10 +126,14 @@ def _host_cost(results: list[dict[str, Any]], device: str) -> list[Section]:
     return sections
 
 
+def _clock(result: dict[str, Any]) -> str:
+    return " of CPU time" if result.get("clock") == "cpu" else ""
+
+
 def _optimizer(results: list[dict[str, Any]], device: str) -> list[Section]:
     return [
         _rounds(
-            f"Clipping and optimizer step, {each['optimizer']}, ms",
+            f"Clipping and optimizer step, {each['optimizer']}, ms{_clock(each)}",
             each,
             ("clip", "step", "both"),
             "both",
@@ -309,6 +314,11 @@ def _slow_link(results: dict[str, Any], device: str) -> list[Section]:
     return [Section(title, header, rows, results["ratios"], bars=bars)]
 
 
+def _faults(results: dict[str, Any], device: str) -> list[Section]:
+    header, rows = faults.table(results["rows"])
+    return [Section("What goes wrong, and after how many seconds a run goes on", header, rows)]
+
+
 def _muon(results: dict[str, Any], device: str) -> list[Section]:
     options = results["options"]
     header, rows = muon.table(results)
@@ -370,6 +380,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "imports": _imports,
     "checkpoint": _checkpoint,
     "slow_link": _slow_link,
+    "faults": _faults,
     "muon": _muon,
     "ema": _ema,
     "accuracy": _accuracy,

@@ -6,10 +6,8 @@
     python benchmarks/slow_link.py --precision fp32 --json FILE
 
 The nodes are network namespaces of this machine, joined by a bridge in another one. Their links
-send as many bits per second as ``--mbit`` says (`tc`, token bucket filter), in each direction; the
-ranks of one node reach each other at the speed of memory. It needs Linux, root, `ip` and `tc`
-(iproute2), makes the namespaces itself, and removes them at its end. Nothing of the machine's own
-network is touched.
+send as many bits per second as ``--mbit`` says, in each direction; the ranks of one node reach each
+other at the speed of memory (`benchmarks/namespaces.py`, which says what it needs).
 
     ranks 0, 1 in a namespace ── link of 200 Mbit/s ──┐
                                                       ├── bridge
@@ -25,20 +23,17 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks import gloo, stats, workers
+from benchmarks import gloo, namespaces, stats, workers
 from benchmarks import options as common
 
 ONE = "one process"
@@ -61,8 +56,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 """Options of `train_lm` by variant; torch's has none of ours."""
 TIMEOUT = datetime.timedelta(minutes=3)
 WARMUP_STEPS = 2
-INTERFACE = "fsdp2"  # of each node, in its namespace
-SENT = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
+SENT = Path(f"/sys/class/net/{namespaces.INTERFACE}/statistics/tx_bytes")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -86,65 +80,6 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
 
 
 # ---------------------------------------------------------------------------------------------
-# The network
-
-
-def missing() -> str | None:
-    """Why this machine cannot have such a network; ``None`` where it can."""
-    if not sys.platform.startswith("linux") or os.geteuid() != 0:
-        return "namespaces of a network need Linux and root"
-    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if tools:
-        return f"{' and '.join(tools)} (iproute2) cannot be found"
-    name = f"fsdp2-{os.getpid()}-try"
-    add = ["ip", "netns", "add", name]
-    tried = subprocess.run(add, capture_output=True, text=True, check=False)
-    if tried.returncode:
-        return f"a network namespace cannot be made: {tried.stderr.strip()}"
-    _run("ip", "netns", "del", name)
-    return None
-
-
-@contextmanager
-def network(nodes: int, mbit: float) -> Iterator[list[str]]:
-    """Namespaces of nodes whose links send ``mbit`` megabits per second; their names."""
-    with ExitStack() as stack:
-
-        def namespace(name: str) -> str:
-            full = f"fsdp2-{os.getpid()}-{name}"
-            _run("ip", "netns", "add", full)
-            stack.callback(_remove, full)
-            _run("ip", "-n", full, "link", "set", "lo", "up")
-            return full
-
-        switch = namespace("switch")
-        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "bridge", "up")
-        names = []
-        for number in range(nodes):
-            node, port = namespace(str(number)), f"port{number}"
-            _run("ip", "-n", node, "link", "add", INTERFACE, "type", "veth", "peer", "name", port)
-            _run("ip", "-n", node, "link", "set", port, "netns", switch)
-            _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-            _run("ip", "-n", node, "addr", "add", f"10.77.0.{number + 1}/24", "dev", INTERFACE)
-            _run("ip", "-n", node, "link", "set", INTERFACE, "up")
-            for where, link in ((node, INTERFACE), (switch, port)):
-                limit = ("rate", f"{mbit}mbit", "burst", "64kb", "latency", "50ms")
-                _run("tc", "-n", where, "qdisc", "add", "dev", link, "root", "tbf", *limit)
-            names.append(node)
-        yield names
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=30)
-
-
-def _remove(name: str) -> None:
-    with suppress(subprocess.SubprocessError):
-        _run("ip", "netns", "del", name)
-
-
-# ---------------------------------------------------------------------------------------------
 # In the parent
 
 
@@ -154,7 +89,7 @@ def pools(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     arguments = ["--preset", options.preset, "--precision", options.precision, "--threads", "1"]
     arguments += ["--grad-accum", str(options.grad_accum)]
     with ExitStack() as stack:
-        nodes = stack.enter_context(network(options.nodes, options.mbit))
+        nodes = stack.enter_context(namespaces.network(options.nodes, options.mbit)).nodes
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp2-slow-")))
         found = {}
         for number, variant in enumerate(options.variants):
@@ -171,8 +106,8 @@ def pools(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "ranks": len(where),
                     "rank": rank,
                     "store": str(folder / str(number)),
-                    "prefix": ["ip", "netns", "exec", node],
-                    "environment": {"GLOO_SOCKET_IFNAME": INTERFACE},
+                    "prefix": namespaces.inside(node),
+                    "environment": {"GLOO_SOCKET_IFNAME": namespaces.INTERFACE},
                 }
                 for rank, node in enumerate(where)
             }
@@ -251,7 +186,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    reason = missing()
+    reason = namespaces.missing()
     if reason is not None:
         raise SystemExit(f"slow_link: {reason}")
     print(

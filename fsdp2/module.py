@@ -36,7 +36,7 @@ from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_ow
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.frames import forward_method
-from fsdp2.core.modules.optimizers import watch_optimizers
+from fsdp2.core.modules.optimizers import watch_optimizers, zeroed
 from fsdp2.core.modules.registry import UnitRecord, records_below, require_record
 from fsdp2.core.modules.roots import start
 from fsdp2.core.params.param import ModuleEntries
@@ -1085,6 +1085,8 @@ class FSDPModule(TorchIdentity):
                 if group.state is not SHARDED:  # shards are not registered; their gradients count
                     for param in group.params:
                         param.clear_gradient(set_to_none)
+        if zeroed.functions:
+            zeroed(units)
 
     def _apply(self, *args: object, **kwargs: object) -> object:
         """`.to()`, `.cuda()`, `.to_empty()` …: on the sharded parameters."""

@@ -1,5 +1,6 @@
 """The benchmarks' own arithmetic, and that they run. No timing is asserted here."""
 
+import contextlib
 import json
 import math
 import shutil
@@ -397,6 +398,27 @@ def test_instructions_of_zero_grad_are_without_what_gives_gradients_back(monkeyp
     options = optimizer.parse(["--instructions", "--variants", "none,flat"])
     each = {"clip": 5, "step": 7, "zero": 3}
     assert optimizer.count(options) == {"none": each, "flat": each}
+
+
+def test_steps_of_offloaded_shards_are_compared_by_both_clocks(monkeypatch):
+    options = optimizer.parse(["--offload", "--blocks", "2"])
+    assert options.variants == ["none", "flat", "flat-offload", "torch-offload"]
+    assert (options.blocks, options.dim) == (2, 1024)
+    took = {"none": 4.0, "flat": 5.0, "flat-offload": 6.0, "torch-offload": 10.0}
+
+    def take_turns(pool, rounds, *, steps, clock):
+        scale = 2 if clock == "cpu" else 1
+        parts = {name: {"clip": 1.0, "step": ms * scale, "both": 0.0} for name, ms in took.items()}
+        return {name: [each] * 2 for name, each in parts.items()}
+
+    monkeypatch.setattr(workers, "pool", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(workers, "take_turns", take_turns)
+    wall, cpu = optimizer.measure(options)
+    assert (wall["clock"], cpu["clock"]) == ("wall", "cpu")
+    assert wall["rounds"]["flat"]["step"] == [5.0, 5.0]
+    assert cpu["rounds"]["flat"]["step"] == [10.0, 10.0]
+    assert wall["ratios"]["flat-offload / flat"].median == 1.2
+    assert cpu["ratios"]["torch-offload / flat"].median == 2.0
 
 
 @pytest.mark.exhaustive

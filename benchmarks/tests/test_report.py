@@ -176,6 +176,19 @@ FILES: dict[str, tuple[Any, str]] = {
         },
         "| int8 | 2.2500 | 1.5000 .. 3.0000 | 2 | 0.7500 |",
     ),
+    "faults": (
+        {
+            "rows": {
+                "a node is killed": {
+                    "outcome": "goes on",
+                    "seconds": 25.04,
+                    "again": 2,
+                    "equal": True,
+                }
+            }
+        },
+        "| a node is killed | goes on | 25.0 | 2 | equal |",
+    ),
     "muon": (
         {
             "options": {"units": 3, "dim": 64},

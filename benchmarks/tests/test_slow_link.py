@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks import slow_link
+from benchmarks import namespaces, slow_link
 
 _SEND = """
 import socket, sys, time
@@ -27,41 +27,41 @@ else:
 """
 
 
-def namespaces() -> set[str]:
+def known() -> set[str]:
     done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     return {line.split()[0] for line in done.stdout.splitlines()}
 
 
 def dropped_or_delayed(node: str) -> int:
     """Packets that the limit of a node's link has held back."""
-    command = ["tc", "-n", node, "-s", "qdisc", "show", "dev", slow_link.INTERFACE]
+    command = ["tc", "-n", node, "-s", "qdisc", "show", "dev", namespaces.INTERFACE]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return int(text.split("overlimits ")[1].split()[0])
 
 
 @pytest.mark.extended
-@pytest.mark.skipif(slow_link.missing() is not None, reason=f"{slow_link.missing()}")
+@pytest.mark.skipif(namespaces.missing() is not None, reason=f"{namespaces.missing()}")
 def test_nodes_reach_each_other_and_links_are_limited() -> None:
-    before = namespaces()
-    with slow_link.network(2, 50.0) as (first, second):
-        inside = ["ip", "netns", "exec"]
+    before = known()
+    with namespaces.network(2, 50.0) as made:
+        first, second = map(namespaces.inside, made.nodes)
         python = [sys.executable, "-c", _SEND]
-        take = subprocess.Popen([*inside, first, *python, "take"], stdout=subprocess.PIPE)
+        take = subprocess.Popen([*first, *python, "take"], stdout=subprocess.PIPE)
         assert take.stdout is not None
         assert take.stdout.readline() == b"ready\n"
-        subprocess.run([*inside, second, *python, "give"], check=True, timeout=60)
+        subprocess.run([*second, *python, "give"], check=True, timeout=60)
         assert take.wait(timeout=60) == 0
         take.stdout.close()
-        assert dropped_or_delayed(second) > 0
+        assert dropped_or_delayed(made.nodes[1]) > 0
         sent = subprocess.run(
-            [*inside, second, "cat", str(slow_link.SENT)], capture_output=True, check=True
+            [*second, "cat", str(slow_link.SENT)], capture_output=True, check=True
         )
         assert int(sent.stdout) > 2_000_000
-    assert namespaces() == before
+    assert known() == before
 
 
 @pytest.mark.extended
-@pytest.mark.skipif(slow_link.missing() is not None, reason=f"{slow_link.missing()}")
+@pytest.mark.skipif(namespaces.missing() is not None, reason=f"{namespaces.missing()}")
 def test_fewer_bytes_are_sent() -> None:
     given = ["--preset", "tiny", "--rounds", "1", "--steps", "1", "--mbit", "1000", "--variants"]
     options = slow_link.parse([*given, "fsdp2,8 bit"])
@@ -71,7 +71,7 @@ def test_fewer_bytes_are_sent() -> None:
 
 
 def test_a_machine_that_may_not_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_link.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
     with pytest.raises(SystemExit, match="need Linux and root"):
         slow_link.main([])
 

@@ -81,7 +81,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Turn links that leave docs into links of the repository, and write the page of errors."""
     source = page.file.src_uri
     if source == "errors.md":
+        page.meta["search"] = {"boost": 4}  # who searches for a message wants its entry
         return error_pages.page()
+    if source.startswith("decisions/"):
+        page.meta["search"] = {"boost": 0.5}
     if source == "api/index.md":
         return markdown + _table_of_names(config.nav)
     folder = "" if source in TOP_LEVEL else posixpath.join("docs", posixpath.dirname(source))

@@ -26,6 +26,7 @@ pickles    pickles, read by an interpreter that can create only new containers
 boxes      pieces that cover a tensor, each element once
 entries    tensors that stay in their files, read block by block
 tensors    the safetensors format by offsets: slices written and read in place
+preemption `Preemption`: a signal before the end, and ranks that agree when to exit
 consensus  ranks that succeed together or fail together
 owning     one job at a time in a folder: by a lock, or by a lease
 files      all file operations, in one module
@@ -38,6 +39,7 @@ from fsdp2.checkpoint.converting import Converted, convert
 from fsdp2.checkpoint.exporting import Exported, export
 from fsdp2.checkpoint.folder import remove, replaced, steps, unfinished, verify
 from fsdp2.checkpoint.loading import Loaded, load, read_extra
+from fsdp2.checkpoint.preemption import Preemption
 from fsdp2.checkpoint.pretrained import load_pretrained
 from fsdp2.checkpoint.retention import Keep, best_step
 from fsdp2.checkpoint.saving import Saving, async_save, save
@@ -50,6 +52,7 @@ __all__ = [
     "Exported",
     "Keep",
     "Loaded",
+    "Preemption",
     "Saving",
     "Snapshot",
     "async_save",

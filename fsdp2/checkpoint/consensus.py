@@ -16,7 +16,7 @@ from typing import Generic, NoReturn, TypeVar
 
 from fsdp2.core.device.process_groups import ProcessGroup, rank_and_size
 from fsdp2.core.errors import CheckpointError, coded, resaid
-from fsdp2.ranks.channels import LostRankError, SideChannel, members_of, side_channel
+from fsdp2.ranks.channels import LostRankError, SideChannel, Vote, members_of, side_channel
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -73,6 +73,21 @@ class Call:
     def channel(self) -> SideChannel:
         """The channel for objects during training; created in the first call of these ranks."""
         return side_channel(self._members)
+
+    def vote(self) -> Vote:
+        """A `Vote` among these ranks; every rank makes the call."""
+        return Vote(self._members)
+
+    def asked(self, vote: Vote, yes: bool) -> bool:
+        """Whether any rank has said yes in a call before this one; the same on all ranks.
+
+        Raises:
+            CheckpointError: a rank is gone.
+        """
+        try:
+            return vote.ask(yes)
+        except LostRankError as error:
+            raise lost_rank(self.what) from error
 
     def attempt(self, action: Callable[[], T]) -> tuple[Outcome[T], Exception | None]:
         """Run ``action``, which does not communicate; return its result and its exception."""

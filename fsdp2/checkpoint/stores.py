@@ -144,10 +144,11 @@ class Store(Protocol):
         """A step to write; all ranks pass the same token, which no other try has."""
 
     def remove_steps(self, doomed: list[int]) -> None:
-        """Remove complete steps: each ceases to exist at once, and then its files are removed.
+        """Remove complete steps: each disappears from the store at once, and then its files are
+        removed.
 
-        Of a link only the link is removed; its target stays. A step that cannot be removed does not
-        prevent the removal of others; its error is raised at the end.
+        If a step is a link, only the link is removed; its target remains. A step that cannot be
+        removed does not prevent the removal of others; its error is raised at the end.
         """
 
     def remove_unfinished(self, names: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The safetensors format by offsets: what is in which byte, many writers at once, slices alone.
+"""The safetensors format by byte offsets: many processes write a file, and read only slices of it.
 
     names, shapes, dtypes ── plan ──> Layout: files, headers, the first byte of every tensor
     Layout                ── Writer ─> create on one rank; write slices on all ranks; synced
@@ -7,12 +7,12 @@
 
     [ 8 bytes: n ][ n bytes: JSON, padded to 8 ][ tensor ][ tensor ] …       one file
 
-Nothing here knows a model or communicates; it is about plain names, shapes and dtypes.
+This module knows plain names, shapes and dtypes; it knows no model and does not communicate.
 
 The package ``safetensors`` writes a file from one process that has all tensors whole, and does not
-say where a tensor's bytes are. Here each rank writes and reads its own slices, so that both are
-done by offsets. Order, header and padding are the package's, byte for byte; tests compare them. The
-format is described at https://github.com/huggingface/safetensors#format, the folder at
+return the offsets of tensors. Here each rank writes and reads its own slices, which requires the
+offsets. Order, header and padding are identical to the package's, byte for byte; tests compare
+them. The format is described at https://github.com/huggingface/safetensors#format, the folder at
 https://huggingface.co/docs/transformers/main_classes/model (``save_pretrained``).
 """
 

@@ -1,11 +1,14 @@
-"""Buffers on the meta device that no state dict has: what their modules' own code makes of them.
+"""Buffers on the meta device that are in no state dict: the modules' own code computes their
+values.
 
     rotary.inv_freq, persistent=False
-      rotary.reset_parameters()      if that sets it; `nn.Embedding`'s sets no scale of a subclass
+      rotary.reset_parameters()      if it sets the buffer; that of `nn.Embedding` sets no scale
+                                     of a subclass
       model._init_weights(rotary)    of the nearest module around it, as transformers' models have
     neither sets it                  it would have no values: refused
 
-Both run on a twin of the module with memory for buffers alone: no parameter is drawn or written.
+Both run on a copy of the module with memory only for buffers: no parameter is initialized or
+written.
 """
 
 from __future__ import annotations

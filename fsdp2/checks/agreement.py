@@ -4,16 +4,15 @@
             a run of the checks, the ranks that must agree, their 17th step, rank 2's note on it
             …/ 17 / outcome    ──> whether they take it, or give it up
             …/ details / 3f2a… ──> {"parameter 'weight'": "torch.float32 [8, 8]", …}
-            …/ waits / 2       ──> which note rank 2 waits for, and from whom
+            …/ waits / 2       ──> which note rank 2 waits for, and from which rank
             …/ left / 2        ──> that rank 2 takes no further steps, and why
             …/ failure         ──> "-", or the sentence that every rank raises
 
     rank 0  write its note ── all are there? ── all are equal? ──> settle that it is taken, take it
     rank 1  write its note ── all are there? ── one is not ──> claim the failure, raise it
 
-Each set of ranks counts its steps, whichever process group or unit they belong to. A rank that
-waits looks at the board again and again; it raises what another rank claimed as failure, and claims
-one itself where
+Each set of ranks counts its steps, over all process groups and units. A rank that waits reads the
+board repeatedly; it raises the failure that another rank claimed, and claims one itself if
 
 - another rank's note on the same step is a different one, or that rank has left;
 - the ranks that it waits for wait, themselves or through others, for it;
@@ -22,7 +21,7 @@ one itself where
 The first claim counts, so that all raise the same sentence. A failure begins a new count of steps.
 
 Ranks may read of a failure elsewhere at different steps, but each step is taken by all of its ranks
-or by none, or else one would wait in a collective for ever: the first of them that goes on, or
+or by none; otherwise one would wait in a collective without end. The first of them that goes on, or
 gives up, settles the outcome for all. Those that went on raise at their next step.
 """
 

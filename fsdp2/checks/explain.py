@@ -1,13 +1,14 @@
-"""What torch says of a parameter that was used where it is sharded, or freed, in a sentence.
+"""torch's error for a parameter that was used while sharded or freed, explained in a sentence.
 
     a forward raises RuntimeError("aten.mm.default got mixed torch.Tensor and DTensor …")
       traceback ──> innermost frame that knows a module or a parameter ──> the sharded parameter
-      error.args = one sentence: the parameter, its unit, the ways out, and what torch said
+      error.args = one sentence: the parameter, its unit, the ways out, and torch's message
 
-torch raises it in C++, below all that Python could shadow without a cost to each operation on a
-DTensor. So it is put into words where it leaves a forward of ours: torch calls hooks that are
-registered with ``always_call`` for an exception, too. Only then is anything here called. The same
-holds for a view of a gathered parameter that somebody kept, and read when it was freed.
+torch raises the error in C++, below any Python code that could catch it without a cost per
+operation on a DTensor. fsdp2 therefore explains it when it leaves a forward of a unit: torch also
+calls hooks that are registered with ``always_call`` for an exception. Code in this module runs only
+then. It also explains an error from a view of a gathered parameter that was kept and read after the
+parameter was freed.
 """
 
 from __future__ import annotations

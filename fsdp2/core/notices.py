@@ -9,6 +9,7 @@ Core reports events; it knows neither the listeners nor their purpose:
     modules.ties        gained              modules newly register parameters of a group
     modules.optimizers  changed             an optimizer steps, whose parameters may have changed
                         steps               an optimizer steps; empty unless requested
+                        zeroed              a module's zero_grad(); empty unless requested
     modules.registrations  unexpected       a forward begins, and a module registers something else
 
 A step that repeats the previous one calls nothing.

@@ -1,15 +1,17 @@
-"""A run's checkpoints: a folder of steps of `fsdp2.checkpoint`, each with where the run stood.
+"""A run's checkpoints: a folder of steps of `fsdp2.checkpoint`, each with the state of the run.
 
     DIR/step-00000050/   one checkpoint; its manifest has the `RunState`
 
-What makes a step complete, and what becomes of a half-written one, is `fsdp2.checkpoint`'s affair.
+`fsdp2.checkpoint` determines when a step is complete, and removes partly written steps.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ _FORMAT = 2
 
 @dataclass(frozen=True)
 class RunState:
-    """What a run must know, besides weights and optimizer, to go on as if never interrupted."""
+    """The state, besides weights and optimizer, from which a run continues bit for bit."""
 
     step: int  # optimizer steps done
     data_position: int  # sequences consumed; the order itself is a function of (seed, step)
@@ -57,7 +59,7 @@ class RunState:
 
 
 def find(options: Options, text: str) -> RunState | None:
-    """What to resume, or None for a fresh run. Raises `UsageError`, creates DIR."""
+    """The checkpoint to resume, or None for a fresh run. Raises `UsageError`, creates DIR."""
     try:
         return _find(options, text)
     except OSError as error:
@@ -85,7 +87,7 @@ def _find(options: Options, text: str) -> RunState | None:
 
 
 def agreed(found: RunState | None) -> RunState | None:
-    """What rank 0 found, on every rank: a shared folder may show others an older state."""
+    """The checkpoint that rank 0 found, on every rank: a shared folder may be older elsewhere."""
     chosen = [found]
     dist.broadcast_object_list(chosen, src=0)
     return chosen[0]
@@ -94,19 +96,48 @@ def agreed(found: RunState | None) -> RunState | None:
 class Saves:
     """The checkpoints that a run makes; every rank does the same.
 
-    Saving, the newest, goes on beside training where the options say so.
+    If the options request it, the newest one is written while training continues. Inside the
+    context, a signal to any rank makes one more checkpoint at the end of a step: the last one.
+
+    Attributes:
+        preempted: whether a signal has ended the run before its last step.
     """
 
     def __init__(self, options: Options, rank: int) -> None:
         self._folder = options.checkpoint
         self._keep = options.keep
         self._beside = options.checkpoint_async
+        self._every, self._last = options.checkpoint_every, options.steps
         self._latest: checkpoint.Saving | None = None
+        self._preemption = checkpoint.Preemption() if self._folder is not None else None
+        self.preempted = False
+        self._inside = ExitStack()
         if self._folder is not None and rank == 0:
             checkpoint.remove(self._folder)  # what an attempt that was killed has left half-done
 
+    def __enter__(self) -> Saves:
+        if self._preemption is not None:
+            self._inside.enter_context(self._preemption)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._inside.__exit__(kind, error, trace)
+
+    def is_due(self, done: int) -> bool:
+        """Whether the run is saved after so many steps; every rank asks once per step."""
+        if self._preemption is None:
+            return False
+        is_last = done == self._last
+        self.preempted = self._preemption.agreed() and not is_last
+        return self.preempted or is_last or done % self._every == 0
+
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: RunState) -> None:
-        """Save one checkpoint; unless it goes on beside, it is complete on return."""
+        """Save one checkpoint; it is complete on return, unless it is asynchronous."""
         assert self._folder is not None
         save = checkpoint.async_save if self._beside else checkpoint.save
         saving = save(
@@ -135,7 +166,7 @@ def _read(folder: Path, step: int) -> RunState:
 
 
 def _check_resumable(folder: Path, state: RunState, options: Options, text: str) -> None:
-    """What fixes the parameters' shapes and the order of the data must be as it was."""
+    """Options that fix the parameters' shapes and the order of data must be unchanged."""
     path = f"step {state.step} of {folder}"
     now = RunState.of(options, text, state.step, state.first_held_out_loss)
     if state.format != _FORMAT:

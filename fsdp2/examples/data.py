@@ -1,7 +1,7 @@
-"""Text as bytes: which files are read, how they are split, and which bytes a step trains on.
+"""Text as bytes: which files are read, how they are split, and which bytes each step trains on.
 
-Nothing here keeps state. A batch is a pure function of (text, seed, step), so a run that is resumed
-at step s sees what it would have seen without the interruption, on any number of ranks.
+This module keeps no state. A batch is a pure function of (text, seed, step), so a run that is
+resumed at step s sees the same batches as an uninterrupted run, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def list_files(root: Path, suffix: str = "", skip: frozenset[str] = frozenset())
 def split_files(files: dict[str, bytes], min_bytes: int) -> tuple[bytes, bytes]:
     """(train, held-out) text, split by file: a tenth of the bytes is held out.
 
-    Files enter the held-out half in the order of their names' hashes, so the choice looks random
-    and hardly changes when a file is added. Where that leaves less than `min_bytes` (a single file,
-    or a few of very different sizes), the last tenth of all the text is held out instead.
+    Files enter the held-out part in the order of their names' hashes, so the choice looks random
+    and hardly changes when a file is added. If that leaves less than `min_bytes` (a single file, or
+    a few of very different sizes), the last tenth of all the text is held out instead.
     """
     budget = HELD_OUT_SHARE * sum(map(len, files.values()))
     held_out_names = set()

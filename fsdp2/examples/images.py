@@ -1,7 +1,7 @@
-"""What the examples that classify images share: batch norm, shares of an evaluation, torchvision.
+"""Code that the examples of image classification share: batch norm, evaluation, torchvision.
 
 running statistics   each rank's own in training; `average_statistics` gives all the mean
-an evaluation        `shared_out` gives each rank as many forwards
+an evaluation        `shared_out` gives each rank the same number of forwards
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Batch norm in float32 whatever the compute dtype.
+    """Batch norm in float32 for any compute dtype.
 
-    In bfloat16 running statistics stand still once a step is less than 1/256 of their value.
+    In bfloat16, running statistics stop changing once a change is less than 1/256 of it.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Gather weights as int8: a quarter of the bytes of fp32, half of those of bf16.
 
-    rank r's rows, fp32 ── int8 rows and one fp32 scale a row ══ all-gather ══> codes × scales
+    rank r's rows, fp32 ── int8 rows and one fp32 scale per row ══ all-gather ══> codes × scales
 
-The optimizer updates fp32 rows. Each gather quantises the rows that a rank holds, sends them, and
+The optimizer updates fp32 rows. Each gather quantizes the rows that a rank holds, sends them, and
 multiplies what arrives by its scales, in the compute dtype. Run the comparison with:
 
     torchrun --nproc_per_node=2 -m fsdp2.examples.int8_all_gather
@@ -34,11 +34,11 @@ _KEEP_CLASS = {
     _aten._to_copy.default,
     _aten._pin_memory.default,
 }
-"""What shards a tensor, moves it or gives it memory must return the class; the rest need not."""
+"""Operators that shard, copy or allocate a tensor; these must return the class."""
 
 
 class Int8Gathered(torch.Tensor):
-    """A weight of full precision that travels as int8.
+    """A weight of full precision that is sent as int8.
 
     Args:
         rows: the weight, or this rank's rows of it; at least 2-D, a floating-point dtype.

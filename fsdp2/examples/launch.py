@@ -1,9 +1,9 @@
-"""Starting, watching and ending this machine's workers, and what a worker does to live and leave.
+"""Starting, watching and ending this machine's workers, and the worker's side of it.
 
-`run_workers` does on one machine what torchrun does: it sets RANK, WORLD_SIZE and their like, and
-starts the same command once a rank. A worker therefore cannot tell the two apart, but for three
-things that only ours offers: a store that the parent serves (so no port can be lost to another
-process), a file for its traceback, and a pipe that ends when the parent does.
+`run_workers` does on one machine what torchrun does: it sets RANK, WORLD_SIZE and similar
+variables, and starts the same command once per rank. A worker cannot tell the two apart, except by
+three things that only `run_workers` provides: a store that the parent serves (so another process
+cannot take the port), a file for its traceback, and a pipe that closes when the parent ends.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -37,21 +38,40 @@ _HOST = "127.0.0.1"
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _MAX_RESTARTS = 100  # of all groups together
-_TIMEOUT = timedelta(minutes=10)
+_TIMEOUT = timedelta(minutes=10)  # of a collective, and of a store
 _SPEAKING_SECONDS = 60.0
 
 
 # --- the parent ----------------------------------------------------------------------------------
 
 
-def run_workers(
-    module: str, argv: Sequence[str], world_size: int, threads: int, name: str = "train_lm"
-) -> int:
-    """Run ``python -m module *argv`` on `world_size` ranks; the exit code of the whole.
+@dataclass(frozen=True)
+class Ending:
+    """How a run ends that is told to.
 
-    0 where every rank ended well. Where one fails, the others are ended, its traceback goes to
-    stderr and its exit code (or 1) is returned; 128 + number for a signal to this process.
-    `name` is what messages begin with.
+    Attributes:
+        grace: seconds that workers have from the signal on, to save; a second signal ends them.
+        preempted: the exit code of workers that a signal has ended, and that have saved. Default
+            ``None``: they do not save.
+    """
+
+    grace: float = _GRACE_SECONDS
+    preempted: int | None = None
+
+
+def run_workers(
+    module: str,
+    argv: Sequence[str],
+    world_size: int,
+    threads: int,
+    name: str = "train_lm",
+    ending: Ending = Ending(),
+) -> int:
+    """Run ``python -m module *argv`` on `world_size` ranks; returns one exit code for all.
+
+    The exit code is 0 if every rank ended without error. If one fails, the others are ended, its
+    traceback goes to stderr and its exit code (or 1) is returned. After a signal to this process,
+    it is 128 + number, or the exit code of workers that have saved. Messages begin with `name`.
     """
     _die_with_parent()  # of one that started this group beside others
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
@@ -66,7 +86,7 @@ def run_workers(
                 # blocked signal stays blocked in a child, and waits for the parent.
                 with _blocked(signal.SIGINT):
                     workers.append(subprocess.Popen(command, env=env, pass_fds=(lifeline,)))
-            return _watch(workers, caught, Path(folder), name)
+            return _watch(workers, caught, Path(folder), name, ending)
         finally:
             _end(workers)
             os.close(lifeline)
@@ -145,17 +165,25 @@ def _worker_env(
 
 
 def _watch(
-    workers: list[subprocess.Popen[bytes]], caught: list[int], folder: Path, name: str
+    workers: list[subprocess.Popen[bytes]],
+    caught: list[int],
+    folder: Path,
+    name: str,
+    ending: Ending,
 ) -> int:
     """Wait until all workers ended well (0), one did not, or a signal came."""
+    well = (0, ending.preempted)
     while not caught:
         codes = [worker.poll() for worker in workers]
-        failed = {rank: code for rank, code in enumerate(codes) if code}
+        failed = {rank: code for rank, code in enumerate(codes) if code and code not in well}
         if failed:
             return _report_failure(failed, folder, name)
-        if all(code == 0 for code in codes):
-            return 0
+        if None not in codes:
+            return max(code for code in codes if code is not None)
         time.sleep(_POLL_SECONDS)
+    _end(workers, ending.grace, caught)
+    if all(worker.returncode == ending.preempted for worker in workers):
+        return workers[0].returncode
     return 128 + caught[0]
 
 
@@ -182,29 +210,36 @@ def _report_failure(failed: dict[int, int], folder: Path, name: str) -> int:
     return code if code > 0 else 1
 
 
-def _end(workers: list[subprocess.Popen[bytes]]) -> None:
-    """End those that still run: SIGTERM, then SIGKILL after a grace period."""
+def _end(
+    workers: list[subprocess.Popen[bytes]],
+    grace: float = _GRACE_SECONDS,
+    caught: Sequence[int] = (0,),
+) -> None:
+    """End those that still run: SIGTERM, then SIGKILL after a grace period, or a second signal."""
     for worker in workers:
         if worker.poll() is None:
             worker.terminate()
-    deadline = time.monotonic() + _GRACE_SECONDS
+    deadline = time.monotonic() + grace
+    while len(caught) < 2 and any(worker.poll() is None for worker in workers):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
     for worker in workers:
-        try:
-            worker.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        if worker.poll() is None:
             worker.kill()
             worker.wait()
 
 
 @contextmanager
 def _caught_signals() -> Iterator[list[int]]:
-    """A list that receives SIGINT and SIGTERM instead of their ending this process."""
+    """A list that receives signals instead of their ending this process."""
     caught: list[int] = []
 
     def catch(number: int, frame: FrameType | None) -> None:
         caught.append(number)
 
-    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, catch) for number in numbers}
     try:
         yield caught
     finally:
@@ -246,16 +281,20 @@ def run_as_worker(work: Callable[[], int]) -> NoReturn:
 
 
 def let_rank_0_speak() -> None:
-    """Stay while rank 0 complains of a mistake that all ranks find.
+    """Stay while rank 0 reports a mistake that all ranks find.
 
-    A launcher ends all ranks as soon as one leaves: it ends this one, in general, long before the
-    time is over. On a busy machine rank 0 may be many seconds behind.
+    A launcher ends all ranks as soon as one leaves; it usually ends this one long before the time
+    is over. On a busy machine rank 0 may be many seconds later.
     """
     time.sleep(_SPEAKING_SECONDS)
 
 
-def init_process_group(ranks: GivenRanks, backend: str, device: torch.device) -> None:
+def init_process_group(
+    ranks: GivenRanks, backend: str, device: torch.device, timeout: timedelta = _TIMEOUT
+) -> None:
     """Join the default group: over the parent's store where there is one, else as torchrun says."""
+    if dist.is_initialized():
+        return  # Ray Train has made it
     store: TCPStore | PrefixStore | None = None
     if _PARENT_STORE in os.environ:
         port = int(os.environ["MASTER_PORT"])
@@ -267,7 +306,7 @@ def init_process_group(ranks: GivenRanks, backend: str, device: torch.device) ->
         store=store,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        timeout=_TIMEOUT,
+        timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
 

@@ -1,10 +1,10 @@
-"""Low-rank adapters (LoRA): a frozen linear layer, and a narrow trained path beside it.
+"""Low-rank adapters (LoRA): a frozen linear layer, and a narrow trained path parallel to it.
 
     x [.., in] --base, frozen-------------------------> [.., out]
              '--lora_a--> [.., rank] --lora_b--> x alpha/rank, added
 
-Trained are the adapters on every linear layer of the blocks, the norms and the head. The embedding
-and the layers below the adapters stay what the seed made them.
+The adapters on every linear layer of the blocks, the norms and the head are trained. The embedding
+and the layers below the adapters keep the values that the seed gave them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def reset_adapters(self, seed: int, name: str) -> None:
-        """Fill both; lora_b with zeros, so that training starts from the base alone."""
+        """Fill both; lora_b with zeros, so that training starts from the base layer's output."""
         weight = self.lora_a.weight
         generator = generator_of(f"{name}.lora_a.weight", seed, weight.device)
         weight.normal_(0.0, self.lora_a.in_features**-0.5, generator=generator)

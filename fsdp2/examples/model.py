@@ -1,14 +1,14 @@
 """A byte-level Llama-style transformer: RMSNorm, rotary grouped-query attention, SwiGLU.
 
 Shapes: B sequences, T positions, D = ``dim``, H query heads, K key/value heads (H a multiple of K),
-C = D / H channels a head, F = ``hidden_dim``, V = ``vocab_size``.
+C = D / H channels per head, F = ``hidden_dim``, V = ``vocab_size``.
 
     tokens [B, T] --embed--> [B, T, D] --L x Block--> [B, T, D] --norm, head--> logits [B, T, V]
 
     Block:  x = x + attention(norm(x));  x = x + mlp(norm(x))
 
-A model may be built on the meta device and filled block by block (`reset_parameters`): what a
-parameter starts as depends on the seed and its full name alone, not on the order of filling.
+A model may be built on the meta device and filled block by block (`reset_parameters`): a
+parameter's initial values depend only on the seed and its full name, not on the order of filling.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What fixes every parameter's shape, and the two constants of rotary and norm."""
+    """The numbers that fix every parameter's shape, and the two constants of rotary and norm."""
 
     dim: int
     num_layers: int
@@ -56,7 +56,7 @@ class ModelConfig:
 
     @property
     def largest_dim(self) -> int:
-        """The largest first dim of any parameter: beyond it, a rank would hold padding alone."""
+        """The largest first dim of any parameter: with more ranks, some would hold only padding."""
         return max(self.vocab_size, self.hidden_dim, self.dim)
 
 

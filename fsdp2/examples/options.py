@@ -1,4 +1,4 @@
-"""What the command line says, checked as a whole before anything starts.
+"""The command line, checked as a whole before anything starts.
 
 Every mistake becomes a `UsageError` whose message is one sentence; `train_lm.main` prints it and
 leaves with exit code 2.
@@ -30,7 +30,7 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True)
 class Training:
-    """What a preset trains with unless told otherwise; `lr` is the peak learning rate."""
+    """The training settings of a preset, unless overridden; `lr` is the peak learning rate."""
 
     seq_len: int
     batch_size: int
@@ -112,6 +112,9 @@ class Options:
     backend: str  # "gloo", "nccl", or one for each kind of tensor: "cpu:gloo,cuda:nccl"
     threads: int
     elastic: int | None = None  # replica groups, of `world_size` ranks each
+    timeout: float = 600.0  # seconds that a collective waits for a rank that is gone
+    grace: float = 30.0  # seconds from a signal to the end, in which the run is saved
+    preempted_exit_code: int = 143  # of a run that a signal has ended, once it is saved
     trace: Path | None = None  # where rank 0 writes a timeline of two steps
     plan: str | None = None  # the machine that a plan is printed for, in place of training
 
@@ -152,14 +155,9 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     world_size = world_size_of(args.nproc, ranks, default)
     _check_world_size(world_size, micro_batch, args.replicate, args.tp, args.preset)
     local_world_size = ranks.local_world_size if ranks else world_size
-    if args.levels and (args.replicate < 2 or args.tp > 1 or args.plan is not None):
-        raise UsageError("--levels needs --replicate R of 2 or more, and knows no --tp or --plan")
+    _check_levels_and_plan(args)
     _check_folders(args)
     _check_elastic(args, world_size)
-    if args.plan is not None and (args.tp > 1 or args.lora is not None):
-        raise UsageError("--plan knows neither --tp nor --lora: leave them out to plan the rest")
-    if args.plan is not None and args.optimizer != "adamw":
-        raise UsageError(f"--plan does not know --optimizer {args.optimizer}: leave it out")
     return Options(
         preset=args.preset,
         data=args.data,
@@ -193,9 +191,21 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
         backend=backend_for(device, local_world_size, args.cpu_offload),
         threads=args.threads or threads_for(local_world_size * (args.elastic or 1)),
         elastic=args.elastic,
+        timeout=args.timeout,
+        grace=args.grace or Options.grace,
+        preempted_exit_code=args.preempted_exit_code or Options.preempted_exit_code,
         trace=args.trace,
         plan=args.plan,
     )
+
+
+def _check_levels_and_plan(args: argparse.Namespace) -> None:
+    if args.levels and (args.replicate < 2 or args.tp > 1 or args.plan is not None):
+        raise UsageError("--levels needs --replicate R of 2 or more, and knows no --tp or --plan")
+    if args.plan is not None and (args.tp > 1 or args.lora is not None):
+        raise UsageError("--plan knows neither --tp nor --lora: leave them out to plan the rest")
+    if args.plan is not None and args.optimizer != "adamw":
+        raise UsageError(f"--plan does not know --optimizer {args.optimizer}: leave it out")
 
 
 def _check_folders(args: argparse.Namespace) -> None:
@@ -207,7 +217,8 @@ def _check_folders(args: argparse.Namespace) -> None:
         raise UsageError(f"--export {args.export} is there already: name a new folder")
     if args.checkpoint is None and args.resume:
         raise UsageError("--resume needs --checkpoint DIR to say what to resume from")
-    for flag in ("--checkpoint-every", "--checkpoint-async", "--keep"):
+    flags = ("--checkpoint-every", "--checkpoint-async", "--keep", "--grace")
+    for flag in (*flags, "--preempted-exit-code"):
         if args.checkpoint is None and getattr(args, flag[2:].replace("-", "_")):
             raise UsageError(f"{flag} needs --checkpoint DIR to say where to save")
 
@@ -239,7 +250,7 @@ class Parser(argparse.ArgumentParser):
 def number(
     kind: type[int] | type[float], low: float, high: float, wanted: str
 ) -> Callable[[str], float]:
-    """What argparse calls to read a number from `low` to `high`, or to say it is not `wanted`."""
+    """A type for argparse: a number from `low` to `high`, or an error naming what is `wanted`."""
 
     def parse_number(text: str) -> float:
         try:
@@ -255,6 +266,7 @@ def number(
 
 count = number(int, 1, 2**31 - 1, "a whole number of at least 1")
 rate = number(float, 1e-12, 1e3, "a positive number")
+seconds = number(float, 1.0, 1e6, "a number of seconds, at least 1")
 seed = number(int, 0, MAX_SEED, f"a whole number between 0 and {MAX_SEED}")
 
 
@@ -290,15 +302,17 @@ def _parser() -> argparse.ArgumentParser:
         help="free gathered parameters after forward (auto: all groups but the root's)",
     )
     _add_parallelism(parser)
-    add("--checkpoint", type=Path, metavar="DIR", help="save the run here")
-    add("--checkpoint-every", type=count, metavar="N", help="steps between checkpoints (50)")
-    add("--checkpoint-async", action="store_true", help="train on while a checkpoint is written")
-    add("--keep", type=count, metavar="N", help="how many checkpoints stay, the newest (2)")
-    add("--resume", action="store_true", help="continue from the latest checkpoint in DIR, if any")
-    add("--export", type=Path, metavar="OUT", help="at the end, weights as safetensors files here")
+    _add_checkpoints(parser)
     add("--seed", type=seed, default=0, help="fixes weights and data order")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--threads", type=count, help="CPU threads a rank (default: the CPUs, shared out)")
+    add(
+        "--timeout",
+        type=seconds,
+        default=Options.timeout,
+        metavar="SECONDS",
+        help="how long a collective waits for a rank that is gone (default: 600)",
+    )
     add(
         "--plan",
         nargs="?",
@@ -313,6 +327,28 @@ def _parser() -> argparse.ArgumentParser:
         help="a timeline: steps 3 and 4 of rank 0, or --plan's",
     )
     return parser
+
+
+def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--checkpoint", type=Path, metavar="DIR", help="save the run here")
+    add("--checkpoint-every", type=count, metavar="N", help="steps between checkpoints (50)")
+    add("--checkpoint-async", action="store_true", help="train on while a checkpoint is written")
+    add("--keep", type=count, metavar="N", help="how many checkpoints stay, the newest (2)")
+    add("--resume", action="store_true", help="continue from the latest checkpoint in DIR, if any")
+    add(
+        "--preempted-exit-code",
+        type=number(int, 3, 255, "an exit code from 3 to 255"),
+        metavar="N",
+        help="of a run that SIGTERM or SIGUSR1 has ended, when it is saved (143)",
+    )
+    add(
+        "--grace",
+        type=seconds,
+        metavar="SECONDS",
+        help="from a signal to SIGKILL, where no launcher started the ranks (30)",
+    )
+    add("--export", type=Path, metavar="OUT", help="at the end, weights as safetensors files here")
 
 
 def _add_parallelism(parser: argparse.ArgumentParser) -> None:

@@ -1,12 +1,12 @@
-"""Who works with whom: the mesh of ranks, and how tensor parallelism cuts each layer.
+"""The mesh of ranks, and how tensor parallelism cuts each layer.
 
     ranks 0..7, --replicate 2 --tp 2:      replicate 0          replicate 1
                                        shard 0   shard 1     shard 0   shard 1
                                    tp   0 1       2 3         4 5       6 7
 
 Ranks along `tp` see the same data, compute one layer together and exchange activations; they are
-neighbors, so that this stays inside a machine. Ranks along `shard` and `replicate` see different
-data: parameters are sharded along `shard`, gradients are averaged over both.
+neighbors, so that the exchange stays inside a machine. Ranks along `shard` and `replicate` see
+different data: parameters are sharded along `shard`, gradients are averaged over both.
 
     column-parallel                          row-parallel
     wq wk wv gate up   [B, T, D] -> [B, T, */T]   wo down   [B, T, */T] -> sum over tp -> [B, T, D]

@@ -1,6 +1,6 @@
-"""What a run prints: tables, one line (or a bar) of progress, and the figures in them.
+"""The output of a run: tables, one line (or a bar) of progress, and the figures in them.
 
-With `rich` and a terminal, tables and a live bar; otherwise plain text, one line a report.
+With `rich` and a terminal, tables and a live bar; otherwise plain text, one line per report.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recognise handwritten digits: a CNN with batch norm, in XLA's wrappers or by a strategy.
+"""Recognize handwritten digits: a CNN with batch norm, in XLA's wrappers or by a strategy.
 
     python -m fsdp2.examples.train_digits                   # two processes on this machine's CPUs
     python -m fsdp2.examples.train_digits --nested --use_gradient_checkpointing
@@ -8,9 +8,9 @@
 The images are scikit-learn's: 1,797 of 8 x 8 pixels, a fifth of them held out. ``--data FOLDER``
 reads MNIST's own files instead.
 
-At the end each rank saves its rows in a file of its own, rank 0 puts them together, and an
-unsharded model loads the result. It must give the same answer for every held-out image as the
-sharded one did: else the exit code is 1.
+At the end each rank saves its rows in a file of its own, rank 0 merges them, and an unsharded
+model loads the result. It must give the same answer for every held-out image as the sharded model
+did; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def _wrapped(
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to; the same on every rank. Shares of the held-out images, from 0 to 1."""
+    """The results of a run, equal on every rank. Shares of the held-out images, from 0 to 1."""
 
     accuracy: float  # of the sharded model
     unsharded_accuracy: float  # of an unsharded one that has loaded the joined files
@@ -406,10 +406,10 @@ def accuracy(answers: Tensor, digits: Digits) -> float:
 
 
 def save(saver: xla.XlaFullyShardedDataParallel, options: Options) -> str:
-    """Save a file a rank, and put them together on rank 0; the path of the full file.
+    """Save one file per rank, and merge them on rank 0; returns the path of the full file.
 
-    Where several groups of ranks hold all shards, each group's files make a model, and they are the
-    same: the first group's are put together.
+    If several groups of ranks hold all shards, each group's files make a model, and they are the
+    same: the first group's files are merged.
     """
     assert options.ckpt_prefix is not None
     copies = dist.get_world_size() // saver.world_size

@@ -10,10 +10,10 @@
     DATADIR/val/<class>/<image>
 
 Each residual block is a unit. The rate rises over the warm-up, then is divided by
-``--lr_scheduler_divisor`` every so many epochs; epochs are counted from the start.
+``--lr_scheduler_divisor`` at regular intervals of epochs; epochs are counted from the start.
 
-What a run does is a function of its flags: the order of images of (seed, epoch), an image's crop of
-(seed, epoch, image). So one that is resumed goes on with the bits of one that was not interrupted.
+A run is a function of its flags: the order of images depends on (seed, epoch), an image's crop on
+(seed, epoch, image). A resumed run therefore equals an uninterrupted one, bit for bit.
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ def _recompute(block: nn.Module) -> None:
 
 
 def learning_rate(options: Options, epoch: int, done: float) -> float:
-    """The rate of a step, of whose epoch the share ``done`` lies behind it (more than 0, to 1)."""
+    """The rate of a step; ``done`` is the completed share of its epoch (more than 0, to 1)."""
     if epoch < options.num_warmup_epochs:
         return options.lr * (epoch + done) / options.num_warmup_epochs
     divisions = epoch // options.lr_scheduler_divide_every_n_epochs
@@ -391,7 +391,7 @@ def learning_rate(options: Options, epoch: int, done: float) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to; the same on every rank."""
+    """The results of a run, equal on every rank."""
 
     epochs: int  # done in all
     loss: float  # nats, mean over the last epoch; 0 where nothing was left to do
@@ -401,7 +401,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Run:
-    """What every part of the loop needs."""
+    """The objects that every part of the loop uses."""
 
     options: Options
     images: Images
@@ -515,7 +515,7 @@ def evaluate(run: Run) -> tuple[float, float]:
 
 
 def _facts(run: Run, epochs: int) -> dict[str, Any]:
-    """What a run that goes on from here must have alike, and how many epochs are done."""
+    """The settings that a resumed run must share, and the number of epochs done."""
     given = asdict(run.options)
     names = (
         *("model", "image_size", "min_crop", "flip", "batch_size", "lr", "num_warmup_epochs"),

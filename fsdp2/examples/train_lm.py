@@ -5,13 +5,14 @@
     torchrun --nproc-per-node 8 -m fsdp2.examples.train_lm --replicate 2 --tp 2
 
 The printed losses depend on the options that name the model, the data and the optimizer, not on the
-number of ranks or on what they share: every rank starts from the same full weights, and takes its
+number of ranks or on the mesh: every rank starts from the same full weights, and takes its
 slice of one global batch, which is a pure function of (seed, step).
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import math
 import sys
@@ -56,14 +57,17 @@ TRACED = (2, 3)  # steps of which --trace writes a timeline: the first two make 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 wrong usage, 128 + n ended by signal n, else a worker's failure."""
+    """Exit code: 0 done, 2 wrong usage, 128 + n ended by signal n, else a worker's failure.
+
+    ``--preempted-exit-code`` where a signal ended it, and all was saved.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         ranks = GivenRanks.from_environment()
     except UsageError as error:
         return _complain(error)
     if ranks is not None:
-        launch.run_as_worker(lambda: _worker(argv, ranks))
+        launch.run_as_worker(lambda: run_rank(argv))
     try:
         options = parse(argv, None)
         if options.plan is not None:
@@ -80,10 +84,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if elastic.group() is None:
             return elastic.run(MODULE, argv, options)
         name = f"train_lm: group {elastic.group()}"
-    return launch.run_workers(MODULE, argv, options.world_size, options.threads, name)
+    ending = launch.Ending()
+    if options.checkpoint is not None:
+        ending = launch.Ending(options.grace, options.preempted_exit_code)
+    return launch.run_workers(MODULE, argv, options.world_size, options.threads, name, ending)
 
 
-def _worker(argv: Sequence[str], ranks: GivenRanks) -> int:
+def run_rank(argv: Sequence[str]) -> int:
+    """Be the rank that the environment says, in this process; its exit code.
+
+    A process group that is there already is used.
+    """
+    ranks = GivenRanks.from_environment()
+    assert ranks is not None, "RANK and WORLD_SIZE are not set"
     try:
         options = parse(argv, ranks)
         inputs = _prepare(options)
@@ -92,8 +105,7 @@ def _worker(argv: Sequence[str], ranks: GivenRanks) -> int:
             return _complain(error)
         launch.let_rank_0_speak()
         return 2
-    _train(options, ranks, *inputs)
-    return 0
+    return _train(options, ranks, *inputs)
 
 
 def _complain(error: UsageError) -> int:
@@ -112,7 +124,9 @@ def _prepare(options: Options) -> tuple[data.Corpus, RunState | None]:
 
 @dataclass(frozen=True)
 class Run:
-    """What every part of the loop needs. `params` are the sharded parameters, frozen or not."""
+    """The objects that every part of the loop uses. `params` are the sharded parameters, frozen or
+    not.
+    """
 
     options: Options
     rank: int
@@ -132,13 +146,12 @@ class Run:
         return cast(FSDPModule, self.model)
 
 
-def _train(
-    options: Options, ranks: GivenRanks, corpus: data.Corpus, found: RunState | None
-) -> None:
+def _train(options: Options, ranks: GivenRanks, corpus: data.Corpus, found: RunState | None) -> int:
+    """This rank's exit code."""
     run = _set_up(options, ranks, corpus)
     if options.elastic is not None:
         _train_elastic(run)
-        return
+        return 0
     if options.resume:
         found = checkpointing.agreed(found)
     if ranks.rank == 0:
@@ -153,9 +166,14 @@ def _train(
     if ranks.rank == 0:
         resumed = f"resumed from {options.checkpoint} at step {start}; " if found else ""
         print(f"{resumed}held-out loss before training: {first_loss:.4f} nats", flush=True)
-    saves = checkpointing.Saves(options, ranks.rank)
-    tokens_per_second = _loop(run, saves, start, first_loss)
-    saves.finish()
+    with checkpointing.Saves(options, ranks.rank) as saves:
+        tokens_per_second = _loop(run, saves, start, first_loss)
+        saves.finish()
+    if saves.preempted:
+        if ranks.rank == 0:
+            print(f"ended by a signal; saved in {options.checkpoint}: --resume goes on", flush=True)
+        _leave()
+        return options.preempted_exit_code
     final_loss = held_out_loss(run)
     sizes = reporting.state_bytes(run.params, run.optimizer)
     sample = sample_text(run)
@@ -166,6 +184,11 @@ def _train(
         if ranks.rank == 0:
             size = reporting.format_bytes(made.nbytes)
             print(f"exported to {made.folder}: {len(made.files)} file(s), {size}", flush=True)
+    _leave()
+    return 0
+
+
+def _leave() -> None:
     dist.barrier()
     dist.destroy_process_group()
 
@@ -191,7 +214,8 @@ def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
     if options.device == "cuda":
         device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    launch.init_process_group(ranks, options.backend, device)
+    timeout = datetime.timedelta(seconds=options.timeout)
+    launch.init_process_group(ranks, options.backend, device, timeout)
     model = build_model(options, device, parallel.make_mesh(options))
     params = list(model.parameters())
     optimizer = make_optimizer(model, options)
@@ -230,8 +254,8 @@ def make_adamw(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimiz
 def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Transformer:
     """The sharded model. Filled and sharded part by part: no rank ever holds the whole of it.
 
-    Each rank fills a part with the same full weights; `fully_shard` keeps the rank's shard. What
-    changes the parameters themselves comes before it: adapters first, then tensor parallelism.
+    Each rank fills a part with the same full weights; `fully_shard` keeps the rank's shard. Steps
+    that change the parameters themselves come before it: adapters first, then tensor parallelism.
     """
     with torch.device("meta"):
         model = Transformer(options.model, options.activation_checkpointing)
@@ -277,7 +301,7 @@ def _shard(
 
 
 def plan_step(options: Options) -> Plan:
-    """What a step would take on the machine that ``--plan`` names: nothing is made or started."""
+    """The plan of a step on the machine that ``--plan`` names; nothing is made or started."""
     assert options.plan is not None
     on = torch.device("meta")
 
@@ -357,7 +381,7 @@ def backward(run: Run, number: int) -> Tensor:
 
 
 def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -> float:
-    """Train from step `start` to the end; returns tokens a second, checkpoints not counted."""
+    """Train from step `start` to the end; returns tokens per second (not counting checkpoints)."""
     options = run.options
     every = 1 if options.steps <= 50 else 10
     tokens_a_step = options.batch_size * options.seq_len
@@ -372,9 +396,7 @@ def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -
             if step - start == TRACED[-1]:
                 tracing.close()
             done = step + 1
-            is_saved = options.checkpoint is not None and (
-                done % options.checkpoint_every == 0 or done == options.steps
-            )
+            is_saved = saves.is_due(done)
             if not (is_saved or done % every == 0 or done == options.steps):
                 continue
             mean_loss = _sum_over_ranks(loss, options.tp) / options.data_parallel_size
@@ -390,6 +412,8 @@ def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -
             if is_saved:
                 state = RunState.of(options, run.corpus.fingerprint, done, first_loss)
                 saves.save(run.model, run.optimizer, state)
+            if saves.preempted:
+                break
             since, since_step = time.perf_counter(), done
     return (options.steps - start) * tokens_a_step / training_seconds if training_seconds else 0.0
 

@@ -1,10 +1,10 @@
 """A vision transformer of ten billion parameters, sharded while it is made with ``fsdp2.deferred``.
 
-    python -m fsdp2.examples.vit_10b --plan                     # what each of 128 ranks would hold
+    python -m fsdp2.examples.vit_10b --plan                     # the memory of each of 128 ranks
     python -m fsdp2.examples.vit_10b --size 0.5b --nproc 2      # for real, on this machine's CPUs
     torchrun --nnodes 16 --nproc-per-node 8 … -m fsdp2.examples.vit_10b --precision bf16
 
-Shapes: B images, S pixels a side, P = S / 14 patches a side, D = ``width``, K = ``classes``.
+Shapes: B images, S pixels per side, P = S / 14 patches per side, D = ``width``, K = ``classes``.
 
     images [B, 3, S, S] --patches--> [B, P * P, D] --depth x Block--> [B, P * P, D]
                                                    --norm, mean, head--> logits [B, K]
@@ -53,7 +53,7 @@ SMALL_PADDING, SMALL_PADDING_BYTES = 0.03, 2**20  # up to either, `fully_shard` 
 
 @dataclass(frozen=True)
 class ViTConfig:
-    """What fixes every parameter's shape. `heads` must divide `width`, `patch` `image`."""
+    """Numbers that fix every parameter's shape. `heads` must divide `width`, `patch` `image`."""
 
     width: int
     depth: int
@@ -183,7 +183,7 @@ class Plan:
 
 
 def make_plan(config: ViTConfig, world_size: int, compute_bytes: int = FP32_BYTES) -> Plan:
-    """What each of `world_size` ranks would hold; `compute_bytes` are those of a gathered element.
+    """The memory of each of `world_size` ranks; a gathered element has `compute_bytes` bytes.
 
     The model is made on the meta device: it has shapes and no memory. No process group is needed.
     """
@@ -202,10 +202,10 @@ def make_plan(config: ViTConfig, world_size: int, compute_bytes: int = FP32_BYTE
 
 
 def shard_numel(shape: Sequence[int], world_size: int) -> int:
-    """Elements of a rank's equal piece of a parameter, on the dim that `fully_shard` takes.
+    """Elements of a rank's equal piece of a parameter, on the dim that `fully_shard` shards.
 
-    That is dim 0, unless it pads over 3 % and over 1 MiB: then the one that pads least. Not
-    counted: less than 1 KiB a unit, by which groups align their parameters.
+    That is dim 0, unless it pads over 3 % and over 1 MiB: then the one that pads least. Groups also
+    align their parameters, by less than 1 KiB per unit, which is not counted.
     """
     numel = math.prod(shape)
     pieces = [math.ceil(size / world_size) * (numel // size) for size in shape]
@@ -402,7 +402,7 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Made:
-    """What construction cost this rank, in bytes and seconds."""
+    """The cost of construction on this rank, in bytes and seconds."""
 
     shards: int
     live_peak: int

@@ -1,6 +1,6 @@
-"""What a wrapper's constructor does before it shards: choose, materialize, synchronise, cast.
+"""Steps of a wrapper's constructor before sharding: choose, materialize, synchronize, cast.
 
-    ignored_modules, ignored_states ──> Ignored         what is left alone
+    ignored_modules, ignored_states ──> Ignored         modules and parameters that are ignored
     policy                          ──> chosen          which modules get wrappers of their own
     meta parameters                 ──> materialize     param_init_fn, or reset_parameters()
     sync_module_states              ──> synchronise     the first rank's parameters and buffers
@@ -8,7 +8,7 @@
     buffer_dtype                    ──> cast_buffers    and back in state dicts
     classes left in full precision  ──> in_full_precision   inputs to float32, outputs back
 
-All of it ends at wrappers that are there already.
+No step looks into wrappers that exist already.
 """
 
 from __future__ import annotations

@@ -1,23 +1,24 @@
-"""What loops and optimizers of torch's FSDP1 do with parameters and gradients, on DTensors.
+"""Operators that loops and optimizers for torch's FSDP1 call on parameters and gradients, on
+DTensors.
 
     operator          on sharded tensors of a wrapper's mesh
     ────────          ──────────────────────────────────────
-    has a rule        DTensor's own: nothing of this page runs, but once for each new kind of call
+    has a rule        DTensor's own: this module runs only once for each new kind of call
     element-wise      on this rank's rows: fused optimizers, masks
     any other         on whole tensors, gathered for it; what it writes goes back into the rows
     a view            of the whole tensor: gathered at each use, written through to the rows
     draws numbers,    refused by name: ranks would draw, or send, different things
     communicates
 
-torch's FSDP1 gives users plain tensors of the rows that a rank has; every operator takes them, with
-a result that differs from rank to rank. Here the result is the unsharded model's, on every rank, so
-that every rank must compute it. Whether rows can be shared out evenly decides nothing
-(decision 26).
+torch's FSDP1 gives users plain tensors of the rows that a rank has; every operator accepts them,
+with a result that differs from rank to rank. Here the result is the unsharded model's, on every
+rank, so every rank must call the operator. This does not depend on whether rows can be divided
+evenly (decision 26).
 
-DTensor asks its dispatcher for a rule where it knows none; that is where this steps in. It is bound
-while there are wrappers, and leaves DTensors of other meshes as they are. A plain tensor beside a
-wrapper's DTensor is taken to be the same on all ranks: of noise in a gradient's shape, each rank
-adds its rows.
+DTensor asks its dispatcher for a rule if it has none, and this module answers. It is bound while
+wrappers exist, and leaves DTensors of other meshes unchanged. A plain tensor used with a wrapper's
+DTensor is assumed to be the same on all ranks: if a gradient-shaped tensor of noise is added, each
+rank adds its rows.
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ def _bind() -> None:
         return rule
 
     def on_whole(op: Operator, args: Args, kwargs: Kwargs) -> object:
-        """Of positions in empty rows DTensor knows none, and torch 2.11 of any without a dim."""
+        """DTensor has no rule for positions in empty rows, and torch 2.11 none for any without a
+        dim.
+        """
         if _concerns(args, kwargs):
             return _on_whole(op, args, kwargs)
         return handlers[op](op, args, kwargs)

@@ -1,12 +1,12 @@
-"""A wrapper to be, and those below it: all planned before anything is changed.
+"""The plan of a wrapper and of those below it, made before anything is changed.
 
     the arguments      ──> ResolvedOptions      checked; the device, the mesh
     auto_wrap_policy   ──> WrapperPlan.below    the same of modules below, innermost first
-    check_plan         ──> each one's call of fully_shard planned, each one's initialization looked
-                           at; raises what can be known by now
+    check_plan         ──> plans each one's call of fully_shard and checks each one's
+                           initialization; raises every error that can be found before it starts
 
-Wrappers are made of it one after the other, so that one at a time has memory and values. What only
-``param_init_fn`` or ``reset_parameters()`` brings to light is found then.
+Wrappers are then made one after the other, so that only one at a time has full memory and values.
+Errors that only ``param_init_fn`` or ``reset_parameters()`` can show are raised then.
 """
 
 from __future__ import annotations

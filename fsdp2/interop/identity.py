@@ -1,4 +1,4 @@
-"""How clients of torch's own FSDP2 recognize a module that fsdp2 sharded, and what they may ask.
+"""How clients of torch's own FSDP2 recognize a module that fsdp2 sharded, and what they can read.
 
     pipelining and others ask for                      and find
     isinstance(m, torch.distributed.fsdp.FSDPModule)   TorchIdentity, a base of our FSDPModule
@@ -9,8 +9,8 @@
     isinstance(policy, torch's or our class)           ours are subclasses of torch's, and recognize
                                                        torch's objects; both functions take both
 
-It imports torch's FSDP, as `wrapped` does, for identity alone: no method of torch's class is left
-for a module of ours to run. One that a newer torch has and fsdp2 has not, raises.
+This module imports torch's FSDP, as `wrapped` does, only for its classes: fsdp2's modules override
+every method of torch's class. A method that a newer torch adds and fsdp2 lacks raises an error.
 """
 
 from __future__ import annotations

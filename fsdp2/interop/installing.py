@@ -1,4 +1,4 @@
-"""Make torch's names of FSDP2 and FSDP1 resolve to ours (decision 9), for frameworks.
+"""Make torch's names of FSDP2 and FSDP1 resolve to fsdp2's (decision 9), for frameworks.
 
     holder of names                                    before    installed    after
     torch.distributed.fsdp                             torch's   ours         torch's
@@ -9,23 +9,24 @@
     torch.distributed.fsdp.sharded_grad_scaler         torch's   ours         torch's
     torch.nn.utils[.clip_grad]                         torch's   ours         torch's
 
-A parameter that is added to a sharded module, and that no unit manages, is left alone with a
-warning meanwhile, as torch does it in silence: frameworks reduce its gradients themselves. Without
-`install` it is an error.
+While names are installed, a parameter that is added to a sharded module, and that no unit manages,
+is left as it is with a warning; torch leaves it without one. Frameworks reduce its gradients
+themselves. Without `install` it is an error.
 
-Processes that are started meanwhile install as well (`fsdp2.interop.startup`): a launcher that
-starts ranks from within a script would else make a world of two implementations.
+Processes that are started in the meantime install as well (`fsdp2.interop.startup`): otherwise a
+launcher that starts ranks from within a script would mix two implementations in one world.
 
-Of FSDP1 the wrapper and its gradient scaler are replaced. Strategies, configurations and wrap
-policies stay torch's, and ours takes them: so they are the same objects for whoever imported them.
+For FSDP1, the wrapper and its gradient scaler are replaced. Strategies, configurations and wrap
+policies remain torch's objects, and fsdp2's wrapper takes them: every importer has the same ones.
 
-``torch.nn.utils.clip_grad_norm_`` stays, and finds the norm by ours (`fsdp2.optim.clipping`):
-torch's waits for ever where a rank's shard is empty and the order is ``inf``. Whoever imported it
-before gets that, too.
+``torch.nn.utils.clip_grad_norm_`` remains, and computes the norm with `fsdp2.optim.clipping`:
+torch's computation hangs if a rank's shard is empty and the order is ``inf``. This also applies to
+code that imported the function before.
 
-Two things stay torch's. ``FSDPModule``, the base of our class: ``isinstance`` holds for modules
-that either implementation sharded, and for whoever imported the name, at any time. And the modules
-in which torch's implementation lives, so that what it has sharded already goes on working.
+Two things remain torch's:
+  - ``FSDPModule``, the base of fsdp2's class: ``isinstance`` holds for modules that either
+    implementation sharded, for code that imported the name at any time.
+  - The modules with torch's implementation, so that modules it sharded before continue to work.
 """
 
 from __future__ import annotations

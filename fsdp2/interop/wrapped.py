@@ -1,10 +1,10 @@
-"""How clients of torch's FSDP1 recognize a wrapper of ours, as `identity` has it for FSDP2.
+"""How clients of torch's FSDP1 recognize a wrapper of fsdp2; the FSDP2 counterpart is `identity`.
 
     clients ask for                                    and find
     isinstance(m, FullyShardedDataParallel) of torch   TorchWrapperIdentity, a base of our wrapper
     isinstance(m, our wrapper)                         torch's own wrappers, too
 
-Who uses neither `fsdp2.fsdp1` nor `fsdp2.install` does not load it.
+A program that uses neither `fsdp2.fsdp1` nor `fsdp2.install` does not load this module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WRAPPER: Any = getattr(fsdp, "FullyShardedDataParallel", nn.Module)
 WRAPPER_NAMES: dict[str, object] = {
     name: getattr(fsdp, name) for name in fsdp.__all__ if name not in TORCHS_NAMES
 }
-"""What torch exports of its FSDP1, by name, as it was before `fsdp2.install`."""
+"""The names that torch exports for its FSDP1, as they were before `fsdp2.install`."""
 
 with contextlib.suppress(ImportError):  # in the torch to come
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

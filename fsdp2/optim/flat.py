@@ -27,7 +27,8 @@ from torch import nn
 from fsdp2.core.errors import coded
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.optim.in_backward import InBackward
+from fsdp2.optim import offloaded
+from fsdp2.optim.in_backward import InBackward, LeaveInBackward, StepInBackward
 from fsdp2.optim.offloaded import HostSection, Staging, step_all
 from fsdp2.optim.runs import (
     ParamGroupOptions,
@@ -79,6 +80,11 @@ class FlatOptimizer(torch.optim.Optimizer):
             and gradients go to the host while the unit before is stepped, and the parameters back.
             Ask for kernels that are made for it (``fused=True`` where the class has it). Shards
             that are in CPU memory are stepped where they are. Default ``None``: as the shards are.
+        leave_in_backward: with ``offload="cpu"``, whether gradients go to the host, and are dropped
+            on the device, as soon as reductions have delivered them. `fsdp2.clip_grad_norm_` finds
+            them there, `step` steps, and the optimizer's `zero_grad` drops them; later reductions
+            are added. It excludes what looks for gradients by itself: torch's clipping, gradient
+            scalers. Default ``False``: they leave when `step` is called.
         **options: passed on to ``optimizer_class``: ``lr``, ``betas``, ``fused`` …
 
     Raises:
@@ -107,16 +113,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         elementwise: bool = False,
         step_in_backward: bool = False,
         offload: Literal["cpu"] | None = None,
+        leave_in_backward: bool = False,
         **options: object,
     ) -> None:
         _check(model, optimizer_class, params)
-        if offload not in (None, "cpu"):
-            raise coded(
-                ValueError,
-                "flat-optimizer-offload",
-                f"FlatOptimizer takes offload=None or 'cpu', not {offload!r}; states are kept on "
-                f"the device of the shards, or in CPU memory",
-            )
+        _check_offload(offload, leave_in_backward, step_in_backward)
         if optimizer_class not in ELEMENTWISE and not elementwise:
             name = getattr(optimizer_class, "__name__", optimizer_class)
             raise coded(
@@ -143,11 +144,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        self._offloads = offload is not None and any(
-            param.device.type != "cpu" for group in self.param_groups for param in group["params"]
-        )
+        devices = (param.device for group in self.param_groups for param in group["params"])
+        self._offloads = offload is not None and any(map(offloaded.travels, devices))
         if step_in_backward:
-            self._in_backward = InBackward(self)
+            self._in_backward = StepInBackward(self)
+        elif leave_in_backward and self._offloads:
+            self._in_backward = LeaveInBackward(self)
         elif self._offloads:
             self.split()
 
@@ -208,7 +210,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
-            if self._in_backward is not None:
+            if isinstance(self._in_backward, StepInBackward):
                 raise coded(
                     ValueError,
                     "stepped-closure",
@@ -220,8 +222,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None:
             self._in_backward.end()
         else:
-            self._step_sections()
+            self.step_sections()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``torch.optim.Optimizer.zero_grad``; of gradients that have left, too."""
+        super().zero_grad(set_to_none)
+        if self._in_backward is not None:
+            self._in_backward.forget()
 
     @property
     def rest(self) -> Section:
@@ -250,37 +258,38 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _section_of(self, members: Set[torch.Tensor]) -> Section:
         device = next(iter(members)).device
-        if not self._offloads or device.type == "cpu":
+        if not self._offloads or not offloaded.travels(device):
             return Section(self._make_inner, members)
         if self._staging is None:
             self._staging = Staging(device)
         return HostSection(self._make_inner, members, self._staging)
 
-    def step_section(self, section: Section) -> None:
-        """Step a section's parameters that have a gradient."""
-        self._prepare(section)
-        section.step(self.param_groups)
-
-    def _step_sections(self) -> None:
+    def step_sections(self) -> None:
         """Step all of them; those that travel to the host, one after the other."""
         hosted: list[HostSection] = []
         for section in self._sections:
-            self._prepare(section)
+            if section.stale or not section.set_gradients():
+                self._cut(section)
             if isinstance(section, HostSection):
                 hosted.append(section)
             else:
                 section.step(self.param_groups)
-        step_all(hosted, self.param_groups)
+        if hosted:
+            step_all(hosted, self.param_groups)
         self._sections[-1].hand_back(self.param_groups)
 
-    def _prepare(self, section: Section) -> None:
+    def prepare(self, section: Section) -> None:
+        """Give a section's runs their gradients; make the runs again if they do not fit."""
         if section.stale or not section.set_gradients():
-            members = section.members
-            known = self._loaded if members is None else self._loaded.keys() & members
-            loaded = {param: self._loaded.pop(param) for param in tuple(known)}
-            section.cut(self.param_groups, places_of(self._model), loaded)
-            fits = section.set_gradients()
-            assert fits
+            self._cut(section)
+
+    def _cut(self, section: Section) -> None:
+        members = section.members
+        known = self._loaded if members is None else self._loaded.keys() & members
+        loaded = {param: self._loaded.pop(param) for param in tuple(known)}
+        section.cut(self.param_groups, places_of(self._model), loaded)
+        fits = section.set_gradients()
+        assert fits
 
 
 def _check(model: object, optimizer_class: object, params: object) -> None:
@@ -306,6 +315,24 @@ def _check(model: object, optimizer_class: object, params: object) -> None:
             "flat-optimizer-params",
             f"FlatOptimizer takes parameters behind the optimizer's class, not {_shown(params)}; "
             f"pass options such as lr by their names",
+        )
+
+
+def _check_offload(offload: object, leave_in_backward: bool, step_in_backward: bool) -> None:
+    if offload not in (None, "cpu"):
+        raise coded(
+            ValueError,
+            "flat-optimizer-offload",
+            f"FlatOptimizer takes offload=None or 'cpu', not {offload!r}; states are kept on the "
+            f"device of the shards, or in CPU memory",
+        )
+    if leave_in_backward and (offload is None or step_in_backward):
+        raise coded(
+            ValueError,
+            "leave-alone",
+            "FlatOptimizer(leave_in_backward=True) sends gradients to where offload='cpu' steps "
+            "them later; pass offload='cpu' with it, and not step_in_backward=True, which sends "
+            "them and steps",
         )
 
 

@@ -1,6 +1,6 @@
-"""`FlatOptimizer(step_in_backward=True)`: units are stepped as soon as their gradients are there.
+"""Uses of a unit's gradients as soon as a reduction has delivered them.
 
-    backward   unit 3 reduces ── deliver ── hooks ──> its section steps, .grad = None
+    backward   unit 3 reduces ── deliver ── hooks ──> stepped, or sent to the host; .grad = None
                unit 2 reduces ── deliver ── hooks ──> …
     step()     what is left: parameters of no unit, or of calls that came to nothing
 
@@ -8,26 +8,40 @@ A reduction delivers all of its gradients and then runs post-accumulate-grad hoo
 these hooks finds the unit complete. They run where the gradient is ready (on the lane of the
 reduction, or on the CPU), and COMPUTE waits for that lane before the next iteration.
 
-Each unit's parameters are a section of the optimizer with runs of its own. Clipping by the norm of
-all gradients, gradient scalers and several reductions before a step need gradients that are gone by
-then: `clip_grad_norm_` and a second reduction raise.
+Each unit's parameters are a section of the optimizer with runs of its own.
+
+`StepInBackward` steps them. Clipping by the norm of all gradients, gradient scalers and several
+reductions before a step need gradients that are gone by then: `clip_grad_norm_` and a second
+reduction raise. `LeaveInBackward` sends gradients to the host, where `clip_grad_norm_` finds them
+and later reductions are added.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Protocol, cast
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar, cast
 
 import torch
+from torch.autograd import Variable
 
 from fsdp2.core.errors import ShardingStateError, coded
+from fsdp2.core.modules.optimizers import zeroed
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.unit import unit_of
+from fsdp2.core.schedule.unit import Unit, unit_of
+from fsdp2.optim.offloaded import LEAVING, HostSection
 from fsdp2.optim.runs import ParamGroupOptions, Section
 
-STEPPED = "_fsdp2_stepped_in_backward"
-"""A mark of a parameter: the optimizer that steps it in backward, by a weak reference."""
+T = TypeVar("T")
+
+OUTSIDE = -1
+"""Number of the backward that runs, as autograd has it, where none does."""
+
+TAKEN = "_fsdp2_gradient_taken"
+"""A mark of a parameter: the `InBackward` that uses its gradients, by a weak reference."""
 
 
 class InSections(Protocol):
@@ -42,8 +56,11 @@ class InSections(Protocol):
     def split(self) -> list[tuple[ParamGroup, Section]]:
         """Make sections of the parameters that units have, but for those that have some."""
 
-    def step_section(self, section: Section) -> None:
-        """Step a section's parameters that have a gradient."""
+    def prepare(self, section: Section) -> None:
+        """Give a section's runs their gradients; make the runs again if they do not fit."""
+
+    def step_sections(self) -> None:
+        """Step all sections."""
 
 
 def refuse_stepped(params: Iterable[torch.Tensor], action: str) -> None:
@@ -65,29 +82,45 @@ def refuse_stepped(params: Iterable[torch.Tensor], action: str) -> None:
 
 def is_stepped(params: Iterable[torch.Tensor]) -> bool:
     """Whether an optimizer steps any of these in backward."""
-    for param in params if InBackward.count else ():
-        optimizer = getattr(param, "__dict__", {}).get(STEPPED)
-        if optimizer is not None and optimizer() is not None:
-            return True
-    return False
+    return any(isinstance(_taker_of(param), StepInBackward) for param in params)
 
 
-class InBackward:
-    """Steps the sections of one optimizer when reductions deliver.
+def find_left(params: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
+    """Put the gradient on the host in place of one that has left.
+
+    Args:
+        params: the parameters.
+        grads: theirs.
+    """
+    for index, param in enumerate(params):
+        taker = _taker_of(param)
+        if grads[index] is None and isinstance(taker, LeaveInBackward):
+            grads[index] = taker.gradient_of(param)
+
+
+def _taker_of(param: torch.Tensor) -> InBackward | None:
+    taker: Callable[[], InBackward | None] | None
+    taker = getattr(param, "__dict__", {}).get(TAKEN)
+    return None if taker is None else taker()
+
+
+class InBackward(ABC):
+    """Uses the gradients of one optimizer's sections when reductions deliver.
 
     Args:
         optimizer: the optimizer, whose sections it makes.
 
     Attributes:
-        count: how many were made in this process.
+        count: how many were made in this process; who asks parameters looks at it first.
+        option: the optimizer's argument that asks for it.
     """
 
     count = 0
+    option = ""
 
     def __init__(self, optimizer: InSections) -> None:
         self._optimizer: weakref.ref[InSections] = weakref.ref(optimizer)
-        self._units: list[_UnitSteps] = []
-        self._written: list[ParamGroupOptions] = []
+        self._units: list[_UnitGradients] = []
         self.watch()
         InBackward.count += 1
 
@@ -95,65 +128,210 @@ class InBackward:
         """Make sections of the parameters that units have, and watch their gradients.
 
         Raises:
-            ValueError: another optimizer steps one of them in backward.
+            ValueError: another optimizer takes the gradients of one of them.
         """
-        optimizer = self._optimizer()
-        assert optimizer is not None
+        optimizer = self.optimizer
         known = {param for unit in self._units for param in unit.params}
         own = _params_of(optimizer) - known
         for param in own:
-            other = param.__dict__.get(STEPPED)
-            if other is not None and other() is not None:
+            other = _taker_of(param)
+            if other is not None:
                 raise coded(
                     ValueError,
                     "stepped-twice-owner",
-                    "another FlatOptimizer(step_in_backward=True) steps a parameter of this one; "
-                    "make one optimizer with parameter groups",
+                    f"another FlatOptimizer({other.option}=True) takes the gradient of a parameter "
+                    f"of this one; make one optimizer with parameter groups",
                 )
         for group, section in optimizer.split():
-            self._units.append(_UnitSteps(self, group, section))
+            if self.watches(section):
+                self._units.append(_UnitGradients(self, group, section))
 
-    def step(self, section: Section) -> None:
-        """Step a section whose gradients are complete, and drop them."""
+    def watches(self, section: Section) -> bool:
+        """Whether its gradients are used at all."""
+        return True
+
+    @property
+    def optimizer(self) -> InSections:
+        """Whose sections they are."""
         optimizer = self._optimizer()
-        if optimizer is None:
-            return
-        with torch.no_grad():
-            optimizer.step_section(section)
-        self._written = section.written(optimizer.param_groups)
+        assert optimizer is not None  # it holds this
+        return optimizer
+
+    @abstractmethod
+    def use(self, unit: _UnitGradients, group: ParamGroup) -> None:
+        """Use a unit's gradients, which are complete; they are dropped then."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The user's step: use what no delivery has completed, and step what is left."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """The user drops gradients."""
+
+
+class StepInBackward(InBackward):
+    """Steps sections.
+
+    A thread steps those that are stepped on the host, and backward goes on meanwhile. One may be
+    stepped while the next one leaves; all are over when backward ends.
+    """
+
+    option = "step_in_backward"
+
+    def __init__(self, optimizer: InSections) -> None:
+        self._written: list[ParamGroupOptions] = []
+        self._thread: ThreadPoolExecutor | None = None
+        self._running: deque[tuple[HostSection, Future[None]]] = deque()
+        super().__init__(optimizer)
+
+    def use(self, unit: _UnitGradients, group: ParamGroup) -> None:
+        """Step it, unless it was stepped before."""
+        given = unit.given()
+        if given & unit.used:
+            raise coded(
+                ShardingStateError,
+                "stepped-again",
+                f"unit '{group.name}' has reduced gradients twice since the last optimizer.step(), "
+                f"but FlatOptimizer(step_in_backward=True) has used the first ones; call step() "
+                f"after each backward that reduces, or accumulate with "
+                f"set_requires_gradient_sync(False)",
+            )
+        unit.used |= given
+        section = unit.section
+        if isinstance(section, HostSection):
+            self._step_apart(section)
+        else:
+            with torch.no_grad():
+                self.optimizer.prepare(section)
+            self._step(section)
 
     def end(self) -> None:
-        """Step what is left, and let the next backward step again."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
+        """Step what no delivery has completed, and parameters that no unit has."""
+        self._wait()
+        optimizer = self.optimizer
         for unit in self._units:
             unit.end()
-        self.step(optimizer.rest)
+        optimizer.prepare(optimizer.rest)
+        self._step(optimizer.rest)
         for group, written in zip(optimizer.param_groups, self._written, strict=True):
             group.update(written)
 
+    def forget(self) -> None:
+        """There are none."""
 
-class _UnitSteps:
-    """The parameters of one unit's group.
+    @torch.no_grad()
+    def _step(self, section: Section) -> None:
+        groups = self.optimizer.param_groups
+        section.step(groups)
+        self._written = section.written(groups)
+
+    def _step_apart(self, section: HostSection) -> None:
+        """Let a section leave, and the thread step it."""
+        again = any(section is other for other, _ in self._running)  # late gradients of it
+        self._wait(all_but=0 if again else LEAVING - 1)
+        with torch.no_grad():
+            self.optimizer.prepare(section)
+            section.leave()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "fsdp2-optimizer")
+        self._running.append((section, self._thread.submit(self._step, section)))
+        if torch._C._current_graph_task_id() == OUTSIDE:
+            self._wait()
+        else:
+            Variable._execution_engine.queue_callback(self._wait)
+
+    def _wait(self, all_but: int = 0) -> None:
+        """Wait until sections are stepped; if until all are, COMPUTE waits for their parameters."""
+        section = None
+        while len(self._running) > all_but:
+            section, step = self._running.popleft()
+            step.result()
+        if section is not None and not all_but:
+            section.arrive()  # behind those before
+
+
+class LeaveInBackward(InBackward):
+    """Sends gradients to the host, and steps there when the user does."""
+
+    option = "leave_in_backward"
+
+    def __init__(self, optimizer: InSections) -> None:
+        self._sections: dict[torch.Tensor, HostSection] = {}
+        super().__init__(optimizer)
+        forget = _when_alive(weakref.WeakMethod(self._forget_units))
+        zeroed.add(forget)
+        weakref.finalize(self, zeroed.remove, forget)
+
+    def watches(self, section: Section) -> bool:
+        """Gradients in CPU memory stay."""
+        if not isinstance(section, HostSection):
+            return False
+        assert section.members is not None
+        self._sections.update(dict.fromkeys(section.members, section))
+        return True
+
+    @torch.no_grad()
+    def use(self, unit: _UnitGradients, group: ParamGroup) -> None:
+        """Let them leave; they are added to those that have left since the last step."""
+        section = unit.section
+        assert isinstance(section, HostSection)
+        self.optimizer.prepare(section)
+        section.send_gradients()
+
+    def end(self) -> None:
+        """Step all, on the gradients that have left and on others."""
+        for unit in self._units:
+            unit.end()
+        self.optimizer.step_sections()
+
+    def gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The copy on the host of a parameter's gradient; ``None`` if it has not left."""
+        section = self._sections.get(param)
+        return None if section is None else section.gradient_of(param)
+
+    def forget(self) -> None:
+        """Drop what has left."""
+        for unit in self._units:
+            unit.forget()
+
+    def _forget_units(self, units: Sequence[Unit]) -> None:
+        """Drop what has left of these units'."""
+        for unit in self._units:
+            if unit.is_of(units):
+                unit.forget()
+
+
+class _UnitGradients:
+    """The gradients of one unit's group.
 
     Args:
-        owner: what steps.
+        owner: what uses them.
         group: the group.
-        section: of these parameters.
+        section: of its parameters.
+
+    Attributes:
+        params: those of the section.
+        section: the section.
+        used: parameters whose gradients were used since the last step, for the owner.
     """
 
     def __init__(self, owner: InBackward, group: ParamGroup, section: Section) -> None:
         assert section.members is not None
         self.params = list(section.members)
-        self._section = section
+        self.section = section
+        self.used: set[torch.Tensor] = set()
         self._owner = weakref.ref(owner)
         self._group = weakref.ref(group)
         self._waiting = 0  # hooks of this delivery that are still to run
-        self._stepped: set[torch.Tensor] = set()
-        hook: weakref.ref[Hook] = weakref.WeakMethod(self._delivered)
+        hook = _when_alive(weakref.WeakMethod(self._delivered))
         for param in self.params:
-            param.__dict__[STEPPED] = owner._optimizer
-            param.register_post_accumulate_grad_hook(_when_alive(hook))
+            param.__dict__[TAKEN] = self._owner
+            param.register_post_accumulate_grad_hook(hook)
+
+    def given(self) -> set[torch.Tensor]:
+        """The parameters that have a gradient."""
+        return {param for param in self.params if param.grad is not None}
 
     def _delivered(self, param: torch.Tensor) -> None:
         """A reduction has delivered the gradient of ``param``, and perhaps of others."""
@@ -165,34 +343,35 @@ class _UnitSteps:
             return
         if unit_of(group).visits:
             return  # another call's gradients are to be added
-        self._step(group)
+        self._use(group)
 
-    def _step(self, group: ParamGroup) -> None:
-        given = {param for param in self.params if param.grad is not None}
-        if given & self._stepped:
-            raise coded(
-                ShardingStateError,
-                "stepped-again",
-                f"unit '{group.name}' has reduced gradients twice since the last optimizer.step(), "
-                f"but FlatOptimizer(step_in_backward=True) has used the first ones; call step() "
-                f"after each backward that reduces, or accumulate with "
-                f"set_requires_gradient_sync(False)",
-            )
+    def _use(self, group: ParamGroup) -> None:
         owner = self._owner()
         if owner is None:
             return
-        owner.step(self._section)
-        self._stepped |= given
+        given = self.given()
+        owner.use(self, group)
         for param in given:
             param.grad = None
 
     def end(self) -> None:
-        """The user's step: what no delivery has completed is stepped now."""
+        """The user's step: what no delivery has completed is used now."""
         self._waiting = 0
         group = self._group()
-        if group is not None and any(param.grad is not None for param in self.params):
-            self._step(group)
-        self._stepped.clear()
+        if group is not None and self.given():
+            self._use(group)
+        self.used.clear()
+
+    def is_of(self, units: Sequence[Unit]) -> bool:
+        """Whether these are gradients of one of ``units``."""
+        group = self._group()
+        return group is not None and unit_of(group) in units
+
+    def forget(self) -> None:
+        """The user drops gradients."""
+        self._waiting = 0
+        if isinstance(self.section, HostSection):
+            self.section.forget()
 
 
 def _params_of(optimizer: InSections) -> set[torch.Tensor]:
@@ -200,15 +379,12 @@ def _params_of(optimizer: InSections) -> set[torch.Tensor]:
     return {param for group in groups for param in cast("list[torch.Tensor]", group["params"])}
 
 
-Hook = Callable[[torch.Tensor], None]
+def _when_alive(method: weakref.ref[Callable[[T], None]]) -> Callable[[T], None]:
+    """The method; nothing once its object is gone."""
 
-
-def _when_alive(hook: weakref.ref[Hook]) -> Hook:
-    """A hook that does nothing once the optimizer is gone."""
-
-    def run(param: torch.Tensor) -> None:
-        found = hook()
+    def run(given: T) -> None:
+        found = method()
         if found is not None:
-            found(param)
+            found(given)
 
     return run

@@ -30,7 +30,7 @@ from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import local_of, locals_of
 from fsdp2.core.params.param import GATHERED
-from fsdp2.optim.in_backward import refuse_stepped
+from fsdp2.optim.in_backward import InBackward, find_left, refuse_stepped
 from fsdp2.ranks.transfers import sum_over
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
@@ -86,7 +86,8 @@ def clip_grad_norm_(
         optimizer.step()
     """
     listed = _sharded(parameters)
-    refuse_stepped(listed, "clip_grad_norm_()")
+    if InBackward.count:
+        refuse_stepped(listed, "clip_grad_norm_()")
     grads = _grads_of(listed)
     rows = locals_of(grads)
     total = _total_norm(_Members(listed, grads, rows), norm_type, error_if_nonfinite, foreach)
@@ -151,7 +152,10 @@ def _sharded(parameters: Tensors) -> list[torch.Tensor]:
 
 def _grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
-        return [param.grad for param in params]
+        grads = [param.grad for param in params]
+    if InBackward.count:
+        find_left(params, grads)
+    return grads
 
 
 @torch.no_grad()

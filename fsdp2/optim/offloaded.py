@@ -7,19 +7,25 @@
     BACK                        parameters   parameters   …      host to device, on a stream
 
 A unit is on its way out while the one before it is stepped and the one before that goes back. Host
-memory for what travels is page-locked and holds two units at a time. Parameters leave in every step
+memory for what travels is page-locked and holds three units. Parameters leave in every step
 together with their gradients: they may have been written by any route since the last one (decision
-25), so that a copy on the host would not be theirs.
+25), so that a copy on the host would not be theirs. So may gradients until `step`: those that leave
+in backward are dropped on the device (decision 30).
+
+    backward     3            2            1           reductions
+    OUT             gradients    gradients    gradients      of `LeaveInBackward`; no parameters
 
 Shards in CPU memory (`CPUOffloadPolicy`, or a mesh of CPUs) are stepped where they are.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2.core.device.kernels import Kernels, kernels_for
 from fsdp2.core.device.streams import (
@@ -30,14 +36,26 @@ from fsdp2.core.device.streams import (
     Streams,
     make_streams,
 )
+from fsdp2.core.layout.mesh import local_of, wrap_local
 from fsdp2.core.pieces import round_up
 from fsdp2.optim.runs import FlatRun, ParamGroupOptions, ParamState, Section
 
 OUT, BACK = REDUCE, COPY_IN
 """Lanes of streams that are the optimizer's own: one for each direction of copies."""
 
+SLOTS = 3
+"""Units in staging memory: one leaves, one is stepped, one goes back."""
+
+LEAVING = 2
+"""Units whose gradients leave or are stepped in backward, besides one that is being reduced."""
+
 ALIGNMENT = 64
 """Bytes; of what lies in staging memory, for the CPU's vector registers."""
+
+
+def travels(device: torch.device) -> bool:
+    """Whether shards on ``device`` go elsewhere to be stepped on the CPU."""
+    return device.type != "cpu"
 
 
 class _Slot:
@@ -60,7 +78,7 @@ class _Slot:
 
 
 class Staging:
-    """The way of units to the host and back: two directions, and memory for two units.
+    """The way of units to the host and back: two directions, and memory for few units.
 
     Args:
         device: where the shards are.
@@ -69,16 +87,43 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self.streams: Streams = make_streams(device)
         self.kernels: Kernels = kernels_for(device, self.streams.asynchronous)
-        self._slots = [_Slot(), _Slot()]
+        self._slots = [_Slot() for _ in range(SLOTS)]
         self._next = 0
+        self._leaving: deque[tuple[Event, list[torch.Tensor]]] = deque()
+        self.back: Event = None  # behind the parameters that went back last
 
     def take(self, nbytes: int) -> _Slot:
         """The slot that was used longest ago; OUT is behind the copies that read it."""
         slot = self._slots[self._next]
-        self._next = 1 - self._next
+        self._next = (self._next + 1) % len(self._slots)
         slot.reserve(nbytes, self.streams)
         self.streams.wait(OUT, slot.free, "copies out after copies back")
         return slot
+
+    def begin_out(self) -> None:
+        """Let OUT wait for the current lane."""
+        event = self.streams.record(COMPUTE, "gradients there")
+        self.streams.wait(OUT, event, "copies out after compute")
+
+    def hold(self, left: Event, tensors: list[torch.Tensor]) -> None:
+        """Keep what is dropped on the device until it has left; the host waits for earlier units.
+
+        The host, and no lane: what it frees is then over, whichever lane the memory goes to.
+        """
+        self.release(but=LEAVING - 1)
+        self._leaving.append((left, tensors))
+
+    def release(self, but: int = 0) -> None:
+        """Drop what has left, but for so many units of the last; the host waits until it has."""
+        while len(self._leaving) > but:
+            event, over = self._leaving.popleft()
+            self.streams.synchronize(event, "host frees gradients after copies out")
+            over.clear()
+
+    def arrive(self) -> None:
+        """Let COMPUTE wait for all that went back; nothing is on its way out any more."""
+        self.release()
+        self.streams.wait(COMPUTE, self.back, "compute after copies back")
 
 
 class HostSection(Section):
@@ -100,6 +145,7 @@ class HostSection(Section):
         self._staging = staging
         self._slot: _Slot | None = None  # where it is while it is under way
         self._left: Event = None
+        self._gradients = LeftGradients(staging)
 
     def placed(self, run: FlatRun) -> FlatRun:
         """Let a parameter in CPU memory stand for the run; a step gives it memory."""
@@ -114,70 +160,180 @@ class HostSection(Section):
             for key, value in state.items()
         }
 
+    def given(self, param: torch.Tensor) -> object:
+        """Its gradient may have left, too."""
+        return super().given(param), param in self._gradients
+
+    # ---- gradients that leave ahead of parameters
+
+    def send_gradients(self) -> None:
+        """Let the runs' gradients go to the host for good."""
+        self._gradients.send(self.runs)
+
+    def gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The copy on the host of a parameter's gradient; ``None`` if it has not left."""
+        return self._gradients.of(param)
+
+    def forget(self) -> None:
+        """Drop gradients that have left."""
+        self._gradients.drop()
+        self._staging.release()
+
+    # ---- a step
+
     def leave(self) -> None:
-        """Let parameters and gradients go to the host."""
-        staging, runs = self._staging, [run for run in self.runs if run.flat.grad is not None]
-        streams = staging.streams
-        self._slot = slot = staging.take(sum(_bytes_of(run) for run in runs))
-        streams.wait(OUT, streams.record(COMPUTE, "gradients there"), "copies out after compute")
-        with streams.on(OUT):
+        """Let parameters go to the host, and gradients that have not left."""
+        staging = self._staging
+        runs = [run for run in self.runs if run.flat.grad is not None or self._has_left(run)]
+        self._slot = slot = staging.take(sum(map(_bytes_of, runs)))
+        staging.begin_out()
+        with staging.streams.on(OUT):
             for run, param, grad in _views(runs, slot.memory):
-                assert run.flat.grad is not None
                 staging.kernels.to_host(param, run.flat.detach())
-                staging.kernels.to_host(grad, run.flat.grad)
                 run.stepped.data = param
-                if grad.dtype != param.dtype:
-                    run.stepped.grad_dtype = grad.dtype
-                run.stepped.grad = grad
-        self._left = streams.record(OUT, "unit on the host")
+                if grad is not None:
+                    assert run.flat.grad is not None
+                    staging.kernels.to_host(grad, run.flat.grad)
+                    _give(run, grad)
+        self._left = staging.streams.record(OUT, "unit on the host")
 
     def step(self, groups: Sequence[ParamGroupOptions]) -> None:
-        """Step on the host, and let parameters go back; COMPUTE waits for them."""
-        if self._slot is None:
-            self.leave()
-        staging, slot = self._staging, self._slot
+        """Step on the host what has left, and let parameters go back; `arrive` waits for them."""
+        staging, slot, streams = self._staging, self._slot, self._staging.streams
         assert slot is not None
-        streams = staging.streams
         streams.synchronize(self._left, "host after copies out")
+        for run in filter(self._has_left, self.runs):
+            _give(run, self._gradients.flat(run))
         gone = [run for run in self.runs if run.stepped.grad is not None]
         super().step(groups)
         with streams.on(BACK):
             for run in gone:
                 staging.kernels.from_host(run.flat.detach(), run.stepped.detach())
-        slot.free = streams.record(BACK, "unit back")
-        streams.wait(COMPUTE, slot.free, "compute after copies back")
+        slot.free = staging.back = streams.record(BACK, "unit back")
         for run in gone:
             run.stepped.grad = None
+        self._gradients.drop()
         self._slot = None
+
+    def arrive(self) -> None:
+        """Let COMPUTE wait for parameters of all sections that were stepped."""
+        self._staging.arrive()
+
+    def _has_left(self, run: FlatRun) -> bool:
+        return run.params[0] in self._gradients
+
+
+class LeftGradients:
+    """Gradients of a section that are on the host ahead of its parameters.
+
+    Args:
+        staging: what they leave through.
+    """
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._rows: dict[torch.Tensor, DTensor] = {}
+        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []  # to be added, and to what
+        self._event = staging.streams.make_event()  # no other's, as it is waited for late
+        self._under_way = False
+
+    def __contains__(self, param: torch.Tensor) -> bool:
+        return param in self._rows
+
+    def of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """A DTensor whose rows are in CPU memory."""
+        self._settle()
+        return self._rows.get(param)
+
+    def flat(self, run: FlatRun) -> torch.Tensor:
+        """All of a run's as one tensor."""
+        self._settle()
+        rows = [local_of(self._rows[param]) for param in run.params]
+        return rows[0] if len(rows) == 1 else run.side_by_side(rows)
+
+    def send(self, runs: Sequence[FlatRun]) -> None:
+        """Let the gradients of runs leave, and be added to those that have left before."""
+        self._settle()
+        staging, streams = self._staging, self._staging.streams
+        grads = [(run, run.flat.grad) for run in runs if run.flat.grad is not None]
+        staging.begin_out()
+        with streams.on(OUT):
+            for run, grad in grads:
+                shape, pin = tuple(grad.shape), streams.asynchronous
+                host = staging.kernels.host_empty(shape, grad.dtype, pin)
+                staging.kernels.to_host(host, grad)
+                self._place(run, host.view(-1))
+        self._event = streams.record(OUT, "gradients on the host", self._event)
+        self._under_way = True
+        staging.hold(self._event, [grad for _, grad in grads])
+        for run, _ in grads:
+            run.drop_gradient()
+
+    def drop(self) -> None:
+        """Forget them."""
+        self._settle()
+        self._rows.clear()
+
+    def _place(self, run: FlatRun, host: torch.Tensor) -> None:
+        for param, rows, start in zip(run.params, run.rows, run.starts, strict=True):
+            grad, own = param.grad, host[start : start + rows.numel()].view(rows.shape)
+            assert isinstance(grad, DTensor)
+            if param in self._rows:
+                self._later.append((local_of(self._rows[param]), own))
+            else:
+                self._rows[param] = wrap_local(own, grad._spec)
+
+    def _settle(self) -> None:
+        """Let the host wait until they are there, and add up."""
+        if not self._under_way:
+            return
+        self._under_way = False
+        self._staging.streams.synchronize(self._event, "host after gradients out")
+        for rows, more in self._later:
+            rows.add_(more)
+        self._later.clear()
 
 
 def step_all(sections: Sequence[HostSection], groups: Sequence[ParamGroupOptions]) -> None:
-    """Step sections, each on its way out while the one before it is stepped."""
-    if sections:
-        sections[0].leave()
-    for index, section in enumerate(sections):
-        if index + 1 < len(sections):
-            sections[index + 1].leave()
+    """Step sections, each on its way out while the one before it is stepped.
+
+    In the order of backward: what was reduced last may still be leaving.
+    """
+    section, *others = sections[::-1]
+    section.leave()
+    for following in others:
+        following.leave()
         section.step(groups)
+        section = following
+    section.step(groups)
+    section.arrive()
+
+
+def _give(run: FlatRun, grad: torch.Tensor) -> None:
+    """Let what stands for a run have a gradient."""
+    if grad.dtype != run.stepped.dtype:
+        run.stepped.grad_dtype = grad.dtype
+    run.stepped.grad = grad
+
+
+def _leaves(run: FlatRun) -> list[torch.Tensor]:
+    """The tensors of a run to copy: the parameters, and a gradient that has not left."""
+    return [run.flat] if run.flat.grad is None else [run.flat, run.flat.grad]
 
 
 def _bytes_of(run: FlatRun) -> int:
-    grad = run.flat.grad
-    assert grad is not None
-    return round_up(run.flat.nbytes, ALIGNMENT) + round_up(grad.nbytes, ALIGNMENT)
+    return sum(round_up(tensor.nbytes, ALIGNMENT) for tensor in _leaves(run))
 
 
 def _views(
     runs: Sequence[FlatRun], memory: torch.Tensor
-) -> Iterator[tuple[FlatRun, torch.Tensor, torch.Tensor]]:
-    """Places in host memory of each run's parameters and gradient."""
+) -> Iterator[tuple[FlatRun, torch.Tensor, torch.Tensor | None]]:
+    """Places in host memory of each run's parameters, and of a gradient that has not left."""
     start = 0
     for run in runs:
-        grad = run.flat.grad
-        assert grad is not None
         views = []
-        for tensor in (run.flat, grad):
+        for tensor in _leaves(run):
             flat = memory[start : start + tensor.nbytes].view(tensor.dtype)
             views.append(flat.view(tensor.shape))
             start = round_up(start + tensor.nbytes, ALIGNMENT)
-        yield run, views[0], views[1]
+        yield run, views[0], views[1] if len(views) > 1 else None

@@ -99,7 +99,7 @@ class Section:
         """
         states = {param: localized(state) for param, state in self.states().items()}
         states.update(loaded)
-        alike = functools.partial(_alike, states=states)
+        alike = functools.partial(_alike, states=states, given=self.given)
         cut = [list(map(self.placed, runs_of(self._own(group), places, alike))) for group in groups]
         self._inner = self._make_inner(
             [
@@ -121,6 +121,10 @@ class Section:
     def kept(self, state: ParamState) -> ParamState:
         """State of a run that was there before, where a step wants it."""
         return state
+
+    def given(self, param: torch.Tensor) -> object:
+        """Which gradients a parameter has; neighbours with the same are stepped alike."""
+        return param.grad is not None
 
     def _own(self, group: ParamGroupOptions) -> list[torch.Tensor]:
         params = cast("list[torch.Tensor]", group["params"])
@@ -193,7 +197,7 @@ class FlatRun:
             return True
         if len(grads) != len(params):
             return False
-        grad = grads[0] if len(grads) == 1 else self._side_by_side(grads)
+        grad = grads[0] if len(grads) == 1 else self.side_by_side(grads)
         if grad.dtype != self.flat.dtype and grad.dtype != self.flat.grad_dtype:
             self.flat.grad_dtype = grad.dtype
         self.flat.grad = grad
@@ -204,7 +208,7 @@ class FlatRun:
         if self.flat is not self.params[0]:
             self.flat.grad = None
 
-    def _side_by_side(self, grads: list[torch.Tensor]) -> torch.Tensor:
+    def side_by_side(self, grads: list[torch.Tensor]) -> torch.Tensor:
         """All gradients as one tensor: a view, if that is how they lie."""
         first = grads[0]
         begin, itemsize = first.data_ptr(), first.itemsize
@@ -292,10 +296,13 @@ def _make_run(params: list[torch.Tensor], shard: FlatBuffer, begin: int) -> Flat
 
 
 def _alike(
-    before: torch.Tensor, param: torch.Tensor, states: Mapping[torch.Tensor, ParamState]
+    before: torch.Tensor,
+    param: torch.Tensor,
+    states: Mapping[torch.Tensor, ParamState],
+    given: Callable[[torch.Tensor], object],
 ) -> bool:
     """Whether two neighbours are stepped by one call: same dtype, history, and now."""
-    if before.dtype != param.dtype or (before.grad is None) != (param.grad is None):
+    if before.dtype != param.dtype or given(before) != given(param):
         return False
     first, second = states.get(before), states.get(param)
     if first is None or second is None:

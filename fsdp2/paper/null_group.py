@@ -53,7 +53,7 @@ _DONE = NullWork()
 
 
 class PythonGroup(dist.ProcessGroup):
-    """What c10d asks of any process group that is written in Python: names.
+    """The names that c10d requires of a process group that is written in Python.
 
     Attributes:
         backend: the name that it is registered under.

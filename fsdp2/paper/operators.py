@@ -3,12 +3,12 @@
     with Operators(recorder), kernels_of("cuda"): model(batch).sum().backward()
 
 FLOPs are those of `torch.utils.flop_counter`. Bytes are those of the arguments and results. An
-operator of which all results are views takes no time of the device's. What runs on tensors of other
-devices, such as the step counters of an optimizer, is left out.
+operator whose results are all views takes no device time. Operators on tensors of other devices,
+such as the step counters of an optimizer, are not recorded.
 
-On ``meta`` torch computes attention by its formula. `kernels_of` puts in its place the kernel
-that the device would run: flash or memory-efficient attention on a GPU; on a CPU torch's choice.
-An RMS norm is one kernel on a GPU, and a formula elsewhere; an LSTM is oneDNN's on a CPU.
+On ``meta`` torch computes attention by its formula. `kernels_of` replaces it by the kernel that the
+device would run: flash or memory-efficient attention on a GPU; on a CPU torch's choice. An RMS norm
+is one kernel on a GPU, and a formula elsewhere; an LSTM is oneDNN's on a CPU.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _TAKE_INDICES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_i
 
 
 class _Known(NamedTuple):
-    """What an operator did with arguments of some shapes: it will do the same with others of them.
+    """The results of an operator with arguments of some shapes: they are the same for equal shapes.
 
     Attributes:
         results: (shape, strides, dtype) of each result.
-        kind: of the sequence that they were in; ``None`` of a single tensor.
+        kind: type of the sequence that they were in; ``None`` for a single tensor.
         flops: its arithmetic.
         nbytes: read and written.
     """
@@ -69,14 +69,14 @@ class _Known(NamedTuple):
 
 
 class Operators(TorchDispatchMode):
-    """Tells a recorder of every operator inside.
+    """Reports every operator in this context to a recorder.
 
-    What a pure operator returns is remembered by the shapes of its arguments: a model's blocks are
+    The results of a pure operator are cached by the shapes of its arguments: a model's blocks are
     alike, and torch's own arithmetic of shapes is slow.
 
     Args:
-        recorder: who notes it.
-        values: those that are known; the model may ask for them.
+        recorder: records the operators.
+        values: the known values; the model may ask for them.
     """
 
     def __init__(self, recorder: Recorder, values: Values) -> None:
@@ -181,7 +181,7 @@ class Operators(TorchDispatchMode):
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """On ``meta``, which does not know of some operators, or knows one dtype alone."""
+    """Runs an operator on ``meta``, which lacks some operators, or supports only one dtype."""
     if func._schema.name.startswith("aten::_fused_") and not func._schema.returns:
         return None  # a whole optimizer step in place
     if func is _aten._grouped_mm.default:
@@ -203,8 +203,8 @@ def _grouped_product(
 ) -> torch.Tensor:
     """Products by expert, in all dtypes: torch's own on ``meta`` are in bf16.
 
-    Of two matrices it is a product for each expert, whose rows of the inner dim ``offs`` ends;
-    else the dim that both have is that of experts, or the tokens of all are in one dim.
+    With two matrices, it is one product per expert, whose rows of the inner dim ``offs`` ends.
+    Otherwise the dim that both have is that of experts, or the tokens of all are in one dim.
     """
     experts = () if offs is None or a.dim() != b.dim() else (len(offs),)
     if a.dim() == b.dim() == 3:
@@ -213,7 +213,7 @@ def _grouped_product(
 
 
 def _key(func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-    """What results depend on; ``None`` where nothing is to be remembered."""
+    """The values that results depend on; ``None`` if the results must not be cached."""
     if func._schema.is_mutable or func.is_view:
         return None
     given, named = _shapes(args), _shapes(tuple(kwargs.items()))
@@ -251,7 +251,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 def _mutated(args: tuple[object, ...]) -> int:
-    """Of operators that return nothing: what the first argument holds, which they write."""
+    """For operators that return nothing: the tensors in the first argument, which they write."""
     return sum(map(_size, tensors_in(args[0]))) if args else 0
 
 
@@ -272,7 +272,7 @@ def _flops(
 
 
 def _attention(args: tuple[Any, ...], backward: bool) -> int:
-    """Of attention without a mask, grouped or not, which some versions of torch do not count.
+    """FLOPs of attention without a mask, grouped or not, which some versions of torch do not count.
 
     Forward has two products of all pairs of tokens, and backward five.
     """

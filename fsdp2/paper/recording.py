@@ -1,10 +1,10 @@
-"""The record of a rehearsed step, and who notes it: units and phases of it, and kinds of memory.
+"""The record of a rehearsed step, and its recorder: units and phases, and kinds of memory.
 
     Recording.notes   see `fsdp2.record.notes`
     Recording.before  what was allocated when the step began
 
-`Recorder` is what streams, kernels, groups and operators tell. Until `start` it follows memory
-alone. A storage is known by a number of its own, which stays with it as long as it lives.
+Streams, kernels, groups and operators report to the `Recorder`. Until `start` it records only
+memory. A storage has a number of its own, which it keeps as long as it lives.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Recording:
 
     @property
     def operations(self) -> list[Operation]:
-        """The operations alone."""
+        """Only the operations."""
         return operations(self.notes)
 
 
 class _Life(NamedTuple):
-    """Where a storage came from: what tells activations from what is gone in a moment."""
+    """The allocation of a storage: it separates activations from temporary memory."""
 
     stretch: int
     phase: str
@@ -115,7 +115,7 @@ class Recorder(Notes):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """What runs inside belongs to a phase of the step."""
+        """Operations in this context belong to a phase of the step."""
         outer, self.phase = self.phase, phase
         self._stretch += 1
         try:
@@ -166,7 +166,7 @@ class Recorder(Notes):
 
     @contextmanager
     def acting(self, unit: str) -> Iterator[None]:
-        """What runs inside is the engine's own, for a unit."""
+        """Operations in this context are the engine's own, for a unit."""
         outer, self._engine = self._engine, unit
         try:
             yield
@@ -175,7 +175,7 @@ class Recorder(Notes):
 
     @contextmanager
     def naming(self, name: str) -> Iterator[None]:
-        """What is allocated inside is the engine's, and has this name."""
+        """Allocations in this context are the engine's, and have this name."""
         outer, self._named = self._named, name
         try:
             yield
@@ -236,7 +236,7 @@ class Recorder(Notes):
             self.note(Free(number))
 
     def is_host(self, number: int) -> bool:
-        """Whether a storage is in CPU memory beside the device's."""
+        """Whether a storage is in CPU memory next to a device's."""
         live = self._live.get(number)
         return live is not None and live.host
 

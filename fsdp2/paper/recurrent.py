@@ -91,7 +91,7 @@ def _by_layers(
 
 
 def run(name: str, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """What the operators return on ``meta``; torch's own have no workspace there."""
+    """The results of the operators on ``meta``; torch's own have no workspace there."""
     x, hidden, cell = args[0], args[5], args[6]
     if name == FORWARD:
         size = _workspace(args) if args[15] else 0

@@ -1,8 +1,8 @@
-"""What kernels of a CPU allocate inside of an operator, beside what they are given and return.
+"""Memory that a CPU's kernels allocate inside an operator, in addition to arguments and results.
 
 Measured with torch 2.13's profiler, kernel by kernel (tests/planning/test_paper_scratch.py measures
-them again). Kernels that are not here allocate nothing, or some kB. GPUs' kernels have others:
-cuDNN's and cuBLAS's workspaces, which a plan does not know.
+them again). Kernels that are not listed allocate nothing, or some kB. GPUs' kernels allocate other
+memory, cuDNN's and cuBLAS's workspaces, which a plan does not contain.
 """
 
 from __future__ import annotations

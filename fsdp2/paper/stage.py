@@ -1,10 +1,10 @@
-"""Lanes, kernels and process groups that note what is asked of them.
+"""Lanes, kernels and process groups that record their calls.
 
     with on_paper(recorder, "nccl", ranks): fully_shard(model, mesh=init_device_mesh("meta", …))
 
-The scheduler, groups, transports and reductions are the shipped ones: they are handed these
-objects where a device's own would be. What backends do is told apart as ever, by the class of the
-process group: a class for each kind.
+The scheduler, groups, transports and reductions are the real ones: they are given these objects
+instead of a device's own. Backends are recognized as usual, by the class of the process group:
+there is one class for each kind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fsdp2.record.notes import HOST, Await
 META = torch.device("meta")
 
 _recorder: Recorder | None = None
-"""Of the rehearsal under way; process groups and layers have nowhere else to find it."""
+"""The recorder of the rehearsal in progress; process groups and layers find it only here."""
 
 
 # ---- lanes
@@ -71,7 +71,7 @@ class PaperStreams:
             self._recorder.note(Await(HOST, event, label))
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
-        """What is inside runs there."""
+        """Operations in this context run on that lane."""
         return self._recorder.on(lane if self.asynchronous else Lane.COMPUTE)
 
 
@@ -173,14 +173,15 @@ class NotedFusedKernels(_Noted, FusedKernels):
 
 
 class _CopyingWork(NullWork):
-    """A collective that has a copy of the whole tensor until it is waited for.
+    """A collective that keeps a copy of the whole tensor until it is waited for.
 
-    Gloo's (torch 2.11 to 2.15): a thread gathers into a copy, which it lets go of before the wait
-    returns; when in between it runs depends on the other ranks, and a plan is of the worst. What is
-    reduced is cloned at the launch, and goes with the work, which nobody keeps behind the wait.
+    Gloo's (torch 2.11 to 2.15): a thread gathers into a copy, which it frees before the wait
+    returns; the time at which it runs depends on the other ranks, and a plan assumes the worst. A
+    tensor to reduce is cloned at the launch, and freed with the work, which is not kept after the
+    wait.
 
     Args:
-        recorder: who notes the copy.
+        recorder: records the copy.
         nbytes: its size.
     """
 
@@ -343,7 +344,7 @@ def _noting(name: str) -> Iterator[None]:
 
 
 class _Module:
-    """What torch asks of ``torch.<device type>``."""
+    """The functions that torch expects in ``torch.<device type>``."""
 
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: 0)

@@ -3,10 +3,10 @@
     torch.linspace(0, 0.1, 12).tolist()          in a model's ``__init__``
     (positions.diff() != 1).any()                positions are an ``arange``
 
-What such an operator gives is computed on the CPU too, where it is small: integers and masks of
-`LARGEST` bytes, floating point of `LARGEST_FLOAT`. So a model may ask for what does not depend on
-parameters, activations or random numbers. A value is known of a whole storage, and with it of all
-its views.
+The result of such an operator is also computed on the CPU, if it is small: integers and masks of
+`LARGEST` bytes, floating point of `LARGEST_FLOAT`. A model may therefore ask for values that do not
+depend on parameters, activations or random numbers. A value is known for a whole storage, and with
+it for all its views.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _CONSTANTS = {
     *("tril_indices", "triu_indices"),
 }
 _CONSTANTS_LIKE = {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"}
-"""Of another tensor they take the shape alone."""
+"""Operators that take only the shape of another tensor."""
 
 _OVERWRITES = {"fill_", "zero_", "copy_"}
 """They leave nothing of what was there."""
 
 
 class Values:
-    """What is known, by storage; it is forgotten with the storage."""
+    """The known values, by storage; a value is forgotten with its storage."""
 
     def __init__(self) -> None:
         self._known: dict[int, torch.UntypedStorage] = {}
@@ -59,7 +59,7 @@ class Values:
     def answer(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[object] | None:
-        """What an operator that asks for values gives, in a tuple; ``None``: it is not known."""
+        """The result of an operator that asks for values, in a tuple; ``None``: it is not known."""
         if not _asks(func):
             return None
         name = func._schema.name.removeprefix("aten::")

@@ -1,12 +1,12 @@
-"""What an operation takes on a machine: of the device's time, and of the host's.
+"""The time of an operation on a machine: on the device, and on the host.
 
-    costs_of(hardware, world) ──> Costs          rates alone are known: a roofline
-                              ──> MeasuredCosts  tables of `Measured` say what this machine took
+    costs_of(hardware, world) ──> Costs          only rates are known: a roofline
+                              ──> MeasuredCosts  tables of `Measured` hold this machine's times
 
-A roofline takes the longer of an operator's arithmetic and its memory traffic. Tables know that a
-small product attains less than a large one, that a cache is faster than memory, and what each of
-them takes where several ranks compute on the same cores. Between what was measured is interpolated.
-Ranks of a step wait for each other besides, and wake up: `Contention` says what that takes.
+A roofline takes the longer of an operator's arithmetic and its memory traffic. Tables contain the
+lower rate of small products, the higher rate of caches, and the time of each operator while several
+ranks compute on the same cores. Values between measured ones are interpolated. Ranks of a step also
+wait for each other, and wake up: `Contention` holds these times.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What a process measures of the machine that it runs on: operators, its own host time, gloo.
+"""Measurements by a process of the machine that it runs on: operators, its own host time, gloo.
 
     measure_products, measure_operators  ──> tables of `Measured`
     measure_host   ──> its host times and excess: small models, planned and run
     measure_gloo   ──> curves of collectives, in processes that have a process group
     measure_steps  ──> seconds of sharded steps of the same models, there as well
-    contention_of  ──> what these take more than the plans of tables and curves say
+    contention_of  ──> their time beyond the plans from tables and curves
 
-A figure is the median of the faster half of repeated runs, so that what else the machine does
-counts little. A rank of one thread reads its own CPU time, in which waiting for a core is not.
+A figure is the median of the faster half of repeated runs, so that other work on the machine has
+little influence. A rank with one thread reads its own CPU time, which excludes waiting for a core.
 """
 
 from __future__ import annotations

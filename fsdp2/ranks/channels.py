@@ -2,6 +2,7 @@
 
 Members          the ranks of a process group; what each has, to all, over that group
 SideChannel      objects to rank 0 and back, beside training, over a gloo group of its own
+Vote             whether any rank has said yes, known a call later, over another one
 StoreBoard       notes that ranks leave for each other; nobody waits: write, has, read, claim
 """
 
@@ -71,13 +72,34 @@ def members_of(group: dist.ProcessGroup | None) -> Members | None:
 
 
 class _Peers(Protocol):
-    """What sends tensors from rank to rank: a process group, or a backend alone."""
+    """What sends and sums tensors: a process group, or a backend alone."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
         """To a rank of the group."""
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
         """From a rank of the group, in place."""
+
+    def allreduce(self, tensors: list[torch.Tensor], /) -> Work:
+        """The sum over its ranks, in place."""
+
+
+def _beside_training(members: Members) -> _Peers | None:
+    """A gloo group of its own; ``None`` for one rank. A collective of all ``members``.
+
+    Where these are not all ranks, torch keeps no list of the group: it would name it by how many
+    others each rank has, which may differ.
+    """
+    if members.size == 1:
+        return None
+    if members.ranks == tuple(range(dist.get_world_size())):
+        return dist.new_group(backend="gloo")
+    (name, *_) = members.gather(os.urandom(8).hex())
+    notes = PrefixStore(f"fsdp2/side/{name}", default_store())
+    # torch's stub leaves out the methods that move tensors.
+    return dist.ProcessGroupGloo(  # type: ignore[return-value]
+        notes, members.rank, members.size, dist.default_pg_timeout
+    )
 
 
 class LostRankError(Exception):
@@ -91,22 +113,12 @@ class SideChannel:
     connection closes, and the others hear of it from rank 0: nobody waits for who is not there. A
     rank that lives and does not answer is waited for as long as the group's time-out says.
 
-    To make one is a collective of all ``members``. Where these are not all ranks, torch keeps no
-    list of its group: it would name the group by how many others each rank has, which may differ.
+    To make one is a collective of all ``members``.
     """
 
     def __init__(self, members: Members) -> None:
         self.rank, self.size = members.rank, members.size
-        self._group: _Peers | None = None
-        if self.size == 1:
-            return
-        if members.ranks == tuple(range(dist.get_world_size())):
-            self._group = dist.new_group(backend="gloo")
-            return
-        (name, *_) = members.gather(os.urandom(8).hex())
-        notes = PrefixStore(f"fsdp2/side/{name}", default_store())
-        gloo = dist.ProcessGroupGloo(notes, self.rank, self.size, dist.default_pg_timeout)
-        self._group = gloo  # type: ignore[assignment]  # torch's stub leaves these two methods out
+        self._group = _beside_training(members)
 
     def collect(self, value: T) -> list[T | LostRankError] | None:
         """What each rank has, on rank 0; elsewhere ``None``. Picklable.
@@ -173,6 +185,48 @@ def side_channel(members: Members) -> SideChannel:
     if members.ranks not in _side:
         _side[members.ranks] = SideChannel(members)
     return _side[members.ranks]
+
+
+class Vote:
+    """Whether any rank has said yes, as all ranks hear in the same call: the one after.
+
+    A call starts the sum of one number over a gloo group of its own, and looks at the sum that the
+    call before has started: if calls are a step apart, no rank waits. To make one is a collective
+    of all ``members``.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self._group = _beside_training(members)
+        self._is_yes = False
+        self._asked: tuple[torch.Tensor, Work] | None = None
+
+    def ask(self, yes: bool) -> bool:
+        """Whether any rank said yes in an earlier call; of one rank, in this one. It stays so.
+
+        Raises:
+            LostRankError: a rank is gone.
+        """
+        if self._group is None:
+            self._is_yes |= yes
+        elif not self._is_yes and not self._heard():
+            number = torch.tensor([int(yes)])
+            self._asked = (number, self._group.allreduce([number]))
+        return self._is_yes
+
+    def finish(self) -> None:
+        """Wait for what the last call has started, so that the group may go."""
+        self._heard()
+
+    def _heard(self) -> bool:
+        if self._asked is not None:
+            number, work = self._asked
+            self._asked = None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise LostRankError(str(error)) from error
+            self._is_yes = bool(number)
+        return self._is_yes
 
 
 class StoreBoard:

@@ -1,4 +1,5 @@
-"""What a step does, in the order of the host's calls, and when: one record for every way to run it.
+"""The record of a step, in the order of the host's calls, with times: one form for every way to
+run.
 
 notes       the record: operations on lanes, events between lanes, memory
 categories  the kind of memory that a name denotes

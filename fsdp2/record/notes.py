@@ -18,7 +18,7 @@ from fsdp2.core.device.streams import Lane
 
 
 class Beside(IntEnum):
-    """What runs beside the lanes: the host, and a stream of the user's."""
+    """Clocks besides the lanes': the host, and a stream of the user's."""
 
     HOST = len(Lane)
     USER = len(Lane) + 1

@@ -1,12 +1,12 @@
-"""What calls of `fully_shard` take: planned, all of it, before anything is changed.
+"""The parameters that calls of `fully_shard` take: all planned before anything is changed.
 
     plan_taken    modules ──> Taken: plans of the parameters that become the call's own, and those
-                              that other units have; raises whatever can be raised by then
+                              that other units have; raises every error that can be found by then
     Pending       calls that are planned and not applied: later ones see what these take
     join_others   once the call has its groups: parameters of other units get one more entry
 
-Whoever makes many units of one model plans them all, and applies them then: an error at the last
-one finds the model as it was.
+Code that makes several units of one model plans them all before it applies the first, so that an
+error at the last one leaves the model unchanged.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
+from fsdp2.core.device.streams import DeviceStreams
 from fsdp2.optim.offloaded import HostSection, Staging
 from fsdp2.testing.stand_in import device, group
 from tests.accelerator import test_lanes as lanes
@@ -47,14 +49,40 @@ def _step(model: nn.Module, optimizer: Any, mesh: Any, step: int, clips: bool = 
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("case", ["usual", "mixed", "pinned"])
-@pytest.mark.parametrize("early", [False, True])
+MODES: dict[str, dict[str, Any]] = {
+    "whole": {"offload": "cpu"},
+    "leaves": {"offload": "cpu", "leave_in_backward": True},
+    "steps": {"offload": "cpu", "step_in_backward": True},
+}
+
+
+@pytest.mark.parametrize("case", ["usual", "mixed", "pinned", "kept gradients", "whole"])
+@pytest.mark.parametrize("mode", MODES)
 @workers.ranks(2)
-def test_the_same_bits_and_no_race(case: str, early: bool) -> None:
-    """Clipped, and stepped by unit in backward; ``pinned`` has its shards on the CPU already."""
-    mesh = lanes._mesh(device.NAME, group.COALESCING, (2,))
+def test_the_same_bits_and_no_race(case: str, mode: str) -> None:
+    """Clipped, but where units are stepped; ``pinned`` has its shards on the CPU already."""
+    _check(mode, case, (2,))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@workers.ranks(1)
+def test_on_one_rank(mode: str) -> None:
+    """Hooks run on COMPUTE, and gradients are autograd's own."""
+    _check(mode, "mixed", (1,))
+
+
+@pytest.mark.parametrize("mode", ["leaves", "steps"])
+@workers.ranks(4)
+def test_replicas(mode: str) -> None:
+    """Hooks run behind all-reduces, on their lane."""
+    _check(mode, "usual", (2, 2))
+
+
+def _check(mode: str, case: str, shape: tuple[int, ...]) -> None:
+    early = mode == "steps"
+    mesh = lanes._mesh(device.NAME, group.COALESCING, shape)
     seen = []
-    for options in ({}, {"offload": "cpu", "step_in_backward": early}):
+    for options in ({}, MODES[mode]):
         model = lanes._build(mesh, case)
         optimizer = _optimizer(model, **options)
         device.races()
@@ -73,7 +101,7 @@ def test_the_same_bits_and_no_race(case: str, early: bool) -> None:
 
 @workers.ranks(2)
 def test_units_leave_while_others_are_stepped() -> None:
-    """Unit 2 is on its way out before unit 1 is stepped; two slots of memory serve all units."""
+    """In the order of backward, each before the last is stepped; memory for three serves all."""
     mesh = lanes._mesh(device.NAME, group.COALESCING, (2,))
     model = lanes._build(mesh, "usual")
     optimizer = _optimizer(model, offload="cpu")
@@ -99,13 +127,13 @@ def test_units_leave_while_others_are_stepped() -> None:
     with patched[0], patched[1], mock.patch.object(Staging, "take", take):
         _step(model, optimizer, mesh, 1)
     count = len(sections)
-    expected = [("leave", 0)]
-    for number in range(count):
-        expected += [("leave", number + 1)] if number + 1 < count else []
+    expected = [("leave", count - 1)]
+    for number in reversed(range(count)):
+        expected += [("leave", number - 1)] if number else []
         expected += [("step", number)]
     assert order == expected
     assert count == 5
-    assert len(set(map(id, taken))) == 2
+    assert len(set(map(id, taken))) == 3
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -144,3 +172,41 @@ def test_parameters_that_are_written_by_hand_are_stepped_as_written() -> None:
                 param.to_local().data.mul_(0.5)
         seen.append(_seen(model, optimizer))
     assert all(map(torch.equal, *seen))
+
+
+@pytest.mark.parametrize(
+    ("mode", "label"),
+    [
+        ("whole", "copies out after compute"),
+        ("whole", "compute after copies back"),
+        ("leaves", "copies out after compute"),
+        ("leaves", "host frees gradients after copies out"),
+        ("steps", "copies out after compute"),
+        ("steps", "compute after copies back"),
+        ("steps", "host after copies out"),
+    ],
+)
+@workers.ranks(2)
+def test_a_wait_that_is_missing_is_noticed(mode: str, label: str) -> None:
+    mesh = lanes._mesh(device.NAME, group.COALESCING, (2,))
+    model = lanes._build(mesh, "usual")
+    optimizer = _optimizer(model, **MODES[mode])
+
+    def unless(name: str) -> Callable[..., None]:
+        original = getattr(DeviceStreams, name)
+
+        def call(streams: DeviceStreams, *args: Any) -> None:
+            if args[-1] != label:
+                original(streams, *args)
+
+        return call
+
+    device.races()
+    with ExitStack() as patched:
+        for name in ("wait", "synchronize"):
+            patched.enter_context(mock.patch.object(DeviceStreams, name, unless(name)))
+        for step in range(2):
+            _step(model, optimizer, mesh, step, clips=False)
+    assert device.races()
+    _step(model, optimizer, mesh, 2, clips=False)
+    lanes._assert_ordered()

@@ -45,5 +45,6 @@ Programs that run by themselves
     written         the same, with weights that are written by hand
     guide_setting   names that examples of the docs use: a model, its data, its ranks
     planned_memory  random models, planned and run
+    jobs            jobs as their users start them, and every process of theirs
     killed_train_lm the main job, in a process that kills itself
 """

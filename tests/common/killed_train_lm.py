@@ -1,10 +1,16 @@
-"""`fsdp2.examples.train_lm` in a process that kills itself at a chosen moment of its first attempt.
+"""`fsdp2.examples.train_lm` in a process that something happens to, in its first attempt.
 
     FSDP2_TEST_KILL=RANK:PHASE:N   rank RANK sends itself SIGKILL at the N-th moment of PHASE
+                  …:@N             at the third one from the N-th step of training on
+                  …:N:memory       raises there that its device has no memory left
+                  …:N:slow         stands still there for `SLOW` seconds
     FSDP2_TEST_COUNTS=DIR          each rank writes how many moments each phase had: DIR/rank0.json
+    FSDP2_TEST_CLOCK=RANK:SECONDS  rank RANK's clock is ahead by so much, in all attempts
+    FSDP2_TEST_STEP=SECONDS        every step takes so much longer, so that there is time for faults
 
-Moments lie before and after every call in `MOMENTS`. Under torchrun a worker that was restarted
-lives. Started without a launcher, it is the launcher's parent process and starts itself as workers.
+Moments lie before and after every call in `MOMENTS`; "fault" is printed at the one that was chosen.
+Under torchrun a worker that was restarted lives. Started without a launcher, it is the launcher's
+parent process and starts itself as workers.
 """
 
 from __future__ import annotations
@@ -14,13 +20,16 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdp2.checkpoint import files, retention, saving
+from fsdp2.core.device.collectives import ReplicaCollectives
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.examples import checkpointing, train_lm
@@ -37,6 +46,7 @@ MOMENTS: dict[str, list[tuple[Any, str]]] = {
         (Scheduler, "end_backward"),
         (ParamGroup, "reduce"),
     ],
+    "all-reduce": [(ReplicaCollectives, "all_reduce")],
     "step": [
         (torch.optim.AdamW, "step"),
         (torch.nn.utils, "clip_grad_norm_"),
@@ -63,22 +73,44 @@ MOMENTS: dict[str, list[tuple[Any, str]]] = {
 }
 
 
+SLOW = 5.0
+
+
 class Killer:
-    """Counts moments, and ends this process at the one that was chosen."""
+    """Counts moments, and ends this process, or what was asked for, at the one that was chosen."""
 
     def __init__(self) -> None:
         self.passed: Counter[str] = Counter()
-        self._phase, self._at = "", -1
+        self.step = 0
+        self._phase, self._at, self._how, self._from = "", -1, "", -1
         chosen = os.environ.get("FSDP2_TEST_KILL")
         if chosen and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-            rank, phase, number = chosen.split(":")
+            rank, phase, number, *how = chosen.split(":")
             if rank == os.environ["RANK"]:
-                self._phase, self._at = phase, int(number)
+                self._phase, self._how = phase, "".join(how)
+                if number.startswith("@"):
+                    self._from = int(number[1:])
+                else:
+                    self._at = int(number)
 
     def moment(self, phase: str) -> None:
-        if phase == self._phase and self.passed[phase] == self._at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        number = self.passed[phase]
         self.passed[phase] += 1
+        if phase != self._phase:
+            return
+        if 0 < self._from <= self.step:  # from now on, moments are known by their numbers
+            self._from, self._at = -1, number + 2
+        if number == self._at:
+            self._fault()
+
+    def _fault(self) -> None:
+        print("fault", flush=True)
+        if self._how == "memory":
+            raise torch.OutOfMemoryError("a device has no memory left")
+        if self._how == "slow":
+            time.sleep(SLOW)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def watch(self, owner: Any, name: str, phase: str) -> None:
         original = getattr(owner, name)
@@ -93,12 +125,29 @@ class Killer:
         setattr(owner, name, call)
 
 
-def _train(original: Any, killer: Killer, *args: Any) -> None:
-    original(*args)
+def _train(original: Any, killer: Killer, *args: Any) -> int:
+    code: int = original(*args)
     folder = os.environ.get("FSDP2_TEST_COUNTS")
     if folder is not None:
         file = Path(folder) / f"rank{os.environ['RANK']}.json"
         file.write_text(json.dumps(killer.passed))
+    return code
+
+
+def _skew() -> None:
+    rank, seconds = os.environ["FSDP2_TEST_CLOCK"].split(":")
+    if rank == os.environ["RANK"]:
+        time.time = functools.partial(_ahead, time.time, float(seconds))
+
+
+def _ahead(clock: Callable[[], float], seconds: float) -> float:
+    return clock() + seconds
+
+
+def _train_step(original: Callable[..., Any], killer: Killer, run: Any, step: int) -> Any:
+    killer.step = step + 1
+    time.sleep(float(os.environ.get("FSDP2_TEST_STEP", "0")))
+    return original(run, step)
 
 
 def main() -> int:
@@ -109,6 +158,9 @@ def main() -> int:
             for owner, name in calls:
                 killer.watch(owner, name, phase)
         train_lm._train = functools.partial(_train, train_lm._train, killer)
+        train_lm.train_step = functools.partial(_train_step, train_lm.train_step, killer)
+        if "FSDP2_TEST_CLOCK" in os.environ:
+            _skew()
     return train_lm.main()
 
 

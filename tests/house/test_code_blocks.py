@@ -193,6 +193,7 @@ model.blocks = nn.ModuleList([fully_shard(nn.Linear(4, 4))])
 """,
     "fsdp2.checkpoint.save": "",
     "fsdp2.checkpoint.Keep": "loss = 1.0",
+    "fsdp2.checkpoint.Preemption": "start, steps, train = 0, 2, lambda step: None",
     "fsdp2.fsdp1": _WRAPPED,
     "fsdp2.fsdp1.FullyShardedDataParallel[0]": "model = Model()",
     "fsdp2.fsdp1.FullyShardedDataParallel.optim_state_dict_to_load": _WRAPPED

@@ -7,32 +7,23 @@ moment of forward, backward, step or save.
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import signal
-import socket
-import subprocess
 import sys
-import time
-import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp2 import checkpoint
+from tests.common import jobs
 from tests.common.combinations import seldom
 
 pytestmark = pytest.mark.ranks
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 600
 STEPS = 8
-RUN = (
-    *("--preset", "tiny", "--device", "cpu", "--threads", "1", "--seed", "1"),
-    *("--steps", str(STEPS), "--seq-len", "16", "--checkpoint-every", "3"),
-)
+RUN = (*jobs.TINY, "--steps", str(STEPS), "--checkpoint-every", "3")
 KILLED = "tests.common.killed_train_lm"
 TORCHRUN = (
     *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
@@ -40,56 +31,6 @@ TORCHRUN = (
 )
 PHASES = ("forward", "backward", "step", "save")
 KILLS = 8
-RUN_ID = "FSDP2_TEST_RUN"  # in the environment of every process that a test starts
-
-
-class Run:
-    """One command, and the processes that it starts, wherever they are in the process tree."""
-
-    def __init__(self, *command: str, **environment: str) -> None:
-        self.id = uuid.uuid4().hex
-        given = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", RUN_ID: self.id, **environment}
-        self.process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=given,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def finish(self) -> tuple[int, str, str]:
-        """Exit code, output and errors; fails where it takes too long or leaves a process."""
-        try:
-            out, err = self.process.communicate(timeout=TIMEOUT_SECONDS)
-            deadline = time.monotonic() + 30
-            while left := self._processes():
-                assert time.monotonic() < deadline, f"processes {left} were left behind"
-                time.sleep(0.1)
-        finally:
-            for pid in self._processes():
-                os.kill(pid, signal.SIGKILL)
-            self.process.wait(TIMEOUT_SECONDS)
-        return self.process.returncode, out, err
-
-    def _processes(self) -> list[int]:
-        mark = f"{RUN_ID}={self.id}".encode()
-        found = []
-        for entry in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if mark in entry.read_bytes():  # empty where the process has ended
-                    found.append(int(entry.parent.name))
-            except OSError:
-                continue  # it ended meanwhile, or is somebody else's
-        return found
-
-
-def losses_of(out: str) -> list[tuple[int, str]]:
-    """(step, loss as printed), in the order of printing."""
-    return [
-        (int(n), loss) for n, loss in re.findall(r"^step +(\d+)/.*?loss (\d\.\d{4}) ", out, re.M)
-    ]
 
 
 class Yardstick:
@@ -97,13 +38,13 @@ class Yardstick:
 
     def __init__(self, folder: Path) -> None:
         checkpoint = folder / "checkpoint"
-        code, out, err = Run(
+        code, out, err = jobs.Run(
             *(sys.executable, "-m", KILLED, "--nproc", "2"),
             *(*RUN, "--checkpoint", str(checkpoint), "--resume"),
             FSDP2_TEST_COUNTS=str(folder),
         ).finish()
         assert code == 0, err
-        self.losses = dict(losses_of(out))
+        self.losses = dict(jobs.losses_of(out))
         assert list(self.losses) == list(range(1, STEPS + 1))
         self.moments = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
         assert all(moments[phase] > 10 for moments in self.moments for phase in PHASES)
@@ -122,22 +63,22 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Yardstick:
 
 
 def _check_restarted(undisturbed: Yardstick, folder: Path, kill: str) -> None:
-    code, out, err = Run(
+    code, out, err = jobs.Run(
         *(*TORCHRUN, *RUN, "--checkpoint", str(folder), "--resume"), FSDP2_TEST_KILL=kill
     ).finish()
     assert code == 0, f"killed at {kill}: {err}"
     attempts = re.split(r"^tiny: .* parameters", out, flags=re.M)[1:]
     assert len(attempts) == 2, f"killed at {kill}: {len(attempts)} attempts"
     for attempt in attempts:
-        for step, loss in losses_of(attempt):
+        for step, loss in jobs.losses_of(attempt):
             assert loss == undisturbed.losses[step], f"killed at {kill}: step {step}"
     resumed = re.search(r"resumed from \S+ at step (\d+);", attempts[1])
     start = int(resumed[1]) if resumed else 0
     assert start % 3 == 0 or start == STEPS
-    done = [step for step, _ in losses_of(attempts[0])]
+    done = [step for step, _ in jobs.losses_of(attempts[0])]
     # The last complete checkpoint: of the step printed last, or of the save before.
     assert start >= max([step for step in done[:-1] if step % 3 == 0], default=0)
-    assert [step for step, _ in losses_of(attempts[1])] == list(range(start + 1, STEPS + 1))
+    assert [step for step, _ in jobs.losses_of(attempts[1])] == list(range(start + 1, STEPS + 1))
     names = sorted(path.name for path in folder.iterdir())
     assert checkpoint.steps(folder)[-1] == STEPS
     if start < STEPS:
@@ -165,25 +106,18 @@ def test_the_parent_ends_the_run_and_says_which_worker_died(
     """Without an elastic agent; the same command takes it up again."""
     command = (*RUN, "--checkpoint", str(tmp_path), "--resume")
     middle = undisturbed.moments[1][phase] // 2
-    code, out, err = Run(
+    code, out, err = jobs.Run(
         *(sys.executable, "-m", KILLED, "--nproc", "2", *command),
         FSDP2_TEST_KILL=f"1:{phase}:{middle}",
     ).finish()
     assert code == 1
     assert err.endswith("train_lm: worker 1 was ended by SIGKILL; the others were ended.\n")
-    before = losses_of(out)
-    code, out, err = Run(sys.executable, "-m", KILLED, "--nproc", "2", *command).finish()
+    before = jobs.losses_of(out)
+    code, out, err = jobs.Run(sys.executable, "-m", KILLED, "--nproc", "2", *command).finish()
     assert code == 0, err
-    losses = before + losses_of(out)
+    losses = before + jobs.losses_of(out)
     assert {step for step, _ in losses} == set(range(1, STEPS + 1))
     assert all(loss == undisturbed.losses[step] for step, loss in losses)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize("phase", seldom(PHASES, extended=1))
@@ -199,11 +133,11 @@ def test_survivors_end_by_themselves(
     common: dict[str, Any] = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(jobs.free_port()),
         "FSDP2_TEST_KILL": f"{victim}:{phase}:{middle}",
     }
     runs = [
-        Run(
+        jobs.Run(
             *(sys.executable, "-m", KILLED, *RUN, "--checkpoint", str(tmp_path), "--resume"),
             **common,
             RANK=str(rank),

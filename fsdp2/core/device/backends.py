@@ -25,17 +25,17 @@ _TORCH = "pytorch, torch/csrc/distributed/c10d/"
 
 @dataclass(frozen=True)
 class Traits:
-    """What one kind of backend does.
+    """The properties of one kind of backend.
 
     Attributes:
-        name: of the kind, for messages; ranks compare it.
-        coalesces: whether its coalesced collectives are one launch for all tensors. Where not,
-            groups travel packed.
-        premultiplies: whether reductions may divide by a factor inside of the collective
+        name: name of the kind, for messages; ranks compare it.
+        coalesces: whether its coalesced collectives are one launch for all tensors. If not, groups
+            are packed.
+        premultiplies: whether reductions may divide by a factor within the collective
             (``_make_nccl_premul_sum``).
         connects_late: whether a process group makes its communicator in its first collective, so
             that fsdp2 runs one before the first gather (`fsdp2.core.schedule.connections`).
-        source: project, file and version that this was read in.
+        source: project, file and version in which this was read.
     """
 
     name: str

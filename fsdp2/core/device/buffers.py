@@ -1,16 +1,16 @@
 """The two kinds of memory that a group owns.
 
     FlatBuffer        persistent: the group's shards        [segment 0 | pad | segment 1 | …]
-    TransientBuffer   comes and goes: gathered parameters, casts and packed collectives
-    SwappedBuffer     the same where storages cannot be emptied: views are given other ``.data``
+    TransientBuffer   temporary: gathered parameters, casts and packed collectives
+    SwappedBuffer     the same if storages cannot be emptied: views are given other ``.data``
 
-A TransientBuffer keeps its tensors for ever and gives their storage back in between. Autograd
-saves views of gathered parameters for backward; when the storage is filled again, those views are
-valid again (I3, decision 4). One storage means one allocation and one free a gather, whatever the
+A TransientBuffer keeps its tensors permanently and frees their storage in between. Autograd saves
+views of gathered parameters for backward; when the storage is filled again, those views are valid
+again (I3, decision 4). A single storage means one allocation and one free per gather, for any
 number of parameters.
 
-Each view has a version counter of its own (`_aliased`): collectives and copies bump the counter of
-the view that they write to, never that of the parameter that autograd saved (invariant I4).
+Each view has a version counter of its own (`_aliased`): collectives and copies increase the counter
+of the view that they write to, never that of the parameter that autograd saved (invariant I4).
 """
 
 from __future__ import annotations

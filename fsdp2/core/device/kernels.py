@@ -1,8 +1,9 @@
 """The tensor operations that transports and reductions launch on the current stream.
 
-They are few, and behind one protocol, so that the same transports, reductions and scheduler run
-on simulated tensors too (`fsdp2.testing.virtual`), where each call states what it reads and writes.
-Where torch's own function takes just these arguments, it stands there itself: a call less.
+They are few, and defined by one protocol, so that the same transports, reductions and scheduler
+also run on simulated tensors (`fsdp2.testing.virtual`), where each call states what it reads and
+writes. If torch's own function takes exactly these arguments, it is used directly, which saves a
+call.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Process groups: the ones that are there, what they tell, and new ones made beside them.
+"""Process groups: the existing ones, their properties, and new ones made next to them.
 
 default_group, current_world, rank_and_size   of the process
 ranks_of, global_ranks                        in the group's order, in ascending order
-backend_name, serves, timeout_of              what a group tells of its backend for a device
-new_groups, with_own_group                    groups like others, made by their own ranks alone
+backend_name, serves, timeout_of              properties of a group's backend for a device
+new_groups, with_own_group                    groups like others, made only by their own ranks
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ def global_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 def new_groups(
     around: Sequence[dist.ProcessGroup], device: torch.device, lines: Sequence[Sequence[int]]
 ) -> list[dist.ProcessGroup]:
-    """Process groups that this rank is in, made without the ranks that are in none like them.
+    """Process groups that this rank is in, made without the ranks that are in none of them.
 
-    They are like the first of ``around``: of its backend, with its time-out, and over NCCL with its
-    options (`_options_like`).
+    They have the properties of the first of ``around``: its backend, its time-out, and over NCCL
+    its options (`_options_like`).
 
-    torch names such a group by its ranks and by how many groups the process is in (2.11 to 2.13)
-    or has made (2.15): ranks with more groups than others would wait for them under another name.
-    Where the default group is bound to a device, torch would split its communicator, which takes
-    all ranks that it has, and hangs without them: groups are made without a split (`_unsplit`).
+    torch names such a group by its ranks and by how many groups the process is in (2.11 to 2.13) or
+    has made (2.15): ranks with more groups than others would wait for them under another name. If
+    the default group is bound to a device, torch would split its communicator, which requires all
+    its ranks, and hangs without them: groups are made without a split (`_unsplit`).
 
     Args:
-        around: groups that together reach all ranks which make such groups now, an axis each.
-        device: of their collectives.
+        around: groups that together reach all ranks that make such groups now, one per axis.
+        device: the device of their collectives.
         lines: ranks of each new group.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Parameters whose tensor subclass says itself what travels, and what becomes of it.
+"""Parameters whose tensor subclass defines what is sent, and how the result is built.
 
     shard ── fsdp_pre_all_gather ──> inputs ── copy ──> own row of [ranks, n bytes]
           ══ one all-gather of bytes ══> rows ── copy ──> outputs
@@ -13,12 +13,12 @@ The subclass's methods, as torch's FSDP2 calls them:
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
         -> (inputs, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)
-        -> (gathered tensor, tensors whose memory comes and goes with it)     the first time
+        -> (gathered tensor, tensors that are freed and refilled with it)     the first time
         -> None; fills ``out``, the gathered parameter                        later
     fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool    optional
 
-What each rank's first call gives is compared over the ranks, once: shapes or dtypes that differ
-raise on all of them, where a collective would hang or mix up bytes.
+The results of each rank's first call are compared over the ranks, once: shapes or dtypes that
+differ raise on all of them; a collective would hang or mix up bytes.
 """
 
 from __future__ import annotations

@@ -258,15 +258,15 @@ class Slot:
 class Segment:
     """A run of parameters with the same dtypes and transport.
 
-    The one of extended parameters has no place in the buffers, and dtypes that mean nothing: its
-    slots only say how the parameters are cut.
+    The segment of extended parameters has no position in the buffers, and its dtypes are unused:
+    its slots only determine how the parameters are cut.
 
     Attributes:
         transport: how it is gathered.
         shard_dtype: dtype of the shards.
-        full_dtype: dtype of the gathered parameters; a cast happens where it differs.
-        slots: the parameters, in the order of both buffers; where they travel packed, those whose
-            pieces are in order first.
+        full_dtype: dtype of the gathered parameters; they are cast if the two differ.
+        slots: the parameters, in the order of both buffers; if they are packed, those whose pieces
+            are in order come first.
         shard_numel: elements of one rank's part, padded to 16 bytes in either dtype.
         full_numel: elements of the gathered part, alignment included.
         shard_byte_offset: start in the group's flat shard, in bytes.
@@ -325,8 +325,8 @@ def straight_into_slots(segments: Sequence[Segment]) -> bool:
 class GroupLayout:
     """The plan of one group: a value that can be printed, compared and tested on its own.
 
-    Alike groups have one and the same (`layout_of`). What they have in common besides is kept with
-    it: made by the first of them, gone with the last (`once`).
+    Equal groups share one layout (`layout_of`). Other values that they have in common are stored
+    with it: the first group creates them, and they are freed with the last (`once`).
 
     Attributes:
         world_size: ranks that the group is sharded over.
@@ -335,8 +335,8 @@ class GroupLayout:
         full_bytes: bytes of the gathered buffer, padding and alignment included.
         payload_bytes: bytes of the parameters in the flat shards, in the shards' dtypes, padding
             excluded.
-        pieces: where the pieces of a rank's rows are that it keeps, with masters sharded over two
-            levels (`fsdp2.core.layout.levels`); ``None`` elsewhere.
+        pieces: the positions of a rank's own pieces in its rows, if masters are sharded over two
+            levels (`fsdp2.core.layout.levels`); ``None`` otherwise.
     """
 
     world_size: int

@@ -1,11 +1,11 @@
-"""What fsdp2 tells the standard ``logging``: binds, what was given up.
+"""Messages that fsdp2 sends to the standard ``logging``: binds, and abandoned schedules.
 
     fsdp2.bind       DEBUG   a group bound its buffers, and why
-    fsdp2.schedule   DEBUG   a guess that was not used, an iteration that was given up
+    fsdp2.schedule   DEBUG   an unused prediction, an iteration that was given up
 
-`fsdp2.checks.layouts` has layouts, once a root (``fsdp2.layout``). Nothing is called in a step that
-repeats the one before: all of it happens when a group is bound, or at rare events. Arguments are
-formatted by ``logging``, if the level asks for the message.
+`fsdp2.checks.layouts` logs layouts, once per root (``fsdp2.layout``). A step that repeats the
+previous one logs nothing: messages come from binding a group, or from rare events. ``logging``
+formats the arguments if the level requests the message.
 """
 
 from __future__ import annotations

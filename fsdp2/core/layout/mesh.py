@@ -1,4 +1,4 @@
-"""From a mesh and a cut to DTensor placements: one rule, used for every parameter.
+"""DTensor placements from a mesh and a cut: one rule, used for every parameter.
 
     DeviceMesh                     MeshAxes                        a plain parameter's placements
       (shard,)                ──>  shard                           (Shard(d),)
@@ -9,10 +9,10 @@
     cut in bands (`Cut`): on the mesh (bands, shard)               (Shard(0), Shard(d))
                           or (replicate, bands, shard)             (Replicate(), Shard(0), Shard(d))
 
-A parameter that is a DTensor already (tensor or expert parallel) keeps its placements behind the
-data-parallel ones, on the two meshes joined. What is laid out and moved is its local tensor. Where
-the model-parallel axis shards dim d too, this rank's piece is a piece of a piece: `_StridedShard`
-says so, and checkpoints agree with torch's.
+A parameter that is already a DTensor (tensor or expert parallel) keeps its placements after the
+data-parallel ones, on the two meshes joined. Its local tensor is laid out and communicated. If the
+model-parallel axis also shards dim d, this rank's piece is a piece of a piece: `_StridedShard`
+expresses that, and checkpoints agree with torch's.
 
     W: 8 rows, tp of 2, shard of 2     tp rank 0 has rows 0-3, of which shard rank 1 has 2-3:
                                        (_StridedShard(0, split_factor=2), Shard(0))
@@ -50,7 +50,7 @@ class MeshAxes:
 
     Attributes:
         mesh: the data-parallel mesh: (shard,), (replicate, shard) or (replicate,).
-        group: process group of the shard axis; ``None`` where nothing is sharded.
+        group: process group of the shard axis; ``None`` if nothing is sharded.
         size: its number of ranks.
         rank: this process's position on it.
         replicas: process group of the replicate axis; ``None`` without one.
@@ -58,9 +58,9 @@ class MeshAxes:
         device: the device that holds gathered parameters, and shards unless they are offloaded.
         full: the full SPMD mesh that parameters must be DTensors on, if its dims were named.
         dims: the names.
-        levels: whether the replicate axis holds pieces of the shards, and no copies of them
+        levels: whether the replicate axis holds pieces of the shards instead of copies
             (decision 29).
-        whole: whether parameters stay whole beside others that are sharded over the same ranks:
+        whole: whether parameters stay whole, next to others that are sharded over the same ranks:
             their gradients are all-reduced together (`fsdp2.core.schedule.whole`).
     """
 

@@ -1,15 +1,15 @@
-"""Where Python starts a backward: what is done before and after, and who is told of what it raises.
+"""The entry of Python into a backward: calls before and after it, and explanations of its errors.
 
     loss.backward(), torch.autograd.grad
-      Variable._execution_engine.run_backward      the one place that both come through
+      Variable._execution_engine.run_backward      both call it
         before   side doors into units are given hooks, while their calls are noted
-        raises   who can explain it is told (`fsdp2.core.modules.failures`)
-        after    gradients that came in by no hook are reduced
+        raises   `fsdp2.core.modules.failures` may explain the error
+        after    gradients that arrived through no hook are reduced
 
-A hook on an output sees a gradient that comes to that output, and nothing sees an exception: it
-goes from C++ to the user. torch has no hook here. So the attribute that holds autograd's engine
-gets an engine of a subclass (decision 19). It costs a Python call for a whole backward, and none
-for its units.
+A hook on an output sees a gradient that arrives at that output, and no hook sees an exception: it
+goes from C++ to the user. torch has no hook here. fsdp2 therefore replaces the attribute that holds
+autograd's engine by an engine of a subclass (decision 19). This costs one Python call per whole
+backward, and none per unit.
 """
 
 from __future__ import annotations

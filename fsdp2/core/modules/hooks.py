@@ -1,17 +1,17 @@
 """nn.Module and autograd hooks; with `engine`, the only code that knows the autograd engine.
 
-A unit's hooks sit at four places, and each makes one call of the scheduler. The last one is that
-call: autograd has nothing between.
+A unit's hooks are at four positions, and each makes one call of the scheduler. The last hook is
+that call itself: autograd calls it directly.
 
     forward pre-hook     enter_forward    first of all pre-hooks: users' see full parameters
     forward hook         exit_forward     last of all: users' hooks registered before see them too
     grad of an output    enter_backward   first gradient that comes back to the unit
-    grads of the inputs  exit_backward    the node in front of the unit, or a view or identity where
-                                          that may have other uses; when its gradient is there,
-                                          every node made behind it has run
+    grads of the inputs  exit_backward    the node in front of the unit, or a view or identity if
+                                          that may have other uses; when its gradient arrives,
+                                          every node created after it has run
 
-Where no input requires grad there is no such node; the end of the whole backward, a callback
-that the first `enter_backward` queues, finishes such units.
+If no input requires grad, there is no such node; the end of the whole backward, a callback that the
+first `enter_backward` queues, finishes such units.
 """
 
 from __future__ import annotations

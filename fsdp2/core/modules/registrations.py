@@ -1,16 +1,16 @@
-"""What modules register after `fully_shard`, found at the next forward of the root.
+"""Parameters that modules register after `fully_shard`, found at the next forward of the root.
 
     module.weight = …, module.adapter = …   ──> Registrations.count += 1
-    root's forward begins: one comparison   ──> only where it changed: look at every parameter
+    root's forward begins: one comparison   ──> only if it changed: look at every parameter
 
-A managed parameter's entries of modules are filled by its unit at every gather. Whatever a user put
-there would be overwritten, a tie undone, and a new parameter trained by each rank for itself, all
-in silence. `torch.func.functional_call` writes past the registration: a look at one entry finds
-that.
+A unit fills its modules' entries of managed parameters at every gather. Without this check, it
+would overwrite a parameter that a user assigned, undo a tie, and let each rank train a new
+parameter separately, all without an error. `torch.func.functional_call` writes without a
+registration: a look at one entry finds that.
 
-What is put there while the unit is sharded, and is sharded alike, replaces the managed parameter:
-so loaders that fill a model from the meta device do it. A parameter of the same model that is put
-there is tied: `fsdp2.core.modules.ties` takes it up.
+A parameter that is assigned while the unit is sharded, and is sharded in the same way, replaces the
+managed parameter; loaders that fill a model from the meta device do this. A parameter of the same
+model that is assigned there is tied: `fsdp2.core.modules.ties` handles it.
 """
 
 from __future__ import annotations

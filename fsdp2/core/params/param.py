@@ -60,7 +60,7 @@ WHOLE = "_fsdp2_whole"
 """Attribute of a full parameter that `fsdp2.gathered` has registered: its name."""
 
 PRE_HOOK, POST_HOOK = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-"""Methods of tensor subclasses that say what travels, and what becomes of it."""
+"""Methods of tensor subclasses that define what is sent, and how the result is built."""
 
 # Inside `DisableTorchFunctionSubclass` a look at a DTensor (`.grad`, `.requires_grad`) takes half
 # the time: otherwise torch first asks whether its class wants to answer instead, which it does not.
@@ -210,21 +210,21 @@ class ShardedParam:
         name: full name, from the root module once that is known.
         entries: where it is registered.
         cut: how it is sharded.
-        shape: shape of what is laid out: of the parameter, or of its local tensor if it was a
+        shape: shape of the tensor that is laid out: the parameter, or its local tensor if it was a
             DTensor before; with dims in the order of memory.
-        order: that order, where it is not the dims' own (``channels_last``): what is laid out,
-            gathered and reduced is the parameter permuted so.
+        order: that order, if it differs from the dims' order (``channels_last``): fsdp2 lays out,
+            gathers and reduces the parameter permuted in this way.
         dtype_override: the dtype that it is gathered in, if the user made an exception for it.
-        exact: whether it travels as it is, in a group that sends fewer bytes (`Wire`).
-        requires_grad: as both forms had it when it was last looked at.
+        exact: whether it is sent unencoded, in a group that sends fewer bytes (`Wire`).
+        requires_grad: the value of both forms at the last comparison.
         sharded: the DTensor parameter that the optimizer sees.
         unsharded: the gathered parameter, once it exists.
         smaller: the one over a smaller group's rows, if units are resharded to that.
         accumulated: gradients summed over backwards without sync, in the reduce dtype.
-        grad_spec: of the DTensor that becomes ``.grad``.
+        grad_spec: spec of the DTensor that becomes ``.grad``.
         parallel: its spec before sharding, if it was a DTensor (tensor or expert parallel).
-        aliases: other places that refer to it, in attributes of modules.
-        absorbed: others in whose place it was registered; optimizers may hold what they were.
+        aliases: other references to it, in attributes of modules.
+        absorbed: parameters that it replaced where it was registered; optimizers may hold them.
     """
 
     # A model has thousands, and a step looks at each several times: slots are the least memory.

@@ -95,7 +95,8 @@ class KeptGradients:
     def give_back(self, job: Job) -> None:
         """The memory of the result may be filled again as soon as it is unused.
 
-        Not at the time of delivery: on its lane, the all-reduce may still write it (invariant I13).
+        This is not at the time of delivery: the all-reduce on its lane may still write it
+        (invariant I13).
         """
         if job.kept is not None:
             self._taken = False

@@ -10,7 +10,7 @@ some rank has set it. If all members had a gradient, which is the usual case, th
 created once, and the result is ignored. Marks are sent
 
     within   after the rows, if gradients are packed, or the flat result is reduced once more
-    apart    as one more tensor of the launch, if the result need not be flat
+    apart    as one more tensor of the launch, if the result need not be flat;
     alone    in a small separate reduce-scatter, whose sums follow the rows: if the collective of
              gradients may change marks in other ways than a sum (a collective of the user)
 """

@@ -193,7 +193,7 @@ class ReduceTransport:
             self.staging.release()
 
     def release_behind(self, job: Job) -> None:
-        """The same as a step, where COMPUTE is behind the collective as soon as it has run."""
+        """The same as a step; COMPUTE runs after the collective once its call has returned."""
         self.release()
 
     def unify(self, job: Job) -> torch.dtype:
@@ -205,7 +205,7 @@ class ReduceTransport:
         return self.grad_dtype
 
     def _as_pieces(self, job: Job) -> None:
-        """Gradients as one piece behind the other."""
+        """Gradients as consecutive parts of one piece."""
         pairs = zip(self._pieces, job.grads, strict=True)
         job.grads = [grad.view(shape) for shape, grad in pairs]
 
@@ -269,16 +269,16 @@ class Delivery:
 
 
 class Reduction:
-    """The bound programs of the members of a group that are reduced alike.
+    """The bound programs of the members of a group that are reduced with the same options.
 
     Args:
-        gradients: of the members.
-        transport: how they travel.
-        partial_sums: what reductions without all-reduce leave.
-        kept: the memory of gradients, where it is kept.
+        gradients: the gradients of the members.
+        transport: how they are sent.
+        partial_sums: the results of reductions without all-reduce.
+        kept: the memory of gradients, if it is kept.
         full: the program that ends in ``.grad``.
-        partial: the program that ends in partial sums, without all-reduce; ``full`` where there
-            are no replicas.
+        partial: the program that ends in partial sums, without all-reduce; ``full`` if there are no
+            replicas.
 
     Attributes:
         members: the parameters.
@@ -328,8 +328,9 @@ class Reduction:
 
         Args:
             take_missing: reduce (as zeros, delivered too) members without a gradient.
-            all_reduce: whether partial sums are reduced, too, so that they alone suffice.
-            summed: whether gradients of earlier backwards are among them.
+            all_reduce: whether partial sums are also reduced, so that they suffice without
+                gradients.
+            summed: whether the gradients include those of earlier backwards.
         """
         grads = self.gradients.take(summed)
         missing = 0

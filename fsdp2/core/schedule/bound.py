@@ -108,20 +108,20 @@ class Bindable(Protocol):
 
 
 class Bound:
-    """All that binding makes of a group.
+    """Everything that binding creates for a group.
 
     Args:
         group: the group, laid out and sharded.
-        former: its record until now, if it was bound.
+        former: its previous record, if it was bound before.
         waiting: whether gradients of backwards without sync are waiting.
 
     Attributes:
-        current: whether parameters and buffers are still as they were bound.
+        current: whether parameters and buffers are still those that were bound.
         full: the gathered rows, between acquire and release.
         mirror: the device's copy of offloaded shards, while a gather reads them (decision 8).
-        nodes: rows that are gathered from inside a node, with masters sharded over two levels.
-        keeping: rows of earlier gathers, where they are kept, and who chooses ``route``.
-        keeps_mirror: whether gathered parameters are views of it.
+        nodes: rows that are gathered inside a node, if masters are sharded over two levels.
+        keeping: rows of earlier gathers, if they are kept, and the chooser of ``route``.
+        keeps_mirror: whether gathered parameters are views of the mirror.
         extension: the transport of parameters with all-gather hooks.
         transports: all transports.
         route: the same, sorted by what a gather does.
@@ -130,15 +130,15 @@ class Bound:
         to_unsharded: stores that register the gathered ones.
         locals: sharded parameters that are DTensors, and their rows.
         sharded: the sharded parameters.
-        sharded_flags: whether they required grad when that was compared last.
+        sharded_flags: whether they required grad at the last comparison.
         unsharded: the gathered parameters.
-        unsharded_flags: the same of them.
-        watched: the gathered parameters to which a write would be lost.
-        versions: as often as we have written them.
-        references: to what is gathered, while nobody uses it.
+        unsharded_flags: the same for the gathered parameters.
+        watched: the gathered parameters in which a user's write would be lost.
+        versions: the number of fsdp2's own writes to each.
+        references: the number of references to the gathered tensors while they are unused.
         reductions: the reduction steps.
-        reduces_frozen: whether they are of parameters, too, that require no grad any more.
-        rebinds: whether some are out of date, but have partial sums.
+        reduces_frozen: whether they include parameters that no longer require grad.
+        rebinds: whether some reductions are out of date, but have partial sums.
     """
 
     __slots__ = (

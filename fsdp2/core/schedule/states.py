@@ -1,4 +1,4 @@
-"""Where a group's parameters are, and what leads from where to where.
+"""The states of a group's parameters, and the actions that change them.
 
 SHARDED ──start_unshard──> GATHERING ──finish_unshard──> UNSHARDED
    ^                        │     ^                       │     │
@@ -8,8 +8,8 @@ SHARDED ──start_unshard──> GATHERING ──finish_unshard──> UNSHARD
    │                                                         hide, show
    └────────reshard─────────────────────────── HIDDEN <─────────┘
 
-An action sets the state at its end, so that one that raises is undone; `start_unshard` alone sets
-it first (invariant I12).
+An action sets the state at its end, so that one that raises is undone; only `start_unshard` sets it
+first (invariant I12).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one call of ``fully_shard`` made, as the scheduler sees it: groups and flags.
+"""The result of one call of ``fully_shard``, as the scheduler sees it: groups and flags.
 
 IDLE ──enter_forward──> FORWARD ──exit_forward──> IDLE
  ^                         ·  derivative of an earlier call, inside of this one
@@ -9,7 +9,7 @@ IDLE ──enter_forward──> FORWARD ──exit_forward──> IDLE
  |                       v  |
  └────end_backward── REDUCED
 
-Whatever is given up becomes IDLE. `MOVES` is this picture as a table.
+A unit that is given up becomes IDLE. `MOVES` is this picture as a table.
 """
 
 from __future__ import annotations

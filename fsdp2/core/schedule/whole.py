@@ -5,11 +5,12 @@
                            └── gradients stay where autograd left them
     end of backward        Together ──> one flat all-reduce for all of them ──> each ``.grad``
 
-A unit's end leaves the gradients of such a group alone, or adds them up in the reduce dtype where
-no all-reduce follows in this backward. The end of backward takes those of all units that all-reduce
-now (invariant I10). A group gives what its own reductions collect; one reduction of
-all members is bound besides, and runs. Which members it has follows from units' flags and from what
-the groups are bound to, so that all ranks have the same (invariant I1).
+The end of a unit's backward does not reduce the gradients of such a group, or adds them up in the
+reduce dtype if no all-reduce follows in this backward. The end of the whole backward reduces those
+of all units that all-reduce now (invariant I10). A group collects gradients with its own
+reductions; one additional reduction of all members is bound, and runs. Its members follow from the
+units' flags and from the bound records of the groups, so they are the same on all ranks (invariant
+I1).
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ class Together:
             family.joint.abandon()
 
     def _bind(self, due: Sequence[WholeGroup]) -> list[Family]:
-        """The families, made anew where any group was bound anew, or others are due."""
+        """The families, rebuilt if a group was bound again, or if other groups are due."""
         parts = [
             (layer.base, part)
             for layer in due

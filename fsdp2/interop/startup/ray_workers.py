@@ -23,7 +23,7 @@ VARIABLE, HOOK = "RAY_RUNTIME_ENV_HOOK", f"{__name__}.in_workers"
 _SETUP = "worker_process_setup_hook"
 
 Setup = Callable[[], object]
-"""What a worker calls as it starts; or where it can be imported, as a string."""
+"""The function that a worker calls as it starts, or its import path as a string."""
 
 _before: list[str] = []  # the user's hook, while ours is in its place
 
@@ -57,7 +57,7 @@ def uninstall_workers() -> None:
 
 
 def in_workers(runtime_env: Mapping[str, Any] | None) -> dict[str, object]:
-    """What Ray's driver calls: the user's ``runtime_env``, whose workers install fsdp2."""
+    """For Ray's driver: the user's ``runtime_env``, extended so that workers install fsdp2."""
     env = dict(runtime_env or {})
     for theirs in _before:
         env = dict(_found(theirs)(env) or {})

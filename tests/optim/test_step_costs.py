@@ -1,0 +1,114 @@
+"""What a plain step costs the host, counted: nobody pays for what other steps can do.
+
+Functions of fsdp2 that are called; those of torch differ from version to version.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp2
+from fsdp2.testing.null_group import null_mesh, null_world
+
+pytestmark = pytest.mark.alone
+
+DIM = 8
+
+
+def called(run: Callable[[], object]) -> Counter[str]:
+    """Functions of fsdp2 that ``run`` calls, by module and name; comprehensions are none."""
+    counts: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and module.startswith("fsdp2.") and "<" not in frame.f_code.co_name:
+            counts[f"{module.removeprefix('fsdp2.')}.{frame.f_code.co_name}"] += 1
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return counts
+
+
+def steady(units: int, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
+    """A model with gradients, and its optimizer, which has stepped."""
+    mesh = null_mesh(2)
+    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(units)))
+    for module in (*model, model):
+        fsdp2.fully_shard(module, mesh=mesh)
+    optimizer = make(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, DIM)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def flat(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW, lr=1e-3, fused=True, **options)
+
+
+def torchs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+@pytest.mark.parametrize("units", [2, 5])
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_a_step_of_the_flat_optimizer(units: int, offload: str | None) -> None:
+    """Of it, and of the optimizer inside, torch's hooks are two each; the rest is per unit.
+
+    Shards in CPU memory are stepped where they are, whether they are said to be offloaded or not.
+    """
+    with null_world(2):
+        _, optimizer = steady(units, partial(flat, offload=offload))
+        assert called(optimizer.step) == {
+            "core.modules.optimizers.before": 2,
+            "core.modules.optimizers.after": 2,
+            "optim.flat.step": 1,
+            "optim.flat.step_sections": 1,
+            "optim.runs.set_gradients": 1,
+            "optim.runs.set_gradient": units,
+            "optim.runs.side_by_side": units,
+            "optim.runs.step": 1,
+            "optim.runs.options_of": 2,
+            "optim.runs.drop_gradient": units,
+            "optim.runs.hand_back": 1,
+        }
+        assert called(optimizer.zero_grad) == {"optim.flat.zero_grad": 1}
+
+
+@pytest.mark.parametrize("units", [2, 5])
+def test_a_step_of_torchs_optimizer(units: int) -> None:
+    """Nothing but the hooks that count steps."""
+    with null_world(2):
+        _, optimizer = steady(units, torchs)
+        step = {"core.modules.optimizers.before": 1, "core.modules.optimizers.after": 1}
+        assert called(optimizer.step) == step
+        assert called(optimizer.zero_grad) == {}
+
+
+def test_clipping_asks_no_parameter_whether_its_gradient_is_elsewhere() -> None:
+    """Unless an optimizer of this process takes gradients in backward."""
+    asks = {"optim.in_backward.refuse_stepped", "optim.in_backward.find_left"}
+    with null_world(2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp2.optim.in_backward.InBackward, "count", 0)  # of tests before this one
+        model, _ = steady(3, flat)
+        found = called(lambda: fsdp2.clip_grad_norm_(model.parameters(), 1.0))
+        assert asks.isdisjoint(found)
+        optimizer = fsdp2.optim.FlatOptimizer(
+            model, torch.optim.SGD, lr=1e-3, step_in_backward=True
+        )
+        del optimizer
+        found = called(lambda: fsdp2.clip_grad_norm_(model.parameters(), 1.0))
+        assert asks <= found.keys()
