@@ -39,7 +39,7 @@ LONGER = datetime.timedelta(seconds=60)  # inside of a group, where a rank may w
 LIMIT = 120.0  # seconds in which something must happen
 AFTER = 12  # steps of all groups together behind the last kill
 SAVE_EVERY = 10
-PAUSE = 6  # steps, at most, from one kill to the next
+PAUSE = 12  # steps, at most, from one kill to the next
 PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "torchft", "fsdp2.elastic", "fsdp2.optim"]
 
 
