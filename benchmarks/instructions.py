@@ -69,7 +69,7 @@ def run_children(specs: list[dict[str, Any]]) -> None:
     """Fork a child for each, one after the other, and print its process id."""
     import torch.distributed.fsdp  # noqa: F401  # once for all children
 
-    import fsdp2  # noqa: F401
+    import fsdp2.api  # noqa: F401
 
     for spec in specs:
         sys.stdout.flush()

@@ -11,11 +11,12 @@ A unit has the matrices of a transformer's block: four of [dim, dim] and three b
     torch        ``torch.optim.Muon`` over the DTensors, as it is
     fsdp2        `fsdp2.optim.Muon`
     unbatched    the same, one matrix at a time
+    torchtitan   its DistMuon, if it is installed (`benchmarks.torchtitan_muon`)
 
-Per variant: ms per step, and the ratio everywhere / variant. Of ours besides: MB that a rank sends
-to others per step, the largest sum of matrices in bf16 that are whole at a time on a rank (from
-where a wave starts to where it is written) over those of a unit, and FLOPs of the busiest owner
-over the mean.
+Per variant: ms per step, and the ratio everywhere / variant. Of ours and torchtitan's besides: MB
+that a rank sends to others per step. Of ours: the largest sum of matrices in bf16 that are whole at
+a time on a rank (from where a wave starts to where it is written) over those of a unit, and FLOPs
+of the busiest owner over the mean.
 
 With ``--losses``, `train_lm` trains to its end with each optimizer and seed, and its held-out loss
 is the figure; a busy machine changes nothing.
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import importlib.util
 import statistics
 import sys
 from pathlib import Path
@@ -38,15 +40,16 @@ if __package__ in (None, ""):  # run as a script
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from benchmarks import accuracy, stats, workers
+from benchmarks import accuracy, stats, torchtitan_muon, workers
 from benchmarks import options as common
 from fsdp2.optim.matrices import exchange
 from fsdp2.optim.matrices.newton_schulz import COEFFICIENTS, EPS, STEPS, orthogonalized
 
-VARIANTS = ("everywhere", "torch", "fsdp2", "unbatched")
+VARIANTS = ("everywhere", "torch", "fsdp2", "unbatched", "torchtitan")
 OURS = ("fsdp2", "unbatched")
 OPTIMIZERS = ("adamw", "muon")
 TIMEOUT = datetime.timedelta(minutes=5)
@@ -93,9 +96,10 @@ class Everywhere:
 def make_model(spec: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*(Unit(spec["dim"]) for _ in range(spec["units"])))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     for unit in model:
-        fsdp2.fully_shard(unit)
-    fsdp2.fully_shard(model)
+        fsdp2.fully_shard(unit, mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
     for param in model.parameters():
         param.grad = torch.randn_like(param)
     return model
@@ -106,6 +110,8 @@ def make_optimizer(variant: str, model: nn.Module) -> Any:
         return Everywhere(list(model.parameters()))  # type: ignore[arg-type]  # DTensors by now
     if variant == "torch":
         return torch.optim.Muon(model.parameters())
+    if variant == "torchtitan":
+        return torchtitan_muon.make(model)
     return fsdp2.optim.Muon(model, batched=variant == "fsdp2")
 
 
@@ -115,7 +121,11 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
     optimizer = make_optimizer(spec["variant"], model)
     for _ in range(WARMUP_STEPS):
         optimizer.step()
-    facts = facts_of(optimizer) if spec["variant"] in OURS else {}
+    facts: dict[str, float] = {}
+    if spec["variant"] in OURS:
+        facts = facts_of(optimizer)
+    elif spec["variant"] == "torchtitan":
+        facts = {"sent": sent_of(optimizer)}
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
         gc.collect()
@@ -160,6 +170,22 @@ def facts_of(optimizer: fsdp2.optim.Muon) -> dict[str, float]:
     return {"sent": sent, "whole": most / unit, "balance": owners.busiest_over_mean}
 
 
+def sent_of(optimizer: torch.optim.Optimizer) -> float:
+    """Bytes that a step of one that calls torch's ``all_to_all_single`` sends to other ranks."""
+    sent = 0
+    send = dist.all_to_all_single
+
+    def counted(output: Any, input: Any, *args: Any, input_split_sizes: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        own = input_split_sizes[dist.get_rank()]
+        sent += (sum(input_split_sizes) - own) * input.itemsize
+        return send(output, input, *args, input_split_sizes=input_split_sizes, **kwargs)
+
+    with mock.patch.object(dist, "all_to_all_single", counted):
+        optimizer.step()
+    return sent
+
+
 # ---------------------------------------------------------------------------------------------
 # In the parent
 
@@ -180,9 +206,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         )
     rounds = {variant: [each["step"] for each in found] for variant, found in answers.items()}
     facts = {
-        variant: {key: found[0][key] for key in ("sent", "whole", "balance")}
+        variant: {key: value for key, value in found[0].items() if key != "step"}
         for variant, found in answers.items()
-        if variant in OURS
+        if len(found[0]) > 1
     }
     ratios = {}
     if "everywhere" in rounds:
@@ -205,12 +231,11 @@ def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, .
         return ("optimizer", *(f"seed {seed}" for seed in seeds), "mean"), rows
     rows = []
     for variant, found in result["rounds"].items():
-        facts = result["facts"].get(variant)
-        shown: tuple[str, ...] = ("", "", "")
-        if facts is not None:
-            sent, whole, balance = facts["sent"], facts["whole"], facts["balance"]
-            shown = (f"{sent / 1e6:.1f}", f"{whole:.2f}", f"{balance:.3f}")
-        rows.append((variant, stats.summarize(found), *shown))
+        facts = result["facts"].get(variant, {})
+        sent = f"{facts['sent'] / 1e6:.1f}" if "sent" in facts else ""
+        whole = f"{facts['whole']:.2f}" if "whole" in facts else ""
+        balance = f"{facts['balance']:.3f}" if "balance" in facts else ""
+        rows.append((variant, stats.summarize(found), sent, whole, balance))
     return ("variant", "ms per step", "MB sent", "whole units", "busiest / mean"), rows
 
 
@@ -264,6 +289,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
+    if "torchtitan" in options.variants and importlib.util.find_spec("torchtitan") is None:
+        raise SystemExit(
+            "muon.py: --variants torchtitan needs the package torchtitan, 0.3 or later"
+        )
     shown = stats.describe(stats.environment("cpu"))
     if options.losses:
         print(f"train_lm --preset {options.preset}, {options.ranks} gloo ranks\n{shown}\n")

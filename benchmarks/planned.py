@@ -117,7 +117,7 @@ def table(rows: Sequence[Row]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--use", type=Path, help="a file of python -m fsdp2.planning calibrate")
+    parser.add_argument("--use", type=Path, help="a file of fsdp2 calibrate")
     parser.add_argument("--machine", type=Path, default=Path("this_machine.json"), help="written")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="configurations with these words")

@@ -4,7 +4,7 @@
     python -m benchmarks.planned_steps --presets 1.1b,moe --ranks 2       # two, over NCCL
     python -m benchmarks.planned_steps --presets tiny,tiny-moe --device cpu --rounds 2
 
-First this machine is measured (`python -m fsdp2.planning calibrate`), unless `--machine` names a
+First this machine is measured (`fsdp2 calibrate`), unless `--machine` names a
 file. Then the steps of fsdp2 that `step.py` times take turns, and each is planned from the same
 model, loss and calls of `fully_shard`. Nothing of the plan is fitted to the steps.
 
@@ -59,7 +59,7 @@ def calibrated(device: str, ranks: int) -> Hardware:
     kind = "cuda" if device == "cuda" else "cpu"
     threads = {} if ranks or kind == "cuda" else {"OMP_NUM_THREADS": "1"}
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(workers.ROOT)]))
-    command = [sys.executable, "-m", "fsdp2.planning", "calibrate", "--device", kind]
+    command = [sys.executable, "-m", "fsdp2", "calibrate", "--device", kind]
     if ranks and kind == "cuda":
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command[2:2] = [*launcher, "-m"]
@@ -243,7 +243,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--recomputed", type=known, default=[], help="presets with activation checkpointing, too"
     )
-    parser.add_argument("--machine", help="a file of `python -m fsdp2.planning calibrate`")
+    parser.add_argument("--machine", help="a file of `fsdp2 calibrate`")
     step.add_sharding(parser)
     common.add_timing(parser, 8, rounds=5, device="cuda", devices=variants.DEVICES, clock=False)
     return parser.parse_args(arguments)

@@ -114,7 +114,7 @@ def run_counted(specs: list[dict[str, Any]]) -> None:
     """Inside valgrind: a child for each spec, which says when each part begins and ends."""
     import torch.distributed.fsdp  # noqa: F401  # once for all children
 
-    import fsdp2  # noqa: F401
+    import fsdp2.api  # noqa: F401
 
     for spec in specs:
         sys.stdout.flush()

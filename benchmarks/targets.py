@@ -175,7 +175,7 @@ TARGETS = (
     ),
     Target("host time added per step on a GPU", TORCH, 0.15, figure=_NO_GPU),
     Target(
-        "`import fsdp2` after torch, DTensor and DCP, no bytecode",
+        "`from fsdp2 import fully_shard` after torch, DTensor and DCP, no bytecode",
         "",
         100.0,
         "imports",

@@ -8,9 +8,11 @@ Example::
         fully_shard(block)
     fully_shard(model)
 
-The import loads what `fully_shard` needs. Each other public name loads its module when it is first
-used (PEP 562), by the table `_LATER`. Type checkers and editors do not run that: they read the
-imports under ``TYPE_CHECKING``, which tests/house/test_imports.py compares with the table.
+The import itself loads nothing, not even torch, so that ``fsdp2 --help`` is there at once. The
+first use of `fully_shard`, or of another name in the table `_TOGETHER`, loads all of them. Each
+other public name loads its module when it is first used (PEP 562), by the table `_LATER`. Type
+checkers and editors do not run that: they read the imports under ``TYPE_CHECKING``, which
+tests/house/test_imports.py compares with the tables.
 """
 
 import functools
@@ -18,36 +20,34 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from fsdp2.api import fully_shard
-from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
-from fsdp2.core.errors import (
-    CheckpointError,
-    CommunicationError,
-    NonFiniteGradientError,
-    RankMismatchError,
-    ShardingStateError,
-    coded,
-)
-from fsdp2.handles import GradientReductionHandle, UnshardHandle
-from fsdp2.interop import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
-from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
-from fsdp2.sharding.meshes import FSDPMeshInfo, Levels, ShardPlacementResult
-from fsdp2.sharding.selection import whole_below
-
 if TYPE_CHECKING:
     from fsdp2 import checkpoint, elastic, optim, xla
+    from fsdp2.api import fully_shard
     from fsdp2.checks.switch import DebugSettings, debug
+    from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
+    from fsdp2.core.errors import (
+        CheckpointError,
+        CommunicationError,
+        NonFiniteGradientError,
+        RankMismatchError,
+        ShardingStateError,
+    )
     from fsdp2.full import full_parameters, gathered, load_from_rank0, sync_module_states
+    from fsdp2.handles import GradientReductionHandle, UnshardHandle
+    from fsdp2.interop import (
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+    )
     from fsdp2.interop.installing import install, uninstall
+    from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
     from fsdp2.optim import repoint_optimizer
     from fsdp2.optim.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
     from fsdp2.planning.planner import Plan, plan
     from fsdp2.reports import GroupReport, Report, group_reports, report
+    from fsdp2.sharding.meshes import FSDPMeshInfo, Levels, ShardPlacementResult
+    from fsdp2.sharding.selection import whole_below
     from fsdp2.tracing import trace
     from fsdp2.wire import WireFormat
     from fsdp2.wire_states import WireState, wire_state
@@ -140,10 +140,36 @@ __all__ = [
 ]
 
 _ROOMS = (
+    # `fully_shard` loads those of the first two lines.
+    *("api", "checks", "comm_memory", "core", "handles", "interop", "module", "ranks"),
+    *("sharded_class", "sharding"),
     *("checkpoint", "elastic", "fsdp1", "full", "optim", "paper", "planning", "record", "reports"),
     *("tracing", "wire", "wire_states", "wrap", "wrapper_module", "xla"),
 )
 """Modules that are attributes of this one without an import, and load when they are first used."""
+
+_TOGETHER = {
+    "api": ("fully_shard",),
+    "core.errors": (
+        *("CheckpointError", "CommunicationError", "NonFiniteGradientError", "RankMismatchError"),
+        "ShardingStateError",
+    ),
+    "core.custom_collectives": ("AllGather", "Comm", "ReduceScatter"),
+    "handles": ("GradientReductionHandle", "UnshardHandle"),
+    "interop": (
+        "CPUOffloadPolicy",
+        "DataParallelMeshDims",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+    ),
+    "module": ("FSDPModule", "register_fsdp_forward_method", "share_comm_ctx"),
+    "sharding.meshes": ("FSDPMeshInfo", "Levels", "ShardPlacementResult"),
+    "sharding.selection": ("whole_below",),
+}
+"""Public names whose modules `fully_shard` needs: the first use of one loads all of them.
+
+So a compiled function that reads another of them after `fully_shard` finds an ordinary attribute.
+"""
 
 _LATER = {
     "checks.switch": ("DebugSettings", "debug"),
@@ -165,28 +191,36 @@ _LATER = {
 }
 """Public names that are loaded when they are first used, by the module that has them."""
 
-_HOMES = {name: home for home, names in _LATER.items() for name in names}
+_HOMES = {
+    name: home for table in (_TOGETHER, _LATER) for home, names in table.items() for name in names
+}
 
 
 def _load(name: str) -> object:
-    """Load the attribute that `_ROOMS` or `_LATER` lists as ``name``, and keep it as an ordinary
-    attribute.
+    """Load the attribute that the tables list as ``name``, and keep it as an ordinary attribute.
 
     Raises:
-        AttributeError: neither lists it.
+        AttributeError: no table lists it.
     """
     if name in _ROOMS:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         # `obj` has the names of which Python suggests a similar one.
+        from fsdp2.core.errors import coded
+
         missing = functools.partial(AttributeError, name=name, obj=sys.modules[__name__])
         raise coded(
             missing,
             "no-such-name",
             f"module 'fsdp2' has no attribute '{name}'; dir(fsdp2) lists what it has",
         )
-    found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = found
+    if _HOMES[name] in _TOGETHER:
+        for home, names in _TOGETHER.items():
+            module = importlib.import_module(f"{__name__}.{home}")
+            globals().update({each: getattr(module, each) for each in names})
+    else:
+        globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found: object = globals()[name]
     return found
 
 

@@ -31,8 +31,8 @@ consensus  ranks that succeed together or fail together
 owning     one job at a time in a folder: by a lock, or by a lease
 files      all file operations, in one module
 
-The room imports public modules, `fsdp2.full` and ``torch.distributed.checkpoint``; ``python -m
-fsdp2.checkpoint`` is `__main__`. It adds nothing to a step of training.
+The room imports public modules, `fsdp2.full` and ``torch.distributed.checkpoint``; ``fsdp2
+checkpoint`` is its command. It adds nothing to a step of training.
 """
 
 from fsdp2.checkpoint.converting import Converted, convert

@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.futures import Future
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.checkpoint.files import read_at
 from fsdp2.checkpoint.index import read_index
@@ -238,18 +239,38 @@ def _check_layout(path: tuple[str | int, ...], rows: Tensor) -> None:
         )
 
 
+def _check_class(path: tuple[str | int, ...], rows: Tensor) -> None:
+    """Low-precision states are codes in a subclass, and scales that depend on this rank's rows."""
+    if path[0] == "optimizer" and is_traceable_wrapper_subclass(rows):
+        raise coded(
+            CheckpointError,
+            "ckpt-subclass",
+            f"save() cannot keep '{'.'.join(map(str, path))}', whose rows are of the tensor "
+            f"subclass {type(rows).__name__}; save this optimizer with "
+            f"torch.distributed.checkpoint",
+        )
+
+
 def kept_values(state: Nested) -> Nested:
     """Values that DCP's items do not restore exactly, with their types; and tensors in them."""
     found: Nested = {}
     for path, value in _values_in(state):
         if isinstance(value, Tensor):
             _check_layout(path, local_of(value))
+            _check_class(path, local_of(value))
             continue
         if is_kept_by_dcp(value):
             continue
         name = ".".join(map(str, path))
 
         def named(tensor: Tensor, inside: tuple[str, ...], reached: bool, name: str = name) -> str:
+            if isinstance(tensor, DTensor) and name.startswith("optimizer.state."):
+                raise coded(
+                    CheckpointError,
+                    "ckpt-contained",
+                    f"save() cannot keep '{name}', which has a DTensor in a container, as it would "
+                    f"come back as a plain tensor; save the model without this optimizer",
+                )
             if reached:
                 return ".".join((name, *inside))
             place = f"{name}#{len(found)}"

@@ -204,8 +204,6 @@ def _check_levels_and_plan(args: argparse.Namespace) -> None:
         raise UsageError("--levels needs --replicate R of 2 or more, and knows no --tp or --plan")
     if args.plan is not None and (args.tp > 1 or args.lora is not None):
         raise UsageError("--plan knows neither --tp nor --lora: leave them out to plan the rest")
-    if args.plan is not None and args.optimizer != "adamw":
-        raise UsageError(f"--plan does not know --optimizer {args.optimizer}: leave it out")
 
 
 def _check_folders(args: argparse.Namespace) -> None:

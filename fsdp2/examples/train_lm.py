@@ -73,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.plan is not None:
             planned = plan_step(options)
             print(planned, flush=True)
+            if options.optimizer == "muon":
+                print(MUON_PLANNED, flush=True)
             if options.trace is not None:
                 planned.trace(options.trace)
             return 0
@@ -225,15 +227,27 @@ def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
 
 MUON_RATE = 3.0  # AdamW's early steps are larger than the norm that Muon's are adjusted to
 
+MUON_PLANNED = (
+    "Muon is planned over this rank's rows: its states, 4 bytes per element of a matrix and 8 of "
+    "the rest, are as they will be; what is whole during its step, and its time, are not planned."
+)
+
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 
 def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """The optimizer of the parameters that are trained.
+    """The optimizer of the parameters that are trained."""
+    return make_optimizer_of(model.named_parameters(), options)
+
+
+def make_optimizer_of(
+    named: Iterable[tuple[str, nn.Parameter]], options: Options
+) -> torch.optim.Optimizer:
+    """As `make_optimizer`, of parameters by name.
 
     The learning rate is AdamW's; of Muon's matrices it is `MUON_RATE` times that.
     """
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trained = [(name, p) for name, p in named if p.requires_grad]
     if options.optimizer == "adamw":
         return make_adamw((param for _, param in trained), options.lr)
     return optim.Muon(
@@ -304,6 +318,9 @@ def plan_step(options: Options) -> Plan:
     """The plan of a step on the machine that ``--plan`` names; nothing is made or started."""
     assert options.plan is not None
     on = torch.device("meta")
+    with on:
+        model = Transformer(options.model, options.activation_checkpointing)
+    names = [name for name, _ in model.named_parameters()]
 
     def make_batch() -> tuple[Tensor, Tensor]:
         tokens = torch.zeros(options.rank_batch, options.seq_len, dtype=torch.int64)
@@ -322,7 +339,7 @@ def plan_step(options: Options) -> Plan:
             make_batch,
             shard=shard,
             loss=lambda model, batch: token_losses(model(batch[0]), batch[1]).mean(),
-            optimizer=lambda params: make_adamw(params, options.lr),
+            optimizer=lambda params: make_optimizer_of(zip(names, params, strict=True), options),
             mesh=ranks if options.replicate > 1 else ranks[1],
             hardware=options.plan,
             accumulate=options.grad_accum,

@@ -2,6 +2,7 @@
 
 flat         FlatOptimizer: element-wise optimizers over the units' flat shards
 runs         stretches of flat shards that it steps as one tensor each
+asserted     what it finds out about classes that a user says are element-wise
 in_backward  what steps a unit's runs as soon as their gradients are there
 offloaded    what steps a unit's runs on the CPU, where the states are
 matrices     Muon, and MatrixOptimizer: optimizers that look at whole matrices, each on its owner

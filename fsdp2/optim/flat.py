@@ -27,7 +27,7 @@ from torch import nn
 from fsdp2.core.errors import coded
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.optim import offloaded
+from fsdp2.optim import asserted, offloaded
 from fsdp2.optim.in_backward import InBackward, LeaveInBackward, StepInBackward
 from fsdp2.optim.offloaded import HostSection, Staging, step_all
 from fsdp2.optim.runs import (
@@ -70,7 +70,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         params: parameters or parameter groups, as for the class itself. Default ``None``: all of
             ``model.parameters()``.
         elementwise: ``True`` asserts that a class that is none of torch's treats every element by
-            itself: no norms, no shapes, nothing of the parameter but its values and gradients.
+            itself: no norms, no shapes, nothing of the parameter but its values and gradients; and
+            keeps numbers and tensors of the parameter's shape as its state.
         step_in_backward: whether a unit's parameters are stepped, and their gradients dropped, as
             soon as its reduction has delivered them: gradients of at most two units exist at a
             time. `step` then steps what is left, and ends the iteration. It excludes what needs
@@ -89,7 +90,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError: ``model`` is not a module, or ``optimizer_class`` not a class that is known to
-            be element-wise.
+            be element-wise. With ``elementwise=True``: one of torch's that is known not to be, one
+            whose options become tensors, or (in the first step) one whose state is other.
         ValueError: there are no parameters, another optimizer steps one in backward, or
             ``offload`` is neither ``"cpu"`` nor ``None``.
 
@@ -130,6 +132,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._model = model
         self._make_inner: Callable[..., torch.optim.Optimizer]
         self._make_inner = functools.partial(optimizer_class, **options)
+        if optimizer_class not in ELEMENTWISE:
+            asserted.refuse_whole(optimizer_class)
+            self._make_inner = asserted.watched(self._make_inner)
         self._sections = [Section(self._make_inner)]
         self._loaded: dict[torch.Tensor, ParamState] = {}  # state that no run has yet
         self._in_backward: InBackward | None = None
@@ -140,6 +145,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         devices = (param.device for group in self.param_groups for param in group["params"])
         device = next(devices, torch.device("cpu"))
         inner = self._make_inner([nn.Parameter(torch.empty(0, device=device))])
+        if optimizer_class not in ELEMENTWISE:
+            asserted.check_options(inner)
         self._class, self.defaults = type(inner), inner.defaults
         for group in self.param_groups:
             for name, value in self.defaults.items():

@@ -13,7 +13,7 @@ calibrate  measures the machine that it runs on, with the probes of a process
 printing   tables, and settings as code
 picture    a plan as a timeline
 
-``python -m fsdp2.planning`` plans a preset, or a function of yours.
+``fsdp2 plan`` plans a preset, or a function of yours; ``fsdp2 calibrate`` measures the machine.
 """
 
 from fsdp2.planning.hardware import Hardware

@@ -1,18 +1,18 @@
 """Measure this machine: products, memory traffic, host time, and collectives.
 
-    python -m fsdp2.planning calibrate -o this_machine.json          # a CPU, gloo between processes
-    torchrun --nproc-per-node 8 -m fsdp2.planning calibrate -o node.json --device cuda
+measure_cpu    a CPU, and gloo between its processes
+measure_gpu    a GPU, and its node's links where torchrun started several ranks
+``fsdp2 calibrate`` calls them.
 
 On a CPU, the ranks of a machine share its cores. Tables are therefore measured with one process
 that uses all threads, and with several at the same time (`probes`): operators by size, the host,
 gloo; and sharded steps of small models, for the time that they take beyond these. On GPUs, the
 collectives of one node are measured if torchrun started several ranks; figures between nodes are
-taken from ``--base``.
+taken from another machine.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from fsdp2.core.device.collectives import run_all_gather
 from fsdp2.core.device.one_off import run_barrier
 from fsdp2.core.device.process_groups import default_group
 from fsdp2.core.errors import coded
-from fsdp2.planning.hardware import Curve, Hardware, Measured, from_json, load, write
+from fsdp2.planning.hardware import Curve, Hardware, Measured, from_json
 from fsdp2.planning.probes import (
     clock_of,
     contention_of,
@@ -48,37 +47,17 @@ SMALL, LARGE = 2**12, 2**24  # bytes of gathered tensors
 GIB = 2**30
 
 
-def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 done."""
-    parser = argparse.ArgumentParser(prog="python -m fsdp2.planning calibrate", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("-o", "--output", type=Path, default=Path("this_machine.json"))
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--base", default="h100", help="what is not measured on GPUs is this one's")
-    parser.add_argument(
-        "--ranks", default="1,2,4", help="of a CPU: how many processes are measured at a time"
-    )
-    parser.add_argument("--rounds", type=int, default=1, help="of a CPU: each figure's median")
-    args = parser.parse_args(argv)
-    if args.device == "cpu":
-        found = measure_cpu([int(count) for count in args.ranks.split(",")], args.rounds)
-        first = True
-    else:
-        found, first = measure_gpu(load(args.base))
-    if first:
-        write(found, args.output)
-        print(f"{args.output}: {json.dumps({'flops': found.flops, 'bandwidth': found.bandwidth})}")
-    return 0
-
-
-def measure_cpu(ranks: Sequence[int], rounds: int = 1) -> Hardware:
+def measure_cpu(
+    ranks: Sequence[int], rounds: int = 1, progress: Callable[[str], object] = str
+) -> Hardware:
     """This machine's CPU, with gloo between its processes.
 
     Args:
         ranks: numbers of processes that are measured at the same time; 1 is among them.
         rounds: how often all is measured; each figure is the median.
+        progress: called with a description of the next measurement. Default: no call.
     """
-    return median_of([_measure_cpu(ranks) for _ in range(rounds)])
+    return median_of([_measure_cpu(ranks, progress) for _ in range(rounds)])
 
 
 def median_of(found: Sequence[Hardware]) -> Hardware:
@@ -98,9 +77,11 @@ def _median_of(values: Sequence[Any]) -> Any:
     return first
 
 
-def _measure_cpu(ranks: Sequence[int]) -> Hardware:
-    cores = _cores()
-    runs = {count: _run_ranks(count, max(1, cores // count)) for count in ranks}
+def _measure_cpu(ranks: Sequence[int], progress: Callable[[str], object]) -> Hardware:
+    cores, runs = _cores(), {}
+    for count in ranks:
+        progress("1 process" if count == 1 else f"{count} processes at the same time")
+        runs[count] = _run_ranks(count, max(1, cores // count))
     gloo: dict[str, list[tuple[int, int, Curve]]] = {}
     for run in runs.values():
         for kind, curves in run["gloo"].items():
@@ -152,7 +133,7 @@ def _with_tables(
         network=rate,
         network_latency=latency,
         shared=True,
-        sources={"all": "python -m fsdp2.planning calibrate"},
+        sources={"all": "fsdp2 calibrate"},
         cores=cores,
         measured=tuple(tables),
         gloo=gloo,
@@ -173,7 +154,7 @@ def measure_gpu(base: Hardware) -> tuple[Hardware, bool]:
         flops=flops,
         bandwidth=_bandwidth(device),
         host_op=_host_op(device),
-        sources={**base.sources, "flops, bandwidth, host_op": "python -m fsdp2.planning calibrate"},
+        sources={**base.sources, "flops, bandwidth, host_op": "fsdp2 calibrate"},
     )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         latency, rate = _gathers(device)

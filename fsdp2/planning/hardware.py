@@ -1,7 +1,7 @@
 """The rates of a machine, from a JSON file: FLOPs, bandwidths, latencies, and the source of each.
 
     load("h100")            one of the files next to this module
-    load("my_machine.json") a file written by `python -m fsdp2.planning calibrate`, or by hand
+    load("my_machine.json") a file written by `fsdp2 calibrate`, or by hand
 
 Durations are a roofline: an operator takes the longer of its arithmetic and its memory traffic,
 plus a fixed cost; products, attention and all others have separate rates. A collective takes the
@@ -23,8 +23,6 @@ from fsdp2.core.errors import coded
 from fsdp2.record.notes import Operation
 
 FOLDER = Path(__file__).with_name("hardware")
-
-GB = 10**9
 
 Curve = list[tuple[float, float]]
 """Bytes and seconds, the smallest first."""
@@ -258,7 +256,7 @@ def load(which: str | Path | Hardware) -> Hardware:
             ValueError,
             "plan-hardware",
             f"hardware={str(which)!r} is neither one of {', '.join(names())} nor the path of a "
-            f".json file; write one with python -m fsdp2.planning calibrate",
+            f".json file; write one with fsdp2 calibrate",
         )
     found: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
     known = {each.name for each in fields(Hardware)}

@@ -39,9 +39,9 @@ from fsdp2.planning.rehearsal import (
 from fsdp2.planning.search import Fit, advice, search
 from fsdp2.planning.timing import Times, Timing, UnitTimes, schedule
 from fsdp2.tracing import Timeline, show
+from fsdp2.tracing.summaries import amount
 from fsdp2.wrap.choices import Policy
 
-GB = 10**9
 REMEMBERED = 4
 """The number of rehearsals that a model keeps."""
 
@@ -213,8 +213,8 @@ class Plan:
         peak = self.memory.peak
         what = "fits" if self.fits else "does not fit"
         return (
-            f"{what}: {peak.rounded / GB:.4g} of {self.room / GB:.4g} GB at {peak.where}; "
-            f"{self.time.step:.3g} s a step, {self.tokens_per_second:,.0f} tokens/s"
+            f"{what}: {amount(peak.rounded)} of {amount(self.room)} at {peak.where}; "
+            f"{self.time.step:.3g} s per step, {self.tokens_per_second:,.0f} tokens/s"
         )
 
     @property

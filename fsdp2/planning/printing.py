@@ -12,7 +12,6 @@ from fsdp2.planning.timing import Times, UnitTimes
 from fsdp2.record.categories import CATEGORIES
 from fsdp2.tracing.summaries import amount, table
 
-GB = 10**9
 MOST_UNITS = 12
 
 
@@ -64,12 +63,13 @@ def render(plan: Planned) -> str:
     settings, hardware, peak = plan.settings, plan.hardware, plan.memory.peak
     time = plan.time
     shape = " x ".join(map(str, settings.mesh))
+    batches = "micro-batch" if settings.accumulate == 1 else "micro-batches"
     lines = [
-        f"{plan.rehearsal.parameters / 1e9:,.2f} billion parameters on {shape} x {hardware.name}, "
-        f"{settings.accumulate} micro-batch(es) of {plan.rehearsal.tokens:,} tokens a rank",
+        f"{_number(plan.rehearsal.parameters)} parameters on {shape} x {hardware.name}, "
+        f"{settings.accumulate} {batches} of {plan.rehearsal.tokens:,} tokens per rank",
         plan.verdict,
         "",
-        f"Memory of a rank at its peak: {peak.where}",
+        f"Memory of one rank at its peak: {peak.where}",
     ]
     categories = [name for name in CATEGORIES if name in peak.categories]
     rows = [[name, amount(peak.categories[name])] for name in categories]
@@ -94,9 +94,9 @@ def render(plan: Planned) -> str:
     ]
     lines += [*table(["", "ms"], rows), ""]
     lines.append(
-        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}; a rank sends "
-        f"{amount(plan.bytes_in_node)} in its node and {amount(plan.bytes_between_nodes)} "
-        f"to others in a step"
+        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}; per step, a rank sends "
+        f"{amount(plan.bytes_in_node)} within its node and {amount(plan.bytes_between_nodes)} "
+        f"to other nodes"
     )
     lines += ["", *_units(plan.units)]
     return "\n".join(lines)
@@ -152,8 +152,9 @@ def render_fit(fitting: Sequence[Planned], tried: Sequence[Planned], room: int) 
     if not fitting:
         return "\n".join([*lines, "", f"nothing that was tried fits {amount(room)}"])
     best = fitting[0]
-    lines += ["", f"of {amount(room)} that were allowed, {amount(best.memory.peak.rounded)} at "]
-    lines[-1] += f"{best.memory.peak.where}: {told(best.settings)}; {best.time.step:.3g} s a step, "
+    peak = best.memory.peak
+    lines += ["", f"the fastest takes {amount(peak.rounded)} of {amount(room)}, at {peak.where}: "]
+    lines[-1] += f"{told(best.settings)}; {best.time.step:.3g} s per step, "
     lines[-1] += f"{best.tokens_per_second:,.0f} tokens/s"
     return "\n".join([*lines, "", best.code()])
 
@@ -263,6 +264,14 @@ def _step(settings: Settings) -> list[str]:
     if settings.clip is not None:
         lines += [f"    clip_grad_norm_(model.parameters(), {settings.clip})"]
     return [*lines, "    optimizer.step()", "    optimizer.zero_grad()"]
+
+
+def _number(count: int) -> str:
+    """A number of elements, for people, such as "1.24 million"."""
+    for size, name in ((10**9, "billion"), (10**6, "million")):
+        if count >= size:
+            return f"{count / size:,.2f} {name}"
+    return f"{count:,}"
 
 
 def _ms(seconds: float) -> str:

@@ -8,8 +8,8 @@ drawing    a recorded step whose times are known, as a timeline
 states     the optimizer states on the device
 page       an HTML file that shows timelines
 context    ``with fsdp2.trace(path):`` around real steps
-__main__   the same from the command line
 
+``fsdp2 trace`` does the same from the command line.
 `fsdp2.trace` is the context of that name, which has `summary`, `diff`, `show` and `read`. Other
 names are imported: ``from fsdp2.tracing import Timeline``.
 """

@@ -29,7 +29,7 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
     The compute, all-gathers, copies and reductions of each unit become slices by lane; each wait of
     one lane for another becomes an arrow; fsdp2's allocations become counters. If lanes are streams
     (on a GPU), times come from events on them; on the CPU they are the host's. `ui.perfetto.dev`,
-    `fsdp2.trace.summary`, `fsdp2.trace.diff` and ``python -m fsdp2.tracing view`` open the file.
+    `fsdp2.trace.summary`, `fsdp2.trace.diff` and ``fsdp2 trace view`` open the file.
 
     Only this process is recorded, and nothing is communicated. Recorded steps cost some µs more per
     slice; other steps cost the same as without it. Units bind their collectives again in the first

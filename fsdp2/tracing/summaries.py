@@ -377,13 +377,14 @@ def peak_told(peak: Peak, origin: float = 0.0) -> str:
     return told
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns: the first to the left, all others to the right."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of columns: the first ``left`` of them to the left, all others to the right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     lines = []
     for row in (head, *rows):
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        sized = list(zip(row, widths, strict=True))
+        cells = [cell.ljust(width) for cell, width in sized[:left]]
+        cells += [cell.rjust(width) for cell, width in sized[left:]]
         lines.append("  ".join(cells).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return lines

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import pickle
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -30,10 +31,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import checkpoint, fully_shard
 from fsdp2.checkpoint import files
-from fsdp2.checkpoint.__main__ import main
+from fsdp2.command.checkpoint import main
 from fsdp2.core.errors import CheckpointError
 from fsdp2.optim import FlatOptimizer
 from fsdp2.ranks.channels import Members
+from fsdp2.tracing.summaries import amount
 from tests.common import workers
 from tests.common.errors import raises
 
@@ -250,11 +252,22 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / ".saving-step-00000005").mkdir()
     assert main(["ls", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "4 " in said
-    assert "1 ranks  with optimizer" in said
+    size = sum(p.stat().st_size for p in (tmp_path / "step-00000004").iterdir())
+    size -= (tmp_path / "step-00000004" / "manifest.json").stat().st_size
+    assert re.search(rf"^4 +{re.escape(amount(size))} +2 +1 +yes +-$", said, re.MULTILINE)
     assert "half-done: .saving-step-00000005" in said
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["unfinished"] == [".saving-step-00000005"]
+    (step,) = found["steps"]
+    assert (step["step"], step["bytes"], step["optimizer"]) == (4, size, True)
     assert main(["show", str(tmp_path)]) == 0
-    assert f"model.first.weight  ({HIDDEN}, {IN})  float32" in capsys.readouterr().out
+    row = rf"^model.first.weight +\({HIDDEN}, {IN}\) +float32$"
+    assert re.search(row, capsys.readouterr().out, re.MULTILINE)
+    assert main(["show", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    shape = {"shape": [HIDDEN, IN], "dtype": "float32"}
+    assert found["tensors"]["model.first.weight"] == shape
     assert main(["verify", str(tmp_path)]) == 0
     seen: list[tuple[int, int]] = []
     assert checkpoint.verify(tmp_path, progress=lambda done, of: seen.append((done, of))) == []

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import entries, files
-from fsdp2.checkpoint.__main__ import main
 from fsdp2.checkpoint.archives import read_file, write_archive
 from fsdp2.checkpoint.converting import KINDS, kind_of
 from fsdp2.checkpoint.entries import Entry, Piece
+from fsdp2.command.checkpoint import main
 from fsdp2.xla.shards import FORMAT
 from tests.checkpoint.test_checkpoint_crashes import Recorder, crashes
 from tests.common.errors import raises

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 import fsdp2
 from fsdp2 import checkpoint, fully_shard
 from fsdp2.checkpoint import files, tensors
-from fsdp2.checkpoint.__main__ import main
 from fsdp2.checkpoint.state import held_by
+from fsdp2.command.checkpoint import main
 from tests.common.errors import raises
 from tests.common.tensors import Wrapped
 from tests.common.workers import ranks

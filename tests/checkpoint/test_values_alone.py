@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.optim import lr_scheduler
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import state
@@ -204,6 +205,17 @@ def test_tensors_that_no_load_would_restore_are_refused(tmp_path: Path, value: T
     model.register_buffer("it", value)
     with raises("ckpt-layout"):
         checkpoint.save(tmp_path, model, step=1)
+    assert checkpoint.steps(tmp_path) == []
+
+
+def test_states_in_tensor_subclasses_are_refused(tmp_path: Path) -> None:
+    """Codes and scales of low precision: a load has the parameter's rows to write into."""
+    model = Holds()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.state[model.weight]["it"] = TwoTensor(torch.ones(2), torch.ones(2))
+    with raises("ckpt-subclass") as caught:
+        checkpoint.save(tmp_path, model, optimizer, step=1)
+    assert "'optimizer.state.weight.it'" in str(caught.value)
     assert checkpoint.steps(tmp_path) == []
 
 

@@ -6,6 +6,8 @@
 
     check_started("with_launchers.py", "spawn")      one process each, which starts the ranks itself
 
+    check_ours("over_flat_shards.py", "torchao")     a script that imports fsdp2, and asserts
+
 A script knows nothing of fsdp2. It prints, through `scripts/common.py`, the losses of each case on
 rank 0, and on each rank the modules of the classes that its sharded model is made of.
 """
@@ -74,6 +76,11 @@ def check_started(script: str, case: str, ranks: int = 2) -> None:
     torchs = _launch([path, case], ranks, by_itself=True)
     ours = _launch(["-m", "fsdp2.run", path, case], ranks, by_itself=True)
     _compare(torchs, ours, (case,), ranks)
+
+
+def check_ours(script: str, case: str, ranks: int = 2) -> None:
+    """Runs a script that imports fsdp2; asserts that it comes to its end on all ranks."""
+    _launch([str(SCRIPTS / script), case], ranks)
 
 
 def _compare(torchs: Seen, ours: Seen, cases: Sequence[str], ranks: int, rtol: float = 0.0) -> None:

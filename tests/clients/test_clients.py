@@ -10,7 +10,7 @@ import importlib.util
 
 import pytest
 
-from tests.clients.launch import check, check_started
+from tests.clients.launch import check, check_ours, check_started
 
 pytestmark = pytest.mark.clients
 
@@ -135,6 +135,30 @@ def test_libraries(case: str, package: str) -> None:
     """Optimizers, loaders, losses and models around what `fully_shard` sharded."""
     _needs(package, "transformers")
     check("with_libraries.py", case)
+
+
+@pytest.mark.parametrize(
+    ("case", "package"),
+    [
+        ("torchao8", "torchao"),
+        ("torchao4", "torchao"),
+        ("torchao_fp8", "torchao"),
+        ("torchao_offload", "torchao"),
+        ("bitsandbytes", "bitsandbytes"),
+        ("schedulefree", "schedulefree"),
+        ("heavyball", "heavyball"),
+    ],
+)
+def test_optimizers(case: str, package: str) -> None:
+    """Beside the same over the unsharded model; both implementations behave alike."""
+    _needs(package)
+    check("with_optimizers.py", case)
+
+
+@pytest.mark.parametrize("package", ["torchao", "bitsandbytes", "schedulefree", "heavyball"])
+def test_optimizers_over_flat_shards(package: str) -> None:
+    _needs(package)
+    check_ours("over_flat_shards.py", package)
 
 
 def test_diffusers() -> None:

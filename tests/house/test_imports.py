@@ -31,7 +31,7 @@ LEFT_OUT += ("interop.startup", "interop.wrapped")
 
 WATCHED = """if True:
     import json, sys
-    import fsdp2
+    from fsdp2 import fully_shard
     from fsdp2.core.notices import Notice
     found = {
         f"{module.removeprefix('fsdp2.core.')}.{name}": [f.__module__ for f in value.functions]
@@ -45,7 +45,7 @@ STEP = """if True:
     import json, sys
     import torch
     import torch.distributed.fsdp, torch.distributed.tensor
-    import fsdp2
+    import fsdp2, fsdp2.api
     from fsdp2.testing.null_group import init_null_group
     init_null_group(1)
     before = set(sys.modules)
@@ -63,6 +63,7 @@ STEP = """if True:
 
 EACH = """if True:
     import importlib, json, os
+    import torch.distributed.fsdp, torch.distributed.tensor
     import fsdp2
     failed = []
     for name, home in {homes}.items():
@@ -105,21 +106,27 @@ def _alone(source: str, **environment: str) -> Any:
     return json.loads(done.stdout)
 
 
-def _new_after(first: str) -> set[str]:
-    """Modules that ``import fsdp2`` loads in a process that has run ``first``."""
+def _new_after(first: str, then: str) -> set[str]:
+    """Modules that ``then`` loads in a process that has run ``first``."""
     source = f"""if True:
         import json, sys
         {first}
         before = set(sys.modules)
-        import fsdp2
+        {then}
         print(json.dumps([name for name in sys.modules if name not in before]))
     """
     return set(_alone(source))
 
 
-def test_the_import_loads_what_fully_shard_needs() -> None:
+def test_the_import_alone_loads_nothing() -> None:
+    """So that ``fsdp2 --help`` does not wait for torch."""
+    assert _new_after("import importlib, typing", "import fsdp2") == {"fsdp2"}
+
+
+def test_fully_shard_loads_what_it_needs() -> None:
     """No room above, nothing of torch that its FSDP2 has not loaded, and nothing of Python."""
-    new = _new_after("import torch.distributed.fsdp, torch.distributed.tensor")
+    torchs = "import torch.distributed.fsdp, torch.distributed.tensor"
+    new = _new_after(torchs, "from fsdp2 import fully_shard")
     own = {name.removeprefix("fsdp2.") for name in new if name.startswith("fsdp2.")}
     assert {name.partition(".")[0] for name in own} == LOADED
     assert own.isdisjoint(LEFT_OUT)
@@ -129,15 +136,24 @@ def test_the_import_loads_what_fully_shard_needs() -> None:
 def test_each_room_is_loaded_or_loads_later() -> None:
     """But for those that are no part of a training program: they are imported by name."""
     there = {path.stem for path in SOURCE.parent.glob("[a-z]*") if path.suffix in ("", ".py")}
-    assert there == LOADED | {*fsdp2._ROOMS} | {"examples", "run", "testing"}
-    assert LOADED.isdisjoint(fsdp2._ROOMS)
+    by_name = {"command", "examples", "run", "testing"}
+    assert there == {*fsdp2._ROOMS} | by_name
+    assert by_name.isdisjoint(fsdp2._ROOMS)
+    assert {*fsdp2._ROOMS} >= LOADED
 
 
-def test_what_the_import_loads_of_torch() -> None:
+def test_what_fully_shard_loads_of_torch() -> None:
     """FSDP2, for its classes are bases of ours, but not DCP or dynamo."""
-    new = _new_after("import torch")
+    new = _new_after("import torch", "from fsdp2 import fully_shard")
     assert "torch.distributed.fsdp" in new
     assert new.isdisjoint({"torch.distributed.checkpoint", "torch._dynamo", "torch._inductor"})
+
+
+def test_the_first_use_of_one_loads_its_companions() -> None:
+    """Compiled code that reads another of them later finds an ordinary attribute."""
+    source = "import fsdp2, json; fsdp2.Levels; print(json.dumps(list(vars(fsdp2))))"
+    together = {each for names in fsdp2._TOGETHER.values() for each in names}
+    assert together <= set(_alone(source))
 
 
 def test_who_watches_core_is_there_after_the_import() -> None:
@@ -214,15 +230,10 @@ def test_types_know_no_names_but_those() -> None:
     assert "__getattr__" in vars(fsdp2)
 
 
-def test_each_public_name_is_imported_or_loads_later() -> None:
-    assert {name for name in fsdp2.__all__ if name not in HOMES} <= set(_imported_at_once())
-    assert set(HOMES).isdisjoint(_imported_at_once())
-
-
-def _imported_at_once() -> list[str]:
-    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
-    found = (node for node in tree.body if isinstance(node, ast.ImportFrom))
-    return [alias.name for node in found for alias in node.names]
+def test_each_public_name_loads_later() -> None:
+    assert {name for name in fsdp2.__all__ if name not in HOMES} == set()
+    named = [*fsdp2._TOGETHER.values(), *fsdp2._LATER.values(), fsdp2._ROOMS]
+    assert len(HOMES) == sum(map(len, named)), "a name is in one table"
 
 
 def _is_for_types(test: ast.expr) -> bool:

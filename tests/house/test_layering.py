@@ -60,6 +60,9 @@ TOUCHING: dict[str, set[str]] = {
     "comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
     "paper.null_group": {"torch.distributed"},
     "paper.stage": {"torch.distributed"},
+    "command.checkpoint": {"torch.distributed.checkpoint.metadata"},
+    "command.doctor": {"torch.distributed"},
+    "command.selftest": {"torch.distributed"},
     "interop.installing": {"torch.distributed.checkpoint.state_dict"},
 }
 """What modules touch c10d, and by what: the device's room, `ranks`, and what else is said here."""
@@ -482,14 +485,14 @@ def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
         assert not called & writing or path.stem in ("files", "owning"), path
     users = {_name(p) for p in FILES if any(_below(m, "checkpoint") for m in _own_modules(p))}
     # The package imports it by name; peers are sent what steps on a disk have.
-    assert all(_below(name, "checkpoint") or _below(name, "elastic") for name in users)
+    above = ("checkpoint", "command", "elastic")
+    assert all(any(_below(name, each) for each in above) for name in users)
 
 
 TRACE: dict[str, set[str]] = {
     "timeline": set(),
     "summaries": {"tracing.timeline"},
     "page": {"tracing.summaries", "tracing.timeline"},
-    "__main__": {"tracing.page", "tracing.summaries"},
 }
 """What modules of `fsdp2.trace` import of fsdp2: the data stands on nothing, not even on torch."""
 
@@ -549,9 +552,28 @@ def test_the_rooms_of_paper_and_plans_say_what_lives_there() -> None:
                 below = ("paper", "record", "core" if room == "paper" else "tracing", room)
                 assert module in others or any(_below(module, each) for each in below), path
     users = {_name(p) for p in FILES if any(_below(m, "planning") for m in _own_modules(p))}
-    assert all(name == "" or _below(name, "planning") for name in users)
+    assert {name.partition(".")[0] for name in users} <= {"", "planning", "command"}
     users = {_name(p) for p in FILES if any(_below(m, "paper") for m in _own_modules(p))}
     assert all(name.partition(".")[0] in ("planning", "paper", "testing") for name in users)
+
+
+def test_the_room_of_the_command_is_the_top() -> None:
+    """It says what lives there; nothing imports it; what reads arguments loads no torch."""
+    room = ROOT / "command"
+    assert _listed(room) == _modules_in(room)
+    users = {_name(path) for path in FILES if any(_below(m, "command") for m in _own_modules(path))}
+    assert {name for name in users if not _below(name, "command")} == {"__main__"}
+    for path in room.glob("*.py"):
+        loaded = {m for node in _tree(path).body for m, _ in _imports(node, "") if _is_plain(node)}
+        torchs = {module for module in loaded if _below(module, "torch")}
+        assert torchs == set() or path.stem == "selftest"
+        own = {module for module in loaded if _below(module, "fsdp2")} - {"fsdp2"}
+        assert all(_below(module, "fsdp2.command") for module in own), path
+
+
+def _is_plain(node: ast.stmt) -> bool:
+    """Whether it is an import that runs when its module loads."""
+    return isinstance(node, ast.Import | ast.ImportFrom)
 
 
 def test_only_modules_that_become_fsdp_modules_change_their_class() -> None:

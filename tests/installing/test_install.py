@@ -438,11 +438,19 @@ def test_a_process_of_its_own(folder: Path) -> None:
     assert (done.stdout, done.returncode) == (expected, 3), done.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["-m"], ["--help"]])
+@pytest.mark.parametrize(
+    ("arguments", "code"), [([], 2), (["-m"], 2), (["--what"], 2), (["--help"], 0), (["-h"], 0)]
+)
 def test_without_a_script_it_says_what_it_takes(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
-    with pytest.raises(SystemExit, match=r"python -m fsdp2\.run script\.py"):
+    with pytest.raises(SystemExit) as ended:
         main()
+    assert ended.value.code == code
+    printed = capsys.readouterr()
+    assert "fsdp2 run script.py" in printed.out if code == 0 else "name a script" in printed.err
     assert torchs.fully_shard is TORCHS_NAMES["fully_shard"], "nothing was installed"

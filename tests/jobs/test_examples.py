@@ -58,7 +58,6 @@ TINY = PRESETS["tiny"]
         (["--tp", "-2"], "'-2' is not a whole number of at least 1"),
         (["--lora", "0"], "'0' is not a whole number of at least 1"),
         (["--lora", "64"], "--lora 64 is no low rank"),
-        (["--plan", "--optimizer", "muon"], "--plan does not know --optimizer muon"),
         (["--tp", "4"], "--tp 4 does not divide the 2 key/value heads of preset small"),
         (["--nproc", "6", "--replicate", "4"], "6 ranks do not divide evenly by --replicate 4"),
         (["--nproc", "5", "--tp", "2"], "5 ranks do not divide evenly by --tp 2"),

@@ -199,7 +199,7 @@ def test_plans_tell_nodes_apart() -> None:
         return str(fsdp2.plan(build, lambda: torch.ones(2, WIDTH), shard=shard, mesh=shape))
 
     assert "kept rows" in planned(True)
-    once, twice = (re.search(r"and ([\d.]+) kB to others", planned(k)) for k in (True, False))
+    once, twice = (re.search(r"and ([\d.]+) kB to other nodes", planned(k)) for k in (True, False))
     assert once is not None
     assert twice is not None
     assert float(once[1]) < float(twice[1])

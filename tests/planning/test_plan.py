@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -18,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
+from fsdp2.command import plan as command
 from fsdp2.core.device.rehearsal import Stage, rehearsing
 from fsdp2.core.device.streams import Lane
 from fsdp2.examples import train_lm
 from fsdp2.paper.stage import GlooOnPaper
-from fsdp2.planning import calibrate, hardware, presets, probes
-from fsdp2.planning.__main__ import _of_function, _of_preset, _parser, main
+from fsdp2.planning import calibrate, hardware, presets, printing, probes
 from fsdp2.planning.costs import costs_of
 from fsdp2.planning.hardware import Attained, Contention, Hardware, Measured
 from fsdp2.planning.memory import Ledger
@@ -434,7 +435,7 @@ def test_a_machine_is_calibrated(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "fsdp2.planning",
+        "fsdp2",
         "calibrate",
         "--ranks",
         "1,2",
@@ -466,7 +467,7 @@ def test_settings_that_fit_are_found() -> None:
     assert found.best.memory.peak.rounded <= tight
     rates = [p.tokens_per_second for p in found.fitting]
     assert found.best.tokens_per_second >= 0.995 * max(rates)
-    assert f"of {amount(tight)} that were allowed, " in str(found)
+    assert f" of {amount(tight)}, at " in str(found)
     assert "fully_shard(" in str(found)
     nothing = made.fit(memory=1, limit=4)
     assert nothing.best is None
@@ -651,21 +652,54 @@ def test_a_plan_in_print_and_as_a_file(tmp_path: Path) -> None:
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["tiny", "--ranks", "4", "--trace", str(tmp_path / "t.json")]) == 0
-    assert "tokens/s" in capsys.readouterr().out
-    fit = ["tiny", "--ranks", "4", "--batch", "2", "--clip", "1", "--fit", "--memory"]
+    main, tiny = command.main, ["tiny", "--ranks", "4"]
+    assert main([*tiny, "--trace", str(tmp_path / "t.json")]) == 0
+    printed = capsys.readouterr()
+    assert "229,952 parameters on 4 x H100 SXM5 80GB, 1 micro-batch of 32 tokens per rank" in (
+        printed.out
+    )
+    assert printed.err == ""  # nobody looks at it
+    assert main([*tiny, "--grad-accum", "2"]) == 0
+    assert "2 micro-batches of 32 tokens per rank" in capsys.readouterr().out
+    fit = [*tiny, "--batch-size", "2", "--clip-grad-norm", "1", "--fit", "--memory"]
     assert main([*fit, "0.0001"]) == 1
     assert "nothing that was tried fits 100.00 kB" in capsys.readouterr().out
     assert main([*fit, "0.5"]) == 0
     printed = capsys.readouterr()
-    assert "of 500.00 MB that were allowed" in printed.out
+    assert re.search(r"the fastest takes \d\.\d\d MB of 500\.00 MB, at ", printed.out)
     assert "clip_grad_norm_(model.parameters(), 1.0)" in printed.out
-    assert "1 of at most 30: mesh 4" in printed.err
     assert main(["tiny-moe", "--ranks", "4", "--replicate", "2", "--hardware", "a100"]) == 0
     assert main(["no-such-model"]) == 2
-    assert "is no preset" in capsys.readouterr().err
+    assert "fsdp2 plan: 'no-such-model' is no preset" in capsys.readouterr().err
     assert main(["tiny", "--ranks", "4", "--replicate", "3"]) == 2
     assert main(["tests.planning.test_plan:some"]) == 2
+    assert main(["no_such_module:some"]) == 2
+    assert "names no function that returns a Plan" in capsys.readouterr().err
+    assert main([]) == 2
+
+
+def test_the_command_line_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["tiny", "--ranks", "4", "--json"]
+    assert command.main([*tiny, "--activation-checkpointing"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["fits"], found["settings"]["checkpointing"]) == (True, True)
+    assert found["settings"]["precision"]["param_dtype"] == "torch.bfloat16"
+    assert found["peak_live_bytes"] == sum(found["peak_by_category"].values())
+    assert len(found["units"]) == 5
+    assert command.main([*tiny, "--fit", "--memory", "0.5"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["room_bytes"] == 500_000_000
+    assert all(each["fits"] for each in found["tried"])
+    assert "fully_shard(model" in found["code"]
+    assert command.main(["--list"]) == 0
+    assert "llama-405b" in capsys.readouterr().out
+    assert command.main(["--list", "--json"]) == 0
+    assert "h100" in json.loads(capsys.readouterr().out)["hardware"]
+
+
+def test_numbers_of_parameters_are_told() -> None:
+    told = [printing._number(n) for n in (999_999, 1_240_000, 70_553_706_496)]
+    assert told == ["999,999", "1.24 million", "70.55 billion"]
 
 
 def test_hardware_files_say_where_figures_are_from() -> None:
@@ -742,11 +776,14 @@ def test_a_batch_of_another_device_is_planned_by_its_shapes() -> None:
 
 def test_command_line_refusals() -> None:
     with raises("plan-preset"):
-        _of_preset(_parser().parse_args(["no-such-model"]))
+        command.of_preset(command.parser().parse_args(["no-such-model"]))
     with raises("plan-replicate"):
-        _of_preset(_parser().parse_args(["tiny", "--replicate", "3"]))
+        command.of_preset(command.parser().parse_args(["tiny", "--replicate", "3"]))
     with raises("plan-function"):
-        _of_function("tests.planning.test_plan:some")
+        command.of_function(command.parser().parse_args(["tests.planning.test_plan:some"]))
+    with raises("plan-own-settings"):
+        given = ["tests.planning.test_plan:some", "--seq-len", "8"]
+        command.of_function(command.parser().parse_args(given))
 
 
 def _cases(first: int, last: int) -> list[dict[str, Any]]:

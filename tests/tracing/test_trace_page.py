@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from fsdp2.command.trace import main
 from fsdp2.tracing import Memory, Slice, Timeline, Wait, show
-from fsdp2.tracing.__main__ import main
 from tests.common import browser
 from tests.common.browser import Browser, Page
 from tests.common.errors import raises

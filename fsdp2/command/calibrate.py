@@ -1,0 +1,81 @@
+"""`fsdp2 calibrate`: measure this machine, and write a file that plans take as ``--hardware``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp2.command.options import DONE, Parser, complain, count, counts
+from fsdp2.command.output import ProgressLine, print_json
+
+PROG = "fsdp2 calibrate"
+
+SUMMARY = "measure this machine, for fsdp2 plan --hardware FILE"
+
+_DESCRIPTION = """Measure this machine: products, memory traffic, host time, and collectives.
+
+  fsdp2 calibrate --output this_machine.json     a CPU, and gloo between its processes: two minutes
+  torchrun --nproc-per-node 8 -m fsdp2 calibrate --device cuda --output node.json
+
+Measure at rest: other work on the machine is in the figures. On GPUs, collectives of one node are
+measured where torchrun started several ranks; what lies between nodes is taken from --base."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code: 0 measured, 2 wrong usage."""
+    given = parser().parse_args(arguments)
+    if not given.output.parent.is_dir():  # it is known before two minutes of measuring
+        return complain(PROG, f"'{given.output.parent}' is no folder; --output names a file in one")
+    from fsdp2.planning.calibrate import measure_cpu, measure_gpu
+    from fsdp2.planning.hardware import load, write
+
+    try:
+        with ProgressLine("calibrate") as line:
+            if given.device == "cpu":
+                found, is_first = measure_cpu(given.ranks, given.rounds, line.say), True
+            else:
+                found, is_first = measure_gpu(load(given.base))
+    except (ValueError, RuntimeError) as error:
+        return complain(PROG, error)
+    if is_first:
+        write(found, given.output)
+        if given.json:
+            facts = {"flops": found.flops, "bandwidth": found.bandwidth}
+            print_json({"file": given.output, **facts})
+        else:
+            rates = ", ".join(
+                f"{rate / 1e12:.3g} TFLOP/s {name}" for name, rate in found.flops.items()
+            )
+            print(f"{given.output}: {rates}, {found.bandwidth / 1e9:.3g} GB/s of memory")
+    return DONE
+
+
+def parser() -> Parser:
+    """The options of `fsdp2 calibrate`."""
+    made = Parser(PROG, _DESCRIPTION)
+    add = made.add_argument
+    add(
+        *("-o", "--output"),
+        type=Path,
+        default=Path("this_machine.json"),
+        metavar="FILE",
+        help="what is written (this_machine.json)",
+    )
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="what is measured (cpu)")
+    add("--base", default="h100", help="of GPUs: the machine whose other figures are taken (h100)")
+    add(
+        "--ranks",
+        type=counts,
+        default=[1, 2, 4],
+        metavar="N,N,…",
+        help="of a CPU: how many processes are measured at the same time (1,2,4)",
+    )
+    add(
+        "--rounds",
+        type=count,
+        default=1,
+        metavar="N",
+        help="of a CPU: each figure is the median of these (1)",
+    )
+    made.add_json()
+    return made

@@ -1,0 +1,290 @@
+"""`fsdp2 checkpoint`: folders of steps, on a disk or at a URL such as s3://bucket/run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp2.command.options import DONE, PROBLEM, Parser, complain, count, step, subparsers
+from fsdp2.command.output import ProgressLine, print_json, print_table
+
+if TYPE_CHECKING:
+    from fsdp2.checkpoint.folder import Manifest
+
+PROG = "fsdp2 checkpoint"
+
+SUMMARY = "look after checkpoints"
+
+COMMANDS = {
+    "ls": "list steps with their sizes, and what is replaced or half-done",
+    "show": "list names, shapes and dtypes of a step",
+    "verify": "read every byte, and name the files that are not what was saved",
+    "export": "write a step as a new folder of safetensors files, for Hugging Face's libraries",
+    "convert": "make a checkpoint of another kind, one block of a tensor at a time",
+    "rm": "remove steps, or what is half-done; asks before it does",
+}
+
+KINDS = ("steps", "dcp", "torch", "fsdp1", "ranks", "xla", "safetensors")
+"""The kinds of `convert`; a test compares them with `fsdp2.checkpoint.converting`."""
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code: 0 done, 1 something there is not what was saved, 2 wrong usage, no checkpoint."""
+    given = parser().parse_args(arguments)
+    from fsdp2.core.errors import CheckpointError
+
+    commands = {"ls": _ls, "show": _show, "verify": _verify, "rm": _rm}
+    commands |= {"export": _export, "convert": _convert}
+    try:
+        return commands[given.command](given)
+    except (CheckpointError, OSError) as error:
+        return complain(f"{PROG} {given.command}", error)
+
+
+def parser() -> Parser:
+    """The options of `fsdp2 checkpoint`."""
+    made = Parser(PROG, "Folders of steps that fsdp2.checkpoint.save wrote.")
+    below = subparsers(made, COMMANDS)
+    for name in ("ls", "show", "verify", "rm", "export"):
+        text = "what save() was given: a folder, or a URL as s3://bucket/run"
+        below[name].add_argument("folder", metavar="FOLDER", help=text)
+    below["show"].add_argument("--step", type=step, help="the step (the newest)")
+    below["verify"].add_argument("--step", type=step, help="the step (all of them)")
+    add = below["export"].add_argument
+    add("out", type=Path, metavar="OUT", help="the new folder")
+    add("--step", type=step, help="the step (the newest)")
+    add("--dtype", choices=DTYPES, help="of floating-point tensors (as saved)")
+    add("--shard-size", default="5GB", metavar="SIZE", help="of one file, at most (5GB)")
+    add = below["convert"].add_argument
+    add("source", metavar="SOURCE", help="a file, a folder, or a pattern of the ranks' files")
+    add("target", type=Path, metavar="TARGET", help="what is made; nothing is there yet")
+    add("--from", dest="from_kind", choices=KINDS, help="the source's kind (recognised)")
+    add("--to", dest="to_kind", choices=KINDS, help="the target's kind (by its name)")
+    add("--step", type=step, help="of the source; or the step to make")
+    add("--ranks", type=count, default=1, help="files that --to xla makes (1)")
+    add = below["rm"].add_argument
+    chosen = below["rm"].add_mutually_exclusive_group(required=True)
+    text = "this step; several are named by --step 100 --step 200"
+    chosen.add_argument("--step", type=step, action="append", help=text)
+    chosen.add_argument("--unfinished", action="store_true", help="what crashes left half-done")
+    add("--yes", action="store_true", help="do not ask")
+    return made
+
+
+# ---- looking
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The steps of a folder, and the reasons why others cannot be read, by number."""
+
+    steps: list[Manifest]
+    broken: dict[int, str]
+    replaced: dict[int, str]
+    unfinished: list[str]
+
+
+def _ls(given: argparse.Namespace) -> int:
+    with ProgressLine(f"ls {given.folder}"):
+        found = _listed(given.folder)
+    code = PROBLEM if found.broken else DONE
+    if given.json:
+        facts = [_facts(manifest) for manifest in found.steps]
+        others = {"replaced": found.replaced, "unfinished": found.unfinished}
+        print_json({"steps": facts, "broken": found.broken, **others})
+        return code
+    if found.steps:
+        head = ["step", "size", "files", "ranks", "optimizer", "metric"]
+        print_table(head, [_row(manifest) for manifest in found.steps])
+    for number, why in found.broken.items():
+        print(f"broken: step {number}, {why}")
+    for number, why in found.replaced.items():
+        print(f"replaced: step {number}, {why}")
+    for name in found.unfinished:
+        print(f"half-done: {name}")
+    return code
+
+
+def _listed(folder: str) -> Listing:
+    from fsdp2.checkpoint.folder import read_manifest, store_of
+    from fsdp2.core.errors import CheckpointError
+
+    store = store_of(folder)
+    found = Listing([], {}, store.replaced(), store.unfinished())
+    known = store.steps()
+    if not known and not found.replaced and not found.unfinished:
+        read_manifest(store, None)  # raises: it knows what to say
+    for number in known:
+        try:
+            found.steps.append(read_manifest(store, number))
+        except CheckpointError as error:
+            found.broken[number] = str(error)
+    return found
+
+
+def _facts(manifest: Manifest) -> dict[str, object]:
+    return {
+        "step": manifest.step,
+        "bytes": _size(manifest),
+        "files": len(manifest.files),
+        "ranks": manifest.ranks,
+        "optimizer": manifest.has_optimizer,
+        "metric": manifest.metric,
+        "torch": manifest.torch,
+    }
+
+
+def _row(manifest: Manifest) -> list[str]:
+    from fsdp2.tracing.summaries import amount
+
+    return [
+        str(manifest.step),
+        amount(_size(manifest)),
+        str(len(manifest.files)),
+        str(manifest.ranks),
+        "yes" if manifest.has_optimizer else "no",
+        "-" if manifest.metric is None else f"{manifest.metric:g}",
+    ]
+
+
+def _size(manifest: Manifest) -> int:
+    return sum(length for length, _ in manifest.files.values())
+
+
+def _show(given: argparse.Namespace) -> int:
+    with ProgressLine(f"show {given.folder}"):
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        from fsdp2.checkpoint.folder import items_of, read_manifest, store_of
+        from fsdp2.checkpoint.state import Reader
+
+        store = store_of(given.folder)
+        manifest = read_manifest(store, given.step)
+        metadata = Reader(items_of(store, manifest)).read_metadata().state_dict_metadata
+    tensors = {
+        name: (tuple(about.size), str(about.properties.dtype).removeprefix("torch."))
+        for name, about in sorted(metadata.items())
+        if isinstance(about, TensorStorageMetadata)
+    }
+    others = sorted(metadata.keys() - tensors.keys())
+    if given.json:
+        told = {name: {"shape": shape, "dtype": dtype} for name, (shape, dtype) in tensors.items()}
+        print_json({"step": manifest.step, "tensors": told, "values": others})
+        return DONE
+    rows = [[name, str(shape), dtype] for name, (shape, dtype) in tensors.items()]
+    rows += [[name, "-", "a value"] for name in others]
+    print_table(["name", "shape", "dtype"], sorted(rows), left=3)
+    return DONE
+
+
+def _verify(given: argparse.Namespace) -> int:
+    from fsdp2.checkpoint.folder import read_manifest, steps, store_of, verify
+
+    checked = steps(given.folder) if given.step is None else [given.step]
+    if not checked:
+        read_manifest(store_of(given.folder), None)  # raises: it knows what to say
+    with ProgressLine(f"verify {given.folder}") as line:
+        wrong = verify(given.folder, given.step, progress=line.bytes)
+    if given.json:
+        print_json({"steps": checked, "wrong": wrong})
+    elif wrong:
+        print("\n".join(wrong))
+    else:
+        what = "1 step" if len(checked) == 1 else f"{len(checked)} steps"
+        print(f"{what}, every byte as it was saved")
+    return PROBLEM if wrong else DONE
+
+
+# ---- making
+
+
+def _export(given: argparse.Namespace) -> int:
+    import torch
+
+    from fsdp2.checkpoint.exporting import export
+    from fsdp2.tracing.summaries import amount
+
+    with ProgressLine(f"export {given.out}") as line:
+        found = export(
+            given.out,
+            given.folder,
+            step=given.step,
+            dtype=None if given.dtype is None else getattr(torch, given.dtype),
+            shard_size=given.shard_size,
+            progress=line.bytes,
+        )
+    if given.json:
+        print_json(found)
+    else:
+        files = "1 file" if len(found.files) == 1 else f"{len(found.files)} files"
+        print(f"{given.out}: {files}, {amount(found.nbytes)}")
+    return DONE
+
+
+def _convert(given: argparse.Namespace) -> int:
+    from fsdp2.checkpoint.converting import convert
+
+    with ProgressLine(f"convert {given.target}") as line:
+        found = convert(
+            given.source,
+            given.target,
+            from_kind=given.from_kind,
+            to_kind=given.to_kind,
+            step=given.step,
+            ranks=given.ranks,
+            progress=line.bytes,
+        )
+    if given.json:
+        print_json(found)
+        return DONE
+    print(f"{found.from_kind} -> {found.to_kind}: {given.target}")
+    if found.left:
+        print(f"not in {found.to_kind}: {', '.join(found.left)}")
+    return DONE
+
+
+# ---- removing
+
+
+def _rm(given: argparse.Namespace) -> int:
+    from fsdp2.checkpoint.folder import remove, store_of
+
+    store = store_of(given.folder)
+    doomed = store.unfinished() if given.unfinished else _checked(given)
+    if not doomed:
+        return complain(f"{PROG} rm", f"'{store}' has nothing that is half-done")
+    if not given.yes and not _asked(f"remove {', '.join(map(str, doomed))} of '{store}'"):
+        return complain(f"{PROG} rm", "nothing was removed; pass --yes to remove it unasked")
+    gone: list[str] = []
+    with ProgressLine(f"rm {given.folder}") as line:
+        for each in [None] if given.unfinished else given.step:
+            gone += remove(given.folder, each)
+            line.say(gone[-1])
+    if given.json:
+        print_json({"removed": gone})
+    else:
+        print("\n".join(f"removed {name}" for name in gone))
+    return DONE
+
+
+def _checked(given: argparse.Namespace) -> list[str]:
+    """The steps that are named, each with its size; all of them are there, or none goes."""
+    from fsdp2.checkpoint.folder import read_manifest, store_of
+    from fsdp2.tracing.summaries import amount
+
+    found = [read_manifest(store_of(given.folder), number) for number in given.step]
+    return [f"step {each.step} ({amount(_size(each))})" for each in found]
+
+
+def _asked(what: str) -> bool:
+    """Ask at the terminal; ``False`` without one."""
+    if not sys.stdin.isatty():
+        return False
+    print(f"{what}? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,0 +1,285 @@
+"""`fsdp2 plan`: memory and time of a training step, of a known model or of a function of yours."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp2.command.options import CODES, DONE, PROBLEM, Parser, complain, count, positive
+from fsdp2.command.output import ProgressLine, print_json, print_table, print_text
+
+if TYPE_CHECKING:
+    from fsdp2.planning.planner import Plan
+    from fsdp2.planning.search import Fit
+
+PROG = "fsdp2 plan"
+
+SUMMARY = "plan memory and time of a training step, without a device"
+
+_DESCRIPTION = """Plan a training step: whether it fits, where memory is at its peak, how long it
+takes. Nothing is trained, and no device is needed.
+
+  fsdp2 plan llama-70b --ranks 64 --hardware h100 --activation-checkpointing
+  fsdp2 plan llama-8b --ranks 8 --batch-size 4 --fit
+  fsdp2 plan my_project.training:plan_it
+  fsdp2 plan --list"""
+
+_OF_PRESETS = (
+    *("ranks", "replicate", "hardware", "batch_size", "seq_len", "grad_accum", "precision"),
+    *("reduce_each", "activation_checkpointing", "reshard_after_forward", "prefetch_window"),
+    *("clip_grad_norm", "cpu_offload"),
+)
+"""Options that a function of the user's decides itself."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code: 0 planned, 1 it does not fit, 2 wrong usage."""
+    given = parser().parse_args(arguments)
+    if given.list:
+        return _list(given.json)
+    if given.model is None:
+        return complain(PROG, "name a model, or module:function; --list has the models")
+    try:
+        with ProgressLine(f"plan {given.model}") as line:
+            made = of_function(given) if ":" in given.model else of_preset(given)
+            room = None if given.memory is None else given.memory * 1e9
+            found = made.fit(room, progress=line.say) if given.fit else None
+            # What is shown may rehearse once more: what would fit.
+            shown = _facts_of(made, found) if given.json else str(made if found is None else found)
+            files = _write(made if found is None else found.best or made, given)
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        return complain(PROG, error)
+    if given.json:
+        print_json(shown)
+    else:
+        print_text(shown)
+        for name in files:
+            print(f"\nwrote {name}")
+    fits = made.fits if found is None else found.best is not None
+    return DONE if fits else PROBLEM
+
+
+def parser() -> Parser:
+    """The options of `fsdp2 plan`."""
+    codes = CODES.replace("1 a problem was found", "1 it does not fit")
+    made = Parser(
+        PROG, _DESCRIPTION, f"amounts of bytes are in powers of ten: 1 GB is 10**9\n{codes}"
+    )
+    add = made.add_argument
+    add("model", nargs="?", help="one of --list; or module:function, which returns a Plan")
+    add("--list", action="store_true", help="print the known models and machines, and leave")
+    add("--hardware", default="h100", help="one of --list, or a file of fsdp2 calibrate (h100)")
+    add("--ranks", type=count, metavar="N", default=8, help="ranks in all (8)")
+    add(
+        "--replicate",
+        type=count,
+        metavar="N",
+        default=1,
+        help="HSDP: groups that each hold all shards (1)",
+    )
+    add(
+        "--batch-size",
+        type=count,
+        metavar="N",
+        default=1,
+        help="sequences of one micro-batch on one rank (1)",
+    )
+    add("--seq-len", type=count, metavar="N", help="tokens of one sequence (the model's)")
+    add("--grad-accum", type=count, metavar="N", default=1, help="micro-batches of one step (1)")
+    add("--reduce-each", action="store_true", help="reduce gradients after every micro-batch")
+    add(
+        "--activation-checkpointing",
+        type=count,
+        nargs="?",
+        const=1,
+        metavar="N",
+        help="recompute every N-th block in backward (N: 1)",
+    )
+    add(
+        "--reshard-after-forward",
+        choices=["always", "never"],
+        default="always",
+        help="whether blocks are freed between forward and backward (always)",
+    )
+    add("--prefetch-window", type=count, metavar="N", default=1, help="units gathered ahead (1)")
+    add("--precision", choices=["bf16", "fp32"], default="bf16", help="compute dtype (bf16)")
+    add("--clip-grad-norm", type=positive, metavar="NORM", help="clip gradients to this norm")
+    add("--cpu-offload", action="store_true", help="keep shards and optimizer in CPU memory")
+    add("--fit", action="store_true", help="search for the fastest settings that fit")
+    add("--memory", type=positive, metavar="GB", help="of one rank, for --fit (the device's)")
+    add("--trace", type=Path, metavar="FILE", help="write the step as a timeline")
+    add("--show", type=Path, metavar="PAGE", help="write an HTML page that shows the step")
+    made.add_json()
+    return made
+
+
+def of_preset(given: argparse.Namespace) -> Plan:
+    """The plan of a known model.
+
+    Raises:
+        ValueError: it is not known, or numbers do not divide.
+    """
+    import torch
+
+    from fsdp2.core.errors import coded
+    from fsdp2.interop import MixedPrecisionPolicy
+    from fsdp2.planning import presets
+    from fsdp2.planning.planner import plan
+
+    shape = presets.PRESETS.get(given.model)
+    if shape is None:
+        raise coded(
+            ValueError,
+            "plan-preset",
+            f"'{given.model}' is no preset; choose one of {', '.join(presets.PRESETS)}, or pass "
+            f"module:function",
+        )
+    if given.ranks % given.replicate:
+        raise coded(
+            ValueError,
+            "plan-replicate",
+            f"--replicate {given.replicate} does not divide --ranks {given.ranks}; "
+            f"choose a divisor",
+        )
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shards = given.ranks // given.replicate
+    recomputed: int | None = given.activation_checkpointing
+    return plan(
+        lambda: presets.Model(shape),
+        lambda size: presets.make_batch(shape, size, given.seq_len),
+        units={presets.Block},
+        loss=presets.loss,
+        mesh=(shards,) if given.replicate == 1 else (given.replicate, shards),
+        hardware=given.hardware,
+        batch=given.batch_size,
+        accumulate=given.grad_accum,
+        reduce_each=given.reduce_each,
+        checkpointing=recomputed == 1 if recomputed in (None, 1) else recomputed,
+        reshard_after_forward=given.reshard_after_forward == "always",
+        window=given.prefetch_window,
+        precision=mixed if given.precision == "bf16" else None,
+        offload=given.cpu_offload,
+        clip=given.clip_grad_norm,
+    )
+
+
+def of_function(given: argparse.Namespace) -> Plan:
+    """The plan that the user's function returns.
+
+    Raises:
+        ValueError: there is none, it returns no plan, or options contradict it.
+    """
+    import importlib
+
+    from fsdp2.core.errors import coded
+    from fsdp2.planning.planner import Plan
+
+    known = parser()
+    for name in _OF_PRESETS:
+        if getattr(given, name) != known.get_default(name):
+            raise coded(
+                ValueError,
+                "plan-own-settings",
+                f"--{name.replace('_', '-')} is for models of --list, and '{given.model}' makes "
+                f"its own plan; pass the setting to fsdp2.plan there",
+            )
+    module, _, function = given.model.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: object = getattr(importlib.import_module(module), function, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and imports another that is not
+        found = None
+    finally:
+        sys.path.remove(os.getcwd())
+    made = found() if callable(found) else None
+    if not isinstance(made, Plan):
+        raise coded(
+            ValueError,
+            "plan-function",
+            f"'{given.model}' names no function that returns a Plan; let it return fsdp2.plan(…)",
+        )
+    return made
+
+
+def _write(made: Plan, given: argparse.Namespace) -> list[Path]:
+    """Files that are asked for."""
+    files: list[Path] = []
+    if given.show:
+        files.append(made.show(given.show))
+    if given.trace:
+        made.trace(given.trace)
+        files.append(given.trace)
+    return files
+
+
+def _list(as_json: bool) -> int:
+    from fsdp2.planning import hardware, presets
+
+    machines = {name: hardware.load(name) for name in hardware.names()}
+    if as_json:
+        print_json({"models": presets.PRESETS, "hardware": list(machines)})
+        return DONE
+    rows = [
+        [name, f"{shape.dim:,}", f"{shape.layers}", f"{shape.seq:,}", f"{shape.experts or '-'}"]
+        for name, shape in presets.PRESETS.items()
+    ]
+    print_table(["model", "width", "blocks", "tokens", "experts"], rows)
+    print()
+    rows = [
+        [name, each.name, each.backend, f"{each.memory / 1e9:.1f} GB", f"{each.node}"]
+        for name, each in machines.items()
+    ]
+    print_table(["hardware", "device", "backend", "memory", "ranks per node"], rows, left=3)
+    return DONE
+
+
+def _facts_of(made: Plan, found: Fit[Plan] | None) -> dict[str, object]:
+    return _facts(made) if found is None else _facts_of_fit(found)
+
+
+def _facts(made: Plan) -> dict[str, object]:
+    peak = made.memory.peak
+    return {
+        "fits": made.fits,
+        "verdict": made.verdict,
+        "parameters": made.rehearsal.parameters,
+        "hardware": made.hardware.name,
+        "settings": made.settings,
+        "room_bytes": made.room,
+        "peak_bytes": peak.rounded,
+        "peak_live_bytes": peak.live,
+        "peak_at": peak.where,
+        "peak_by_category": dict(peak.categories),
+        "between_steps_bytes": made.memory.before.live,
+        "cpu_bytes": made.memory.host,
+        "seconds": made.time,
+        "tokens_per_second": made.tokens_per_second,
+        "mfu": made.mfu,
+        "bytes_in_node": made.bytes_in_node,
+        "bytes_between_nodes": made.bytes_between_nodes,
+        "units": made.units,
+    }
+
+
+def _facts_of_fit(found: Fit[Plan]) -> dict[str, object]:
+    fitting = found.fitting
+    return {
+        "room_bytes": found.room,
+        "tried": [
+            {
+                "settings": plan.settings,
+                "peak_bytes": plan.memory.peak.rounded,
+                "tokens_per_second": plan.tokens_per_second,
+                "fits": plan in fitting,
+            }
+            for plan in found.tried
+        ],
+        "best": None if found.best is None else _facts(found.best),
+        "code": None if found.best is None else found.best.code(),
+    }

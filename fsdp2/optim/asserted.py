@@ -1,0 +1,96 @@
+"""What `FlatOptimizer` finds out about a class that a user says treats every element by itself.
+
+    class    one of torch's that is known to look at whole parameters     refused when it is made
+    options  an option that the class turns into a tensor of its own      refused when it is made
+    state    anything but numbers and tensors with an entry per element   refused by the first step
+
+In state dicts, state belongs to parameters. Scales of blocks, codes in a tensor subclass and dicts
+belong to a run as a whole: a state dict would give each parameter those of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from fsdp2.core.errors import coded
+
+WHOLE = (
+    torch.optim.Adafactor,
+    torch.optim.LBFGS,
+    torch.optim.Muon,
+    torch.optim.SparseAdam,
+)
+"""Optimizers of torch that look at more than one element at a time, or at no dense gradient."""
+
+MakeInner = Callable[..., torch.optim.Optimizer]
+
+
+def watched(make_inner: MakeInner) -> MakeInner:
+    """Let each optimizer that is made refuse state which belongs to no single element.
+
+    Args:
+        make_inner: makes an optimizer of parameters or groups.
+    """
+
+    def make(params: object) -> torch.optim.Optimizer:
+        inner = make_inner(params)
+        inner.register_step_post_hook(_check_states)
+        return inner
+
+    return make
+
+
+def refuse_whole(optimizer_class: object) -> None:
+    """Raise for classes of torch that look at whole parameters, whatever a user says."""
+    if optimizer_class in WHOLE:
+        name = cast("type[torch.optim.Optimizer]", optimizer_class).__name__
+        raise coded(
+            TypeError,
+            "flat-whole",
+            f"{name} looks at whole parameters, so FlatOptimizer cannot step several as one "
+            f"tensor, elementwise=True or not; use it over model.parameters(), or "
+            f"fsdp2.optim.Muon for Muon",
+        )
+
+
+def check_options(inner: torch.optim.Optimizer) -> None:
+    """Raise if a class keeps an option of its groups as another thing than it was given."""
+    (group,) = inner.param_groups
+    for name, given in inner.defaults.items():
+        if isinstance(group.get(name), torch.Tensor) and not isinstance(given, torch.Tensor):
+            raise coded(
+                TypeError,
+                "flat-option",
+                f"{type(inner).__name__} makes a tensor of its option {name!r}, which the groups "
+                f"of FlatOptimizer do not have; use it over model.parameters()",
+            )
+
+
+def _check_states(inner: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    for param, state in inner.state.items():
+        for key, value in state.items():
+            if not _is_by_element(value, param):
+                raise coded(
+                    TypeError,
+                    "flat-state",
+                    f"{type(inner).__name__} keeps {_shown(value)} as state {key!r} of a tensor "
+                    f"{tuple(param.shape)}, which belongs to no single element, so FlatOptimizer "
+                    f"cannot say what part of it belongs to which parameter; use the class over "
+                    f"model.parameters()",
+                )
+
+
+def _is_by_element(value: object, param: torch.Tensor) -> bool:
+    """Whether it is a number, or one per element; ``None`` and strings are as good as numbers."""
+    if isinstance(value, torch.Tensor):
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+        return plain and (value.shape == param.shape or value.numel() == 1)
+    return value is None or isinstance(value, bool | int | float | complex | str)
+
+
+def _shown(value: object) -> str:
+    name = type(value).__name__
+    return f"a {name} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {name}"

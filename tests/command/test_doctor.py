@@ -1,0 +1,143 @@
+"""`fsdp2 doctor`: its table, and self-tests that pass, fail, and do not end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from fsdp2.command import doctor, selftest
+
+WELL = selftest.SelfTest("cpu", "gloo", 2, 1.5, "", 2e-8, "packed", 4160, 2040)
+ILL = selftest.SelfTest("cpu", "gloo", 2, 1.5, "rank 1 was to shard a model: it broke")
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("outcome", [WELL, ILL])
+def test_the_table(
+    outcome: selftest.SelfTest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def run(*given: object) -> selftest.SelfTest:
+        asked.append(given)
+        return outcome
+
+    monkeypatch.setattr(selftest, "run", run)
+    monkeypatch.setattr(doctor, "_accelerator", lambda: None)
+    code = 1 if outcome.problem else 0
+    assert doctor.main(["--ranks", "3", "--timeout", "9"]) == code
+    assert asked == [("cpu", "gloo", 3, 9.0)]
+    said = capsys.readouterr().out
+    rows = dict(line.split(maxsplit=1) for line in said.splitlines()[2:9] if line)
+    assert rows["python"].startswith("pass")
+    assert rows["torch"].startswith("pass")
+    if outcome.problem:
+        assert "2 ranks on cpu over gloo  fail    rank 1 was to shard a model: it broke" in said
+        assert "A first step" not in said
+    else:
+        assert "2 ranks on cpu over gloo  pass    parameters differ by 2e-08 from" in said
+        assert "each gather is one all-gather and a copy into place" in said
+        assert "gathered 4.16 kB and reduced 2.04 kB per rank" in said
+    assert doctor.main(["--json"]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] == (not outcome.problem)
+    assert found["first_steps"][0]["transport"] == outcome.transport
+
+
+@pytest.mark.alone
+def test_nothing_is_started_on_request_or_where_a_part_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*_: object) -> selftest.SelfTest:
+        raise AssertionError
+
+    monkeypatch.setattr(selftest, "run", run)
+    assert doctor.main(["--skip-self-test"]) == 0
+    monkeypatch.setattr(doctor, "TORCH", (99, 0))
+    assert doctor.main([]) == 1
+    assert "fsdp2 needs 99.0 or newer" in capsys.readouterr().out
+
+
+@pytest.mark.alone
+def test_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table is there all the same."""
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert doctor.main(["--json"]) == 1
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert checks["torch"]["detail"] == "it is not installed; pip install torch"
+
+
+@pytest.mark.ranks
+def test_ranks_train_as_one_process_does() -> None:
+    found = selftest.run("cpu", "gloo", 2, 120.0)
+    assert found.problem == ""
+    assert found.difference <= selftest.TOLERANCE
+    assert found.transport == "packed"
+    assert found.gathered_bytes > found.reduced_bytes > 0
+
+
+FAILING = """if True:
+    import pathlib, sys
+    pathlib.Path(sys.argv[1], "0.stage").write_text("join the process group")
+    sys.exit("Traceback …\\nRuntimeError: no such backend")
+"""
+
+
+def _started(monkeypatch: pytest.MonkeyPatch, *programs: str) -> list[subprocess.Popen[bytes]]:
+    """The processes that are started in the place of ranks, one of each program."""
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        own = [sys.executable, "-c", programs[len(started)], command[3]]
+        started.append(popen(own, **options))
+        return started[-1]
+
+    monkeypatch.setattr(selftest.subprocess, "Popen", start)
+    return started
+
+
+SLEEPING = "import time; time.sleep(600)"
+
+
+@pytest.mark.alone
+def test_a_rank_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the line that it ends with; the other one is ended."""
+    started = _started(monkeypatch, FAILING, SLEEPING)
+    found = selftest.run("cpu", "gloo", 2, 120.0)
+    said = "rank 0 was to join the process group: RuntimeError: no such backend"
+    assert found.problem == said
+    assert [process.poll() for process in started] == [1, -9]
+
+
+@pytest.mark.alone
+def test_a_rank_that_is_killed_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    _started(monkeypatch, "import os; os.kill(os.getpid(), 9)")
+    found = selftest.run("cpu", "gloo", 1, 120.0)
+    assert found.problem == "rank 0 was to start Python: it ended with signal 9"
+
+
+@pytest.mark.alone
+def test_a_rank_that_stands_still_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = _started(monkeypatch, SLEEPING, SLEEPING)
+    found = selftest.run("cpu", "gloo", 2, 0.0)
+    assert found.problem == (
+        "the time was over: rank 0 was to start Python, rank 1 was to start Python"
+    )
+    assert [process.poll() for process in started] == [-9, -9]
+
+
+@pytest.mark.alone
+def test_parameters_that_differ_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's figure decides, also where it is no number."""
+    for difference in (1e-3, float("nan")):
+        facts = {"difference": difference, "transport": "packed"}
+        monkeypatch.setattr(selftest, "_watch", lambda *_: "")
+        monkeypatch.setattr(selftest.json, "loads", lambda _, facts=facts: facts)
+        monkeypatch.setattr(selftest.Path, "read_text", lambda _: "")
+        found = selftest.run("cpu", "gloo", 1, 1.0)
+        assert "from unsharded ones; 1e-05 is allowed" in found.problem

@@ -1,0 +1,217 @@
+"""torch's optimizers of whole parameters over DTensors, and classes said to be element-wise.
+
+What goes through no call of fsdp2's is torch's to say: it is the same over torch's own FSDP2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import fsdp2
+from fsdp2.optim.asserted import WHOLE
+from fsdp2.optim.flat import FlatOptimizer
+from tests.common import models, parity
+from tests.common.errors import raises
+from tests.common.gradients import mlp
+from tests.common.workers import ranks
+
+pytestmark = pytest.mark.ranks
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def even() -> nn.Module:
+    return mlp()
+
+
+def uneven() -> nn.Module:
+    return models.seeded(models.OddMLP)
+
+
+def _lbfgs(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, lr=0.1, max_iter=3)
+
+
+def _muon(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([param for param in params if param.ndim == 2], lr=1e-2)
+
+
+def _adafactor(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(params, lr=1e-2)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> dict[str, Tensor]:
+    """All ranks have one batch: the mean of their gradients is each one's, to the bit."""
+    width = next(reversed(list(model.parameters()))).shape[0]
+    for x, y in parity.regression_batches(models.DIM, width, steps=steps):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = parity.regression_loss(model, (x, y))
+            loss.backward()
+            return loss
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    return parity.full_params(model)
+
+
+def _trained(api: ModuleType | None, build: Callable[[], nn.Module], make: Make) -> Any:
+    model = build() if api is None else parity.shard(api, build())
+    return _train(model, make(model.parameters()))
+
+
+@ranks(2)
+def test_lbfgs_is_right_where_rows_are_even() -> None:
+    """Dot products of shards are summed in another order than unsharded ones: the last bits."""
+    ours = _trained(parity.OURS, even, _lbfgs)
+    parity.assert_equal(ours, _trained(parity.TORCH, even, _lbfgs))
+    parity.assert_close(ours, _trained(None, even, _lbfgs), parity.FP32)
+
+
+@ranks(2)
+def test_states_of_lbfgs_are_kept_by_no_checkpoint(tmp_path: Path) -> None:
+    """torch's calls `step` without a closure to make states; ours says what it cannot keep."""
+    model = parity.shard(parity.OURS, even())
+    optimizer = _lbfgs(model.parameters())
+    _train(model, optimizer)
+    model.zero_grad()
+    with pytest.raises(TypeError, match="not callable"):
+        get_optimizer_state_dict(model, _lbfgs(model.parameters()))
+    with raises("ckpt-contained"):
+        fsdp2.checkpoint.save(tmp_path, model, optimizer, step=1)
+
+
+@ranks(2)
+def test_torchs_muon_where_rows_are_even() -> None:
+    """bf16 products of shards are summed in another order; `fsdp2.optim.Muon` is exact."""
+    ours = _trained(parity.OURS, even, _muon)
+    parity.assert_equal(ours, _trained(parity.TORCH, even, _muon))
+    parity.assert_close(ours, _trained(None, even, _muon), parity.Tolerance(0.0, 3 * 1e-2 * 0.1))
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("build", "make", "words"),
+    [
+        (uneven, _lbfgs, "flatten unevenly sharded"),
+        (even, _adafactor, "placement changes are not supported"),
+        (even, torch.optim.SparseAdam, "does not support dense gradients"),
+    ],
+)
+def test_what_dtensor_has_no_rule_for(build: Any, make: Any, words: str) -> None:
+    for api in (parity.OURS, parity.TORCH):
+        with pytest.raises(RuntimeError, match=words):
+            _trained(api, build, make)
+
+
+@ranks(2)
+def test_torchs_muon_where_rows_are_uneven() -> None:
+    """torch 2.11 trains; later ones have no rule."""
+
+    def outcome(api: ModuleType) -> Any:
+        try:
+            return _trained(api, uneven, _muon)
+        except RuntimeError as error:
+            return "placement changes are not supported" in str(error)
+
+    ours, torchs = outcome(parity.OURS), outcome(parity.TORCH)
+    assert ours is not False
+    parity.assert_equal(ours, torchs)
+
+
+# -- elementwise=True -----------------------------------------------------------------------------
+
+
+@ranks(2)
+@pytest.mark.parametrize("optimizer_class", WHOLE)
+def test_classes_that_look_at_whole_parameters_are_refused_whatever_is_said(
+    optimizer_class: Any,
+) -> None:
+    model = parity.shard(parity.OURS, even())
+    with raises("flat-whole"):
+        FlatOptimizer(model, optimizer_class, elementwise=True)
+    with raises("not-steppable-by-shard"):
+        fsdp2.optim.step_shards(optimizer_class([model.head.weight]))
+
+
+class _Keeps(torch.optim.SGD):
+    """Makes something in its first step, of each tensor that it steps."""
+
+    made: Callable[[Tensor], object]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param].setdefault("kept", type(self).made(param))
+        return super().step(closure)
+
+
+class _Codes(Tensor):
+    """A subclass whose values are somewhere else."""
+
+
+KEPT: dict[str, Callable[[Tensor], object]] = {
+    "scales": lambda param: torch.ones(-(-param.numel() // 4)),
+    "codes": lambda param: torch.zeros_like(param.detach()).as_subclass(_Codes),
+    "dict": lambda param: {"exp_avg": torch.zeros_like(param)},
+    "list": lambda param: [torch.zeros_like(param)],
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", list(KEPT))
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_state_that_belongs_to_no_element_is_refused(kind: str, in_backward: bool) -> None:
+    """By the first step, before a state dict could tell which parameter has which part."""
+
+    class Keeps(_Keeps):
+        made = KEPT[kind]
+
+    model = parity.shard(parity.OURS, even())
+    optimizer = FlatOptimizer(model, Keeps, elementwise=True, lr=0.1, step_in_backward=in_backward)
+    with raises("flat-state") as caught:
+        _train(model, optimizer, 1)
+    assert "Keeps" in str(caught.value)
+
+
+@ranks(2)
+def test_numbers_and_tensors_by_element_are_kept() -> None:
+    class Keeps(_Keeps):
+        @staticmethod
+        def made(param: Tensor) -> object:
+            return None
+
+    model = parity.shard(parity.OURS, even())
+    optimizer = FlatOptimizer(model, Keeps, elementwise=True, lr=0.1, momentum=0.9)
+    plain = parity.shard(parity.OURS, even())
+    expected = _train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+    parity.assert_equal(_train(model, optimizer), expected)
+
+
+class _TensorRate(torch.optim.SGD):
+    """As torchao's: it steps with the tensor that it made of ``lr``, and asks for that."""
+
+    def add_param_group(self, param_group: Any) -> None:
+        super().add_param_group(param_group)
+        self.param_groups[-1]["lr"] = torch.tensor(self.param_groups[-1]["lr"])
+
+
+@ranks(2)
+def test_options_that_become_tensors_are_refused() -> None:
+    model = parity.shard(parity.OURS, even())
+    with raises("flat-option"):
+        FlatOptimizer(model, _TensorRate, elementwise=True, lr=0.1)
