@@ -148,6 +148,15 @@ def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]
     return ("variant", "step", "cpu"), rows
 
 
+def page_table(result: dict[str, Any]) -> str:
+    """The table in Markdown, and the ratios."""
+    ratios = "; ".join(
+        f"{label}: {found['median']:.2f} [{found['min']:.2f} .. {found['max']:.2f}]"
+        for label, found in result["ratios"].items()
+    )
+    return f"ms per step of `train_lm`:\n\n{stats.markdown(*table(result))}\n\n{ratios}"
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="The training step of train_lm in two replica groups of two ranks, and HSDP."

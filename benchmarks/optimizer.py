@@ -238,6 +238,24 @@ def ratios(
     }
 
 
+def page_table(results: list[dict[str, Any]]) -> str:
+    """Steps of offloaded shards by each clock, in Markdown."""
+    tables = []
+    for result in results:
+        rows = [
+            (variant, stats.summarize(parts["step"]), _ratio(result["ratios"], f"{variant} / flat"))
+            for variant, parts in result["rounds"].items()
+        ]
+        header = ("variant", f"ms per step, {result['clock']} clock", "variant / flat")
+        tables.append(stats.markdown(header, rows))
+    return f"step of {results[0]['optimizer']}:\n\n" + "\n\n".join(tables)
+
+
+def _ratio(found: dict[str, dict[str, float]], label: str) -> str:
+    each = found.get(label)
+    return f"{each['median']:.2f} [{each['min']:.2f} .. {each['max']:.2f}]" if each else ""
+
+
 def report(options: argparse.Namespace, result: dict[str, Any]) -> None:
     values = f"ms ({result['clock']} clock), median [min .. max] of {options.rounds} rounds"
     print(f"\n{result['optimizer']}: {values}")

@@ -15,14 +15,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy, choices, ema, faults, muon, scaling, slow_link, stats, targets
+from benchmarks import (
+    accuracy,
+    choices,
+    elastic,
+    ema,
+    faults,
+    group_faults,
+    muon,
+    optimizer,
+    scaling,
+    slow_link,
+    stats,
+    targets,
+)
 from benchmarks.files import RESULTS, ROOT, RUNS, machine, newest
 
 PAGES = tuple(
     ROOT / path
     for path in (
         *("docs/benchmarks.md", "README.md", "docs/compile.md"),
-        *("docs/guides/slow_network.md", "docs/guides/optimizers.md"),
+        *("docs/guides/elastic.md", "docs/guides/slow_network.md", "docs/guides/optimizers.md"),
         "docs/guides/fault_tolerance.md",
     )
 )
@@ -219,6 +232,9 @@ MADE: dict[str, Callable[[Path], str]] = {
     "figures": partial(targets.quoted, "README.md"),
     "slow links": partial(tables, slow_link.page_table, SLOW),
     "choices": choices.table,
+    "elastic": partial(tables, elastic.page_table, ["elastic"]),
+    "offload": partial(tables, optimizer.page_table, ["optimizer_offload"]),
+    "group faults": partial(tables, group_faults.page_table, ["group_faults"]),
     "faults": partial(tables, faults.page_table, ["faults"]),
     "muon": partial(tables, muon.page_table, ["muon", "muon_losses"]),
     "ema": partial(tables, ema.page_table, ["ema", "ema_small"]),

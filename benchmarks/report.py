@@ -38,6 +38,7 @@ from benchmarks import (
     ema,
     faults,
     files,
+    group_faults,
     imports,
     instructions,
     memory,
@@ -314,6 +315,11 @@ def _slow_link(results: dict[str, Any], device: str) -> list[Section]:
     return [Section(title, header, rows, results["ratios"], bars=bars)]
 
 
+def _group_faults(results: dict[str, Any], device: str) -> list[Section]:
+    header, rows = group_faults.table(results["rows"])
+    return [Section("Faults among replica groups", header, rows)]
+
+
 def _faults(results: dict[str, Any], device: str) -> list[Section]:
     header, rows = faults.table(results["rows"])
     return [Section("What goes wrong, and after how many seconds a run goes on", header, rows)]
@@ -381,6 +387,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "checkpoint": _checkpoint,
     "slow_link": _slow_link,
     "faults": _faults,
+    "group_faults": _group_faults,
     "muon": _muon,
     "ema": _ema,
     "accuracy": _accuracy,

@@ -228,6 +228,20 @@ TARGETS = (
         _given(0, "ratios", "torch / none"),
     ),
     Target(
+        'AdamW\'s step of offloaded shards on a CPU, `FlatOptimizer(offload="cpu")`',
+        "without offload",
+        1.1,
+        "optimizer_offload",
+        _given(0, "ratios", "flat-offload / flat"),
+    ),
+    Target(
+        "update of `EMA(every=10)`",
+        "fused AdamW's step",
+        0.03,
+        "ema",
+        _given("ratios", "every 10 / dtensors"),
+    ),
+    Target(
         "step of `train_lm --preset small`, two ranks of gloo",
         TORCH,
         0.75,

@@ -206,6 +206,10 @@ FILES: dict[str, tuple[Any, str]] = {
         },
         "| flat | 2.00  [2.00 .. 2.00] |",
     ),
+    "group_faults": (
+        {"rows": {"a fault": {"step": 2.5, "back": None, "dropped": 1, "equal": True}}},
+        "| a fault | 2.5 |  | 1 | equal |",
+    ),
     "startup": (STARTUP, "### Start-up, 100 blocks of 10 parameters, fp32, ms"),
     "elastic": (
         {

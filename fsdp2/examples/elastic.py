@@ -56,16 +56,19 @@ def group() -> int | None:
 def run(module: str, argv: Sequence[str], options: Options) -> int:
     """Run ``python -m module *argv`` for each group until all have finished; the exit code.
 
-    A group that fails is started again.
+    A group that fails is started again. A lighthouse that ``TORCHFT_LIGHTHOUSE`` names is used.
     """
     os.environ.setdefault("RUST_LOG", "error")  # else torchft tells of each step
     from torchft.coordination import LighthouseServer
 
     assert options.elastic is not None
     groups = range(options.elastic)
-    lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=LATE, heartbeat_timeout_ms=HEARTBEAT
-    )
+    lighthouse, address = None, os.environ.get(LIGHTHOUSE)
+    if address is None:
+        lighthouse = LighthouseServer(
+            bind="[::]:0", min_replicas=1, join_timeout_ms=LATE, heartbeat_timeout_ms=HEARTBEAT
+        )
+        address = lighthouse.address()
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
     def watch(running: Sequence[int]) -> bool:
@@ -75,8 +78,7 @@ def run(module: str, argv: Sequence[str], options: Options) -> int:
         return not finished  # who starts now would have nobody to heal from
 
     environments = [
-        {GROUP: str(number), STORE: str(store.port), LIGHTHOUSE: lighthouse.address()}
-        for number in groups
+        {GROUP: str(number), STORE: str(store.port), LIGHTHOUSE: address} for number in groups
     ]
     code = launch.run_groups(module, argv, environments, watch)
     ended = [store.get(_weights(n)) for n in groups if store.check([_weights(n)])]
@@ -84,7 +86,8 @@ def run(module: str, argv: Sequence[str], options: Options) -> int:
         alike = "the same weights" if len({*ended}) == 1 else "DIFFERENT WEIGHTS"
         print(f"{len(ended)} of {len(groups)} groups end with {alike}", flush=True)
         code = 0 if len({*ended}) == 1 else 1
-    lighthouse.shutdown()
+    if lighthouse is not None:
+        lighthouse.shutdown()
     return code
 
 

@@ -1,4 +1,4 @@
-"""What `FlatOptimizer` finds out about a class that a user says treats every element by itself.
+"""Checks of a class that a user passes to `FlatOptimizer` with ``elementwise=True``.
 
     class    one of torch's that is known to look at whole parameters     refused when it is made
     options  an option that the class turns into a tensor of its own      refused when it is made
