@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import fsdp2
 from fsdp2 import elastic
-from tests.common import combinations, meshes, models, parity, replica_groups
+from tests.common import combinations, meshes, models, parallelisms, parity, replica_groups
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -83,3 +89,49 @@ def test_as_copies_of_one_mesh(case: str, setter: str, flat: bool) -> None:
         parity.assert_close(ours, copies, parity.REORDERED_FP32)
     else:
         parity.assert_equal(ours, copies)
+
+
+def _inside(names: tuple[str, ...], shape: tuple[int, ...], steps_between: bool) -> Any:
+    """A model over ``names`` inside each of two groups, or over all ranks in one mesh."""
+    mesh = meshes.mesh("between", *names, shape=(2, *shape))
+    tensor_parallel = "tp" in names
+    model: Any = models.seeded(parallelisms.Ladder)
+    if tensor_parallel:
+        for block in models.units(model):
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["tp"], plan)
+    own = mesh["shard"] if tensor_parallel else mesh["replicate", "shard"]
+    if not steps_between:
+        own = mesh["between", "shard"] if tensor_parallel else meshes.hsdp_mesh(4, 1)
+    for module in (*models.units(model), model):
+        fsdp2.fully_shard(module, mesh=own)
+    optimizer = fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW, lr=0.01)
+    manager = replica_groups.across(mesh["between"].get_group())
+    steps = elastic.attach(model, manager, optimizer) if steps_between else None
+    parts = 2 if tensor_parallel else 4
+    part = dist.get_rank() * parts // 4
+    for number in range(STEPS):
+        if steps is not None:
+            steps.begin()
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(8, models.DIM, generator=generator).chunk(parts)[part]
+        model(x).square().mean().backward()
+        if steps is not None:
+            assert steps.commit()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+    return parity.full_params(model)
+
+
+@ranks(4)
+def test_replicas_inside_a_group() -> None:
+    """Copies are summed in two steps in place of one."""
+    ours, copies = (_inside(("replicate", "shard"), (2, 1), between) for between in (True, False))
+    parity.assert_close(ours, copies, parity.REORDERED_FP32)
+
+
+@ranks(4)
+def test_tensor_parallel_ranks_inside_a_group() -> None:
+    ours, copies = (_inside(("shard", "tp"), (1, 2), between) for between in (True, False))
+    parity.assert_equal(ours, copies)
