@@ -173,7 +173,11 @@ def test_every_needed_wait_is_missed_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "mutate", [common_replay.with_early_frees, common_replay.with_stale_events]
+    "mutate",
+    [
+        pytest.param(common_replay.with_early_frees, marks=pytest.mark.extended),
+        common_replay.with_stale_events,
+    ],
 )
 def test_replays_agree_with_the_oracle(mutate: Callable[[list[Note]], list[list[Note]]]) -> None:
     result = Mutations()
