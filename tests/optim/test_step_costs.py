@@ -17,11 +17,18 @@ import torch
 from torch import nn
 
 import fsdp2
+from fsdp2.core.modules import optimizers
 from fsdp2.testing.null_group import null_mesh, null_world
 
 pytestmark = pytest.mark.alone
 
 DIM = 8
+
+
+@pytest.fixture(autouse=True)
+def _nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests of this process have saved in the background listens to steps for good."""
+    monkeypatch.setattr(optimizers.steps, "functions", [])
 
 
 def called(run: Callable[[], object]) -> Counter[str]:
