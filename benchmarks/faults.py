@@ -29,7 +29,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -41,12 +40,11 @@ if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import namespaces, stats
-from benchmarks.files import ROOT
+from benchmarks.printed import PATIENCE, Printed
 
 STEPS, EVERY, AT = 30, 5, 12
 """How long the run is, how often it saves, and after which step faults from outside come."""
 TIMEOUT = 10.0
-PATIENCE = 240.0  # seconds, after which a run that has not ended hangs
 TRAIN = "tests.common.killed_train_lm"
 RUN = (
     *("--preset", "tiny", "--device", "cpu", "--threads", "1", "--seed", "1", "--seq-len", "16"),
@@ -123,43 +121,13 @@ def judge(seen: Seen, losses: Mapping[int, str]) -> Row:
     )
 
 
-class Job:
-    """A command, and when it printed what."""
+class Job(Printed):
+    """One start of the run."""
 
     def __init__(self, command: Sequence[str], folder: Path, **environment: str) -> None:
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        self.lines: list[tuple[float, str]] = []
         self.was_killed = False
-        self.process = subprocess.Popen(
-            [*command, *RUN, "--checkpoint", str(folder / "run"), "--resume"],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, **ENVIRONMENT, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append((time.monotonic(), line.rstrip("\n")))
-
-    def wait_for(self, pattern: str) -> float:
-        """When a line was printed that has ``pattern`` in it."""
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline:
-            for at, line in list(self.lines):
-                if re.search(pattern, line):
-                    return at
-            if self.process.poll() is not None and not self._reader.is_alive():
-                break
-            time.sleep(0.01)
-        text = "\n".join(line for _, line in self.lines[-40:])
-        raise SystemExit(f"faults: no {pattern!r} was printed:\n{text}")
+        save = ("--checkpoint", str(folder / "run"), "--resume")
+        super().__init__([*command, *RUN, *save], {**ENVIRONMENT, **environment})
 
     def pids(self) -> dict[int, int]:
         """Processes of ranks, by rank."""
@@ -186,7 +154,7 @@ class Job:
         except subprocess.TimeoutExpired:
             self.kill()
             return None
-        self._reader.join(10)
+        self.reader.join(10)
         return code
 
 

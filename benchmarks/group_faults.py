@@ -34,10 +34,9 @@ if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from benchmarks import stats
-from benchmarks.files import ROOT
+from benchmarks.printed import PATIENCE, Printed
 
 AT = 20
-PATIENCE = 300.0  # seconds, after which a run that has not ended hangs
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 MARK = "FSDP2_BENCHMARK_RUN"
 COMMITTED = re.compile(r"step (\d+): loss ")
@@ -86,8 +85,8 @@ class Lighthouse:
         self._process.wait()
 
 
-class Run:
-    """A run of the example: its lines, with their times, and its processes.
+class Run(Printed):
+    """A run of the example.
 
     Args:
         groups: how many.
@@ -97,42 +96,12 @@ class Run:
 
     def __init__(self, groups: int, steps: int, lighthouse: Lighthouse | None = None) -> None:
         self.mark = f"{os.getpid()}-{id(self)}"
-        self.lines: list[tuple[float, str]] = []
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RUST_LOG": "error", MARK: self.mark}
+        environment = {"RUST_LOG": "error", MARK: self.mark}
         if lighthouse is not None:
             environment[LIGHTHOUSE] = lighthouse.address
         command = ["-m", "fsdp2.examples.train_lm", "--elastic", str(groups), "--preset", "tiny"]
-        self.process = subprocess.Popen(
-            [sys.executable, *command, "--data", "docs", "--seq-len", "16", "--steps", str(steps)],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append((time.monotonic(), line.rstrip("\n")))
-
-    def wait_for(self, pattern: str) -> None:
-        """Until a line has been printed."""
-        deadline = time.monotonic() + PATIENCE
-        while time.monotonic() < deadline and (self.process.poll() is None or self._reads()):
-            if any(re.search(pattern, line) for _, line in list(self.lines)):
-                return
-            time.sleep(0.01)
-        raise SystemExit(f"no {pattern!r} was printed:\n" + self.text())
-
-    def _reads(self) -> bool:
-        return self._reader.is_alive()
-
-    def text(self) -> str:
-        """The last lines."""
-        return "\n".join(line for _, line in self.lines[-60:])
+        command += ["--data", "docs", "--seq-len", "16", "--steps", str(steps)]
+        super().__init__([sys.executable, *command], environment)
 
     def kill(self, group: int, rank: int = 1) -> None:
         """Kill one rank of a group, which takes the group with it."""
@@ -150,7 +119,7 @@ class Run:
         except subprocess.TimeoutExpired:
             self.process.terminate()
             self.process.wait(30)
-        self._reader.join(10)
+        self.reader.join(10)
 
 
 def _killed(numbers: Sequence[int]) -> Callable[[int], tuple[Run, float]]:
