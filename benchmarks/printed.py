@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import signal
 import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from benchmarks.files import ROOT
 
@@ -41,6 +44,12 @@ class Printed:
         )
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
+        atexit.register(self._end)  # also after Ctrl-C, which does not reach another session
+
+    def _end(self) -> None:
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
