@@ -150,11 +150,8 @@ def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]
 
 def page_table(result: dict[str, Any]) -> str:
     """The table in Markdown, and the ratios."""
-    ratios = "; ".join(
-        f"{label}: {found['median']:.2f} [{found['min']:.2f} .. {found['max']:.2f}]"
-        for label, found in result["ratios"].items()
-    )
-    return f"ms per step of `train_lm`:\n\n{stats.markdown(*table(result))}\n\n{ratios}"
+    shown = stats.markdown(*table(result))
+    return f"ms per step of `train_lm`:\n\n{shown}\n\n{stats.in_line(result['ratios'])}"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

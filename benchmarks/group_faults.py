@@ -33,6 +33,7 @@ from typing import Any
 if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from benchmarks import options as common
 from benchmarks import stats
 from benchmarks.printed import PATIENCE, Printed
 
@@ -209,7 +210,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="What goes wrong among replica groups.")
     parser.add_argument(
         "--faults",
-        type=lambda text: text.split(";"),
+        type=common.among(FAULTS, ";"),
         default=list(FAULTS),
         help=f"of, with ; between: {'; '.join(FAULTS)}",
     )

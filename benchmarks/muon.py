@@ -246,10 +246,7 @@ def page_table(result: dict[str, Any]) -> str:
         ran = f"held-out loss of `train_lm --preset {options['preset']}`, nats per byte"
     else:
         ran = f"{options['units']} units of width {options['dim']}, {options['ranks']} ranks"
-    ratios = "; ".join(
-        f"{name}: {found['median']:.2f} [{found['min']:.2f} .. {found['max']:.2f}]"
-        for name, found in result.get("ratios", {}).items()
-    )
+    ratios = stats.in_line(result.get("ratios", {}))
     return f"{ran}:\n\n{stats.markdown(*table(result))}" + (f"\n\n{ratios}" if ratios else "")
 
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Sequence
 from benchmarks import stats
 
 
-def among(known: Collection[str]) -> Callable[[str], list[str]]:
-    """An argparse type: a comma list of known words."""
+def among(known: Collection[str], separator: str = ",") -> Callable[[str], list[str]]:
+    """An argparse type: a list of known words, with commas or another separator between."""
 
     def parse(text: str) -> list[str]:
-        parts = text.split(",")
+        parts = text.split(separator)
         for part in parts:
             if part not in known:
                 raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")

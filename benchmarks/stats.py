@@ -55,6 +55,14 @@ def print_ratios(ratios: Mapping[str, Summary]) -> None:
         print(f"{label}: {summary.median:.3f}  [{summary.min:.3f} .. {summary.max:.3f}]")
 
 
+def in_line(ratios: Mapping[str, Mapping[str, float]]) -> str:
+    """Ratios of a file in one line: what each says, its median and its range."""
+    return "; ".join(
+        f"{label}: {found['median']:.2f} [{found['min']:.2f} .. {found['max']:.2f}]"
+        for label, found in ratios.items()
+    )
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A plain text table: first column to the left, the others to the right."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]

@@ -26,7 +26,7 @@ from fsdp2.elastic.agreement import agree_on_step
 from fsdp2.elastic.loose import LooseParams
 from fsdp2.elastic.managers import Manager
 from fsdp2.module import FSDPModule
-from fsdp2.optim.in_backward import is_stepped
+from fsdp2.optim.in_backward import InBackward, is_stepped
 
 
 class Scaler(Protocol):
@@ -234,7 +234,7 @@ class Steps:
         return not self._records or any(record.unit.sync for record in self._records)
 
     def _refuse_stepped(self) -> None:
-        if is_stepped(self._model.parameters()):
+        if InBackward.count and is_stepped(self._model.parameters()):
             raise coded(
                 ShardingStateError,
                 "elastic-stepped-in-backward",
