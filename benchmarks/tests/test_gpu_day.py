@@ -179,7 +179,7 @@ def test_an_interrupt_ends_the_stage_and_leaves_a_page(
         if len(asked) == 1:
             while not play.child.exists():
                 assert not has_ended(pid, 0.0)
-            os.kill(os.getpid(), signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
         return has_ended(pid, 0.0)
 
     play.run(stage("works"))

@@ -115,7 +115,7 @@ MADE: dict[str, Made] = {
     "Adam, AdamW": lambda model: fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW),
     "Adagrad, RMSprop": lambda model: torch.optim.RMSprop(model.parameters()),
     "`fsdp2.optim.Muon`, of matrices": lambda model: fsdp2.optim.Muon(model),
-    "`EMA`, besides": _ema,
+    "`EMA`, in addition": _ema,
 }
 
 
