@@ -6,6 +6,9 @@ change. A comment right before a block says what it needs besides, or why it doe
 
     <!-- given: nodes = 8 -->
     <!-- not run: it needs four GPUs -->
+
+A whole script, marked ``<!-- script: train.py, 2 ranks -->``, is run by
+`tests.jobs.test_page_scripts`.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ STARTS = re.compile(r"init_process_group\(|fsdp2\.plan\(")
 """How a block looks at the top of a page that is a whole script, or needs no process group."""
 
 _BLOCK = re.compile(
-    r"(?:^<!-- (?P<what>given|not run): (?P<text>(?:(?!-->).)+?) -->\n+)?"
+    r"(?:^<!-- (?P<what>given|not run|script): (?P<text>(?:(?!-->).)+?) -->\n+)?"
     r"^```(?P<kind>python|diff)\n(?P<code>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
@@ -71,7 +74,9 @@ def _blocks(page: str) -> list[Block]:
             kept = (line for line in code.splitlines() if not line.startswith("-"))
             code = "\n".join(line[1:] for line in kept)
         given = textwrap.dedent(block["text"]) if block["what"] == "given" else ""
-        found.append(Block(f"{page}[{number}]", code, given, block["what"] != "not run"))
+        found.append(
+            Block(f"{page}[{number}]", code, given, block["what"] not in ("not run", "script"))
+        )
     return found
 
 
