@@ -50,8 +50,8 @@ def refuse_whole(optimizer_class: object) -> None:
         raise coded(
             TypeError,
             "flat-whole",
-            f"{name} looks at whole parameters, so FlatOptimizer cannot step several as one "
-            f"tensor, elementwise=True or not; use it over model.parameters(), or "
+            f"{name} needs whole parameters, so FlatOptimizer cannot step several as one tensor, "
+            f"even with elementwise=True; pass model.parameters() to the class, or use "
             f"fsdp2.optim.Muon for Muon",
         )
 
@@ -64,8 +64,8 @@ def check_options(inner: torch.optim.Optimizer) -> None:
             raise coded(
                 TypeError,
                 "flat-option",
-                f"{type(inner).__name__} makes a tensor of its option {name!r}, which the groups "
-                f"of FlatOptimizer do not have; use it over model.parameters()",
+                f"{type(inner).__name__} stores its option {name!r} as a tensor, which "
+                f"FlatOptimizer does not support; pass model.parameters() to the class",
             )
 
 
@@ -77,9 +77,8 @@ def _check_states(inner: torch.optim.Optimizer, args: object, kwargs: object) ->
                     TypeError,
                     "flat-state",
                     f"{type(inner).__name__} keeps {_shown(value)} as state {key!r} of a tensor "
-                    f"{tuple(param.shape)}, which belongs to no single element, so FlatOptimizer "
-                    f"cannot say what part of it belongs to which parameter; use the class over "
-                    f"model.parameters()",
+                    f"{tuple(param.shape)}, which is not one value per element, so FlatOptimizer "
+                    f"cannot divide it between parameters; pass model.parameters() to the class",
                 )
 
 

@@ -93,7 +93,7 @@ class EMA:
             raise coded(
                 ValueError,
                 "ema-every",
-                f"EMA takes every as a number of calls of update() from 1, not {every!r}; pass for "
+                f"EMA(every=…) takes a number of update() calls from 1, not {every!r}; pass for "
                 f"example every=10",
             )
         self.model = model
@@ -222,9 +222,10 @@ class EMA:
             raise coded(
                 ValueError,
                 "ema-load",
-                f"EMA.load_state_dict got averages that do not fit this model: {wrong[0]}"
-                f"{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}; load what was "
-                f"sharded in another way with fsdp2.checkpoint or torch.distributed.checkpoint",
+                f"EMA.load_state_dict got averages that do not fit this model: "
+                f"{wrong[0]}{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}; to load "
+                f"averages that were sharded in another way, use fsdp2.checkpoint or "
+                f"torch.distributed.checkpoint",
             )
         for name, tensor in own.items():
             local_of(tensor).copy_(local_of(given[name]))
@@ -248,7 +249,7 @@ class EMA:
                 ShardingStateError,
                 "ema-swapped",
                 f"EMA.{method}() was called while the averages are the model's weights; call it "
-                f"behind the end of `with ema.swapped()`",
+                f"after the end of `with ema.swapped()`",
             )
 
     def _follow(self) -> None:
@@ -388,15 +389,15 @@ def _check_averaged(name: str, tensor: torch.Tensor) -> None:
         raise coded(
             ValueError,
             "ema-meta",
-            f"EMA cannot average '{name}', which is on the meta device; make it when the model's "
-            f"parameters have memory",
+            f"EMA cannot average '{name}', which is on the meta device; create the EMA after the "
+            f"model's parameters have memory",
         )
     if is_extended(local):
         raise coded(
             ValueError,
             "ema-extension",
             f"EMA cannot average '{name}', whose tensor subclass has all-gather hooks "
-            f"({type(local).__name__}); average the model from before it was converted",
+            f"({type(local).__name__}); average the model before its conversion",
         )
 
 

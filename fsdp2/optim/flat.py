@@ -125,9 +125,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise coded(
                 TypeError,
                 "not-elementwise",
-                f"{name} is not known to treat every element by itself, so it "
-                f"cannot step several parameters as one tensor; use it as it is, or pass "
-                f"elementwise=True if it does",
+                f"FlatOptimizer does not know whether {name} updates each element independently, "
+                f"which stepping several parameters as one tensor requires; use the class without "
+                f"FlatOptimizer, or pass elementwise=True if it does",
             )
         self._model = model
         self._make_inner: Callable[..., torch.optim.Optimizer]
@@ -221,8 +221,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                 raise coded(
                     ValueError,
                     "stepped-closure",
-                    "FlatOptimizer(step_in_backward=True) has stepped when a closure returns, so "
-                    "step() takes none; call backward() and then step()",
+                    "FlatOptimizer(step_in_backward=True) has already stepped when a closure "
+                    "returns, so step() takes no closure; call backward() and then step()",
                 )
             with torch.enable_grad():
                 loss = closure()
@@ -305,23 +305,23 @@ def _check(model: object, optimizer_class: object, params: object) -> None:
         raise coded(
             TypeError,
             "flat-optimizer-model",
-            f"FlatOptimizer takes the model first, whose shards it steps, not {_shown(model)}; "
-            f"pass FlatOptimizer(model, torch.optim.AdamW, lr=…), with params=… for some of its "
-            f"parameters or for groups of them",
+            f"FlatOptimizer takes a model as its first argument, not {_shown(model)}; pass "
+            f"FlatOptimizer(model, torch.optim.AdamW, lr=…), with params=… for some of its "
+            f"parameters or for parameter groups",
         )
     if not callable(optimizer_class) or isinstance(optimizer_class, nn.Module):
         raise coded(
             TypeError,
             "flat-optimizer-class",
-            f"FlatOptimizer takes an optimizer's class behind the model, not "
+            f"FlatOptimizer takes an optimizer class as its second argument, not "
             f"{_shown(optimizer_class)}; pass FlatOptimizer(model, torch.optim.AdamW, lr=…)",
         )
     if params is not None and not isinstance(params, Iterable):
         raise coded(
             TypeError,
             "flat-optimizer-params",
-            f"FlatOptimizer takes parameters behind the optimizer's class, not {_shown(params)}; "
-            f"pass options such as lr by their names",
+            f"FlatOptimizer takes parameters as its third argument, not {_shown(params)}; pass "
+            f"options such as lr by their names",
         )
 
 
@@ -337,9 +337,9 @@ def _check_offload(offload: object, leave_in_backward: bool, step_in_backward: b
         raise coded(
             ValueError,
             "leave-alone",
-            "FlatOptimizer(leave_in_backward=True) sends gradients to where offload='cpu' steps "
-            "them later; pass offload='cpu' with it, and not step_in_backward=True, which sends "
-            "them and steps",
+            "FlatOptimizer(leave_in_backward=True) copies gradients to the CPU, where "
+            "offload='cpu' uses them in a later step; pass offload='cpu' too, and leave out "
+            "step_in_backward=True, which copies and steps",
         )
 
 

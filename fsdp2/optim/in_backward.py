@@ -74,9 +74,9 @@ def refuse_stepped(params: Iterable[torch.Tensor], action: str) -> None:
         raise coded(
             ShardingStateError,
             "stepped-in-backward",
-            f"{action} needs all gradients, but FlatOptimizer(step_in_backward=True) has "
-            f"stepped and dropped them in backward; make the optimizer without "
-            f"step_in_backward, or leave this out",
+            f"{action} needs all gradients, but FlatOptimizer(step_in_backward=True) has used and "
+            f"freed them in backward; create the optimizer without step_in_backward, or leave "
+            f"this call out",
         )
 
 
@@ -139,8 +139,8 @@ class InBackward(ABC):
                 raise coded(
                     ValueError,
                     "stepped-twice-owner",
-                    f"another FlatOptimizer({other.option}=True) takes the gradient of a parameter "
-                    f"of this one; make one optimizer with parameter groups",
+                    f"another FlatOptimizer({other.option}=True) already takes the gradient of a "
+                    f"parameter of this one; create one optimizer with parameter groups",
                 )
         for group, section in optimizer.split():
             if self.watches(section):
@@ -192,9 +192,9 @@ class StepInBackward(InBackward):
             raise coded(
                 ShardingStateError,
                 "stepped-again",
-                f"unit '{group.name}' has reduced gradients twice since the last optimizer.step(), "
-                f"but FlatOptimizer(step_in_backward=True) has used the first ones; call step() "
-                f"after each backward that reduces, or accumulate with "
+                f"unit '{group.name}' has reduced gradients twice since the last "
+                f"optimizer.step(), but FlatOptimizer(step_in_backward=True) has already used the "
+                f"first ones; call step() after each backward that reduces, or accumulate with "
                 f"set_requires_gradient_sync(False)",
             )
         unit.used |= given

@@ -270,8 +270,8 @@ class _Layouts:
             raise coded(
                 ValueError,
                 "norm-not-on-mesh",
-                f"this rank is not part of the mesh of {_named(index, tensor)}; pass only what it "
-                f"holds a part of",
+                f"this rank is not part of the mesh of {_named(index, tensor)}; pass only tensors "
+                f"of which it holds a part",
             )
         if any(placement.is_partial() for placement in tensor.placements):
             raise coded(
@@ -329,8 +329,8 @@ def _families(members: _Members) -> list[_Family]:
                 raise coded(
                     ValueError,
                     "norm-plain-gradient",
-                    f"the parameter of {_named(index, tensor)} is a DTensor, its gradient is not; "
-                    f"assign a DTensor of the parameter's placements to its .grad",
+                    f"the parameter of {_named(index, tensor)} is a DTensor, but its gradient is "
+                    f"not; assign a DTensor with the parameter's placements to its .grad",
                 )
             own = tensor._spec
             alike = own.placements is placements and own.mesh is mesh
@@ -381,8 +381,8 @@ def _counts_here(index: int, grad: DTensor, layout: _Layout, layouts: _Layouts) 
             ValueError,
             "norm-gradient-placements",
             f"the gradient of {_named(index, grad)} has placements {grad.placements} on "
-            f"{own.mesh}, but is itself sharded on mesh dims {layout.dims} of {layout.mesh} only; "
-            f"redistribute the gradient to the placements of its parameter first",
+            f"{own.mesh}, but the parameter is sharded only on mesh dims {layout.dims} of "
+            f"{layout.mesh}; redistribute the gradient to the placements of its parameter first",
         )
     coordinate = layout.mesh.get_coordinate()
     assert coordinate is not None
@@ -404,8 +404,8 @@ def _total_norm(
         raise coded(
             ValueError,
             "norm-type",
-            f"norm_type={norm_type!r} is not the norm of all elements; pass 2, 1, inf or another "
-            f"number than 0",
+            f"norm_type={norm_type!r} is not a norm over all elements; pass 2, 1, inf or another "
+            f"nonzero number",
         )
     if not members.owners:
         return torch.tensor(0.0)
@@ -421,8 +421,8 @@ def _total_norm(
         raise coded(
             RuntimeError,
             "norm-nonfinite",
-            f"the total norm of order {p} is {total.item()}, so gradients cannot be clipped by it; "
-            f"leave error_if_nonfinite=False to go on regardless",
+            f"the total norm of order {p} is {total.item()}, so gradients cannot be clipped by "
+            f"it; pass error_if_nonfinite=False to continue anyway",
         )
     return total
 

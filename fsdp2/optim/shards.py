@@ -59,8 +59,8 @@ def step_shards(optimizer: torch.optim.Optimizer) -> RemovableHandle:
         raise coded(
             TypeError,
             "not-steppable-by-shard",
-            f"step_shards takes an optimizer of torch's that treats every element by itself, such "
-            f"as AdamW, not {type(optimizer).__name__}; use that as it is",
+            f"step_shards takes a torch optimizer that updates each element independently, such "
+            f"as AdamW, not {type(optimizer).__name__}; use that optimizer without step_shards",
         )
     return optimizer.register_step_pre_hook(_hand_over)
 

@@ -116,8 +116,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         raise coded(
             NotImplementedError,
             "matrix-update",
-            f"{type(self).__name__} has no update(gradient, state, group); implement it: it "
-            f"returns what is subtracted from a matrix, times the learning rate",
+            f"{type(self).__name__} has no update(gradient, state, group); implement it; its "
+            f"result, times the learning rate, is subtracted from a matrix",
         )
 
     def update_stack(
@@ -200,8 +200,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     ValueError,
                     "muon-group",
                     f"a group with \"elementwise\": False has '{name}' of shape "
-                    f"{tuple(param.shape)}, which is no matrix; leave the entry out, or cut the "
-                    f"weight into matrices by split=",
+                    f"{tuple(param.shape)}, which is not a matrix; leave the entry out, or cut "
+                    f"the weight into matrices with split=",
                 )
             self._names.append((param, name))
             sides[side].append(param if self._drops_names else given)
@@ -264,7 +264,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 TypeError,
                 "muon-complex",
                 f"'{name}' {tuple(param.shape)} is complex, which an optimizer of whole matrices "
-                f"does not know; name it in elementwise=",
+                f"does not support; name it in elementwise=",
             )
         return not matrices_of(name, param.shape, self._split)
 
@@ -325,8 +325,8 @@ class _Choice:
                 raise coded(
                     ValueError,
                     "muon-name",
-                    f"elementwise={pattern!r} is the name of no parameter; pass the model or its "
-                    f"named_parameters(), and names as these have them",
+                    f"elementwise={pattern!r} matches no parameter name; pass the model or its "
+                    f"named_parameters(), and names from there",
                 )
 
 

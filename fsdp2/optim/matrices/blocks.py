@@ -127,9 +127,9 @@ def matrices_of(name: str, shape: torch.Size, split: Split | None) -> tuple[Matr
             raise coded(
                 ValueError,
                 "muon-split-block",
-                f"split() returned {shown} for '{name}', which is no block of the weight with two "
-                f"dims; return views of it: slices without steps, chunks, unbind(), transposed or "
-                f"not",
+                f"split() returned {shown} for '{name}', which is not a 2-D block of the weight; "
+                f"return views of the weight: slices without steps, chunks or unbind(), "
+                f"transposed or not",
             )
         matrices.append(matrix)
     found = sum(matrix.box.numel for matrix in matrices)
@@ -137,8 +137,8 @@ def matrices_of(name: str, shape: torch.Size, split: Split | None) -> tuple[Matr
         raise coded(
             ValueError,
             "muon-split-cover",
-            f"split() cut '{name}' {tuple(shape)} into matrices that do not have each element "
-            f"once; return views that together are the weight, or None to leave it as it is",
+            f"split() cut '{name}' {tuple(shape)} into matrices that do not cover each element "
+            f"exactly once; return views that together cover the weight, or None to leave it uncut",
         )
     return tuple(matrices)
 
@@ -247,8 +247,9 @@ def spread_of(name: str, spec: DTensorSpec, rows: torch.Size) -> Spread:
         raise coded(
             ValueError,
             "muon-placements",
-            f"'{name}' is spread as {spec.placements} with {tuple(rows)} on this rank, which an "
-            f"optimizer of whole matrices does not know; give it to an optimizer of its own",
+            f"'{name}' has placements {spec.placements} and shape {tuple(rows)} on this rank, "
+            f"which an optimizer of whole matrices does not support; give it to a separate "
+            f"optimizer",
         )
     return spread
 

@@ -98,8 +98,8 @@ class Member:
             raise coded(
                 TypeError,
                 "muon-gradient",
-                f"the gradient of '{self.name}' {tuple(param.shape)} is not spread or stored as "
-                f"the parameter is; assign a dense gradient of its placements",
+                f"the gradient of '{self.name}' {tuple(param.shape)} is not sharded or stored "
+                f"like the parameter; assign a dense gradient with the parameter's placements",
             )
         if isinstance(grad, DTensor) and isinstance(param, DTensor):
             spec = param._spec

@@ -104,13 +104,13 @@ class Muon(MatrixOptimizer):
                 raise coded(
                     ValueError,
                     "muon-range",
-                    f"{name}={value} of Muon is out of range; pass a number from 0 on",
+                    f"Muon({name}={value}) is out of range; pass 0 or a positive number",
                 )
         if adjust_lr_fn not in _ADJUSTED:
             raise coded(
                 ValueError,
                 "muon-adjust",
-                f"adjust_lr_fn={adjust_lr_fn!r} of Muon is not known; pass one of {_ADJUSTED}",
+                f"Muon(adjust_lr_fn={adjust_lr_fn!r}) is not known; pass one of {_ADJUSTED}",
             )
         if not 0 <= ns_steps < 100 or len(ns_coefficients) != 3:
             raise coded(
