@@ -674,7 +674,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert main(["tiny", "--ranks", "4", "--replicate", "3"]) == 2
     assert main(["tests.planning.test_plan:some"]) == 2
     assert main(["no_such_module:some"]) == 2
-    assert "names no function that returns a Plan" in capsys.readouterr().err
+    assert "is not a function that returns a Plan" in capsys.readouterr().err
     assert main([]) == 2
 
 
