@@ -163,7 +163,7 @@ def _tp(drawing: Drawing, x: float, y: float, rank: int) -> None:
 def _experts(drawing: Drawing, x: float, y: float, rank: int) -> None:
     between, within = divmod(rank, 2)
     first = 4 * within + 2 * between
-    held = {(0, 4 * within + place): "a faint" for place in range(4)}
+    held = {(0, 4 * within + place): "a pale" for place in range(4)}
     held |= {(0, expert): "a" for expert in (first, first + 1)}
     drawing.text(x + 10, y + 36, "experts", "quiet small")
     _pieces(drawing, x + 10, y + 42, (1, 8), held)

@@ -41,7 +41,7 @@ def _colors(colors: dict[str, str]) -> str:
 _STYLE = (
     f"text{{font-family:{_FONT};font-size:12px}}.bold{{font-weight:600}}"
     ".end{text-anchor:end}.middle{text-anchor:middle}.small{font-size:11px}.title{font-size:14px}"
-    ".stroke{fill:none;stroke-width:1.5}.thin{fill:none;stroke-width:1}.faint{fill-opacity:.18}"
+    ".stroke{fill:none;stroke-width:1.5}.thin{fill:none;stroke-width:1}.faint{fill-opacity:.18}.pale{fill-opacity:.4}"
     f".dashed{{stroke-dasharray:4 3}}{_colors(LIGHT)}"
     f"@media(prefers-color-scheme:dark){{{_colors(DARK)}}}"
 )
