@@ -168,7 +168,7 @@ def branch(store: Store, step: int, origin: int | None) -> list[int]:
     left = left_behind(store, origin)
     newer = [each for each in store.steps() if each > step]
     if left:
-        store.replace(dict.fromkeys(left, f"by step {step}, which goes on from step {origin}"))
+        store.replace(dict.fromkeys(left, f"by step {step}, which continues from step {origin}"))
         LOG.warning(
             "step %d of '%s' goes on from step %d and replaces %s: load() finds these by their "
             "number alone from now on, and keep= removes them first",

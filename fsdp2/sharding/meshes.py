@@ -36,12 +36,12 @@ from fsdp2.core.params.param import is_extended
 
 @dataclass(frozen=True)
 class FSDPMeshInfo:
-    """A mesh and which of its dims are data parallel; what a `ShardPlacementResult` carries.
+    """A mesh and its data-parallel dims, for `ShardPlacementResult`.
 
     Args:
         mesh: 1-D or 2-D device mesh.
-        shard_mesh_dim: the dim that parameters are sharded over.
-        replicate_mesh_dim: the dim that holds copies; ``None`` (default): none.
+        shard_mesh_dim: the dim over which parameters are sharded.
+        replicate_mesh_dim: the dim over which they are replicated; ``None`` (default): none.
 
     Example::
 

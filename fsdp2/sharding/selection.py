@@ -41,13 +41,13 @@ PlacementFn = Callable[[nn.Parameter], Placed]
 
 
 def whole_below(numel: int, otherwise: PlacementFn | None = None) -> PlacementFn:
-    """A ``shard_placement_fn`` that leaves small parameters whole on every rank.
+    """Return a ``shard_placement_fn`` that replicates small parameters on every rank.
 
     They are never gathered, and their gradients are all-reduced together, once per backward.
 
     Args:
-        numel: parameters of fewer elements stay whole.
-        otherwise: what places the others. ``None`` (default): the default placements.
+        numel: parameters with fewer elements are replicated.
+        otherwise: the ``shard_placement_fn`` of others. ``None`` (default): default placements.
 
     Raises:
         ValueError: ``numel`` is negative.
