@@ -126,7 +126,7 @@ class Stay:
 
 
 class Origins:
-    """Which step of a folder each model goes on from, between a load and the next save."""
+    """The step of a folder from which each model continues, between a load and the next save."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
@@ -144,7 +144,7 @@ class Origins:
                 known[name] = max(known[name], step)
 
     def forget(self, model: nn.Module) -> None:
-        """Take note that a model goes on from no step of any folder."""
+        """Record that a model continues from no step of any folder."""
         self._known.pop(model, None)
 
     def of(self, model: nn.Module, store: Store) -> int | None:

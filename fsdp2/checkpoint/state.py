@@ -123,7 +123,7 @@ def as_module(model: Models) -> nn.Module:
 
 
 def first_of(model: Models) -> nn.Module:
-    """Which of several models stands for all, where it is asked from which step they go on."""
+    """The one of several models that represents all in the record of continued steps."""
     return next(iter(model.values()), nn.Module()) if isinstance(model, Mapping) else model
 
 

@@ -21,8 +21,8 @@ board repeatedly; it raises the failure that another rank claimed, and claims on
 The first claim counts, so that all raise the same sentence. A failure begins a new count of steps.
 
 Ranks may read of a failure elsewhere at different steps, but each step is taken by all of its ranks
-or by none; otherwise one would wait in a collective without end. The first of them that goes on, or
-gives up, settles the outcome for all. Those that went on raise at their next step.
+or by none; otherwise one would wait in a collective without end. The first of them that continues,
+or gives up, settles the outcome for all. Those that continued raise at their next step.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class Agreement:
         self._give_up(meeting, self.board.claim(self._key(_FAILURE), _NONE, str(error)))
 
     def _give_up(self, meeting: _Meeting, sentence: str) -> None:
-        """Raise the failure; returns if another rank went on with the step, and so must this."""
+        """Raise the failure; returns if another rank continued with the step, as this one must."""
         if self.board.claim(meeting.key(_OUTCOME), "", _GIVEN_UP) != _TAKEN:
             self._raise(sentence)
 

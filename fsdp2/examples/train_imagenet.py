@@ -535,7 +535,7 @@ def _facts(run: Run, epochs: int) -> dict[str, Any]:
 
 
 def resume(run: Run) -> int:
-    """Load the newest checkpoint, if there is one to go on from; the number of epochs done.
+    """Load the newest checkpoint, if there is one to continue from; the number of epochs done.
 
     Raises:
         UsageError: it is of a run with other flags or images.

@@ -216,7 +216,7 @@ def require_writable(model: nn.Module, function: str) -> None:
         function: that will write, for the message.
 
     Raises:
-        ShardingStateError: a forward, a backward or `gathered` is under way.
+        ShardingStateError: a forward, a backward or `gathered` is running.
     """
     selection = selected_params(model, recurse=True)
     require_idle(selection, function)

@@ -120,7 +120,7 @@ def chosen(selection: Sequence[SelectedParam], names: Names) -> list[SelectedPar
 
 
 def require_idle(selection: Iterable[SelectedParam], function: str) -> None:
-    """Raise if a forward or a backward of one of the units is under way.
+    """Raise if a forward or a backward of one of the units is running.
 
     Raises:
         ShardingStateError: it is.

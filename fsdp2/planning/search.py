@@ -107,7 +107,7 @@ def search(
 
 
 class _Search(Fit[P]):
-    """A search under way."""
+    """A running search."""
 
     def __init__(self, room: int, limit: int, progress: Progress | None) -> None:
         super().__init__(room, [])

@@ -95,7 +95,7 @@ class _OutsideInference(threading.local):
 
 
 def _is_in_use(group: ParamGroup) -> bool:
-    """Whether a forward or a backward is under way that may read what is gathered of a group."""
+    """Whether a running forward or backward may read the unsharded parameters of a group."""
     if group.state is SHARDED and group.offload is None:
         return False
     for unit in all_units():

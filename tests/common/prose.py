@@ -115,6 +115,14 @@ RULES = (
         "The root is not a unit.",
     ),
     _rule(
+        "old phrase",
+        r"\bunder way\b|\b(?:go(?:es)?|went) on\b(?! to)|\bas of X|\bfor good\b|\b[Mm]end(?:s|ed)?\b"
+        r"|\bbut for\b(?! (?:any|the|an?)\b)|\bthread\(s\)",
+        "is running, continues, as in, permanently, except, correct",
+        "An all-gather is under way, as of `fully_shard`.",
+        "An all-gather is running, as in `fully_shard`.",
+    ),
+    _rule(
         "dropped verb",
         r"\bnext to none\b"
         r"|\bor cannot do without\b|\bas a `?\w+`? does that\b|\bnewer than its\.",

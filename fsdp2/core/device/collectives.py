@@ -45,7 +45,7 @@ _SCATTER_MANY = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coale
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A running collective."""
 
     def wait(self) -> object:
         """Wait for it: the host on a CPU, the current stream elsewhere."""

@@ -182,7 +182,7 @@ def subtract(numbers: Tensor, reference: Tensor) -> None:
 
 
 class _Both:
-    """Two collectives under way."""
+    """Two running collectives."""
 
     def __init__(self, first: Work, second: Work) -> None:
         self._works = first, second

@@ -353,7 +353,7 @@ class GroupLayout:
         """A fact that all groups of this layout share besides, under ``key``.
 
         Args:
-            key: what it depends on, but for the layout; whose it is, first.
+            key: what it depends on except the layout; its owner comes first.
             make: makes it, for the first group that asks. It refers to no group.
         """
         if key not in self._common:

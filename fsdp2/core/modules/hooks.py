@@ -308,7 +308,7 @@ class UnitHooks(UnitRecord):
         return output if dtype is None else cast(output, dtype)
 
     def forward_raised(self, failure: BaseException) -> None:
-        """Tell of it. If a caller catches it, the forward around this one may go on."""
+        """Report the exception. If a caller catches it, the enclosing forward may continue."""
         scheduler = self.scheduler
         if scheduler is None:
             return
@@ -555,7 +555,7 @@ def _is_base(tensor: torch.Tensor, views: object) -> bool:
 
 
 def _on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], object], key: object) -> None:
-    """As ``tensor.register_hook(hook)``, for good: a third of the work, as there is no handle.
+    """As ``tensor.register_hook(hook)``, but permanent: a third of the work, without a handle.
 
     Args:
         tensor: requires grad.

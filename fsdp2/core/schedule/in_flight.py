@@ -63,7 +63,7 @@ class InFlight:
                 self.summing.append(pending)
 
     def finish_all_reduces(self) -> None:
-        """Let COMPUTE wait for the all-reduces under way; what they read may be freed then."""
+        """Let COMPUTE wait for running all-reduces, whose inputs may then be freed."""
         while self.summing:
             pending = self.summing.pop(0)
             self.streams.wait(COMPUTE, pending.done, "compute after all-reduce")
