@@ -116,11 +116,11 @@ RULES = (
     ),
     _rule(
         "old phrase",
-        r"\bunder way\b|\b(?:go(?:es)?|went) on\b(?! to)|\bas of X|\bfor good\b|\b[Mm]end(?:s|ed)?\b"
-        r"|\bbut for\b(?! (?:any|the|an?)\b)|\bthread\(s\)",
+        r"\bunder way\b|\b(?:go(?:es)?|went) on\b(?! to)|\bas of X|\bfor good\b"
+        r"|\b[Mm]end(?:s|ed)?\b|\bbut for\b(?! (?:any|the|an?)\b)|\bthread\(s\)",
         "is running, continues, as in, permanently, except, correct",
-        "An all-gather is under way, as of `fully_shard`.",
-        "An all-gather is running, as in `fully_shard`.",
+        "An all-gather is under way.",
+        "An all-gather is running.",
     ),
     _rule(
         "dropped verb",
