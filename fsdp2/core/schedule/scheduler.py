@@ -356,7 +356,8 @@ class Scheduler:
                 if now.holds:
                     unit.hide()
                 elif len(now.ahead) < self.window and unit in self._order.following(self.window):
-                    now.ahead.append(unit)
+                    if unit not in now.ahead:  # its forward may free it, and a child gather it
+                        now.ahead.append(unit)
                 elif now.records:
                     for group in unit.groups:
                         group.shard_smaller()
@@ -613,7 +614,8 @@ class Scheduler:
         within = now.entered - self.window <= unit.visits[-1] < now.entered
         if not within or len(now.ahead) >= self.window or not unit.groups:
             return False
-        now.ahead.append(unit)
+        if unit not in now.ahead:
+            now.ahead.append(unit)
         return True
 
     def _accumulate(self, unit: Unit, reshard: bool) -> None:
