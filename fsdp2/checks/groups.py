@@ -389,7 +389,8 @@ class CheckedGroup(Layer):
             details["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
         details.update(self._flags(unit))
         if self.base.keeps_rows:
-            details["rows of an earlier all-gather"] = "used" if self.base.reuses_rows else "not used"
+            used = "used" if self.base.reuses_rows else "not used"
+            details["rows of an earlier all-gather"] = used
         what = f"the all-gather of '{self.base.name}' {moment}, {self._iteration()}"
         return Intent(what, details)
 
