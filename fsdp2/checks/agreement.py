@@ -144,8 +144,8 @@ class Agreement:
 
         Args:
             ranks: global ranks, this one among them.
-            step: what this rank is about to do.
-            timeout: seconds to wait for ranks of which nothing is heard.
+            step: the next step of this rank.
+            timeout: seconds to wait for silent ranks.
 
         Raises:
             RankMismatchError: a rank is about to do something else, has left or does not come.
@@ -215,7 +215,7 @@ class Agreement:
     def _trouble(
         self, meeting: _Meeting, missing: list[int], waited: float, timeout: float
     ) -> RankMismatchError | None:
-        """Why those who have come, or who have not, cannot be waited for."""
+        """The reason why this rank cannot wait for the others."""
         came = [meeting.key(rank) for rank in meeting.ranks if rank not in missing]
         if any(note != meeting.step.note for note in self.board.read(came)):
             return self._error(meeting)
@@ -284,7 +284,7 @@ class Agreement:
         )
 
     def _places(self, meeting: _Meeting) -> tuple[dict[int, str], dict[int, str | None]]:
-        """The notes of those who have come; and where each is, ``None`` where that is not known."""
+        """The notes of ranks that have arrived, and the position of each; ``None`` if unknown."""
         notes: dict[int, str] = {}
         places: dict[int, str | None] = {}
         for rank in meeting.ranks:

@@ -303,11 +303,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_checkpoints(parser)
     add("--seed", type=seed, default=0, help="fixes weights and data order")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add(
-        "--threads",
-        type=count,
-        help="CPU threads per rank (default: the CPUs divided by the ranks)",
-    )
+    add("--threads", type=count, help="CPU threads per rank (default: CPUs / ranks)")
     add(
         "--timeout",
         type=seconds,

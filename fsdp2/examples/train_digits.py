@@ -144,11 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lr", type=rate, default=0.05, help="learning rate of the first step (0.05)")
     add("--ckpt_prefix", metavar="PATH", help="what the files of ranks begin with, to keep them")
     add("--nproc", type=count, help="processes to start (2)")
-    add(
-        "--threads",
-        type=count,
-        help="CPU threads per rank (default: the CPUs divided by the ranks)",
-    )
+    add("--threads", type=count, help="CPU threads per rank (default: CPUs / ranks)")
     add("--seed", type=count, default=1, help="fixes weights, split and order of images (1)")
     return parser
 

@@ -204,11 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--num_workers", type=not_negative, help="processes per rank that read images")
     add("--nproc", type=count, help="processes to start (2, or one a GPU)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add(
-        "--threads",
-        type=count,
-        help="CPU threads per rank (default: the CPUs divided by the ranks)",
-    )
+    add("--threads", type=count, help="CPU threads per rank (default: CPUs / ranks)")
     add("--seed", type=seed, default=1, help="fixes weights, order and crops (1)")
     return parser
 

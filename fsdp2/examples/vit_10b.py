@@ -297,11 +297,7 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     add("--lr", type=float, default=1e-4, help="learning rate (default: 1e-4)")
     add("--seed", type=int, default=0, help="fixes weights and images")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add(
-        "--threads",
-        type=_count,
-        help="CPU threads per rank (default: the CPUs divided by the ranks)",
-    )
+    add("--threads", type=_count, help="CPU threads per rank (default: CPUs / ranks)")
     args = parser.parse_args(argv)
     if args.world_size is not None and not args.plan:
         parser.error("--world-size belongs to --plan; --nproc says how many processes to start")

@@ -64,7 +64,7 @@ class _Item:
     """One tensor of a model.
 
     Attributes:
-        names: its full names, several where it is tied.
+        names: its full names, several if it is tied.
         tensor: a sharded parameter, another parameter, or a buffer.
         selected: of a sharded parameter.
         required: whether a state dict has it.

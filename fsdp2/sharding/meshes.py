@@ -158,7 +158,7 @@ def node_mesh(
         device: of this rank, on which the default process group communicates.
         unset: the ranks of a node where the variable is not set; ``None``: that is an error.
         caller: what messages begin with.
-        way_out: what they say to pass instead.
+        way_out: the alternative that the messages name.
         names: of the mesh's dims.
 
     Raises:
@@ -196,7 +196,7 @@ def _node_mesh(
 
 
 def mesh_of_groups(groups: tuple[tuple[int, ...], ...]) -> DeviceMesh:
-    """A 1-D mesh over this rank's of several groups, which know nothing of each other.
+    """A 1-D mesh over this rank's group of several independent groups.
 
     All ranks of the default process group must call it together. The same groups get one mesh.
 

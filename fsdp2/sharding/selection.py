@@ -233,7 +233,7 @@ def _check_renormalised(name: str, entries: list[NamedEntry]) -> None:
 
 
 def _check_memory(params: dict[str, torch.Tensor]) -> None:
-    """Two parameters over the same memory (`.data` assigned) would go apart once sharded."""
+    """Raise for two parameters over the same memory, which sharding would split."""
     taken: dict[int, list[tuple[int, int, str]]] = {}
     for name, param in params.items():
         if param.is_meta or not param.numel() or is_extended(param):
