@@ -68,6 +68,7 @@ def parser() -> Parser:
     add("--to", dest="to_kind", choices=KINDS, help="the target's kind (by its name)")
     add("--step", type=step, help="of the source; or the step to make")
     add("--ranks", type=count, default=1, help="files that --to xla makes (1)")
+    add("--strip-prefix", default="", metavar="PREFIX", help="of names, as DDP's 'module.' (none)")
     add = below["rm"].add_argument
     chosen = below["rm"].add_mutually_exclusive_group(required=True)
     text = "this step; several are named by --step 100 --step 200"
@@ -238,6 +239,7 @@ def _convert(given: argparse.Namespace) -> int:
             to_kind=given.to_kind,
             step=given.step,
             ranks=given.ranks,
+            strip_prefix=given.strip_prefix,
             progress=line.bytes,
         )
     if given.json:
