@@ -135,7 +135,8 @@ def convert(
 
     Raises:
         CheckpointError: the source is of no kind or of several, is broken, does not assign states
-            to names, or has no name with the prefix; or the target exists. Nothing was written in this case.
+            to names, or has no name with the prefix; or the target exists. Nothing was written in
+            this case.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Two steps of ZeRO-3 on gloo ranks, its checkpoint, and what it should hold. Argument: a folder."""
+"""Two steps of ZeRO-3, its checkpoint, and what that should hold. Argument: a folder."""
 
 import os
 import sys
@@ -26,9 +26,7 @@ config = {
     "zero_force_ds_cpu_optimizer": False,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
 }
-engine, *_ = deepspeed.initialize(
-    model=model, model_parameters=model.parameters(), config=config
-)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 for step in range(2):
     generator = torch.Generator().manual_seed(step)
     loss = engine(torch.randn(4, 6, generator=generator)).square().sum()
