@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import entries, files
@@ -211,6 +213,30 @@ def test_weights_in_several_files(files: int, tmp_path: Path) -> None:
     other, _ = made(seed=1)
     checkpoint.load(tmp_path / "run", other)
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_files_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model and optimizer apart, joined as the page about FSDP1 does: two files, or two folders."""
+    page = Path(__file__).parents[2] / "docs" / "migration" / "fsdp1.md"
+    text = page.read_text(encoding="utf-8")
+    code = text[text.index("import torch\nfrom torch.distributed.checkpoint.format_utils") :]
+    imports, full, sharded = re.split(r"^# [A-Z]+_STATE_DICT.*$", code.split("```")[0], flags=re.M)
+    model, optimizer = made()
+    train(model, optimizer, seed=0)
+    states = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    monkeypatch.chdir(tmp_path)
+    Path("old").mkdir()
+    torch.save(states["model"], "old/pytorch_model_fsdp.bin")
+    torch.save(states["optimizer"], "old/optimizer.bin")
+    dcp.save({"model": states["model"]}, checkpoint_id="old/pytorch_model_fsdp_0")
+    dcp.save({"optimizer": states["optimizer"]}, checkpoint_id="old/optimizer_0")
+    for step, part in enumerate((full, sharded)):
+        exec(imports + part, {})
+        checkpoint.convert("full.pt", "run", to_kind="steps", step=step)
+        Path("full.pt").unlink()
+        other, others = made(seed=5)
+        checkpoint.load("run", other, others, step=step)
+        assert_same(everything(other, others), everything(model, optimizer))
 
 
 def test_a_step_by_its_path_and_by_its_number(saved: Any, tmp_path: Path) -> None:
