@@ -62,7 +62,7 @@ class Contents:
             raise coded(
                 CheckpointError,
                 "ckpt-no-prefix",
-                f"'{source}' has no tensor whose name begins with '{prefix}', as "
+                f"no tensor of '{source}' has a name that begins with '{prefix}': "
                 f"'{next(iter(self.model))}' does not; pass another strip_prefix, or none",
             )
         self.model = _renamed(self.model, lambda name: name.removeprefix(prefix), source)
@@ -110,9 +110,9 @@ def contents_of(tree: Tree, source: Path) -> Contents:
         raise coded(
             CheckpointError,
             "ckpt-no-model",
-            f"'{source}' has no one model that can be told apart among {sorted(map(str, tree))}; "
-            f"save a dict with model.state_dict() as 'model' and optimizer.state_dict() as "
-            f"'optimizer'",
+            f"convert() cannot tell which entry of '{source}' is the model, among "
+            f"{sorted(map(str, tree))}; save a dict with model.state_dict() as 'model' and "
+            f"optimizer.state_dict() as 'optimizer'",
         )
     found = Contents(_cleaned(tree[models[0]], source))
     if optimizers:
@@ -154,8 +154,8 @@ def _renamed(model: Mapping[str, object], change: Callable[[str], str], source: 
             raise coded(
                 CheckpointError,
                 "ckpt-names-clash",
-                f"'{source}' has several tensors that are '{new}' without what wrappers put into "
-                f"names; rename all but one",
+                f"'{source}' has several tensors that are called '{new}' after the parts that "
+                f"wrappers add to names are removed; rename all but one",
             )
         found[new] = value
     return found
@@ -173,9 +173,10 @@ def _by_name(optimizer: Nested, model: Nested, source: Path) -> Nested:
         raise coded(
             CheckpointError,
             "ckpt-optimizer-numbers",
-            f"'{source}' has an optimizer of {len(keys)} parameters whose names it does not tell, "
-            f"and a model of {len(model)} tensors; save what get_state_dict() of "
-            f"torch.distributed.checkpoint.state_dict returns, or make it of named_parameters()",
+            f"'{source}' has an optimizer of {len(keys)} parameters without names, and a model of "
+            f"{len(model)} tensors, so they cannot be matched; save the result of "
+            f"torch.distributed.checkpoint.state_dict.get_state_dict(), or create the optimizer "
+            f"with named_parameters()",
         )
     return {
         "state": {names[key]: dict(kept) for key, kept in state.items()},
@@ -283,8 +284,8 @@ def _unlike(source: Path, name: str) -> CheckpointError:
     return coded(
         CheckpointError,
         "ckpt-ranks-unlike",
-        f"'{source}' has files of ranks that do not have '{name}' alike; pass a folder with the "
-        f"files of one step and of nothing else",
+        f"'{source}' has files of ranks that disagree about '{name}'; pass a folder with only the "
+        f"files of one step",
     )
 
 
