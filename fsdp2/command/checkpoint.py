@@ -68,6 +68,8 @@ def parser() -> Parser:
     add("--to", dest="to_kind", choices=KINDS, help="the target's kind (default: by its name)")
     add("--step", type=step, help="the step of the source, or the step to create")
     add("--ranks", type=count, default=1, help="number of files for --to xla (1)")
+    text = "prefix to remove from names, such as DDP's 'module.' (none)"
+    add("--strip-prefix", default="", metavar="PREFIX", help=text)
     add = below["rm"].add_argument
     chosen = below["rm"].add_mutually_exclusive_group(required=True)
     text = "this step; repeat the option for several steps"
@@ -240,6 +242,7 @@ def _convert(given: argparse.Namespace) -> int:
             to_kind=given.to_kind,
             step=given.step,
             ranks=given.ranks,
+            strip_prefix=given.strip_prefix,
             progress=line.bytes,
         )
     if given.json:
