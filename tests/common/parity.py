@@ -51,7 +51,7 @@ from tests.common.models import units
 
 TORCH = torch.distributed.fsdp
 OURS = fsdp2
-STEPS = 6
+STEPS = 10
 
 Loss = Callable[[nn.Module, Any], Tensor]  # (model, this rank's part of a batch) -> scalar
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
