@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.usefixtures("own_ranks"),
 ]
 
-DIM, HIDDEN, STEPS = 16, 32, 4
+DIM, HIDDEN, STEPS = 16, 32, 3
 SMALL = 300  # bytes of a piece: norms and biases are packed, which go along with the weights
 
 Change = Callable[[nn.Module, Any], None]

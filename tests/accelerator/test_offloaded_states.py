@@ -23,7 +23,7 @@ from tests.common import workers
 pytestmark = lanes.pytestmark
 own_ranks = lanes.own_ranks
 
-STEPS = 4
+STEPS = 3
 
 
 def _optimizer(model: nn.Module, **options: Any) -> fsdp2.optim.FlatOptimizer:

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomllib
 
 import fsdp2
 from fsdp2.command import checkpoint, main, trace
@@ -162,6 +161,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_console_script_and_the_module_are_the_same(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 brings it")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"fsdp2": "fsdp2.command.main:main"}
     monkeypatch.setattr(sys, "argv", ["__main__.py", "--version"])

@@ -60,7 +60,10 @@ def often(values: Sequence[object], default: int = 1) -> list[ParameterSet]:
     @pytest.mark.parametrize("debug", often(["OFF", "DETAIL"]))
     """
     return [
-        pytest.param(value, marks=[] if at < default else [pytest.mark.extended])
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=[] if at < default else [pytest.mark.extended],
+        )
         for at, value in enumerate(values)
     ]
 

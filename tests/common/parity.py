@@ -30,6 +30,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -70,14 +71,14 @@ class Tolerance(NamedTuple):
 # products of order 1, and other batch shapes take the sum in another order: the error is a few
 # roundings of the largest partial sum, so it is absolute where terms cancel. AdamW divides a
 # gradient by its own size, so noise in a small gradient reaches the parameter as noise / signal *
-# learning rate, and ten steps feed it back. Seen: 4e-7 in gradients and parameters, 1e-6 in losses
+# learning rate, and the steps feed it back. Seen: 4e-7 in gradients and parameters, 1e-6 in losses
 # of about 3; allowed: some five times that. A gradient left undivided, or a row on the wrong rank,
 # is off by a thousand times more.
 FP32 = Tolerance(rtol=1e-5, atol=2e-6)
 
 # The same kernels on the same shapes, but a sum of four gradients taken in another order (at most
 # three roundings), or an optimizer whose vectorized kernel ends elsewhere, as a shard is shorter
-# than the whole. Fed back through ten steps as above.
+# than the whole. Fed back through steps as above.
 REORDERED_FP32 = Tolerance(rtol=1e-5, atol=1e-6)
 
 # The same with parameters cast to bf16. A difference of one fp32 rounding disappears in that cast,
@@ -117,10 +118,12 @@ def full_all(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     tensors = [None if tensor is None else tensor.detach() for tensor in tensors]
     shards = [t.to_local().clone().cpu() if isinstance(t, DTensor) else None for t in tensors]
     everyones = _exchange(shards)
+    numbers = {t.device_mesh: t.device_mesh.mesh for t in tensors if isinstance(t, DTensor)}
     whole = []
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
-            joined = assemble([shards[i] for shards in everyones], tensor)
+            mesh = numbers[tensor.device_mesh]
+            joined = assemble([shards[i] for shards in everyones], tensor, mesh)
             assert joined.shape == tensor.shape, f"shards of {joined.shape} for {tensor.shape}"
             whole.append(joined.to(tensor.device))
         else:
@@ -145,13 +148,15 @@ def _tensor_of(dtype: torch.dtype, shape: torch.Size, data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
-def assemble(shards: Sequence[Tensor], tensor: DTensor) -> Tensor:
+def assemble(shards: Sequence[Tensor], tensor: DTensor, mesh: Tensor) -> Tensor:
     """The whole of a DTensor from the local tensors of all ranks, in rank order.
+
+    ``mesh`` has the ranks of its mesh, which torch takes long to say.
 
     Pieces of pieces are joined first: those of `_StridedShard`, which cuts what the dims behind it
     have cut, then the others from the last mesh dim to the first. Copies must agree.
     """
-    mesh, placements = tensor.device_mesh.mesh, tensor.placements
+    placements = tensor.placements
     found = {tuple(at.tolist()): shards[int(mesh[tuple(at)])] for at in (mesh >= 0).nonzero()}
     strided = [d for d, p in enumerate(placements) if isinstance(p, _StridedShard)]
     plain = [d for d in reversed(range(mesh.ndim)) if d not in strided]
@@ -428,9 +433,26 @@ def check_training(
     return ours
 
 
-def adamw(params: Iterable[nn.Parameter]) -> Optimizer:
-    """Treats each element alike, wherever its shard begins: fit for exact comparisons."""
-    return torch.optim.AdamW(params, lr=1e-2, foreach=True)
+class _ShardwiseAdamW(torch.optim.AdamW):
+    """Computes with local tensors; its hooks, groups and states are torch's.
+
+    With DTensors, torch works out for each list of tensors that it has not seen before how it is
+    sharded: on a mesh of two dims that is most of the time in which a small model is trained.
+    `torchs_adamw` does so.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        return has_complex
+
+
+_EXACT: dict[str, Any] = {"lr": 1e-2, "foreach": True}
+"""Each element is treated alike, wherever its shard begins: fit for exact comparisons."""
+
+adamw: MakeOptimizer = partial(_ShardwiseAdamW, **_EXACT)
+torchs_adamw: MakeOptimizer = partial(torch.optim.AdamW, **_EXACT)
 
 
 # -- what was communicated ------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from tests.common import meshes, models, tensors
+from tests.common import combinations, meshes, models, tensors
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
@@ -24,6 +24,13 @@ FED = "int4 rotate feedback"
 FORMATS = [("int8", None), (None, "bf16"), (None, "int8"), ("int8", "int8"), ("int8", "bf16")]
 FORMATS += [(None, FED), ("int8 differences", None), ("int4 differences", FED)]
 formats = pytest.mark.parametrize(("gather", "reduce"), FORMATS)
+ONE_EACH = [("int8", "bf16"), ("int4 differences", FED)]
+"""A format of each kind: where what is around it costs much, others are extended."""
+seldom_others = pytest.mark.parametrize(
+    ("gather", "reduce"),
+    combinations.often([*ONE_EACH, *(f for f in FORMATS if f not in ONE_EACH)], len(ONE_EACH)),
+)
+WIRE = {f"{gather}-{reduce}": (gather, reduce) for gather, reduce in FORMATS}
 HALF = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -216,9 +223,9 @@ def test_fp32_sums_are_those_of_a_reduce_scatter(policy: fsdp2.MixedPrecisionPol
 
 
 @ranks(2)
-@formats
-@pytest.mark.parametrize("sync", [True, False])
-def test_accumulation(gather: str | None, reduce: str | None, sync: bool) -> None:
+@combinations.each_once(wire=WIRE, sync=[True, False])
+def test_accumulation(wire: tuple[str | None, str | None], sync: bool) -> None:
+    gather, reduce = wire
     model, exact = sharded(gather, reduce), sharded(None, None)
     for each in (model, exact):
         for step in range(3):
@@ -231,20 +238,19 @@ def test_accumulation(gather: str | None, reduce: str | None, sync: bool) -> Non
 
 
 @ranks(2, extended=(4,))
-@formats
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"reshard_after_forward": False},
-        {"reshard_after_forward": 1},
-        {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
-        {"mp_policy": HALF},
-        {"mp_policy": fsdp2.MixedPrecisionPolicy(torch.float16, torch.float16)},
-        {"shard_placement_fn": by_columns},
-    ],
-    ids=["kept", "smaller group", "offloaded", "mixed", "half", "columns"],
+@combinations.each_once(
+    wire=WIRE,
+    arguments={
+        "kept": {"reshard_after_forward": False},
+        "smaller group": {"reshard_after_forward": 1},
+        "offloaded": {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
+        "mixed": {"mp_policy": HALF},
+        "half": {"mp_policy": fsdp2.MixedPrecisionPolicy(torch.float16, torch.float16)},
+        "columns": {"shard_placement_fn": by_columns},
+    },
 )
-def test_settings(gather: str | None, reduce: str | None, arguments: dict[str, Any]) -> None:
+def test_settings(wire: tuple[str | None, str | None], arguments: dict[str, Any]) -> None:
+    gather, reduce = wire
     model, exact = sharded(gather, reduce, **arguments), sharded(None, None, **arguments)
     for each in (model, exact):
         for step in range(2):  # gradients of the second are added
@@ -419,7 +425,7 @@ def test_a_subclass_that_says_what_is_gathered() -> None:
 
 
 @ranks(4)
-@formats
+@seldom_others
 def test_tensor_parallel(gather: str | None, reduce: str | None) -> None:
     """Shards of one tensor-parallel rank's part travel; the other axis is as ever."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
@@ -444,7 +450,7 @@ def test_tensor_parallel(gather: str | None, reduce: str | None) -> None:
 
 
 @ranks(2)
-@formats
+@seldom_others
 def test_compiled_blocks(gather: str | None, reduce: str | None) -> None:
     def train(compiled: bool) -> list[Tensor]:
         model = build()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import subprocess
@@ -28,6 +29,8 @@ LOADED |= {"sharded_class", "sharding"}
 LEFT_OUT = ("checks.agreement", "checks.groups", "checks.switch", "interop.installing")
 LEFT_OUT += ("interop.startup", "interop.wrapped")
 """Modules of those rooms that it does not need."""
+
+TORCHS = "import torch.distributed.fsdp, torch.distributed.tensor"
 
 WATCHED = """if True:
     import json, sys
@@ -66,16 +69,17 @@ EACH = """if True:
     import torch.distributed.fsdp, torch.distributed.tensor
     import fsdp2
     failed = []
-    for name, home in {homes}.items():
+    for names in {names}:
         child = os.fork()
         if not child:
-            found = getattr(fsdp2, name)
-            module = importlib.import_module(f"fsdp2.{{home or name}}")
-            assert found is (getattr(module, name) if home else module)
-            assert vars(fsdp2)[name] is found is getattr(fsdp2, name)
+            for name, home in names:
+                found = getattr(fsdp2, name)
+                module = importlib.import_module(f"fsdp2.{{home or name}}")
+                assert found is (getattr(module, name) if home else module)
+                assert vars(fsdp2)[name] is found is getattr(fsdp2, name)
             os._exit(0)
         if os.waitpid(child, 0)[1]:
-            failed.append(name)
+            failed.append(names)
     print(json.dumps(failed))
 """
 
@@ -91,12 +95,48 @@ INSTALLED = """if True:
 """
 
 
-def _alone(source: str, **environment: str) -> Any:
+FORKS = f"""if True:
+    import json, os, sys, traceback
+    {TORCHS}
+    sys.stdout.write("[")
+    for number, (source, environment) in enumerate(json.loads(sys.argv[1])):
+        sys.stdout.write("," * bool(number))
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                os.environ.update(environment)
+                exec(source, {{"__name__": "__main__"}})
+                sys.stdout.flush()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(1)
+    sys.stdout.write("]")
+"""
+"""Runs each source in a fork of a process that has imported torch's FSDP2, and nothing of ours."""
+
+
+@functools.cache
+def _after_torch() -> list[Any]:
+    """What each of `SOURCES` prints as JSON."""
+    return list(_alone(FORKS, json.dumps(SOURCES)))
+
+
+def _printed(source: str, **environment: str) -> Any:
+    return _after_torch()[SOURCES.index((source, environment))]
+
+
+def _alone(source: str, *arguments: str) -> Any:
     """What a process prints as JSON that runs ``source`` and has imported nothing before."""
     variables = {name: value for name, value in os.environ.items() if name != "FSDP2_DEBUG"}
     done = subprocess.run(
-        [sys.executable, "-c", source],
-        env=variables | environment,
+        [sys.executable, "-c", source, *arguments],
+        env=variables,
         capture_output=True,
         text=True,
         timeout=120,
@@ -106,27 +146,41 @@ def _alone(source: str, **environment: str) -> Any:
     return json.loads(done.stdout)
 
 
-def _new_after(first: str, then: str) -> set[str]:
-    """Modules that ``then`` loads in a process that has run ``first``."""
-    source = f"""if True:
+def _new(first: str, then: str) -> str:
+    """A source that prints which modules ``then`` loads where ``first`` has run."""
+    return f"""if True:
         import json, sys
         {first}
         before = set(sys.modules)
         {then}
         print(json.dumps([name for name in sys.modules if name not in before]))
     """
-    return set(_alone(source))
+
+
+def _each() -> str:
+    """`EACH`, for all public names by module."""
+    of_module: dict[str, list[tuple[str, str]]] = {}
+    for name, home in HOMES.items():
+        of_module.setdefault(home or name, []).append((name, home))
+    return EACH.format(names=list(of_module.values()))
+
+
+TOGETHER = "import fsdp2, json; fsdp2.Levels; print(json.dumps(list(vars(fsdp2))))"
+NEEDED = _new(TORCHS, "from fsdp2 import fully_shard")
+SOURCES: list[tuple[str, dict[str, str]]] = [
+    *((source, {}) for source in (NEEDED, TOGETHER, WATCHED, STEP, _each(), INSTALLED)),
+    (STEP, {"FSDP2_DEBUG": "1"}),
+]
 
 
 def test_the_import_alone_loads_nothing() -> None:
     """So that ``fsdp2 --help`` does not wait for torch."""
-    assert _new_after("import importlib, typing", "import fsdp2") == {"fsdp2"}
+    assert _alone(_new("import importlib, typing", "import fsdp2")) == ["fsdp2"]
 
 
 def test_fully_shard_loads_what_it_needs() -> None:
     """No room above, nothing of torch that its FSDP2 has not loaded, and nothing of Python."""
-    torchs = "import torch.distributed.fsdp, torch.distributed.tensor"
-    new = _new_after(torchs, "from fsdp2 import fully_shard")
+    new = _printed(NEEDED)
     own = {name.removeprefix("fsdp2.") for name in new if name.startswith("fsdp2.")}
     assert {name.partition(".")[0] for name in own} == LOADED
     assert own.isdisjoint(LEFT_OUT)
@@ -144,21 +198,20 @@ def test_each_room_is_loaded_or_loads_later() -> None:
 
 def test_what_fully_shard_loads_of_torch() -> None:
     """FSDP2, for its classes are bases of ours, but not DCP or dynamo."""
-    new = _new_after("import torch", "from fsdp2 import fully_shard")
+    new = set(_alone(_new("import torch", "from fsdp2 import fully_shard")))
     assert "torch.distributed.fsdp" in new
     assert new.isdisjoint({"torch.distributed.checkpoint", "torch._dynamo", "torch._inductor"})
 
 
 def test_the_first_use_of_one_loads_its_companions() -> None:
     """Compiled code that reads another of them later finds an ordinary attribute."""
-    source = "import fsdp2, json; fsdp2.Levels; print(json.dumps(list(vars(fsdp2))))"
     together = {each for names in fsdp2._TOGETHER.values() for each in names}
-    assert together <= set(_alone(source))
+    assert together <= set(_printed(TOGETHER))
 
 
 def test_who_watches_core_is_there_after_the_import() -> None:
     """Checks for everyone are told from the start, whatever else is loaded later."""
-    assert _alone(WATCHED) == {
+    assert _printed(WATCHED) == {
         "device.presence.first_use": ["fsdp2.checks.presence"],
         "modules.failures.in_forward": ["fsdp2.checks.explain"],
         "modules.failures.in_backward": ["fsdp2.checks.explain"],
@@ -177,12 +230,12 @@ def test_who_watches_core_is_there_after_the_import() -> None:
 )
 def test_sharding_and_steps_load_nothing(environment: dict[str, str], loaded: list[str]) -> None:
     """But for checks that the environment asks for, in the first call of `fully_shard`."""
-    assert _alone(STEP, **environment) == [f"fsdp2.checks.{name}" for name in loaded]
+    assert _printed(STEP, **environment) == [f"fsdp2.checks.{name}" for name in loaded]
 
 
 def test_each_name_loads_alone_and_is_what_its_module_has() -> None:
-    """Each in a process that has used no other: the order in which they load counts for nothing."""
-    assert _alone(EACH.format(homes=HOMES)) == []
+    """In a process that has used no other module: the order of loading counts for nothing."""
+    assert _printed(_each()) == []
 
 
 def test_names_are_listed_before_they_load() -> None:
@@ -199,7 +252,7 @@ def test_names_are_listed_before_they_load() -> None:
 
 def test_dcp_keeps_torchs_wrapper_whenever_it_is_imported() -> None:
     """`install` replaces names where they are listed, and nowhere else."""
-    assert _alone(INSTALLED) == [True, True]
+    assert _printed(INSTALLED) == [True, True]
 
 
 def test_an_unknown_name() -> None:

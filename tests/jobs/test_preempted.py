@@ -14,7 +14,7 @@ import pytest
 from fsdp2 import checkpoint
 from tests.common import jobs
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.extended]
 
 STEPS = 80
 RUN = (*jobs.TINY, "--steps", str(STEPS))
@@ -35,19 +35,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, str
 
 
 CASES = [
-    pytest.param(OURS, "rank", signal.SIGUSR1, (), 143, id="a rank"),
-    *(
-        pytest.param(*case[:-1], id=case[-1], marks=pytest.mark.extended)
-        for case in (
-            (OURS, "command", signal.SIGTERM, (), 143, "the command"),
-            (OURS, "command", signal.SIGINT, (), 143, "Ctrl-C"),
-            (OURS, "rank", signal.SIGTERM, ("--preempted-exit-code", "75"), 75, "another code"),
-            (OURS, "rank", signal.SIGTERM, ("--checkpoint-async",), 143, "saved beside"),
-            (TORCHRUN, "command", signal.SIGTERM, (), 143, "an agent"),
-            (TORCHRUN, "command", signal.SIGUSR1, (), 143, "an agent, SIGUSR1"),
-            (TORCHRUN, "rank", signal.SIGTERM, (), 143, "a rank of an agent"),
-        )
-    ),
+    pytest.param(*case[:-1], id=case[-1])
+    for case in (
+        (OURS, "rank", signal.SIGUSR1, (), 143, "a rank"),
+        (OURS, "command", signal.SIGTERM, (), 143, "the command"),
+        (OURS, "command", signal.SIGINT, (), 143, "Ctrl-C"),
+        (OURS, "rank", signal.SIGTERM, ("--preempted-exit-code", "75"), 75, "another code"),
+        (OURS, "rank", signal.SIGTERM, ("--checkpoint-async",), 143, "saved beside"),
+        (TORCHRUN, "command", signal.SIGTERM, (), 143, "an agent"),
+        (TORCHRUN, "command", signal.SIGUSR1, (), 143, "an agent, SIGUSR1"),
+        (TORCHRUN, "rank", signal.SIGTERM, (), 143, "a rank of an agent"),
+    )
 ]
 
 
@@ -82,7 +80,6 @@ def test_saved_and_resumed_to_the_bit(
     assert (out / "model.safetensors").read_bytes() == weights
 
 
-@pytest.mark.extended
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     """Where the first is not followed: a rank stands still, and the grace time is an hour."""
     arguments = ("--checkpoint", str(tmp_path), "--checkpoint-every", "100000", "--grace", "3600")

@@ -131,6 +131,7 @@ def test_it_learns_and_reports(two_ranks: str) -> None:
     assert "Sample:\ndef " in two_ranks
 
 
+@pytest.mark.extended
 def test_one_rank_prints_the_losses_of_two(two_ranks: str) -> None:
     assert_same_losses(losses_of(train("--nproc", "1")), losses_of(two_ranks))
 
@@ -373,11 +374,14 @@ def test_a_failing_worker_shows_its_traceback(
 # --- wrong usage ---------------------------------------------------------------------------------
 
 
-def test_wrong_usage_under_either_launcher() -> None:
+def test_wrong_usage() -> None:
     done = run(*TRAIN_LM, "--nproc", "3")
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"train_lm: .* do not divide evenly over 3 ranks\.\n", done.stderr)
 
+
+@pytest.mark.extended
+def test_wrong_usage_under_torchrun() -> None:
     done = run(*torchrun(2), "--batch-size", "5")
     assert done.returncode != 0
     assert done.stderr.count("train_lm: 5 sequences in a micro-batch") == 1

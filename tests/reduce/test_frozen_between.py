@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests.common import gradients, models, parity
+from tests.common import combinations, gradients, models, parity
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -307,8 +307,7 @@ def _check(model: Any, build: Callable[[], nn.Module], program: Program) -> None
 
 
 @ranks(2)
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-@pytest.mark.parametrize("program", PROGRAMS)
+@combinations.each_once(program=PROGRAMS, reshard_after_forward=[None, True, False])
 def test_frozen_and_thawed(program: Program, reshard_after_forward: bool | None) -> None:
     model = _shard(_build(), reshard_after_forward=reshard_after_forward)
     _check(model, _build, program)

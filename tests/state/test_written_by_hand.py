@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.core.modules.registry import record_of
-from tests.common import gradients, models, parity, running
+from tests.common import combinations, gradients, models, parity, running
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
@@ -251,8 +251,7 @@ BEFORE = [
 
 
 @ranks(2, extended=(4,))
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-@pytest.mark.parametrize("before", BEFORE)
+@combinations.each_once(before=BEFORE, reshard_after_forward=[None, True, False])
 def test_the_next_forward_sees_a_write(
     before: Callable[[nn.Module], None], reshard_after_forward: bool | None
 ) -> None:
@@ -418,7 +417,8 @@ def test_numpy_of_an_unsharded_parameter() -> None:
     with pytest.warns(UserWarning, match=r"memory of gathered .* is not freed any more, as numpy"):
         unit.reshard()
     assert array.size
-    with warnings.catch_warnings(action="error"):  # it is said once
+    with warnings.catch_warnings():  # it is said once
+        warnings.simplefilter("error")
         for _ in range(2):
             _compute(model, dist.get_rank())
             gradients.assert_like_unsharded(parity.full_grads(model), plain, _compute)
