@@ -7,9 +7,10 @@ PYTHON ?= python
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-lint: ## ruff: rules and format
-	$(PYTHON) -m ruff check fsdp2 tests benchmarks deploy
-	$(PYTHON) -m ruff format --check fsdp2 tests benchmarks deploy
+lint: ## ruff: rules and format; proselint: the pages
+	$(PYTHON) -m ruff check fsdp2 tests benchmarks deploy setup.py
+	$(PYTHON) -m ruff format --check fsdp2 tests benchmarks deploy setup.py
+	$(PYTHON) -m proselint check README.md CONTRIBUTING.md CHANGELOG.md SECURITY.md docs
 
 format: ## mend what ruff can mend
 	$(PYTHON) -m ruff check --fix fsdp2 tests benchmarks deploy

@@ -22,6 +22,7 @@ from benchmarks import (
     ema,
     faults,
     group_faults,
+    inline,
     muon,
     optimizer,
     scaling,
@@ -36,7 +37,7 @@ PAGES = tuple(
     for path in (
         *("docs/benchmarks.md", "README.md", "docs/compile.md"),
         *("docs/guides/elastic.md", "docs/guides/slow_network.md", "docs/guides/optimizers.md"),
-        "docs/guides/fault_tolerance.md",
+        *("docs/guides/fault_tolerance.md", "docs/compat.md"),
     )
 )
 FIGURES = ROOT / "docs" / "figures"
@@ -229,7 +230,6 @@ MADE: dict[str, Callable[[Path], str]] = {
     "blocks": partial(targets.blocks, "blocks"),
     "instructions": partial(targets.blocks, "instructions"),
     "machines": machines,
-    "figures": partial(targets.quoted, "README.md"),
     "slow links": partial(tables, slow_link.page_table, SLOW),
     "choices": choices.table,
     "elastic": partial(tables, elastic.page_table, ["elastic"]),
@@ -247,14 +247,15 @@ MADE: dict[str, Callable[[Path], str]] = {
 def filled(text: str, folder: Path = RESULTS) -> str:
     """A page with what stands between ``<!-- targets -->`` and ``<!-- end -->`` made anew.
 
-    Each name of `MADE` likewise.
+    Each name of `MADE` likewise, and figures in sentences (`benchmarks.inline`).
     """
 
     def fill(mark: re.Match[str]) -> str:
         return f"<!-- {mark['name']} -->\n{MADE[mark['name']](folder)}\n<!-- end -->"
 
     marks = "|".join(MADE)
-    return re.sub(rf"<!-- (?P<name>{marks}) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
+    made = re.sub(rf"<!-- (?P<name>{marks}) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
+    return inline.filled(made, folder)
 
 
 def write_tables() -> Sequence[Path]:

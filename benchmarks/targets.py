@@ -111,7 +111,6 @@ def _blocks() -> tuple[Target, ...]:
             "blocks" + PRECISIONS[precision],
             _given("ratios", f"{case}: {_ADDED.format(VARIANTS[path])}"),
             path,
-            pages=("README.md",) if (case, path) == ("llama", COALESCED) else (),
         )
         for case, name in BLOCKS.items()
         for path, limits in _LIMITS.items()
@@ -190,7 +189,6 @@ TARGETS = (
             "startup",
             _given("ratios", f"fsdp2 / torch, {part}"),
             COALESCED,
-            pages=("README.md",) if limit else (),
         )
         for what, part, limit in (
             ("`fully_shard` and the first step", "shard + first", 0.7),
@@ -204,7 +202,6 @@ TARGETS = (
         0.95,
         "optimizer",
         _given(0, "ratios", "flat / none"),
-        pages=("README.md",),
     ),
     Target(
         "clipping and AdamW (fused) over DTensors, 288 parameters",
@@ -248,7 +245,6 @@ TARGETS = (
         "gloo",
         _given("ratios", "fsdp2 / torch"),
         PACKED,
-        pages=("README.md",),
     ),
     *(
         Target(
@@ -272,7 +268,6 @@ TARGETS = (
             limit,
             "checkpoint",
             _given("ratios", f"256 MB: {label}, durable"),
-            pages=("README.md",),
         )
         for what, limit, label in (
             ("`save`, until it is durable", 0.75, "save / dcp"),

@@ -356,16 +356,16 @@ def _check_wrappers(module: nn.Module) -> None:
             raise coded(
                 ValueError,
                 "wrapped",
-                f"'{name or '(root)'}' is a {type(below).__name__}, which copies parameters and "
-                f"reduces gradients itself; call fully_shard on its .module instead, with a 2-D "
-                f"mesh (replicate, shard) for copies",
+                f"'{name or '(root)'}' is a {type(below).__name__}, which replicates parameters "
+                f"and reduces gradients itself; call fully_shard on its .module instead, with a "
+                f"2-D mesh (replicate, shard) if you need replicas",
             )
         if isinstance(below, torch.jit.ScriptModule):
             raise coded(
                 ValueError,
                 "scripted",
-                f"'{name or '(root)'}' is a {type(below).__name__}, whose code cannot be given "
-                f"other parameters; call fully_shard on the module before torch.jit, or use "
+                f"'{name or '(root)'}' is a {type(below).__name__}, whose code cannot use sharded "
+                f"parameters; call fully_shard on the module that torch.jit compiled, or use "
                 f"torch.compile",
             )
 
@@ -425,7 +425,7 @@ def _checked_offload(policy: Any) -> config.CPUOffloadPolicy | None:
     raise coded(
         TypeError,
         "offload-type",
-        f"fully_shard(offload_policy=…) takes a fsdp2.CPUOffloadPolicy or nothing, not {kind}",
+        f"fully_shard(offload_policy=…) takes a fsdp2.CPUOffloadPolicy or None, not {kind}",
     )
 
 

@@ -320,15 +320,15 @@ class FSDPModule(TorchIdentity):
             raise coded(
                 RuntimeError,
                 "not-manual",
-                "finalize_backward() was called on a module whose backwards end by themselves; "
-                "call set_manual_backward_finalization(True) before them",
+                "finalize_backward() was called on a module that finalizes its backward itself; "
+                "call set_manual_backward_finalization(True) before backward",
             )
         if scheduler.iteration.unawaited:
             raise coded(
                 RuntimeError,
                 "finalized-twice",
-                "finalize_backward() was called before the handle of the last one was waited for; "
-                "call its wait()",
+                "finalize_backward() was called again before wait() on the handle of the last "
+                "call; call wait() on that handle first",
             )
         scheduler.finalize(wait=not async_op)
         return GradientReductionHandle(scheduler) if async_op else None
@@ -626,7 +626,7 @@ class FSDPModule(TorchIdentity):
                 TypeError,
                 "reduce-hook-type",
                 f"set_all_reduce_hook takes a function of a tensor, not {hook!r}; pass None to "
-                f"take a hook away",
+                f"remove a hook",
             )
         group = self._one_group("set_all_reduce_hook")
         if stream is not None and group is not None and group.replicas is not None:
@@ -1007,7 +1007,7 @@ class FSDPModule(TorchIdentity):
                     ValueError,
                     "symmetric-needs-nccl",
                     f"{method} needs process groups of the NCCL backend, but those of "
-                    f"'{group.name}' are of '{used}', which has no symmetric memory; leave it out",
+                    f"'{group.name}' use '{used}', which has no symmetric memory; leave it out",
                 )
         comms = MemoryComms(
             SymmetricAllGather(backend), SymmetricReduceScatter(backend), only_sums=True
@@ -1034,8 +1034,8 @@ class FSDPModule(TorchIdentity):
                 ValueError,
                 "several-meshes",
                 f"{method} cannot be used on a unit whose parameters are on several meshes "
-                f"({len(groups)} groups), since it would not know which one is meant; call "
-                f"fully_shard on the modules of one mesh apart from the others",
+                f"({len(groups)} groups), because it applies to one mesh; call fully_shard "
+                f"separately on the modules of each mesh",
             )
         return groups[0] if groups else None
 
@@ -1046,8 +1046,8 @@ class FSDPModule(TorchIdentity):
                 raise coded(
                     ValueError,
                     "memory-beside-custom",
-                    f"{method} cannot be used where {type(comm).__name__} runs the collectives of "
-                    f"'{group.name}', which allocates their buffers itself; use one of the two",
+                    f"{method} cannot be used while {type(comm).__name__} runs the collectives of "
+                    f"'{group.name}' and allocates their buffers; use one of the two",
                 )
 
     def _change(self, recurse: bool = False, **options: object) -> None:

@@ -65,8 +65,8 @@ def _fitting(module: nn.Module, original: type) -> type:
     raise coded(
         TypeError,
         "class-resists",
-        f"{original.__name__} cannot become the subclass that fully_shard makes of it "
-        f"({refused}); call fully_shard on a module around it, or on the modules inside it",
+        f"fully_shard cannot give a {original.__name__} the subclass that it needs ({refused}); "
+        f"call fully_shard on a module around it, or on the modules inside it",
     ) from refused
 
 

@@ -111,8 +111,8 @@ def check_planned(
         raise coded(
             ValueError,
             "wire-argument",
-            f"shard_model(wire=…) takes the arguments of set_wire_format, and {key!r} is none; use "
-            f"{', '.join(WireFormat.__annotations__)}",
+            f"shard_model(wire=…) takes the arguments of set_wire_format, but {key!r} is not one "
+            f"of them; use {', '.join(WireFormat.__annotations__)}",
         )
     exact, below = chosen.get("exact"), chosen.get("exact_below", EXACT_BELOW)
     wire = wire_of(chosen)
@@ -153,16 +153,15 @@ def _check_wire(wire: Wire) -> None:
         raise coded(
             ValueError,
             "wire-format-differences",
-            f"set_wire_format(differences=True) is for parameters that travel in one of {names}; "
-            f"give their format as gather=",
+            f"set_wire_format(differences=True) needs one of the formats {names} for parameters; "
+            f"pass it as gather=",
         )
     for name in ("rotate", "feedback"):
         if getattr(wire, name) and wire.reduce is None:
             raise coded(
                 ValueError,
                 "wire-format-alone",
-                f"set_wire_format({name}=True) is for gradients that travel in fewer bytes; give "
-                f"their format as reduce=",
+                f"set_wire_format({name}=True) needs a format for gradients; pass it as reduce=",
             )
 
 
@@ -178,17 +177,17 @@ def _check_level(levels: bool, wire: Wire, level: Level) -> None:
             ValueError,
             "wire-level-of-one",
             "set_wire_format(level='between') is for units that are sharded over two levels "
-            "(fsdp2.Levels), and none of these is; what copies sum up (HSDP) travels exactly: "
-            "leave level= out",
+            "(fsdp2.Levels), but none of these units is; leave level= out, because the "
+            "all-reduce over replicas (HSDP) has no format",
         )
     for name in ("differences", "rotate", "feedback"):
         if levels and getattr(wire, name) and (level != "inside" or name == "feedback"):
             raise coded(
                 ValueError,
                 "wire-between",
-                f"set_wire_format({name}=True) is not for what travels between nodes, and feedback "
-                f"not for units that are sharded over two levels (fsdp2.Levels); give "
-                f"level='inside', or leave it out",
+                f"set_wire_format({name}=True) cannot be used between nodes, and feedback=True "
+                f"cannot be used with units that are sharded over two levels (fsdp2.Levels); pass "
+                f"level='inside', or leave the option out",
             )
 
 
@@ -233,9 +232,8 @@ def _check(name: str, numbers: _Numbers, wire: Wire) -> None:
             raise coded(
                 ValueError,
                 "wire-format-extension",
-                f"parameter '{name}' cannot travel as {wire.gather}, since its tensor subclass "
-                f"says itself what is gathered (all-gather hooks); leave it exact by the argument "
-                f"exact= of set_wire_format",
+                f"parameter '{name}' cannot be sent as {wire.gather}, because its tensor subclass "
+                f"has all-gather hooks; name it in set_wire_format(exact=…)",
             )
         check_coded(name, (numbers.shard, numbers.computed), wire.gather)
     if wire.reduce is not None:

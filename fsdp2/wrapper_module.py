@@ -151,7 +151,7 @@ def check_values(members: Members, ignored: Set[torch.Tensor] = frozenset()) -> 
                 raise coded(
                     ValueError,
                     "meta-left",
-                    f"'{name}' is still on the meta device behind param_init_fn; let it "
+                    f"'{name}' is still on the meta device after param_init_fn; let that function "
                     f"give each parameter memory, for example with to_empty(), and initialise it",
                 )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import budget, files, page, quiet, report, stats, targets
+from benchmarks import budget, files, inline, page, quiet, report, stats, targets
 from benchmarks.workers import ROOT
 from fsdp2.core.schedule import side_doors
 
@@ -342,12 +342,42 @@ def test_plots(tmp_path: Path) -> None:
 def test_pages_say_what_the_newest_files_say(path: Path) -> None:
     text = path.read_text()
     assert page.filled(text) == text
-    assert "<!-- end -->" in text
+    assert "<!-- end -->" in text or "<!-- / -->" in text
 
 
 def test_every_table_stands_on_a_page() -> None:
     text = "".join(path.read_text() for path in page.PAGES)
     assert [name for name in page.MADE if f"<!-- {name} -->" not in text] == []
+    assert [name for name in inline.FIGURES if f"<!-- = {name} -->" not in text] == []
+
+
+@pytest.mark.parametrize("name", inline.SOURCED)
+def test_no_figure_is_written_by_hand(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert list(inline.written_by_hand(name, text)) == []
+    assert [
+        words for words in inline.STATED.get(name, ()) if words not in " ".join(text.split())
+    ] == []
+
+
+def test_a_figure_that_is_written_by_hand_is_found() -> None:
+    text = (
+        "It takes 0.42 of\n7 ms, 3 % with `9 %`, on torch 2.13.\n<!-- t -->\n| 5 ms |\n<!-- end -->"
+    )
+    assert list(inline.written_by_hand("", text)) == ["0.42", "7 ms", "3 %"]
+    assert list(inline.written_by_hand("", "<!-- = compiled-small -->0.42<!-- / -->")) == []
+
+
+def test_figures_in_sentences_are_from_files(tmp_path: Path) -> None:
+    rounds = {"fsdp2 compiled": {"wall": [1.0, 3.0]}, "torch compiled": {"wall": [4.0, 4.0]}}
+    written(tmp_path, "compile.py", {"rounds": rounds}).rename(
+        tmp_path / "2026-11-20-epyc-2core-compile.json"
+    )
+    text = "takes <!-- = compiled-small -->9<!-- / -->, <!-- = compiled-large -->9<!-- / -->"
+    made = "takes <!-- = compiled-small -->0.50<!-- / -->, <!-- = compiled-large -->9<!-- / -->"
+    assert inline.filled(text, tmp_path) == made  # the other run has no file here
+    with pytest.raises(KeyError):
+        inline.filled("<!-- = no-figure -->9<!-- / -->", tmp_path)
 
 
 def test_the_page_is_short_and_has_every_plot() -> None:

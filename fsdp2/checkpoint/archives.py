@@ -163,8 +163,8 @@ class _Names:
         raise coded(
             CheckpointError,
             "ckpt-file-code",
-            f"'{self._file.path}' names '{module}.{name}', which no plain value has; save tensors, "
-            f"numbers, strings, lists and dicts alone",
+            f"'{self._file.path}' refers to '{module}.{name}', which plain values do not need; "
+            f"save only tensors, numbers, strings, lists and dicts",
         )
 
     def persistent(self, pid: Any) -> _Storage:
@@ -289,7 +289,8 @@ def read_archive(file: MappedFile, begin: int = 0, end: int | None = None) -> Tr
         raise coded(
             CheckpointError,
             "ckpt-file-cut",
-            f"'{file.path}' is no whole file of torch.save; save it again, or copy the whole file",
+            f"'{file.path}' is not a complete file of torch.save; save it again, or copy the "
+            f"whole file",
         ) from error
     finally:
         file.release_all()

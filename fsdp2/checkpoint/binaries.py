@@ -42,8 +42,8 @@ def catalogue_of(path: AnyPath) -> Catalogue:
         raise coded(
             CheckpointError,
             "bins-store",
-            f"'{path}' is of torch.save and on a store, and such files are mapped where they lie; "
-            f"copy it to a disk, or pass safetensors",
+            f"'{path}' is a file of torch.save on an object store, but fsdp2 maps such files into "
+            f"memory, which needs a disk; copy it to a disk, or pass safetensors",
         )
     folder, names = _files_of(path)
     lengths: dict[str, int] = {}
@@ -77,8 +77,8 @@ def _files_of(path: Path) -> tuple[Path, list[str]]:
         raise coded(
             CheckpointError,
             "bins-index",
-            f"'{index}' is no index of pytorch_model*.bin; pass the folder of save_pretrained, or "
-            f"one of its files",
+            f"'{index}' is not an index of pytorch_model*.bin files; pass the folder of "
+            f"save_pretrained, or one of its files",
         ) from error
     return index.parent, names
 
@@ -92,7 +92,7 @@ def _place(name: str, entry: Entry, path: Path) -> Place:
         raise coded(
             CheckpointError,
             "bins-view",
-            f"'{name}' of '{path}' is a view that does not lie in order; convert() the file to "
+            f"'{name}' of '{path}' is a view that is not contiguous; convert() the file to "
             f"safetensors, and load that",
         )
     return Place(path.name, piece.file.offset_of(tensor), about)

@@ -35,8 +35,8 @@ def lost_rank(what: str) -> CheckpointError:
     return coded(
         CheckpointError,
         "ckpt-lost-rank",
-        f"{what} lost a rank; what was complete before is complete still, so start the ranks "
-        f"again and load",
+        f"{what} lost a rank; everything that was complete before is unchanged, so start the "
+        f"ranks again and load",
     )
 
 
@@ -100,8 +100,9 @@ class Call:
             said = coded(
                 CheckpointError,
                 "ckpt-rank-failed",
-                f"{self.what} failed on rank {self.rank} ({type(error).__name__}: {text}); nothing "
-                f"that was complete has changed, so mend that and call it again",
+                f"{self.what} failed on rank {self.rank} ({type(error).__name__}: {text}); "
+                f"everything that was complete before is unchanged, so correct the cause and call "
+                f"it again",
             )
             return Outcome(sentence=str(said)), error
 
@@ -179,13 +180,13 @@ def _refuse(what: str, group: object) -> NoReturn:
         raise coded(
             CheckpointError,
             "ckpt-not-in-group",
-            f"{what} was called on rank {rank_and_size()[0]}, which its process_group does not "
-            f"have; call it on the ranks of the group alone, before the group is destroyed",
+            f"{what} was called on rank {rank_and_size()[0]}, which is not in its process_group; "
+            f"call it only on the ranks of the group, before the group is destroyed",
         )
     raise coded(
         CheckpointError,
         "ckpt-group-kind",
-        f"{what} takes process_group= a process group of torch.distributed, not a "
+        f"{what} takes a process group of torch.distributed as process_group=, not a "
         f"{type(group).__qualname__}; pass mesh.get_group() of a mesh, or None for all ranks",
     )
 

@@ -85,9 +85,9 @@ def contents_of(tree: Tree, source: Path) -> Contents:
         raise coded(
             CheckpointError,
             "ckpt-no-model",
-            f"'{source}' has no one model that can be told apart among {sorted(map(str, tree))}; "
-            f"save a dict with model.state_dict() as 'model' and optimizer.state_dict() as "
-            f"'optimizer'",
+            f"convert() cannot tell which entry of '{source}' is the model, among "
+            f"{sorted(map(str, tree))}; save a dict with model.state_dict() as 'model' and "
+            f"optimizer.state_dict() as 'optimizer'",
         )
     found = Contents(_cleaned(tree[models[0]], source))
     if optimizers:
@@ -124,8 +124,8 @@ def _cleaned(model: Mapping[str, object], source: Path) -> Nested:
             raise coded(
                 CheckpointError,
                 "ckpt-names-clash",
-                f"'{source}' has several tensors that are '{clean(name)}' without what wrappers "
-                f"put into names; rename all but one",
+                f"'{source}' has several tensors that are called '{clean(name)}' after the parts "
+                f"that wrappers add to names are removed; rename all but one",
             )
         found[clean(name)] = value
     return found
@@ -143,9 +143,10 @@ def _by_name(optimizer: Nested, model: Nested, source: Path) -> Nested:
         raise coded(
             CheckpointError,
             "ckpt-optimizer-numbers",
-            f"'{source}' has an optimizer of {len(keys)} parameters whose names it does not tell, "
-            f"and a model of {len(model)} tensors; save what get_state_dict() of "
-            f"torch.distributed.checkpoint.state_dict returns, or make it of named_parameters()",
+            f"'{source}' has an optimizer of {len(keys)} parameters without names, and a model of "
+            f"{len(model)} tensors, so they cannot be matched; save the result of "
+            f"torch.distributed.checkpoint.state_dict.get_state_dict(), or create the optimizer "
+            f"with named_parameters()",
         )
     return {
         "state": {names[key]: dict(kept) for key, kept in state.items()},
@@ -253,8 +254,8 @@ def _unlike(source: Path, name: str) -> CheckpointError:
     return coded(
         CheckpointError,
         "ckpt-ranks-unlike",
-        f"'{source}' has files of ranks that do not have '{name}' alike; pass a folder with the "
-        f"files of one step and of nothing else",
+        f"'{source}' has files of ranks that disagree about '{name}'; pass a folder with only the "
+        f"files of one step",
     )
 
 

@@ -143,7 +143,7 @@ def convert(
             raise coded(
                 CheckpointError,
                 "ckpt-kind",
-                f"convert() knows no kind '{kind}'; pass one of {list(KINDS)}",
+                f"convert() does not know the kind '{kind}'; pass one of {list(KINDS)}",
             )
     found = Converted(from_kind or kind_of(origin), to_kind or _kind_to_be(place), step)
     if found.to_kind == "ranks":
@@ -168,7 +168,7 @@ def _one_sentence(source: Path, target: Path) -> Iterator[None]:
             CheckpointError,
             "ckpt-convert-failed",
             f"convert('{source}', '{target}') failed ({type(error).__name__}: "
-            f"{error.strerror or error}); nothing that was there has changed, so mend that and "
+            f"{error.strerror or error}); existing files are unchanged, so correct the cause and "
             f"call it again",
         ) from error
 
@@ -192,14 +192,15 @@ def kind_of(path: Path) -> str:
         raise coded(
             CheckpointError,
             "ckpt-kind-none",
-            f"'{path}' is no checkpoint that convert() knows; pass a folder of steps or of DCP, "
-            f"files of torch.save or of safetensors",
+            f"'{path}' is not a checkpoint that convert() knows; pass a folder of steps, a DCP "
+            f"folder, or files of torch.save or safetensors",
         )
     if len(found) > 1:
         raise coded(
             CheckpointError,
             "ckpt-kind-several",
-            f"'{path}' may be of kinds {found}; pass from_kind=, or the path of one of them",
+            f"'{path}' may have any of the kinds {found}; pass from_kind=, or the path of one of "
+            f"them",
         )
     return found[0]
 
@@ -211,7 +212,8 @@ def _kinds_of_file(path: Path) -> list[str]:
         raise coded(
             CheckpointError,
             "ckpt-file-older",
-            f"'{path}' is of torch.save's format before torch 1.6; load it, and save it again",
+            f"'{path}' has the format of torch.save before torch 1.6; load it with torch.load, "
+            f"and save it again",
         )
     if begin[8:9] == b"{":  # behind the length of the header
         return ["safetensors"]
@@ -254,7 +256,8 @@ def _kind_to_be(path: Path) -> str:
         raise coded(
             CheckpointError,
             "ckpt-kind-to-be",
-            f"'{path}' does not say of which kind it shall be; pass to_kind=, one of {list(KINDS)}",
+            f"the name '{path}' does not tell which kind to write; pass to_kind=, one of "
+            f"{list(KINDS)}",
         )
     return kind
 
@@ -454,7 +457,7 @@ def _write(
         raise coded(
             CheckpointError,
             "ckpt-target-there",
-            f"'{place}' is there already; pass another target, or remove it before",
+            f"'{place}' already exists; pass another target, or remove it first",
         )
     if kind in ("xla", "safetensors"):
         rest = {"optimizer": contents.optimizer, "rng": contents.rng, "extra": contents.extra}
@@ -536,8 +539,8 @@ def _write_step(
         raise coded(
             CheckpointError,
             "ckpt-convert-value",
-            f"convert() found {held.wrong[0]}, which only running code would load; leave it out of "
-            f"what is converted to steps",
+            f"convert() found {held.wrong[0]}, which cannot be loaded without running code; "
+            f"remove it before you convert to steps",
         )
     tree = contents.tree()
     tree.pop("extra", None)
@@ -584,8 +587,8 @@ def _step_to_write(root: Path, found: Converted) -> int:
         raise coded(
             CheckpointError,
             "ckpt-step-there",
-            f"'{root}' has step {step} already; save another, or call "
-            f"fsdp2.checkpoint.remove(folder, {step}) before",
+            f"'{root}' already has step {step}; save another step, or call "
+            f"fsdp2.checkpoint.remove(folder, {step}) first",
         )
     return step
 

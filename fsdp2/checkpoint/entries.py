@@ -240,8 +240,8 @@ def whole_of(
         raise coded(
             CheckpointError,
             "ckpt-parts-missing",
-            f"'{source}' has {covered} of {math.prod(shape)} elements of '{name}'; copy the files "
-            f"of all ranks, of one step",
+            f"'{source}' has only {covered} of {math.prod(shape)} elements of '{name}'; copy the "
+            f"files of all ranks, from the same step",
         )
     return Entry(tuple(shape), dtype, tuple(kept))
 

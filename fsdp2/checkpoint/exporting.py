@@ -194,8 +194,8 @@ class _Shared:
             raise coded(
                 CheckpointError,
                 "export-arguments",
-                f"export() got other arguments on other ranks "
-                f"({[other.arguments for other in facts]}); pass the same on all",
+                f"export() got different arguments on different ranks "
+                f"({[other.arguments for other in facts]}); pass the same on all ranks",
             )
         tensors: dict[str, About] = {}
         sources: dict[str, str] = {}
@@ -214,8 +214,9 @@ class _Shared:
                     raise coded(
                         CheckpointError,
                         "export-clash-on-ranks",
-                        f"export(names=…) made '{name}' of '{sources[name]}' and of '{own}' on "
-                        f"another rank; return another name for one, or None to leave it out",
+                        f"export(names=…) returned '{name}' for '{sources[name]}', and for "
+                        f"'{own}' on another rank; return another name for one, or None to leave "
+                        f"it out",
                     )
             tied |= other.tied
         tied = {name: kept for name, kept in tied.items() if name not in tensors}
@@ -241,7 +242,7 @@ def _owners(facts: Sequence[_Facts], tensors: Mapping[str, About]) -> dict[tuple
             raise coded(
                 CheckpointError,
                 "export-incomplete",
-                f"the ranks have {elements[name]} of {math.prod(about.shape)} elements of "
+                f"the ranks have only {elements[name]} of {math.prod(about.shape)} elements of "
                 f"'{name}'; call export() on all ranks of the model's meshes",
             )
     return found
@@ -283,15 +284,15 @@ class _Export(ABC):
                 raise coded(
                     CheckpointError,
                     "export-name",
-                    f"export(names=…) made {other!r} of '{name}'; return a string, or None to "
-                    f"leave it out",
+                    f"export(names=…) returned {other!r} for '{name}'; return a string, or None "
+                    f"to leave it out",
                 )
             if other in taken:
                 raise coded(
                     CheckpointError,
                     "export-clash",
-                    f"export(names=…) made '{other}' of '{taken[other]}' and of '{name}'; return "
-                    f"another name for one, or None to leave it out",
+                    f"export(names=…) returned '{other}' for '{taken[other]}' and for '{name}'; "
+                    f"return another name for one, or None to leave it out",
                 )
             taken[other] = name
             found[name] = other
@@ -361,15 +362,15 @@ class _LiveJob(_Export):
                 raise coded(
                     CheckpointError,
                     "export-no-tensor",
-                    f"'{name}' is no tensor, and safetensors knows tensors alone; pass names= that "
-                    f"returns None for it",
+                    f"'{name}' is not a tensor, and safetensors stores only tensors; let names= "
+                    f"return None for it",
                 )
         for name, held in self.held.items():
             if held.local.is_meta and self.names(name) is not None:
                 raise coded(
                     CheckpointError,
                     "export-meta",
-                    f"'{name}' is on the meta device and has no values; give it some before "
+                    f"'{name}' is on the meta device and has no values; give it values before "
                     f"export()",
                 )
             self.tensors[name] = About(held.shape, held.dtype)
@@ -410,8 +411,8 @@ class _SavedJob(_Export):
                 raise coded(
                     CheckpointError,
                     "export-no-tensor",
-                    f"'{name}' is no tensor, and safetensors knows tensors alone; pass names= that "
-                    f"returns None for it",
+                    f"'{name}' is not a tensor, and safetensors stores only tensors; let names= "
+                    f"return None for it",
                 )
             self.tensors[name] = About(tuple(about.size), about.properties.dtype)
             for chunk in about.chunks:
@@ -462,8 +463,8 @@ def _facts(
         raise coded(
             CheckpointError,
             "export-there",
-            f"'{out}' is there already, and export() replaces nothing; name another folder, or "
-            f"remove it",
+            f"'{out}' already exists, and export() replaces nothing; pass another folder, or "
+            f"remove this one",
         )
     job: _LiveJob | _SavedJob
     named = names or (lambda name: name)
@@ -472,8 +473,8 @@ def _facts(
             raise coded(
                 CheckpointError,
                 "export-step-of-model",
-                f"export(step={step}) is of a folder of steps, but was given a model; leave step "
-                f"out, or pass the folder",
+                f"export(step={step}) needs a folder of steps, but export() got a model; leave "
+                f"step out, or pass the folder",
             )
         job = _LiveJob(call, named, dtype)
         job.take(source)
@@ -519,8 +520,8 @@ def _begin(out: Path, writing: Path, layout: Layout, writer: Writer) -> None:
         raise coded(
             CheckpointError,
             "export-disk",
-            f"'{out}' will have {layout.total:,} bytes, and the disk of '{above}' has {free:,} "
-            f"free; make room, or name a folder on another disk",
+            f"'{out}' needs {layout.total:,} bytes, but the disk of '{above}' has only {free:,} "
+            f"free; free space, or pass a folder on another disk",
         )
     files.make_folders(out.parent)
     files.DISK.make_folder(writing)

@@ -172,15 +172,16 @@ def read_manifest(store: Store, step: int | None) -> Manifest:
         raise coded(
             CheckpointError,
             "ckpt-no-manifest",
-            f"'{path}' is no manifest of a step; load another step, or the folder's copy",
+            f"'{path}' is not the manifest of a step; load another step, or use a copy of the "
+            f"folder",
         ) from error
     if version != FORMAT or kind != HASH:
         about = version if kind == HASH else f"{version} with {kind}"
         raise coded(
             CheckpointError,
             "ckpt-format",
-            f"'{path}' is of format {about}, and this version reads format {FORMAT}; load it "
-            f"with the version of fsdp2 that has written it",
+            f"'{path}' has format {about}, but this version of fsdp2 reads format {FORMAT}; load "
+            f"it with the version that wrote it",
         )
     try:
         manifest = Manifest(**content)
@@ -193,7 +194,8 @@ def read_manifest(store: Store, step: int | None) -> Manifest:
         raise coded(
             CheckpointError,
             "ckpt-manifest-changed",
-            f"'{path}' is not what save() wrote there; load another step, or the folder's copy",
+            f"'{path}' has changed since save() wrote it; load another step, or use a copy of the "
+            f"folder",
         )
     return manifest
 
@@ -228,7 +230,7 @@ def broken_values(place: AnyPath) -> Iterator[None]:
         raise coded(
             CheckpointError,
             "ckpt-value-broken",
-            f"'{os.fspath(place)}' holds a value that no save has written "
+            f"'{os.fspath(place)}' holds a value that save() never writes "
             f"({type(error).__name__}); load another step, or copy its files again",
         ) from error
 
@@ -259,8 +261,8 @@ def check_files(store: Store, manifest: Manifest) -> None:
             raise coded(
                 CheckpointError,
                 "ckpt-file-short",
-                f"'{path}' has {there[name]} bytes of {length}; load another step, or "
-                f"copy the file again",
+                f"'{path}' has only {there[name]} of {length} bytes; load another step, or copy "
+                f"the file again",
             )
 
 
@@ -276,7 +278,7 @@ def check_hashes(store: Store, manifest: Manifest, names: Iterable[str]) -> None
             raise coded(
                 CheckpointError,
                 "ckpt-file-changed",
-                f"'{path}' has other bytes than were saved; load another step, or copy the file "
+                f"'{path}' has changed since it was saved; load another step, or copy the file "
                 f"again",
             )
 
@@ -306,8 +308,8 @@ def newest_readable(store: Store, verify: bool) -> Manifest:
     raise coded(
         CheckpointError,
         "ckpt-none-readable",
-        f"'{store}' has no complete step that can be read, of {known}; pass the folder that save() "
-        f"was given, or a copy of it",
+        f"'{store}' has the complete steps {known}, but none of them can be read; pass the folder "
+        f"that save() was given, or a copy of it",
     )
 
 

@@ -109,8 +109,8 @@ def _find(module: str, name: str) -> object:
     raise coded(
         CheckpointError,
         "ckpt-index-code",
-        f"the index of the step names '{module}.{name}', which no index of DCP has; load only "
-        f"what save() has written",
+        f"the index of the step refers to '{module}.{name}', which DCP never writes into an "
+        f"index; load only steps that save() has written",
     )
 
 
@@ -129,7 +129,7 @@ def read_index(folder: AnyPath) -> Metadata:
         raise coded(
             CheckpointError,
             "ckpt-index-broken",
-            f"'{path}' is no index of DCP; load another step, or copy the file again",
+            f"'{path}' is not a DCP index; load another step, or copy the file again",
         ) from error
 
 
@@ -210,8 +210,8 @@ def _require_whole(name: str, about: TensorStorageMetadata, path: AnyPath) -> No
         raise coded(
             CheckpointError,
             "ckpt-parts-missing",
-            f"'{path}' has {held} of {math.prod(about.size)} elements of '{name}'; copy the files "
-            f"of all ranks, of one step",
+            f"'{path}' has only {held} of {math.prod(about.size)} elements of '{name}'; copy the "
+            f"files of all ranks, from the same step",
         )
 
 
@@ -232,8 +232,8 @@ def _place(draft: object, index: AnyPath) -> object:
         raise coded(
             CheckpointError,
             "ckpt-index-path",
-            f"'{index}' names the file {name!r}, which is not in its folder; load only what save() "
-            f"has written",
+            f"'{index}' names the file {name!r}, which is not in its folder; load only steps that "
+            f"save() has written",
         )
     offset, length = _of(state["offset"], int), _of(state["length"], int)
     transforms = state.get("transform_descriptors")

@@ -180,8 +180,8 @@ def load(
         raise coded(
             CheckpointError,
             "ckpt-load-ranks-differ",
-            f"load() got other folders, steps, optimizers or options on other ranks "
-            f"({[asked for asked, _, _ in told]}); pass the same on all",
+            f"load() got different folders, steps, optimizers or options on different ranks "
+            f"({[asked for asked, _, _ in told]}); pass the same on all ranks",
         )
     manifest = told[0][1]
     assert manifest is not None
@@ -216,10 +216,10 @@ def _require_alike(
         raise coded(
             CheckpointError,
             "ckpt-differs",
-            f"step {step} of '{folder}' is not of this model: missing {left.missing}, "
+            f"step {step} of '{folder}' does not fit this model: missing {left.missing}, "
             f"unexpected {left.unexpected}, of other shapes {left.reshaped}, of other dtypes "
-            f"{left.retyped}, with several values for one {left.conflicting}; pass strict=False to "
-            f"load what is alike",
+            f"{left.retyped}, with several values for one {left.conflicting}; pass strict=False "
+            f"to load what fits",
         )
 
 
@@ -301,9 +301,9 @@ def _check_kind(store: Store, given: PathLike) -> None:
         raise coded(
             CheckpointError,
             "ckpt-other-kind",
-            f"'{given}' is a checkpoint of kind '{kind}', and load() takes a folder of steps; call "
-            f"fsdp2.checkpoint.convert('{given}', FOLDER, to_kind='steps', step=0) once, and load "
-            f"FOLDER",
+            f"'{given}' is a checkpoint of kind '{kind}', but load() takes a folder of steps; "
+            f"call fsdp2.checkpoint.convert('{given}', FOLDER, to_kind='steps', step=0) once, and "
+            f"load FOLDER",
         )
 
 
@@ -373,8 +373,8 @@ class _Load:
             raise coded(
                 CheckpointError,
                 "ckpt-not-shared",
-                f"rank {self._wanted.call.rank} does not see '{place}', which rank 0 has listed; "
-                f"pass a folder on a file system that all ranks share",
+                f"rank {self._wanted.call.rank} does not see '{place}', which rank 0 sees; pass a "
+                f"folder on a file system that all ranks share",
             )
         check_files(self.store, self._manifest)
         wanted = self._wanted

@@ -90,9 +90,9 @@ def load_pretrained(
         raise coded(
             CheckpointError,
             "pretrained-differs",
-            f"'{folder}' is not of this model: missing {left.missing}, unexpected "
+            f"'{folder}' does not fit this model: missing {left.missing}, unexpected "
             f"{left.unexpected}, of other shapes {left.reshaped}, of other dtypes {left.retyped}; "
-            f"pass names= that maps them, or strict=False to load what is alike",
+            f"pass names= that maps them, or strict=False to load what fits",
         )
     call.together(lambda: job.check(left.left()))
     call.together(lambda: job.read(left.left()))
@@ -176,7 +176,7 @@ class _PretrainedLoad:
                             CheckpointError,
                             "pretrained-tied",
                             f"'{first}' and '{other}' are tied in the model, but differ in "
-                            f"'{self._found.folder}'; pass names= that returns None for one",
+                            f"'{self._found.folder}'; let names= return None for one of them",
                         )
         for name, part in held.items():
             if part.local.is_meta and name not in loaded:
@@ -196,8 +196,8 @@ class _PretrainedLoad:
         raise coded(
             CheckpointError,
             "pretrained-no-values",
-            f"'{name}' is on the meta device and not in '{self._found.folder}', so that it would "
-            f"have no values; give its module a reset_parameters(), or a module around it an "
+            f"'{name}' is on the meta device and not in '{self._found.folder}', so it would have "
+            f"no values; give its module a reset_parameters(), or a module around it an "
             f"_init_weights(module), that sets it, or build the model in fsdp2.deferred(…)",
         )
 

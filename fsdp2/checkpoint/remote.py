@@ -64,8 +64,8 @@ def reach(url: str) -> tuple[FileSystem, str]:
         raise coded(
             CheckpointError,
             "ckpt-no-fsspec",
-            f"'{url}' is on a store, which the package fsspec reaches; pip install fsspec "
-            f"and the store's own package",
+            f"'{url}' is on an object store, which fsdp2 reaches through the package fsspec; pip "
+            f"install fsspec and the package for that store",
         ) from error
     try:
         found, path = url_to_fs(url)
@@ -73,8 +73,8 @@ def reach(url: str) -> tuple[FileSystem, str]:
         raise coded(
             CheckpointError,
             "ckpt-not-reached",
-            f"'{url}' cannot be reached ({type(error).__name__}: {error}); install the package of "
-            f"its store, or mend the URL",
+            f"'{url}' cannot be reached ({type(error).__name__}: {error}); install the package "
+            f"for that store, or correct the URL",
         ) from error
     return cast(FileSystem, found), str(path)
 

@@ -118,8 +118,7 @@ class Stay:
             raise coded(
                 CheckpointError,
                 "ckpt-keep",
-                f"save(keep=…) takes a number of steps from 1, a Keep of such, or None, not "
-                f"{self.asked!r}",
+                f"save(keep=…) takes a number of steps from 1, a Keep, or None, not {self.asked!r}",
             )
 
 

@@ -310,7 +310,7 @@ class Saving:
             raise coded(
                 TimeoutError,
                 "ckpt-not-yet",
-                f"step {self.step} is not durable after {timeout} seconds; wait for longer",
+                f"step {self.step} is not durable after {timeout} seconds; wait longer",
             )
         end = self._end
         before, end.before = end.before, None
@@ -323,7 +323,7 @@ class Saving:
                     CheckpointError,
                     "ckpt-both-failed",
                     f"step {self.step} has failed ({end.failure.error}), and so has the save "
-                    f"before it ({before.error}); mend that and save again",
+                    f"before it ({before.error}); correct the cause and save again",
                 ) from end.failure.error
             raise end.failure.error
         if before is not None:
@@ -331,7 +331,7 @@ class Saving:
                 CheckpointError,
                 "ckpt-before-failed",
                 f"step {self.step} is durable, but the save before it has failed "
-                f"({before.error}); train on, or save again",
+                f"({before.error}); continue training, or save again",
             ) from before.error
         assert end.path is not None
         return end.path
@@ -703,8 +703,8 @@ class _Save:
             raise coded(
                 CheckpointError,
                 "ckpt-step-there",
-                f"'{store}' has step {step} already; save another, or call "
-                f"fsdp2.checkpoint.remove(folder, {step}) before",
+                f"'{store}' already has step {step}; save another step, or call "
+                f"fsdp2.checkpoint.remove(folder, {step}) first",
             )
         store.prepare()
         if self._call.is_first and self._is_ours is None:
@@ -719,8 +719,8 @@ class _Save:
             raise coded(
                 CheckpointError,
                 "ckpt-ranks-differ",
-                f"save() got other steps, folders, keep or DTensors in extra on other ranks "
-                f"({facts}); pass the same on all",
+                f"save() got different steps, folders, keep or DTensors in extra on different "
+                f"ranks ({facts}); pass the same on all ranks",
             )
         plans = [written.local for written in told]
         if all(plan is not None for plan in plans):
@@ -767,8 +767,8 @@ class _Save:
             raise coded(
                 CheckpointError,
                 "ckpt-taken-over",
-                f"another job has taken '{self._store}' over, as nothing was seen of this one for "
-                f"{LEASE} seconds; stop one of the two, or give each a folder of its own",
+                f"another job has taken over '{self._store}', because it saw no sign of this one "
+                f"for {LEASE} seconds; stop one of the two, or give each its own folder",
             )
         replaced = branch(self._store, self._step, self._origin())
         try:
@@ -806,8 +806,9 @@ def _check_parts(plans: list[SavePlan]) -> None:
             raise coded(
                 CheckpointError,
                 "ckpt-parts",
-                f"the ranks that save have {found[name]} of {size} elements of '{name}'; pass a "
-                f"process_group that has all ranks of the model's meshes, or a whole replica",
+                f"the ranks that save have only {found[name]} of {size} elements of '{name}'; "
+                f"pass a process_group with all ranks of the model's meshes, or with a complete "
+                f"replica",
             )
 
 
@@ -838,7 +839,7 @@ def _check(step: int) -> None:
         raise coded(
             CheckpointError,
             "ckpt-step",
-            f"save(step=…) takes a whole number that is not negative, not {step!r}",
+            f"save(step=…) takes an integer from 0, not {step!r}",
         )
 
 
@@ -851,8 +852,9 @@ def _packed(argument: str, value: Value) -> Packed:
         raise coded(
             CheckpointError,
             "ckpt-extra",
-            f"save({argument}=…) has {wrong[0]}, which only running code, or the same ranks, would "
-            f"load; pass numbers, strings, bytes, tensors, numpy's arrays, and containers of them",
+            f"save({argument}=…) has {wrong[0]}, which cannot be loaded without running code, or "
+            f"not on other ranks; pass numbers, strings, bytes, tensors, numpy arrays, and "
+            f"containers of them",
         )
     return found
 

@@ -200,8 +200,8 @@ def optimizer_state(
             raise coded(
                 CheckpointError,
                 "ckpt-two-optimizers",
-                f"two optimizers have parameter '{min(own & seen)}', whose states have one name; "
-                f"give it to one of them, or save them in two folders",
+                f"two optimizers have parameter '{min(own & seen)}', so their states would have "
+                f"one name; give it to one of them, or save them in two folders",
             )
         seen |= own
         found["state"].update(state["state"])
@@ -249,9 +249,9 @@ def name_of(param: torch.Tensor, names: Mapping[int, str]) -> str:
         raise coded(
             CheckpointError,
             "ckpt-foreign-parameter",
-            f"the optimizer has a parameter of shape {tuple(getattr(param, 'shape', ()))} that the "
-            f"model does not have now; make the optimizer of model.parameters(), or call "
-            f"model.reshard() before",
+            f"the optimizer has a parameter of shape {tuple(getattr(param, 'shape', ()))} that "
+            f"the model does not have now; create the optimizer with model.parameters(), or call "
+            f"model.reshard() first",
         )
     return names[id(param)]
 

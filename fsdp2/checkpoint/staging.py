@@ -159,8 +159,9 @@ class Copy:
             raise coded(
                 CheckpointError,
                 "ckpt-written-while-copied",
-                f"'{self._torn}' was written while it was copied, by neither an optimizer nor a "
-                f"load; call wait_staged() on what async_save() returned before, or use save()",
+                f"'{self._torn}' was written while async_save() was copying it, but not by an "
+                f"optimizer or a load; call wait_staged() on the result of async_save() before "
+                f"you write, or use save()",
             )
 
     def wait(self) -> None:

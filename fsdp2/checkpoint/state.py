@@ -116,7 +116,7 @@ def as_module(model: Models) -> nn.Module:
         raise coded(
             CheckpointError,
             "ckpt-models",
-            f"checkpoints take a module, or a dict of modules by names without dots, not "
+            f"checkpoints take a module, or a dict from names without dots to modules, not "
             f"{_shown(model)}; pass the model",
         )
     return nn.ModuleDict(model)
@@ -222,8 +222,8 @@ def _text(key: object, of: str) -> str:
     raise coded(
         CheckpointError,
         "ckpt-state-key",
-        f"the optimizer's state of '{of}' has the key {key!r}, which would come back as a string; "
-        f"name states by strings",
+        f"the optimizer's state of '{of}' has the key {key!r}, which load() would return as a "
+        f"string; use strings as keys of states",
     )
 
 
@@ -234,8 +234,8 @@ def _check_layout(path: tuple[str | int, ...], rows: Tensor) -> None:
         raise coded(
             CheckpointError,
             "ckpt-layout",
-            f"save() cannot keep '{'.'.join(map(str, path))}', a tensor {what}, which no load "
-            f"would restore in place; make it dense, or a buffer that is not persistent",
+            f"save() cannot store '{'.'.join(map(str, path))}', a tensor {what}, which load() "
+            f"could not restore in place; make it dense, or a buffer that is not persistent",
         )
 
 
@@ -245,7 +245,7 @@ def _check_class(path: tuple[str | int, ...], rows: Tensor) -> None:
         raise coded(
             CheckpointError,
             "ckpt-subclass",
-            f"save() cannot keep '{'.'.join(map(str, path))}', whose rows are of the tensor "
+            f"save() cannot store '{'.'.join(map(str, path))}', whose shards are of the tensor "
             f"subclass {type(rows).__name__}; save this optimizer with "
             f"torch.distributed.checkpoint",
         )
@@ -268,8 +268,8 @@ def kept_values(state: Nested) -> Nested:
                 raise coded(
                     CheckpointError,
                     "ckpt-contained",
-                    f"save() cannot keep '{name}', which has a DTensor in a container, as it would "
-                    f"come back as a plain tensor; save the model without this optimizer",
+                    f"save() cannot store '{name}', which has a DTensor in a container, because "
+                    f"load() would return a plain tensor; save the model without this optimizer",
                 )
             if reached:
                 return ".".join((name, *inside))
@@ -282,9 +282,9 @@ def kept_values(state: Nested) -> Nested:
             raise coded(
                 CheckpointError,
                 "ckpt-value",
-                f"save() cannot keep '{name}', which has {held.wrong[0]}, as only running code "
-                f"would load it; make it of numbers, strings, bytes, tensors and containers of "
-                f"them",
+                f"save() cannot store '{name}', which has {held.wrong[0]} and cannot be loaded "
+                f"without running code; build it from numbers, strings, bytes, tensors and "
+                f"containers of them",
             )
         found[name] = json.dumps([path, held.content])
     return found
@@ -468,8 +468,9 @@ class _Planner(DefaultLoadPlanner):
             raise coded(
                 CheckpointError,
                 "ckpt-value-code",
-                f"the step has '{name}' as an object of a class, which only running code would "
-                f"load; load it with torch.distributed.checkpoint, or leave it out by names=",
+                f"the step has '{name}' as an object of a class, which cannot be loaded without "
+                f"running code; load it with torch.distributed.checkpoint, or leave it out with "
+                f"names=",
             ) from error
 
 
@@ -603,8 +604,8 @@ def held_of(name: str, value: Tensor) -> Held:
         raise coded(
             CheckpointError,
             "export-class",
-            f"'{name}' is a {kind}, not a plain tensor, so that its bytes are not its values; "
-            f"convert it, or pass names= that returns None for it",
+            f"'{name}' is a {kind}, not a plain tensor, so its bytes are not its values; convert "
+            f"it, or let names= return None for it",
         )
     if not isinstance(value, DTensor):
         return Held(shape, local, (0,) * len(shape), False)
@@ -613,8 +614,8 @@ def held_of(name: str, value: Tensor) -> Held:
         raise coded(
             CheckpointError,
             "export-part",
-            f"'{name}' has a part of shape {tuple(local.shape)} here, which its placements "
-            f"{value.placements} do not tell; redistribute it to Shard and Replicate",
+            f"'{name}' has shape {tuple(local.shape)} on this rank, which does not follow from "
+            f"its placements {value.placements}; redistribute it to Shard and Replicate",
         )
     return Held(shape, local, offsets, True)
 

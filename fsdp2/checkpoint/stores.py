@@ -171,8 +171,8 @@ def local_path(path: PathLike) -> Path:
         raise coded(
             CheckpointError,
             "ckpt-not-local",
-            f"'{path}' is on a store, where steps are saved and loaded, and weights are read by "
-            f"load_pretrained() alone; name a path of a disk, and copy from there or to there",
+            f"'{path}' is on an object store, which supports only saving and loading steps, and "
+            f"load_pretrained(); pass a path on a disk, and copy the files",
         )
     return disk_path(path)
 
@@ -298,8 +298,8 @@ class DiskStore:
                 raise coded(
                     CheckpointError,
                     "ckpt-other-job",
-                    f"another job saves into '{self.root}' just now ({error}); pass a folder of "
-                    f"its own, or, if that job is gone, remove '{path}'",
+                    f"another job is saving into '{self.root}' ({error}); pass another folder, "
+                    f"or, if that job is gone, remove '{path}'",
                 ) from error
             yield is_ours
 

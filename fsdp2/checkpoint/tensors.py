@@ -161,15 +161,15 @@ def plan(
             raise coded(
                 CheckpointError,
                 "tensors-dtype",
-                f"'{name}' is of {about.dtype}, which safetensors does not know; pass dtype= where "
-                f"it is a floating-point tensor, or names= that returns None for it",
+                f"'{name}' has dtype {about.dtype}, which safetensors does not support; pass "
+                f"dtype= if it is a floating-point tensor, or let names= return None for it",
             )
         if name == METADATA:
             raise coded(
                 CheckpointError,
                 "tensors-name",
-                f"'{name}' is a name that safetensors keeps for itself; pass names= that returns "
-                f"another for it",
+                f"'{name}' is a name that safetensors reserves; let names= return another name "
+                f"for it",
             )
     shards = _shards(tensors, shard_bytes)
     headers: dict[str, bytes] = {}
@@ -335,7 +335,7 @@ def catalogue(path: AnyPath) -> Catalogue:
                     CheckpointError,
                     "tensors-twice",
                     f"'{name}' is in '{folder / file}' and in '{places[name].file}', and no index "
-                    f"says which is meant; pass the file instead of the folder",
+                    f"says which one to read; pass one file instead of the folder",
                 )
             places[name] = place
         tied |= {key: value for key, value in metadata.items() if value in found}
@@ -344,8 +344,8 @@ def catalogue(path: AnyPath) -> Catalogue:
             raise coded(
                 CheckpointError,
                 "tensors-not-there",
-                f"the index of '{folder}' says that '{name}' is in '{file}', where it is not; copy "
-                f"the file again",
+                f"the index of '{folder}' says that '{name}' is in '{file}', but it is not there; "
+                f"copy the file again",
             )
     tied = {other: name for other, name in tied.items() if other not in places}
     return Catalogue(folder, lengths, places, tied)
@@ -366,8 +366,8 @@ def _files_of(path: AnyPath) -> tuple[AnyPath, list[str], dict[str, str]]:
             raise coded(
                 CheckpointError,
                 "tensors-index",
-                f"'{index}' is no index of safetensors files; pass the folder of save_pretrained, "
-                f"or one of its files",
+                f"'{index}' is not an index of safetensors files; pass the folder of "
+                f"save_pretrained, or one of its files",
             ) from error
         return index.parent, names, dict(wanted)
     single = path / f"model{SUFFIX}"
@@ -378,8 +378,8 @@ def _files_of(path: AnyPath) -> tuple[AnyPath, list[str], dict[str, str]]:
         raise coded(
             CheckpointError,
             "tensors-none",
-            f"'{path}' is no safetensors file, and no folder with one; pass what export() or "
-            f"save_pretrained() has made",
+            f"'{path}' is not a safetensors file or a folder with one; pass a folder that "
+            f"export() or save_pretrained() has written",
         )
     return path, found, {}
 
@@ -400,14 +400,14 @@ def _read_header(path: AnyPath) -> tuple[int, dict[str, Place], dict[str, str]]:
         raise coded(
             CheckpointError,
             "tensors-header",
-            f"'{path}' is no safetensors file, or its beginning is damaged; copy it again",
+            f"'{path}' is not a safetensors file, or its beginning is damaged; copy it again",
         )
     places, metadata, end = parsed
     if end != length:
         raise coded(
             CheckpointError,
             "tensors-length",
-            f"'{path}' has {length} bytes of {end}; copy the file again",
+            f"'{path}' has {length} bytes instead of {end}; copy the file again",
         )
     return length, places, metadata
 
@@ -558,7 +558,7 @@ class Reader:
                 raise coded(
                     CheckpointError,
                     "tensors-shorter",
-                    f"'{path}' has become shorter while it was read; copy the file again",
+                    f"'{path}' became shorter while fsdp2 read it; copy the file again",
                 )
             done += length
 

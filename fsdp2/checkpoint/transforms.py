@@ -52,8 +52,8 @@ class Transforms:
                 raise coded(
                     CheckpointError,
                     "ckpt-transform-unused",
-                    f"transforms= has '{pattern}', which fits no tensor of the model; pass names "
-                    f"of its state dict, or patterns of them",
+                    f"transforms= has '{pattern}', which matches no tensor of the model; pass "
+                    f"names of its state dict, or patterns",
                 )
 
     def sources(self, name: str) -> tuple[str, ...]:
@@ -77,8 +77,8 @@ class Transforms:
             raise coded(
                 CheckpointError,
                 "ckpt-transform-several",
-                f"names= gives '{name}' several tensors of the step, {list(sources)}; pass "
-                f"transforms= with a function that makes one of them",
+                f"names= maps several tensors of the step to '{name}', {list(sources)}; pass "
+                f"transforms= with a function that combines them",
             )
         return None
 
@@ -113,8 +113,8 @@ def rows_of(name: str, value: Tensor, function: Transform, sources: Sequence[Ten
         raise coded(
             CheckpointError,
             "ckpt-transform-raised",
-            f"transforms= of '{name}' raised {type(error).__name__} for tensors of shapes {shapes} "
-            f"({error}); mend the function",
+            f"transforms= of '{name}' raised {type(error).__name__} for tensors of shapes "
+            f"{shapes} ({error}); correct the function",
         ) from error
     is_plain = type(made) in (Tensor, nn.Parameter)
     if not is_plain or tuple(made.shape) != held.shape:
@@ -122,8 +122,8 @@ def rows_of(name: str, value: Tensor, function: Transform, sources: Sequence[Ten
         raise coded(
             CheckpointError,
             "ckpt-transform-shape",
-            f"transforms= of '{name}' made {found} of tensors of shapes {shapes}, and the model "
-            f"has one of shape {held.shape}; return a tensor of that shape",
+            f"transforms= of '{name}' returned {found} for tensors of shapes {shapes}, but the "
+            f"model has one of shape {held.shape}; return a tensor of that shape",
         )
     rows = made.detach()
     for dim, (start, length) in enumerate(zip(held.offsets, held.local.shape, strict=True)):

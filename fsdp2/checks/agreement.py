@@ -331,8 +331,8 @@ def _describe(places: Mapping[int, str]) -> RankMismatchError:
     return coded(
         RankMismatchError,
         "ranks-elsewhere",
-        f"ranks disagree on their next step: {said}; run the same units in the same order on every "
-        f"rank, on zeros where a rank has no use for one",
+        f"ranks disagree on their next step: {said}; run the same units in the same order on "
+        f"every rank, with zeros as input if a rank does not need a unit",
     )
 
 

@@ -124,9 +124,9 @@ def _explain_freed_in(error: RuntimeError, nodes: Iterable[Node], units: Iterabl
                     reword(
                         error,
                         "entered-by-a-side-door",
-                        f"backward came to unit '{group.name}' by a tensor that its forward did "
-                        f"not return, and read parameter '{param.name}', which is freed; return "
-                        f"that tensor from the forward too, or call "
+                        f"backward reached unit '{group.name}' through a tensor that its forward "
+                        f"did not return, and read parameter '{param.name}', which is freed; "
+                        f"return that tensor from the forward too, or call "
                         f"set_reshard_after_forward(False) on the unit (torch: {error})",
                     )
                     return True

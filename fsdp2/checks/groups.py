@@ -317,9 +317,9 @@ class CheckedGroup(Layer):
                 raise coded(
                     ShardingStateError,
                     "written-kept-rows",
-                    f"parameter '{param.name}' was written while its unit keeps rows of an earlier "
-                    f"gather, by a route that no version counter shows; call reshard() on its "
-                    f"module after you write",
+                    f"parameter '{param.name}' was written in a way that its version counter does "
+                    f"not show, while its unit keeps rows of an earlier all-gather; call "
+                    f"reshard() on its module after you write",
                 )
 
     def _compared_params(self) -> list[ShardedParam]:
@@ -348,8 +348,8 @@ class CheckedGroup(Layer):
                 raise coded(
                     ShardingStateError,
                     "written-sharded",
-                    f"parameter '{names[index - len(names)]}' was written while its unit stays "
-                    f"unsharded, which computes with what it has gathered; call reshard() on its "
+                    f"parameter '{names[index - len(names)]}' was written while its unit was "
+                    f"unsharded, so the unit computes with older values; call reshard() on its "
                     f"module after you write",
                 )
 
@@ -460,8 +460,8 @@ class CheckedGroup(Layer):
                 NonFiniteGradientError,
                 "not-finite",
                 f"the gradients of unit '{self.base.name}' hold NaN or infinity: parameter "
-                f"{', '.join(found[:3])}{more}; look at the loss and the inputs of those ranks, or "
-                f"reduce in a dtype with more range if it was on none of them",
+                f"{', '.join(found[:3])}{more}; check the loss and the inputs of those ranks, or, "
+                f"if it was on no rank, reduce in a dtype with a larger range",
             )
 
 

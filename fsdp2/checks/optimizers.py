@@ -23,9 +23,9 @@ def _refuse_untrained(optimizer: torch.optim.Optimizer) -> None:
                     ShardingStateError,
                     "optimizer-of-gathered",
                     f"this {type(optimizer).__name__} holds the gathered parameter "
-                    f"'{attributes[GATHERED]}', not the sharded one: it was made while its unit "
-                    f"was gathered; call reshard() on the module, then make the optimizer, or "
-                    f"call fsdp2.repoint_optimizer(optimizer)",
+                    f"'{attributes[GATHERED]}', not the sharded one: it was created while its "
+                    f"unit was unsharded; call reshard() on the module, then create the "
+                    f"optimizer, or call fsdp2.repoint_optimizer(optimizer)",
                 )
             replaced = attributes[REPLACED]() if REPLACED in attributes else None
             if replaced is not None and TIED in attributes:
@@ -33,16 +33,16 @@ def _refuse_untrained(optimizer: torch.optim.Optimizer) -> None:
                     ShardingStateError,
                     "optimizer-holds-tied",
                     f"this {type(optimizer).__name__} holds parameter '{attributes[TIED]}', which "
-                    f"was tied to '{replaced.name}' since, so that it trains nothing; call "
-                    f"fsdp2.repoint_optimizer(optimizer), or make the optimizer afterwards",
+                    f"has since been tied to '{replaced.name}', so it trains nothing; call "
+                    f"fsdp2.repoint_optimizer(optimizer), or create the optimizer afterwards",
                 )
             if replaced is not None:
                 raise coded(
                     ShardingStateError,
                     "stale-optimizer",
-                    f"this {type(optimizer).__name__} holds parameter '{replaced.name}'"
-                    f" as it was before fully_shard or load_state_dict(assign=True) replaced it; "
-                    f"call fsdp2.repoint_optimizer(optimizer), or make the optimizer afterwards",
+                    f"this {type(optimizer).__name__} holds parameter '{replaced.name}' as it was "
+                    f"before fully_shard or load_state_dict(assign=True) replaced it; call "
+                    f"fsdp2.repoint_optimizer(optimizer), or create the optimizer afterwards",
                 )
 
 

@@ -106,8 +106,8 @@ def _wait(group: ProcessGroup, unit: str, timeout: float) -> None:
                     RankMismatchError,
                     "other-implementation",
                     f"ranks {names} have not called fsdp2's fully_shard for {timeout:g} s, while "
-                    f"this rank waits to gather unit '{unit}', so that they are late or run "
-                    f"torch's; start every rank through python -m fsdp2.run, or call "
+                    f"this rank waits to gather unit '{unit}', so they are late or use torch's "
+                    f"fully_shard; start every rank with python -m fsdp2.run, or call "
                     f"fsdp2.install() on each",
                 )
             warned = True

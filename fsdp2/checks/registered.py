@@ -34,16 +34,16 @@ def _refuse(found: Unexpected) -> None:
         raise coded(
             ShardingStateError,
             "forward-while-whole",
-            f"a forward began inside gathered(), which has registered parameter '{name}' "
-            f"whole; leave the context first, as a forward gathers by itself",
+            f"a forward began inside gathered(), where parameter '{name}' is unsharded; leave the "
+            f"context first, because a forward gathers parameters itself",
         )
     if other is not None:
         raise coded(
             ShardingStateError,
             "tied-unregistered",
-            f"parameter '{name}' was replaced by parameter '{other.name}' without a "
-            f"registration, as torch.func.functional_call does; tie the two by an "
-            f"assignment, module_b.weight = module_a.weight",
+            f"parameter '{name}' was replaced by parameter '{other.name}' without registering it, "
+            f"as torch.func.functional_call does; tie the two by assignment: module_b.weight = "
+            f"module_a.weight",
         )
     if param is not None:
         raise coded(
@@ -73,15 +73,15 @@ def _refuse_unmanaged(name: str, param: nn.Parameter, meshes: Set[DeviceMesh]) -
         raise coded(
             ShardingStateError,
             "made-of-sharded",
-            f"parameter '{name}' was made from sharded parameters after fully_shard, as a "
-            f"parametrization does, so that no unit gathers it; make it before fully_shard",
+            f"parameter '{name}' was computed from sharded parameters after fully_shard, for "
+            f"example by a parametrization, so no unit gathers it; create it before fully_shard",
         )
     raise coded(
         ShardingStateError,
         "added-parameter",
-        f"parameter '{name}' was added after fully_shard, so that no unit shards it or reduces "
-        f"its gradients; call shard_new_parameters() on the sharded module around it, or "
-        f"fully_shard on the new module",
+        f"parameter '{name}' was added after fully_shard, so no unit shards it or reduces its "
+        f"gradients; call shard_new_parameters() on the sharded module around it, or fully_shard "
+        f"on the new module",
     )
 
 

@@ -135,8 +135,8 @@ def of_preset(given: argparse.Namespace) -> Plan:
         raise coded(
             ValueError,
             "plan-preset",
-            f"'{given.model}' is no preset; choose one of {', '.join(presets.PRESETS)}, or pass "
-            f"module:function",
+            f"'{given.model}' is not a preset; choose one of {', '.join(presets.PRESETS)}, or "
+            f"pass module:function",
         )
     if given.ranks % given.replicate:
         raise coded(
@@ -184,8 +184,8 @@ def of_function(given: argparse.Namespace) -> Plan:
             raise coded(
                 ValueError,
                 "plan-own-settings",
-                f"--{name.replace('_', '-')} is for models of --list, and '{given.model}' makes "
-                f"its own plan; pass the setting to fsdp2.plan there",
+                f"--{name.replace('_', '-')} applies only to the models of --list, but "
+                f"'{given.model}' calls fsdp2.plan itself; pass the setting to that call",
             )
     module, _, function = given.model.partition(":")
     sys.path.insert(0, os.getcwd())
@@ -202,7 +202,7 @@ def of_function(given: argparse.Namespace) -> Plan:
         raise coded(
             ValueError,
             "plan-function",
-            f"'{given.model}' names no function that returns a Plan; let it return fsdp2.plan(…)",
+            f"'{given.model}' is not a function that returns a Plan; let it return fsdp2.plan(…)",
         )
     return made
 

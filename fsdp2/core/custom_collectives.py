@@ -121,8 +121,8 @@ def checked_buffer(
         raise coded(
             ValueError,
             "custom-allocation",
-            f"{type(comm).__name__}.allocate(({numel},), dtype={dtype}) returned a tensor of shape "
-            f"{tuple(buffer.shape)} and {buffer.dtype}; return a 1-D tensor of the size and dtype "
-            f"that it is asked for",
+            f"{type(comm).__name__}.allocate(({numel},), dtype={dtype}) returned a tensor of "
+            f"shape {tuple(buffer.shape)} and {buffer.dtype}; return a 1-D tensor of the size and "
+            f"dtype in the call",
         )
     return buffer

@@ -70,6 +70,7 @@ def communication_error(operation: str, unit: str, error: RuntimeError) -> Commu
         CommunicationError,
         "collective-failed",
         f"the {operation} of unit '{unit}' failed in {'backward' if backward else 'forward'}, "
-        f"iteration {OptimizerSteps.ended}, most likely as another rank has ended, is too late or "
-        f"is at another step; fsdp2.debug(check_ranks=True) or FSDP2_DEBUG=1 finds out: {error}",
+        f"iteration {OptimizerSteps.ended}, most likely because another rank has ended, is too "
+        f"late or is at another step; use fsdp2.debug(check_ranks=True) or FSDP2_DEBUG=1 to find "
+        f"the cause: {error}",
     )

@@ -98,8 +98,8 @@ class Fetch:
                         CommunicationError,
                         "elastic-not-fetched",
                         f"step {self._step} could not be fetched from the peer at "
-                        f"{self._url.netloc}: {self._read} bytes have come ({error}); this group "
-                        f"heals in a later step",
+                        f"{self._url.netloc}: {self._read} bytes have arrived ({error}); this "
+                        f"group heals in a later step",
                     ) from error
                 LOG.info("a connection to %s broke: %s", self._url.netloc, error)
                 sleep(0.02 * 2**failures)
@@ -122,8 +122,8 @@ class Fetch:
         return coded(
             CommunicationError,
             "elastic-gone-on",
-            f"the peer at {self._url.netloc} does not serve step {self._step}, not in time or not "
-            f"any more; this group heals in a later step",
+            f"the peer at {self._url.netloc} does not serve step {self._step}, because it was not "
+            f"ready in time or has continued; this group heals in a later step",
         )
 
     def _read_head(self) -> bytes:

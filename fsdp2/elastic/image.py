@@ -82,8 +82,9 @@ class Part:
             raise coded(
                 ValueError,
                 "elastic-mesh",
-                f"a peer has a DTensor over the ranks {ranks} of a mesh {shape}, which no "
-                f"parameter lies on here; start groups of as many ranks, sharded alike",
+                f"a peer has a DTensor on the ranks {ranks} of a mesh {shape}, but this group has "
+                f"no parameter on such a mesh; start groups with equally many ranks and the same "
+                f"sharding",
             )
         placements = tuple(_placement(kind, at) for kind, *at in self.spread["placements"])
         meta = TensorMeta(
@@ -163,8 +164,8 @@ class Image:
             raise coded(
                 ValueError,
                 "elastic-code",
-                f"a peer cannot be sent {found.wrong[0]}, which only running code would load; let "
-                f"states be of numbers, strings, bytes, tensors and containers of them",
+                f"{found.wrong[0]} cannot be sent to a peer, because loading it would run code; "
+                f"build states from numbers, strings, bytes, tensors and containers of them",
             )
         parts, rows = [], []
         for tensor in found.tensors.values():
@@ -266,7 +267,7 @@ def _written(placement: Placement) -> list[str | int]:
     raise coded(
         ValueError,
         "elastic-partial",
-        f"a peer cannot be sent a DTensor that is {placement}; redistribute it to Shard and "
+        f"a DTensor that is {placement} cannot be sent to a peer; redistribute it to Shard or "
         f"Replicate",
     )
 

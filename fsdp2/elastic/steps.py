@@ -116,8 +116,8 @@ class Steps:
                 raise coded(
                     ValueError,
                     "elastic-feedback",
-                    f"attach() was given a model whose unit '{record.unit.title}' has error "
-                    f"feedback, which keeps parts of gradients that a dropped step brought; call "
+                    f"attach() got a model whose unit '{record.unit.title}' uses error feedback, "
+                    f"which would keep parts of the gradients of a dropped step; call "
                     f"set_wire_format with feedback=False",
                 )
         self._zeroed: list[nn.Module] = [model]
@@ -222,8 +222,8 @@ class Steps:
             raise coded(
                 ShardingStateError,
                 "elastic-not-begun",
-                "a backward reduces gradients before any step has begun, so nobody knows which "
-                "replica groups take part; call begin() first, or zero_grad() of torchft's "
+                "a backward reduces gradients before any step has begun, so fsdp2 does not know "
+                "which replica groups take part; call begin() first, or zero_grad() of torchft's "
                 "Optimizer",
             )
         manager.allreduce(torch.view_as_real(flat) if flat.is_complex() else flat).wait()
@@ -239,7 +239,7 @@ class Steps:
                 ShardingStateError,
                 "elastic-stepped-in-backward",
                 "elastic steps end with a vote, but FlatOptimizer(step_in_backward=True) has "
-                "stepped before it, so no step could be dropped; make the optimizer without "
+                "stepped before it, so no step could be dropped; create the optimizer without "
                 "step_in_backward",
             )
 

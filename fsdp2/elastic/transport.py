@@ -204,8 +204,8 @@ def _check_sent(refusal: str) -> None:
         raise coded(
             ValueError,
             "elastic-not-sent",
-            f"the group that this one joins cannot send its state ({refusal}); mend that in all "
-            f"groups, and start them from a checkpoint",
+            f"the group that this one joins cannot send its state ({refusal}); correct that in "
+            f"all groups, and start them from a checkpoint",
         )
 
 
@@ -222,7 +222,7 @@ def _check_alike(own: Layout, theirs: Layout) -> None:
             ValueError,
             "elastic-unlike",
             f"this group cannot join: '{name}' is {own.get(name, 'missing')} here and "
-            f"{theirs.get(name, 'missing')} in the group that it joins; start groups of as many "
-            f"ranks, sharded alike, or start all from a checkpoint, which any number of ranks "
-            f"loads",
+            f"{theirs.get(name, 'missing')} in the group that it joins; start groups with equally "
+            f"many ranks and the same sharding, or start all from a checkpoint, which any number "
+            f"of ranks can load",
         )

@@ -86,8 +86,8 @@ def ignored_of(
         raise coded(
             ValueError,
             "fsdp1-ignored-twice",
-            "FullyShardedDataParallel got ignored_modules and ignored_states; pass ignored_states "
-            "alone",
+            "FullyShardedDataParallel got ignored_modules and ignored_states; pass only "
+            "ignored_states",
         )
     given: Iterable[object] | None = ignored_modules if ignored_states is None else ignored_states
     named: list[object] = [] if given is None else list(given)
@@ -105,8 +105,8 @@ def ignored_of(
             raise coded(
                 ValueError,
                 "fsdp1-ignored-wrapper",
-                "FullyShardedDataParallel got a FullyShardedDataParallel to ignore; name the "
-                "modules or parameters to ignore when that is made",
+                "FullyShardedDataParallel got a FullyShardedDataParallel to ignore; pass the "
+                "modules or parameters to ignore when you create that wrapper",
             )
     roots = [member for member in named if isinstance(member, nn.Module)]
     if roots and len(roots) < len(named):

@@ -116,7 +116,7 @@ def mesh_of(
             ValueError,
             "fsdp1-group-count",
             f"FullyShardedDataParallel(process_group=…) got {len(groups)} process group(s), but "
-            f"the sharding strategy needs {wanted}; pass these, or another strategy",
+            f"the sharding strategy needs {wanted}; pass that many, or choose another strategy",
         )
     return _group_mesh(device, groups)
 
@@ -136,8 +136,8 @@ def _checked_mesh(mesh: object, hybrid: bool) -> DeviceMesh:
             ValueError,
             "fsdp1-mesh-dims",
             f"FullyShardedDataParallel(device_mesh=…) got a mesh of {mesh.ndim} dim(s), but the "
-            f"sharding strategy needs one of {dims}, {shape}; pass such a mesh, or another "
-            f"strategy",
+            f"sharding strategy needs a mesh of {dims}, {shape}; pass such a mesh, or choose "
+            f"another strategy",
         )
     return mesh
 

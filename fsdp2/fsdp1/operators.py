@@ -265,8 +265,8 @@ def _refuse(name: str, args: Args, kwargs: Kwargs, error: Exception | None) -> N
     raise coded(
         ShardingStateError,
         "operator-unknown",
-        f"{name} is not known on {_described(next(_sharded_leaves(args, kwargs)))}, of which this "
-        f"rank has some rows only; compute it within fsdp2.gathered(model) or "
+        f"{name} does not support {_described(next(_sharded_leaves(args, kwargs)))}, of which "
+        f"this rank has only some rows; compute it inside fsdp2.gathered(model) or "
         f"FSDP.summon_full_params(model), or on the rows that to_local() returns",
     ) from error
 
@@ -379,9 +379,9 @@ def _number(tensor: DTensor) -> object:
     raise coded(
         ShardingStateError,
         "item-of-a-summand",
-        "item() cannot return a number of which this rank has a summand only, such as the norm or "
-        "the sum of a sharded tensor; call full_tensor().item() on every rank, or "
-        "to_local().item() for what this rank adds",
+        "item() cannot return a number of which this rank has only a summand, such as the norm "
+        "or the sum of a sharded tensor; call full_tensor().item() on every rank, or "
+        "to_local().item() for this rank's summand",
     )
 
 
@@ -498,8 +498,8 @@ def _own_values(tensor: DTensor, method: str) -> torch.Tensor:
     raise coded(
         ShardingStateError,
         "values-of-a-shard",
-        f"{method}() cannot return {_described(tensor)}, of which this rank has a part; call it "
-        f"within fsdp2.gathered(model) or FSDP.summon_full_params(model), or on full_tensor(), "
+        f"{method}() cannot return {_described(tensor)}, of which this rank has only a part; call "
+        f"it inside fsdp2.gathered(model) or FSDP.summon_full_params(model), or on full_tensor(), "
         f"which all ranks must call",
     )
 
@@ -533,8 +533,8 @@ def _set_data(self: DTensor, value: torch.Tensor) -> None:
             ShardingStateError,
             "data-of-another-kind",
             f"the data of {_described(self)} and dtype {self.dtype} cannot become a tensor of "
-            f"shape {tuple(value.shape)} and dtype {value.dtype}; convert the model with .to(), or "
-            f"shard another one",
+            f"shape {tuple(value.shape)} and dtype {value.dtype}; convert the model with .to(), "
+            f"or shard another model",
         )
     with torch.no_grad():
         self.copy_(value)

@@ -176,8 +176,8 @@ def rekey_optim_state_dict(
         raise coded(
             ValueError,
             "optim-keys-mixed",
-            "rekey_optim_state_dict got states by name and by position at once; pass what "
-            "full_optim_state_dict() or an optimizer's state_dict() returned",
+            "rekey_optim_state_dict got states by name and by position at once; pass the result "
+            "of full_optim_state_dict() or of an optimizer's state_dict()",
         )
     if kinds <= {str if to_names else int}:
         return optim_state_dict
@@ -193,8 +193,9 @@ def rekey_optim_state_dict(
             raise coded(
                 ValueError,
                 "optim-key-unknown",
-                f"rekey_optim_state_dict got a state of {key!r}, which is no parameter of the "
-                f"model that is in the optimizer; pass the model and the optimizer of these states",
+                f"rekey_optim_state_dict got a state of {key!r}, which is not a parameter that "
+                f"model and optimizer share; pass the model and the optimizer to which these "
+                f"states belong",
             )
     rekeyed: StateDict = {
         "state": {other[key]: state for key, state in optim_state_dict["state"].items()},
@@ -379,9 +380,9 @@ def _positions(
             raise coded(
                 ValueError,
                 "optim-of-another-model",
-                f"the optimizer's parameter {at} of shape {tuple(each.shape)} is none of "
-                f"{type(model).__name__}'s; pass the model whose parameters it has, and make it "
-                f"after wrapping",
+                f"the optimizer's parameter {at} of shape {tuple(each.shape)} does not belong to "
+                f"{type(model).__name__}; pass the model whose parameters the optimizer has, and "
+                f"create the optimizer after wrapping",
             )
     keys: list[int | str] = [raw[id(p)] for p in params] if named else list(range(len(params)))
     managed = {id(selected.param.sharded): selected.param for selected in selection}
@@ -621,8 +622,9 @@ def _checked(plan: _StatesToLoad) -> _StatesToLoad:
         raise coded(
             ValueError,
             "optim-not-loadable",
-            f"the optimizer's state dict cannot be loaded, as {plan.problem}; pass one by names of "
-            f"this model, of optim_state_dict() or rekey_optim_state_dict()",
+            f"the optimizer's state dict cannot be loaded, because {plan.problem}; pass one with "
+            f"the parameter names of this model, as optim_state_dict() and "
+            f"rekey_optim_state_dict() return it",
         )
     return plan
 

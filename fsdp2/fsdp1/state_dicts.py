@@ -124,8 +124,8 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         raise coded(
             ValueError,
             "state-dict-no-units",
-            f"{type(module).__name__} has no sharded modules whose state dicts could be of a type; "
-            f"wrap it, or call fully_shard on it",
+            f"{type(module).__name__} has no sharded modules, so a type of state dicts has no "
+            f"effect; wrap it, or call fully_shard on it",
         )
     for other in found[1:]:
         if other != found[0]:
@@ -200,9 +200,10 @@ def _checked_type(value: object) -> StateDictType:
                     NotImplementedError,
                     "state-dict-local",
                     "LOCAL_STATE_DICT is the flat layout of torch's FSDP, which fsdp2 does not "
-                    "have; use SHARDED_STATE_DICT, whose checkpoints torch.distributed.checkpoint."
-                    "format_utils.dcp_to_torch_save converts to full ones, and save flat ones "
-                    "that exist as FULL_STATE_DICT where they were made",
+                    "have; use SHARDED_STATE_DICT, whose checkpoints "
+                    "torch.distributed.checkpoint.format_utils.dcp_to_torch_save converts to "
+                    "full ones, and use torch's FSDP to save existing flat state dicts as "
+                    "FULL_STATE_DICT",
                 )
             return member
     raise coded(

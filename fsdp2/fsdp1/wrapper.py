@@ -406,8 +406,8 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
             raise coded(
                 RuntimeError,
                 "fsdp1-inner",
-                f"{method}() was called on a FullyShardedDataParallel inside of another; call it "
-                f"on the outermost one",
+                f"{method}() was called on a FullyShardedDataParallel inside another; call it on "
+                f"the outermost one",
             )
 
 

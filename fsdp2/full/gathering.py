@@ -457,7 +457,7 @@ def _open(
             RankMismatchError,
             "gathered-ranks-differ",
             "ranks called gathered() with different arguments, or for different parameters; call "
-            "it on all ranks alike",
+            "it with the same ones on all ranks",
         )
     gradients = _checked_gradients(holds, gradients, settings, ranks)
     opened: list[Hold] = []
@@ -507,22 +507,23 @@ def _write(holds: Sequence[Hold], settings: GatheredOptions, ranks: MeshRanks, s
         raise coded(
             ValueError,
             "gathered-shape",
-            f"parameter '{name}' {problem}, so that gathered() wrote nothing back; copy new values "
+            f"parameter '{name}' {problem}, so gathered() wrote nothing back; copy new values "
             f"into it",
         )
     if worst == _STEPPED:
         raise coded(
             ShardingStateError,
             "gathered-stepped",
-            "an optimizer stepped inside gathered(), which would be overwritten, so that nothing "
-            "was written back; step outside of it, or call it with writeback=False",
+            "an optimizer stepped inside gathered(), whose result the write-back would "
+            "overwrite, so nothing was written back; step outside gathered(), or pass "
+            "writeback=False",
         )
     if worst:
         raise coded(
             ShardingStateError,
             "gathered-other-rank",
-            "another rank left gathered() with an exception, so that nothing was written back; see "
-            "what it raised",
+            "another rank left gathered() with an exception, so nothing was written back; see "
+            "the error of that rank",
         )
     for hold, gradient in zip(holds, gradients, strict=True):
         hold.write(bool(gradient))

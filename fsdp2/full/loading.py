@@ -142,8 +142,8 @@ def load_from_rank0(
         raise coded(
             ValueError,
             "load-refused",
-            f"load_from_rank0() wrote nothing, as rank 0 found that {verdict.problem}; pass it "
-            f"a full state dict of this model, or strict=False for one with other names",
+            f"load_from_rank0() wrote nothing, because rank 0 found that {verdict.problem}; pass "
+            f"it a full state dict of this model, or strict=False if names differ",
         )
     _write_all(items, values, set(verdict.missing), ranks)
     return IncompatibleKeys(list(verdict.missing), list(verdict.unexpected))
@@ -191,7 +191,7 @@ def sync_module_states(model: nn.Module, *, mesh: DeviceMesh | None = None) -> N
             ValueError,
             "sync-meta",
             f"sync_module_states() found '{found}' on the meta device on rank 0; give it values "
-            f"there, with to_empty() and an initialisation",
+            f"there, with to_empty() and an initialization",
         )
     settle(selection, with_grads=False)
     for group in {selected.group: None for selected in selection}:

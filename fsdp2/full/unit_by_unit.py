@@ -89,8 +89,8 @@ def full_parameters(
         raise coded(
             RankMismatchError,
             "stream-ranks-differ",
-            "ranks called full_parameters() with different arguments, or on different models; call "
-            "it on all ranks alike",
+            "ranks called full_parameters() with different arguments, or on different models; "
+            "call it with the same ones on all ranks",
         )
     copies = [] if rank0_only and not ranks.is_first else _copies(module, selection, with_buffers)
     return _stream(selection, copies, ranks, rank0_only, offload_to_cpu, dtype)
@@ -144,15 +144,15 @@ def _meet(ranks: MeshRanks, steps: int) -> None:
         raise coded(
             ShardingStateError,
             "stream-stepped",
-            "an optimizer stepped while full_parameters() was under way, so that its tensors would "
-            "be of different steps; run it to its end first",
+            "an optimizer stepped before full_parameters() had ended, so its tensors would come "
+            "from different steps; iterate to the end first",
         )
     if found == _GONE:
         raise coded(
             RankMismatchError,
             "stream-left",
-            "another rank has left full_parameters() before its end; let all ranks run through it, "
-            "also those that get nothing",
+            "another rank left full_parameters() before its end; iterate to the end on all "
+            "ranks, also on those that get nothing",
         )
 
 

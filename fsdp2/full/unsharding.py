@@ -151,9 +151,9 @@ class ParamLevels:
             raise coded(
                 ShardingStateError,
                 "subclass-parts",
-                f"parameter '{self.name}' is of a tensor subclass with a part of shape "
-                f"{tuple(rows.shape)}, which is not cut as the parameter is; pass names= without "
-                f"it",
+                f"parameter '{self.name}' is a tensor subclass with an inner tensor of shape "
+                f"{tuple(rows.shape)}, which is not sharded like the parameter; leave it out with "
+                f"names=",
             )
         return shapes
 
@@ -299,8 +299,8 @@ def _parallel_levels(param: ShardedParam, axes: MeshAxes) -> Iterator[tuple[Leve
             raise coded(
                 ShardingStateError,
                 "strided-parallel",
-                f"parameter '{param.name}' is {placement} on a tensor-parallel mesh, which "
-                f"cannot be made whole here; pass names= without it, and call its full_tensor()",
+                f"parameter '{param.name}' is {placement} on a tensor-parallel mesh, which is not "
+                f"supported here; leave it out with names=, and call its full_tensor()",
             )
 
 

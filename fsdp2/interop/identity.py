@@ -451,7 +451,7 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
             raise coded(
                 ValueError,
                 "several-torch-groups",
-                f"'{self._title}' has parameters on several meshes, so that it has no one "
+                f"'{self._title}' has parameters on several meshes, so it has no single "
                 f"_fsdp_param_group; use _fsdp_param_groups ({len(groups)} groups)",
             )
         return groups[0] if groups else None

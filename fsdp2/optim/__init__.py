@@ -1,14 +1,14 @@
-"""Optimizers of sharded parameters, and what is asked of their gradients.
+"""Optimizers of sharded parameters, and functions of their gradients.
 
 flat         FlatOptimizer: element-wise optimizers over the units' flat shards
 runs         stretches of flat shards that it steps as one tensor each
-asserted     what it finds out about classes that a user says are element-wise
-in_backward  what steps a unit's runs as soon as their gradients are there
-offloaded    what steps a unit's runs on the CPU, where the states are
-matrices     Muon, and MatrixOptimizer: optimizers that look at whole matrices, each on its owner
-ema          EMA: averages of weights, as the shards are
+asserted     its checks of classes that a user declares element-wise
+in_backward  steps of a unit's runs as soon as their gradients are delivered
+offloaded    steps of a unit's runs on the CPU, where the states are
+matrices     Muon, and MatrixOptimizer: optimizers of whole matrices, each on its owner
+ema          EMA: averages of weights, sharded like the weights
 shards       step_shards: torch's optimizers over shards as plain tensors
-repoint      repoint_optimizer: optimizers that were made before `fully_shard`
+repoint      repoint_optimizer: optimizers that were created before `fully_shard`
 norms        clip_grad_norm_ and its parts
 clipping     torch's own functions of norms, on shards that may be empty: for `install`
 """

@@ -1,7 +1,7 @@
 """Checks of a class that a user passes to `FlatOptimizer` with ``elementwise=True``.
 
-    class    one of torch's that is known to look at whole parameters     refused when it is made
-    options  an option that the class turns into a tensor of its own      refused when it is made
+    class    a class of torch that is known to need whole parameters      refused at creation
+    options  an option that the class turns into a tensor of its own      refused at creation
     state    anything but numbers and tensors with an entry per element   refused by the first step
 
 In state dicts, state belongs to parameters. Scales of blocks, codes in a tensor subclass and dicts
@@ -23,13 +23,13 @@ WHOLE = (
     torch.optim.Muon,
     torch.optim.SparseAdam,
 )
-"""Optimizers of torch that look at more than one element at a time, or at no dense gradient."""
+"""Optimizers of torch that need several elements at a time, or gradients that are not dense."""
 
 MakeInner = Callable[..., torch.optim.Optimizer]
 
 
 def watched(make_inner: MakeInner) -> MakeInner:
-    """Let each optimizer that is made refuse state which belongs to no single element.
+    """Let each new optimizer raise for state that is not per element.
 
     Args:
         make_inner: makes an optimizer of parameters or groups.
@@ -44,28 +44,28 @@ def watched(make_inner: MakeInner) -> MakeInner:
 
 
 def refuse_whole(optimizer_class: object) -> None:
-    """Raise for classes of torch that look at whole parameters, whatever a user says."""
+    """Raise for classes of torch that need whole parameters, even with ``elementwise=True``."""
     if optimizer_class in WHOLE:
         name = cast("type[torch.optim.Optimizer]", optimizer_class).__name__
         raise coded(
             TypeError,
             "flat-whole",
-            f"{name} looks at whole parameters, so FlatOptimizer cannot step several as one "
-            f"tensor, elementwise=True or not; use it over model.parameters(), or "
+            f"{name} needs whole parameters, so FlatOptimizer cannot step several as one tensor, "
+            f"even with elementwise=True; pass model.parameters() to the class, or use "
             f"fsdp2.optim.Muon for Muon",
         )
 
 
 def check_options(inner: torch.optim.Optimizer) -> None:
-    """Raise if a class keeps an option of its groups as another thing than it was given."""
+    """Raise if a class stores an option of its groups as another object than the argument."""
     (group,) = inner.param_groups
     for name, given in inner.defaults.items():
         if isinstance(group.get(name), torch.Tensor) and not isinstance(given, torch.Tensor):
             raise coded(
                 TypeError,
                 "flat-option",
-                f"{type(inner).__name__} makes a tensor of its option {name!r}, which the groups "
-                f"of FlatOptimizer do not have; use it over model.parameters()",
+                f"{type(inner).__name__} stores its option {name!r} as a tensor, which "
+                f"FlatOptimizer does not support; pass model.parameters() to the class",
             )
 
 
@@ -77,14 +77,13 @@ def _check_states(inner: torch.optim.Optimizer, args: object, kwargs: object) ->
                     TypeError,
                     "flat-state",
                     f"{type(inner).__name__} keeps {_shown(value)} as state {key!r} of a tensor "
-                    f"{tuple(param.shape)}, which belongs to no single element, so FlatOptimizer "
-                    f"cannot say what part of it belongs to which parameter; use the class over "
-                    f"model.parameters()",
+                    f"{tuple(param.shape)}, which is not one value per element, so FlatOptimizer "
+                    f"cannot divide it between parameters; pass model.parameters() to the class",
                 )
 
 
 def _is_by_element(value: object, param: torch.Tensor) -> bool:
-    """Whether it is a number, or one per element; ``None`` and strings are as good as numbers."""
+    """Whether it is a number, or one per element; ``None`` and strings count as numbers."""
     if isinstance(value, torch.Tensor):
         plain = type(value) in (torch.Tensor, torch.nn.Parameter)
         return plain and (value.shape == param.shape or value.numel() == 1)

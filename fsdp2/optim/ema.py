@@ -1,7 +1,7 @@
-"""Averages of weights over steps, kept as the shards are: one tensor per run of a flat shard.
+"""Averages of weights over steps, sharded like the weights: one tensor per run of a flat shard.
 
     flat shard   [ a a a | b b | c | pad ]   rows of A, B and C on this rank
-    average      [ a a a   b b   c ]         one lerp; rows of it are the parameters' averages
+    average      [ a a a   b b   c ]         one lerp; its rows are the averages of A, B and C
     swapped()    average <── exchanged ──> flat shard
 
 No rank needs the rows of another, so an update communicates nothing and gathers nothing. Replicas
@@ -29,10 +29,10 @@ from fsdp2.full.selection import SelectedParam, selected_params
 from fsdp2.optim.runs import FlatRun, places_of, runs_of
 
 Decay = float | Callable[[int], float] | None
-"""The weight of the average so far, that by the number of updates, or the plain mean."""
+"""The decay, a function of the number of updates that returns it, or the plain mean."""
 
 CHUNK = 1 << 20
-"""Elements that are exchanged at a time, through memory of so many."""
+"""Elements that are exchanged at a time, through a buffer of this size."""
 
 
 class EMA:
@@ -40,26 +40,26 @@ class EMA:
 
     The first update copies the weights, as ``torch.optim.swa_utils.AveragedModel`` does. Each later
     one makes ``average = decay * average + (1 - decay) * weight``, in one kernel for each run
-    of a flat shard. Nothing is gathered or sent. A rank has the averages of its own rows: a shard
-    more, in ``dtype`` on ``device``.
+    of a flat shard. Nothing is gathered or sent. A rank keeps the averages of its own rows: one
+    more shard, in ``dtype`` on ``device``.
 
     Args:
-        model: a module, sharded or with sharded modules in it, or none; its parameters have memory.
+        model: a module, with or without sharded modules; its parameters must have memory.
         decay: from 0 to 1; or a function of the number of updates so far, which returns that;
             ``None``: the plain mean of all weights (SWA). Default 0.999.
-        every: calls of `update` per update: with 10 the first one averages, and then the 11th. The
-            others cost nothing. ``decay ** every`` reaches as far back as ``decay`` does with
-            ``every=1``, which is the default.
-        dtype: of the averages of floating-point weights. ``None`` (default): the weights' own. A
-            bf16 weight moves its average by less than half of its last bit where ``decay`` is near
-            1: give ``torch.float32`` then.
+        every: calls of `update` per average: with 10, the first call averages, and then the 11th;
+            the others cost nothing. To average over the same number of steps as ``decay`` with
+            ``every=1``, pass ``decay ** every``. Default 1.
+        dtype: of the averages of floating-point weights. ``None`` (default): that of the weights.
+            If ``decay`` is near 1, a bf16 average changes by less than half of its last bit, so
+            that it stays the same: pass ``torch.float32`` then.
         device: of the averages, for example "cpu". ``None`` (default): that of the shards.
-        buffers: whether floating-point buffers are averaged, too. Default ``False``: buffers stay
-            the model's, in `swapped` too.
+        buffers: whether floating-point buffers are averaged too. Default ``False``: the model
+            keeps its own buffers, also in `swapped`.
 
     Attributes:
         model: the module.
-        steps: how often `update` was called; set it to resume a run.
+        steps: the number of calls of `update`; set it to resume a run.
 
     Raises:
         ValueError: ``decay`` or ``every`` is not as above, or a parameter has no memory or is of a
@@ -93,7 +93,7 @@ class EMA:
             raise coded(
                 ValueError,
                 "ema-every",
-                f"EMA takes every as a number of calls of update() from 1, not {every!r}; pass for "
+                f"EMA(every=…) takes a number of update() calls from 1, not {every!r}; pass for "
                 f"example every=10",
             )
         self.model = model
@@ -109,10 +109,10 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights as they are now into the average: call it after ``optimizer.step()``.
+        """Add the current weights to the average: call it after ``optimizer.step()``.
 
         Raises:
-            ValueError: the function of the number of updates returned no number from 0 to 1.
+            ValueError: ``decay`` is a function, and did not return a number from 0 to 1.
             ShardingStateError: the averages are swapped in.
         """
         self._require_apart("update")
@@ -121,7 +121,7 @@ class EMA:
         self.steps += 1
 
     def _average(self, weight: float) -> None:
-        """Take the weights into the average, with this share."""
+        """Add the weights to the average, with this share."""
         self._follow()
         together: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], ...]] = {}
         for each in self._averages:
@@ -139,21 +139,22 @@ class EMA:
 
     @property
     def updates(self) -> int:
-        """How often weights were averaged: once per ``every`` calls of `update`."""
+        """The number of times weights were averaged: once per ``every`` calls of `update`."""
         return -(-self.steps // self._every)
 
     @contextmanager
     def swapped(self) -> Iterator[nn.Module]:
         """The model with the averages as its weights, for evaluation and export; a context manager.
 
-        Shards and averages are exchanged in place, by pieces. If they differ in dtype or device,
-        the weights are kept beside the averages meanwhile, which takes a shard more there. What is
-        written to parameters inside is not kept. On leaving, also by an exception, the model has
-        its weights again. All ranks enter and leave it together, if inside they gather anything.
+        Shards and averages are exchanged in place, piece by piece. If they differ in dtype or
+        device, the weights are copied to the device of the averages meanwhile, which takes one more
+        shard there. Writes to parameters inside the context are lost. When the context ends, also
+        by an exception, the model has its weights again. If ranks gather parameters inside, all of
+        them must enter and leave the context together.
 
         Raises:
-            ShardingStateError: a forward, a backward or `gathered` is under way, or the averages
-                are swapped in already.
+            ShardingStateError: a forward, a backward or `gathered` has not ended, or the averages
+                are already swapped in.
         """
         self._require_apart("swapped")
         require_writable(self.model, "EMA.swapped")
@@ -175,9 +176,9 @@ class EMA:
     def averages(self) -> dict[str, torch.Tensor]:
         """The averages by the names of parameters, and of buffers if they are averaged.
 
-        DTensors sharded as the parameters are, over the memory of the averages: pass them to
-        ``fsdp2.checkpoint.save(states={"ema": …})``, and to `load`, which fills them. A tied
-        parameter has its first name alone.
+        They are DTensors sharded like the parameters, which share memory with the averages: pass
+        them to ``fsdp2.checkpoint.save(states={"ema": …})``, and to `load`, which fills them. A
+        tied parameter is listed under its first name only.
 
         Raises:
             ShardingStateError: the averages are swapped in.
@@ -204,14 +205,13 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Take over what `state_dict` gave, in this run or another of as many ranks.
+        """Load the result of `state_dict`, of this run or of another one with as many ranks.
 
         Args:
-            state: of a model of the same names and shapes, sharded in the same way.
+            state: of a model with the same names and shapes, sharded in the same way.
 
         Raises:
-            ValueError: it has other names, or a tensor of another shape or other placements;
-                nothing has changed then.
+            ValueError: names, shapes or placements differ; nothing has changed then.
             ShardingStateError: the averages are swapped in.
         """
         given = cast("Mapping[str, torch.Tensor]", state["averages"])
@@ -222,9 +222,10 @@ class EMA:
             raise coded(
                 ValueError,
                 "ema-load",
-                f"EMA.load_state_dict got averages that do not fit this model: {wrong[0]}"
-                f"{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}; load what was "
-                f"sharded in another way with fsdp2.checkpoint or torch.distributed.checkpoint",
+                f"EMA.load_state_dict got averages that do not fit this model: "
+                f"{wrong[0]}{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}; to load "
+                f"averages that were sharded in another way, use fsdp2.checkpoint or "
+                f"torch.distributed.checkpoint",
             )
         for name, tensor in own.items():
             local_of(tensor).copy_(local_of(given[name]))
@@ -248,11 +249,11 @@ class EMA:
                 ShardingStateError,
                 "ema-swapped",
                 f"EMA.{method}() was called while the averages are the model's weights; call it "
-                f"behind the end of `with ema.swapped()`",
+                f"after the end of `with ema.swapped()`",
             )
 
     def _follow(self) -> None:
-        """Cut averages anew where parameters have moved, or are others."""
+        """Cut averages again if parameters have moved or were replaced."""
         replaced = any(param.sharded is not known for param, known in self._managed)
         if replaced or not all(each.fits() for each in self._averages):
             self._cut()
@@ -267,7 +268,7 @@ class EMA:
 
     @torch.no_grad()
     def _cut(self) -> None:
-        """Make the averages anew, from where parameters are; what was averaged so far stays."""
+        """Create the averages again for the new positions of parameters, with their contents."""
         former = {name: self._parts()[id(param)] for name, param in self._names.items()}
         selection = selected_params(self.model, recurse=True)
         self._managed = [(selected.param, selected.param.sharded) for selected in selection]
@@ -285,7 +286,7 @@ class EMA:
 
 
 class _Average:
-    """The average of a run: of parameters that lie side by side, or of one tensor.
+    """The average of a run: of parameters that are adjacent in memory, or of one tensor.
 
     Args:
         run: the parameters, and the tensor over their rows.
@@ -294,10 +295,10 @@ class _Average:
 
     Attributes:
         params: the parameters.
-        starts: where each one's rows begin.
+        starts: the offset of each parameter's rows.
         weights: the tensor over their rows.
-        average: the same of the averages.
-        lerps: whether it is an average at all: of integers, it is what they were last.
+        average: the tensor of their averages.
+        lerps: whether it is averaged; for integers, it is a copy of the last values.
     """
 
     def __init__(
@@ -307,7 +308,7 @@ class _Average:
         self.weights = weights = run.flat.detach()
         self.lerps = weights.is_floating_point() or weights.is_complex()
         chosen = dtype if weights.is_floating_point() else None
-        # It has the layout of the weights: permuted rows are averaged as they lie.
+        # It has the layout of the weights: permuted rows are averaged in the order of memory.
         self.average = torch.empty_like(
             weights,
             dtype=chosen or weights.dtype,
@@ -319,16 +320,16 @@ class _Average:
 
     @property
     def is_beside(self) -> bool:
-        """Whether weights and average are of one dtype, on one device."""
+        """Whether weights and average have the same dtype and device."""
         weights, average = self.weights, self.average
         return weights.dtype == average.dtype and weights.device == average.device
 
     def fits(self) -> bool:
-        """Whether the parameters' rows still are where they were."""
+        """Whether the parameters' rows have not moved."""
         return all(map(is_, map(_rows_of, self.params), self._rows))
 
     def swap_in(self) -> None:
-        """Let the weights be the averages."""
+        """Put the averages into the weights."""
         if self.is_beside:
             _exchange(self.weights, self.average)
             return
@@ -336,7 +337,7 @@ class _Average:
         self.weights.copy_(self.average)
 
     def swap_out(self) -> None:
-        """Let the weights be what they were."""
+        """Put the weights back."""
         if self._kept is None:
             _exchange(self.weights, self.average)
             return
@@ -345,7 +346,7 @@ class _Average:
 
 
 def _exchange(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Exchange the contents of two tensors of one shape, by pieces."""
+    """Exchange the contents of two tensors of the same shape, piece by piece."""
     if not first.is_contiguous():
         kept = first.clone()
         first.copy_(second)
@@ -369,7 +370,7 @@ def _of_one_dtype(before: torch.Tensor, param: torch.Tensor) -> bool:
 def _tensors_of(
     model: nn.Module, selection: list[SelectedParam], buffers: bool
 ) -> dict[str, torch.Tensor]:
-    """Sharded parameters, other ones, and buffers if wanted: each once, by its first name."""
+    """Sharded parameters, others, and buffers if requested: each once, by its first name."""
     managed = {id(form) for selected in selection for form in selected.param.forms()}
     found = {selected.names[0]: selected.param.sharded for selected in selection}
     tensors: dict[str, torch.Tensor] = dict(found)
@@ -388,15 +389,15 @@ def _check_averaged(name: str, tensor: torch.Tensor) -> None:
         raise coded(
             ValueError,
             "ema-meta",
-            f"EMA cannot average '{name}', which is on the meta device; make it when the model's "
-            f"parameters have memory",
+            f"EMA cannot average '{name}', which is on the meta device; create the EMA after the "
+            f"model's parameters have memory",
         )
     if is_extended(local):
         raise coded(
             ValueError,
             "ema-extension",
             f"EMA cannot average '{name}', whose tensor subclass has all-gather hooks "
-            f"({type(local).__name__}); average the model from before it was converted",
+            f"({type(local).__name__}); average the model before its conversion",
         )
 
 

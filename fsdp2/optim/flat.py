@@ -1,17 +1,16 @@
 """Element-wise optimizers over flat shards: a few long tensors instead of many short ones.
 
-    param_groups[i]["params"]   [A, B, C, D]                DTensors, as in any optimizer
-    a group's flat shard        [ a a a | b b | c | pad ]   rows of A, B and C on this rank
-    runs                        [ a a a   b b   c ] [d]     what the inner optimizer steps
-    state of a run              exp_avg: [ a a a b b c ]    `state` shows rows of it as DTensors
+    param_groups[i]["params"]   [A, B, C, D]                DTensors, as for other optimizers
+    flat shard of a group       [ a a a | b b | c | pad ]   rows of A, B and C on this rank
+    runs                        [ a a a   b b   c ] [d]     tensors that the inner optimizer steps
+    state of a run              exp_avg: [ a a a b b c ]    `state` shows its rows as DTensors
 
-Gradients that a reduction delivered lie side by side in the order of a run (`fsdp2.optim.runs`), so
-that the run's gradient is a view of them; otherwise they are copied side by side for that step.
-If only some parameters of a run have a gradient, it is cut in two for good: the others are not
-stepped.
+Gradients that a reduction delivered are adjacent, in the order of a run (`fsdp2.optim.runs`), so
+that the run's gradient is a view of them; otherwise they are copied into one tensor for that step.
+If only some parameters of a run have a gradient, the run is cut in two from then on, and the others
+are not stepped.
 
-Nothing but memory is shared out differently: state dicts are those of the plain optimizer
-(decision 13).
+Only the layout of memory differs: state dicts are those of the plain optimizer (decision 13).
 """
 
 from __future__ import annotations
@@ -52,51 +51,53 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-"""Optimizers of torch that treat every element by itself."""
+"""Optimizers of torch that update each element independently."""
 
 
 class FlatOptimizer(torch.optim.Optimizer):
     """An element-wise optimizer that steps the flat shards of a model's units.
 
-    The results are those of the plain optimizer over ``model.parameters()``; a step costs the host
-    about as much as one over a tensor a unit. `param_groups` holds the parameters themselves, so
-    that learning-rate schedules, `clip_grad_norm_`, ``GradScaler`` and
-    ``torch.distributed.checkpoint`` work, and state dicts may be exchanged with the plain
-    optimizer in both directions. Parameters that no unit manages are stepped as they are.
+    The results are those of the plain optimizer over ``model.parameters()``; a step takes about as
+    much host time as a step over one tensor per unit. `param_groups` holds the parameters
+    themselves, so that learning-rate schedules, `clip_grad_norm_`, ``GradScaler`` and
+    ``torch.distributed.checkpoint`` work, and state dicts can be exchanged with the plain
+    optimizer in both directions. Parameters that no unit manages are stepped separately.
 
     Args:
         model: the module that `fully_shard` was called on (or has units below it).
         optimizer_class: an element-wise class, such as ``torch.optim.AdamW``.
         params: parameters or parameter groups, as for the class itself. Default ``None``: all of
             ``model.parameters()``.
-        elementwise: ``True`` asserts that a class that is none of torch's treats every element by
-            itself: no norms, no shapes, nothing of the parameter but its values and gradients; and
-            keeps numbers and tensors of the parameter's shape as its state.
+        elementwise: ``True`` asserts that a class that torch does not define updates each element
+            independently: it uses only the values and gradients of a parameter, not its norm or
+            shape, and its state consists of numbers and of tensors of the parameter's shape.
         step_in_backward: whether a unit's parameters are stepped, and their gradients dropped, as
-            soon as its reduction has delivered them: gradients of at most two units exist at a
-            time. `step` then steps what is left, and ends the iteration. It excludes what needs
-            all gradients first: `clip_grad_norm_`, gradient scalers, closures, and several
-            reductions before a step. Default ``False``.
-        offload: ``"cpu"`` keeps the states in CPU memory and steps there, unit by unit: parameters
-            and gradients go to the host while the unit before is stepped, and the parameters back.
-            Ask for kernels that are made for it (``fused=True`` where the class has it). Shards
-            that are in CPU memory are stepped where they are. Default ``None``: as the shards are.
-        leave_in_backward: with ``offload="cpu"``, whether gradients go to the host, and are dropped
-            on the device, as soon as reductions have delivered them. `fsdp2.clip_grad_norm_` finds
-            them there, `step` steps, and the optimizer's `zero_grad` drops them; later reductions
-            are added. It excludes what looks for gradients by itself: torch's clipping, gradient
-            scalers. Default ``False``: they leave when `step` is called.
-        **options: passed on to ``optimizer_class``: ``lr``, ``betas``, ``fused`` …
+            soon as its reduction has delivered them, so that gradients of at most two units exist
+            at a time. `step` then steps the remaining parameters, and ends the iteration. This
+            excludes features that need all gradients first: `clip_grad_norm_`, gradient scalers,
+            closures, and several reductions before a step. Default ``False``.
+        offload: ``"cpu"`` keeps the states in CPU memory and steps there, unit by unit: while one
+            unit is stepped, parameters and gradients of the next are copied to the host. Then the
+            parameters are copied back. Pass ``fused=True`` if the class has it: these kernels are
+            made for the CPU. Shards in CPU memory are stepped in place. Default ``None``:
+            states are on the device of the shards.
+        leave_in_backward: with ``offload="cpu"``, whether gradients are copied to the host, and
+            dropped on the device, as soon as reductions have delivered them.
+            `fsdp2.clip_grad_norm_` finds them there, `step` uses them, and the optimizer's
+            `zero_grad` drops them; later reductions are added. This excludes code that reads
+            ``.grad``: torch's clipping, gradient scalers. Default ``False``: gradients are copied
+            when `step` is called.
+        **options: passed to ``optimizer_class``: ``lr``, ``betas``, ``fused`` …
 
     Raises:
-        TypeError: ``model`` is not a module, or ``optimizer_class`` not a class that is known to
-            be element-wise. With ``elementwise=True``: one of torch's that is known not to be, one
-            whose options become tensors, or (in the first step) one whose state is other.
+        TypeError: ``model`` is not a module, or ``optimizer_class`` is not known to be
+            element-wise. With ``elementwise=True``: torch's class is known not to be element-wise,
+            an option becomes a tensor, or (in the first step) state has other tensors.
         ValueError: there are no parameters, another optimizer steps one in backward, or
             ``offload`` is neither ``"cpu"`` nor ``None``.
 
-    `state` is a picture of the runs: tensors are views that may be written to, but step counts and
-    numbers are copies.
+    `state` is computed from the runs: its tensors are views, which may be written; its step counts
+    and other numbers are copies.
 
     Example::
 
@@ -125,9 +126,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise coded(
                 TypeError,
                 "not-elementwise",
-                f"{name} is not known to treat every element by itself, so it "
-                f"cannot step several parameters as one tensor; use it as it is, or pass "
-                f"elementwise=True if it does",
+                f"FlatOptimizer does not know whether {name} updates each element independently, "
+                f"which stepping several parameters as one tensor requires; use the class without "
+                f"FlatOptimizer, or pass elementwise=True if it does",
             )
         self._model = model
         self._make_inner: Callable[..., torch.optim.Optimizer]
@@ -140,7 +141,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._in_backward: InBackward | None = None
         self._offloads = False
         self._staging: Staging | None = None
-        # The base class takes all that the class itself would, and reads what can be read once.
+        # The base class takes the same arguments as the class, and reads iterators only once.
         super().__init__(model.parameters() if params is None else params, {})
         devices = (param.device for group in self.param_groups for param in group["params"])
         device = next(devices, torch.device("cpu"))
@@ -170,7 +171,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         )
 
     def __setstate__(self, state: ParamState) -> None:
-        """What ``load_state_dict`` ends with."""
+        """``load_state_dict`` ends with this call."""
         self.state = state.pop("state")
         super().__setstate__(state)
 
@@ -178,7 +179,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """The class whose steps these are."""
+        """The class of the inner optimizer."""
         return self._class
 
     @property
@@ -221,8 +222,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                 raise coded(
                     ValueError,
                     "stepped-closure",
-                    "FlatOptimizer(step_in_backward=True) has stepped when a closure returns, so "
-                    "step() takes none; call backward() and then step()",
+                    "FlatOptimizer(step_in_backward=True) has already stepped when a closure "
+                    "returns, so step() takes no closure; call backward() and then step()",
                 )
             with torch.enable_grad():
                 loss = closure()
@@ -233,18 +234,18 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``torch.optim.Optimizer.zero_grad``; of gradients that have left, too."""
+        """As ``torch.optim.Optimizer.zero_grad``, also for gradients that have left the device."""
         super().zero_grad(set_to_none)
         if self._in_backward is not None:
             self._in_backward.forget()
 
     @property
     def rest(self) -> Section:
-        """The parameters that no unit has; all of them where units are not stepped apart."""
+        """The parameters that no unit has; all of them if units are not stepped separately."""
         return self._sections[0]
 
     def split(self) -> list[tuple[ParamGroup, Section]]:
-        """Let units that have parameters of no other section be stepped apart, each by itself."""
+        """Step each unit separately whose parameters are in no other section."""
         rest = self._sections[0]
         for param, state in rest.states().items():
             self._loaded[param] = localized(state)
@@ -272,7 +273,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return HostSection(self._make_inner, members, self._staging)
 
     def step_sections(self) -> None:
-        """Step all of them; those that travel to the host, one after the other."""
+        """Step all sections; those that are copied to the host, one after the other."""
         hosted: list[HostSection] = []
         for section in self._sections:
             if section.stale or not section.set_gradients():
@@ -286,7 +287,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._sections[-1].hand_back(self.param_groups)
 
     def prepare(self, section: Section) -> None:
-        """Give a section's runs their gradients; make the runs again if they do not fit."""
+        """Set the gradients of a section's runs; create the runs again if they do not fit."""
         if section.stale or not section.set_gradients():
             self._cut(section)
 
@@ -300,28 +301,28 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 def _check(model: object, optimizer_class: object, params: object) -> None:
-    """What torch's optimizers take first is the parameters; here it is the model."""
+    """Raise for wrong first arguments: here the model is first, not the parameters."""
     if not isinstance(model, nn.Module):
         raise coded(
             TypeError,
             "flat-optimizer-model",
-            f"FlatOptimizer takes the model first, whose shards it steps, not {_shown(model)}; "
-            f"pass FlatOptimizer(model, torch.optim.AdamW, lr=…), with params=… for some of its "
-            f"parameters or for groups of them",
+            f"FlatOptimizer takes a model as its first argument, not {_shown(model)}; pass "
+            f"FlatOptimizer(model, torch.optim.AdamW, lr=…), with params=… for some of its "
+            f"parameters or for parameter groups",
         )
     if not callable(optimizer_class) or isinstance(optimizer_class, nn.Module):
         raise coded(
             TypeError,
             "flat-optimizer-class",
-            f"FlatOptimizer takes an optimizer's class behind the model, not "
+            f"FlatOptimizer takes an optimizer class as its second argument, not "
             f"{_shown(optimizer_class)}; pass FlatOptimizer(model, torch.optim.AdamW, lr=…)",
         )
     if params is not None and not isinstance(params, Iterable):
         raise coded(
             TypeError,
             "flat-optimizer-params",
-            f"FlatOptimizer takes parameters behind the optimizer's class, not {_shown(params)}; "
-            f"pass options such as lr by their names",
+            f"FlatOptimizer takes parameters as its third argument, not {_shown(params)}; pass "
+            f"options such as lr by their names",
         )
 
 
@@ -337,9 +338,9 @@ def _check_offload(offload: object, leave_in_backward: bool, step_in_backward: b
         raise coded(
             ValueError,
             "leave-alone",
-            "FlatOptimizer(leave_in_backward=True) sends gradients to where offload='cpu' steps "
-            "them later; pass offload='cpu' with it, and not step_in_backward=True, which sends "
-            "them and steps",
+            "FlatOptimizer(leave_in_backward=True) copies gradients to the CPU, where "
+            "offload='cpu' uses them in a later step; pass offload='cpu' too, and leave out "
+            "step_in_backward=True, which copies and steps",
         )
 
 

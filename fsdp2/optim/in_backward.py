@@ -1,8 +1,8 @@
-"""Uses of a unit's gradients as soon as a reduction has delivered them.
+"""Steps or copies of a unit's gradients as soon as a reduction has delivered them.
 
     backward   unit 3 reduces ── deliver ── hooks ──> stepped, or sent to the host; .grad = None
                unit 2 reduces ── deliver ── hooks ──> …
-    step()     what is left: parameters of no unit, or of calls that came to nothing
+    step()     the rest: parameters of no unit, and of units whose delivery was incomplete
 
 A reduction delivers all of its gradients and then runs post-accumulate-grad hooks, so the last of
 these hooks finds the unit complete. They run where the gradient is ready (on the lane of the
@@ -38,7 +38,7 @@ from fsdp2.optim.runs import ParamGroupOptions, Section
 T = TypeVar("T")
 
 OUTSIDE = -1
-"""Number of the backward that runs, as autograd has it, where none does."""
+"""Autograd's number of the running backward while none runs."""
 
 TAKEN = "_fsdp2_gradient_taken"
 """A mark of a parameter: the `InBackward` that uses its gradients, by a weak reference."""
@@ -54,10 +54,10 @@ class InSections(Protocol):
         """The parameters that no unit has."""
 
     def split(self) -> list[tuple[ParamGroup, Section]]:
-        """Make sections of the parameters that units have, but for those that have some."""
+        """Create sections of the parameters of units that have none yet."""
 
     def prepare(self, section: Section) -> None:
-        """Give a section's runs their gradients; make the runs again if they do not fit."""
+        """Set the gradients of a section's runs; create the runs again if they do not fit."""
 
     def step_sections(self) -> None:
         """Step all sections."""
@@ -68,15 +68,15 @@ def refuse_stepped(params: Iterable[torch.Tensor], action: str) -> None:
 
     Args:
         params: the parameters.
-        action: what asks for all gradients, as a call.
+        action: the call that needs all gradients.
     """
     if is_stepped(params):
         raise coded(
             ShardingStateError,
             "stepped-in-backward",
-            f"{action} needs all gradients, but FlatOptimizer(step_in_backward=True) has "
-            f"stepped and dropped them in backward; make the optimizer without "
-            f"step_in_backward, or leave this out",
+            f"{action} needs all gradients, but FlatOptimizer(step_in_backward=True) has used and "
+            f"freed them in backward; create the optimizer without step_in_backward, or leave "
+            f"this call out",
         )
 
 
@@ -111,8 +111,8 @@ class InBackward(ABC):
         optimizer: the optimizer, whose sections it makes.
 
     Attributes:
-        count: how many were made in this process; who asks parameters looks at it first.
-        option: the optimizer's argument that asks for it.
+        count: how many exist in this process; code checks it before it asks parameters.
+        option: the optimizer's argument that requests it.
     """
 
     count = 0
@@ -125,7 +125,7 @@ class InBackward(ABC):
         InBackward.count += 1
 
     def watch(self) -> None:
-        """Make sections of the parameters that units have, and watch their gradients.
+        """Create sections of the units' parameters, and watch their gradients.
 
         Raises:
             ValueError: another optimizer takes the gradients of one of them.
@@ -139,31 +139,31 @@ class InBackward(ABC):
                 raise coded(
                     ValueError,
                     "stepped-twice-owner",
-                    f"another FlatOptimizer({other.option}=True) takes the gradient of a parameter "
-                    f"of this one; make one optimizer with parameter groups",
+                    f"another FlatOptimizer({other.option}=True) already takes the gradient of a "
+                    f"parameter of this one; create one optimizer with parameter groups",
                 )
         for group, section in optimizer.split():
             if self.watches(section):
                 self._units.append(_UnitGradients(self, group, section))
 
     def watches(self, section: Section) -> bool:
-        """Whether its gradients are used at all."""
+        """Whether its gradients are used in backward."""
         return True
 
     @property
     def optimizer(self) -> InSections:
-        """Whose sections they are."""
+        """The optimizer of the sections."""
         optimizer = self._optimizer()
         assert optimizer is not None  # it holds this
         return optimizer
 
     @abstractmethod
     def use(self, unit: _UnitGradients, group: ParamGroup) -> None:
-        """Use a unit's gradients, which are complete; they are dropped then."""
+        """Use a unit's gradients, which are complete, and drop them."""
 
     @abstractmethod
     def end(self) -> None:
-        """The user's step: use what no delivery has completed, and step what is left."""
+        """The user's step: use incomplete deliveries, and step the remaining parameters."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -173,8 +173,8 @@ class InBackward(ABC):
 class StepInBackward(InBackward):
     """Steps sections.
 
-    A thread steps those that are stepped on the host, and backward goes on meanwhile. One may be
-    stepped while the next one leaves; all are over when backward ends.
+    A thread steps sections on the host, while backward continues. One section may be stepped while
+    the next one is copied out; all have ended when backward ends.
     """
 
     option = "step_in_backward"
@@ -192,9 +192,9 @@ class StepInBackward(InBackward):
             raise coded(
                 ShardingStateError,
                 "stepped-again",
-                f"unit '{group.name}' has reduced gradients twice since the last optimizer.step(), "
-                f"but FlatOptimizer(step_in_backward=True) has used the first ones; call step() "
-                f"after each backward that reduces, or accumulate with "
+                f"unit '{group.name}' has reduced gradients twice since the last "
+                f"optimizer.step(), but FlatOptimizer(step_in_backward=True) has already used the "
+                f"first ones; call step() after each backward that reduces, or accumulate with "
                 f"set_requires_gradient_sync(False)",
             )
         unit.used |= given
@@ -207,7 +207,7 @@ class StepInBackward(InBackward):
             self._step(section)
 
     def end(self) -> None:
-        """Step what no delivery has completed, and parameters that no unit has."""
+        """Step units with incomplete deliveries, and parameters that no unit has."""
         self._wait()
         optimizer = self.optimizer
         for unit in self._units:
@@ -218,7 +218,7 @@ class StepInBackward(InBackward):
             group.update(written)
 
     def forget(self) -> None:
-        """There are none."""
+        """Do nothing: no gradient is kept."""
 
     @torch.no_grad()
     def _step(self, section: Section) -> None:
@@ -227,7 +227,7 @@ class StepInBackward(InBackward):
         self._written = section.written(groups)
 
     def _step_apart(self, section: HostSection) -> None:
-        """Let a section leave, and the thread step it."""
+        """Copy a section to the host, and let the thread step it."""
         again = any(section is other for other, _ in self._running)  # late gradients of it
         self._wait(all_but=0 if again else LEAVING - 1)
         with torch.no_grad():
@@ -242,17 +242,17 @@ class StepInBackward(InBackward):
             Variable._execution_engine.queue_callback(self._wait)
 
     def _wait(self, all_but: int = 0) -> None:
-        """Wait until sections are stepped; if until all are, COMPUTE waits for their parameters."""
+        """Wait until sections are stepped; after all, COMPUTE waits for their parameters."""
         section = None
         while len(self._running) > all_but:
             section, step = self._running.popleft()
             step.result()
         if section is not None and not all_but:
-            section.arrive()  # behind those before
+            section.arrive()  # after the earlier ones
 
 
 class LeaveInBackward(InBackward):
-    """Sends gradients to the host, and steps there when the user does."""
+    """Sends gradients to the host, and steps there when the user calls ``step``."""
 
     option = "leave_in_backward"
 
@@ -264,7 +264,7 @@ class LeaveInBackward(InBackward):
         weakref.finalize(self, zeroed.remove, forget)
 
     def watches(self, section: Section) -> bool:
-        """Gradients in CPU memory stay."""
+        """Whether its gradients are on a device: those in CPU memory stay."""
         if not isinstance(section, HostSection):
             return False
         assert section.members is not None
@@ -273,14 +273,14 @@ class LeaveInBackward(InBackward):
 
     @torch.no_grad()
     def use(self, unit: _UnitGradients, group: ParamGroup) -> None:
-        """Let them leave; they are added to those that have left since the last step."""
+        """Copy them out; they are added to those that have left since the last step."""
         section = unit.section
         assert isinstance(section, HostSection)
         self.optimizer.prepare(section)
         section.send_gradients()
 
     def end(self) -> None:
-        """Step all, on the gradients that have left and on others."""
+        """Step all sections, with gradients that have left and with others."""
         for unit in self._units:
             unit.end()
         self.optimizer.step_sections()
@@ -291,12 +291,12 @@ class LeaveInBackward(InBackward):
         return None if section is None else section.gradient_of(param)
 
     def forget(self) -> None:
-        """Drop what has left."""
+        """Drop gradients that have left."""
         for unit in self._units:
             unit.forget()
 
     def _forget_units(self, units: Sequence[Unit]) -> None:
-        """Drop what has left of these units'."""
+        """Drop gradients of these units that have left."""
         for unit in self._units:
             if unit.is_of(units):
                 unit.forget()
@@ -306,9 +306,9 @@ class _UnitGradients:
     """The gradients of one unit's group.
 
     Args:
-        owner: what uses them.
+        owner: the object that uses them.
         group: the group.
-        section: of its parameters.
+        section: the section of its parameters.
 
     Attributes:
         params: those of the section.
@@ -334,7 +334,7 @@ class _UnitGradients:
         return {param for param in self.params if param.grad is not None}
 
     def _delivered(self, param: torch.Tensor) -> None:
-        """A reduction has delivered the gradient of ``param``, and perhaps of others."""
+        """A reduction has delivered the gradient of ``param``, and possibly of others."""
         if not self._waiting:
             self._waiting = sum(each.grad is not None for each in self.params)
         self._waiting -= 1
@@ -355,7 +355,7 @@ class _UnitGradients:
             param.grad = None
 
     def end(self) -> None:
-        """The user's step: what no delivery has completed is used now."""
+        """The user's step: use the gradients of an incomplete delivery now."""
         self._waiting = 0
         group = self._group()
         if group is not None and self.given():
@@ -380,7 +380,7 @@ def _params_of(optimizer: InSections) -> set[torch.Tensor]:
 
 
 def _when_alive(method: weakref.ref[Callable[[T], None]]) -> Callable[[T], None]:
-    """The method; nothing once its object is gone."""
+    """Call the method while its object exists; do nothing afterwards."""
 
     def run(given: T) -> None:
         found = method()

@@ -1,11 +1,11 @@
-"""The norm of gradients that lie on any mix of meshes, and clipping by it.
+"""The norm of gradients on any mix of meshes, and clipping by it.
 
     parameters ──> families: those sharded over the same ranks     norm^p of local tensors, summed
     families   ──> one all-reduce for each group of ranks          norm^p of whole tensors
                ──> summed over families, ^(1/p)                    the same bits on every rank
 
 A family is reduced over the mesh dims on which its parameters are sharded and over no other, so
-that replicas count once. What is reduced follows from the parameters, never from which of them have
+that replicas count once. The collectives follow from the parameters, never from which of them have
 a gradient on this rank (invariant I1).
 """
 
@@ -56,28 +56,28 @@ def clip_grad_norm_(
     Args:
         parameters: parameters of any shapes and floating dtypes, or one; those without a gradient
             count as zero. A DTensor counts once, however many replicas it has. A plain parameter
-            counts as this rank holds it: its gradient is taken to be the same on every rank.
-        max_norm: the norm that gradients have at most afterwards. All of them are multiplied by
+            counts as this rank holds it: fsdp2 assumes the same gradient on every rank.
+        max_norm: the largest norm that gradients have afterwards. All of them are multiplied by
             ``min(1, max_norm / (norm + 1e-6))``.
         norm_type: p of the p-norm over all elements: ``inf`` for the largest absolute value,
             ``-inf`` for the smallest, any number but 0. Default 2.
         error_if_nonfinite: ``True`` raises if the norm is infinite or NaN, on all ranks and before
-            any gradient has changed. Default ``False``: gradients become zero or NaN then.
+            any gradient has changed. Default ``False``: gradients then become zero or NaN.
         foreach: ``True`` handles many tensors in one kernel, ``False`` one at a time. ``None``
-            (default): many, where the device can.
+            (default): many, if the device supports it.
 
     Returns:
-        The norm before clipping, the same bits on all ranks: a plain tensor of shape ``()``, where
-        torch's returns a DTensor. float32, or float64 if a parameter is float64; on the device of
-        the first parameter's rows.
+        The norm before clipping, the same bits on all ranks: a plain tensor of shape ``()``
+        (torch's function returns a DTensor), float32, or float64 if a parameter is float64, on the
+        device of the first parameter's rows.
 
     Raises:
         ValueError: ``norm_type`` is 0 or NaN, a gradient is `Partial` or is sharded on mesh
             dims on which its parameter is not, or this rank is not part of a parameter's mesh.
-        ShardingStateError: a parameter is the gathered one of a unit; its gradients are on the
+        ShardingStateError: a parameter is an unsharded one of a unit; its gradient is on the
             sharded one.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set, or
-            ``foreach=True`` on a device that cannot.
+            ``foreach=True`` on a device that does not support it.
 
     Example::
 
@@ -102,20 +102,20 @@ def clip_grads_with_norm_(
     total_norm: torch.Tensor,
     foreach: bool | None = None,
 ) -> None:
-    """Scale gradients in place by a norm that is known, so that it would be at most ``max_norm``.
+    """Scale gradients in place by a known norm, so that it is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grads_with_norm_``, for any mix of parameters, as `clip_grad_norm_`.
-    It communicates nothing.
+    As ``torch.nn.utils.clip_grads_with_norm_``, but for any mix of parameters, like
+    `clip_grad_norm_`. It communicates nothing.
 
     Args:
-        parameters: those with gradients, or one; others are left out.
+        parameters: parameters, or one; those without a gradient are skipped.
         max_norm: all gradients are multiplied by ``min(1, max_norm / (total_norm + 1e-6))``.
         total_norm: the norm, a plain tensor of shape ``()``: the same on all ranks.
         foreach: as for `clip_grad_norm_`.
 
     Raises:
         ShardingStateError: as for `clip_grad_norm_`.
-        RuntimeError: ``foreach=True`` on a device that cannot.
+        RuntimeError: ``foreach=True`` on a device that does not support it.
 
     Example::
 
@@ -151,7 +151,7 @@ def _sharded(parameters: Tensors) -> list[torch.Tensor]:
 
 
 def _grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
+    with DisableTorchFunctionSubclass():  # faster access to DTensors
         grads = [param.grad for param in params]
     if InBackward.count:
         find_left(params, grads)
@@ -165,12 +165,12 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """The norm of tensors, gradients say, as if they were one vector.
+    """The norm of tensors, for example of gradients, as if they were one vector.
 
-    As ``torch.nn.utils.get_total_norm``, for any mix of plain tensors and DTensors on different
+    As ``torch.nn.utils.get_total_norm``, but for any mix of plain tensors and DTensors on different
     meshes. All ranks must call it, with tensors of the same layouts in the same order.
 
-    With pipeline stages, each rank has the norm of its own stage: combine them, then clip with
+    With pipeline stages, each rank gets the norm of its own stage: combine them, then clip with
     `clip_grads_with_norm_`.
 
     Args:
@@ -198,7 +198,7 @@ def get_total_norm(
     return _total_norm(members, norm_type, error_if_nonfinite, foreach)
 
 
-# ---- who is sharded over whom
+# ---- which tensors are sharded over which ranks
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class _Axis:
 
 @dataclass(eq=False)
 class _Layout:
-    """How tensors on one mesh, with one choice of placements, are spread."""
+    """How tensors on one mesh with the same placements are distributed."""
 
     mesh: DeviceMesh
     dims: tuple[int, ...]  # mesh dims on which they are sharded
@@ -236,12 +236,12 @@ class _Family:
 
 @dataclass(frozen=True)
 class _Members:
-    """What a norm is made of.
+    """The tensors of a norm.
 
     Attributes:
-        owners: parameters, which say how a gradient is spread even where there is none.
-        tensors: of each its gradient, or ``None``; or the owners themselves.
-        rows: what this rank holds of each of ``tensors``.
+        owners: parameters, which define how a gradient is distributed, even if there is none.
+        tensors: the gradient of each, or ``None``; or the owners themselves.
+        rows: this rank's part of each of ``tensors``.
     """
 
     owners: Sequence[torch.Tensor]
@@ -250,7 +250,7 @@ class _Members:
 
 
 class _Layouts:
-    """The layouts of DTensors, each worked out once."""
+    """The layouts of DTensors, each computed once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Layout] = {}
@@ -270,8 +270,8 @@ class _Layouts:
             raise coded(
                 ValueError,
                 "norm-not-on-mesh",
-                f"this rank is not part of the mesh of {_named(index, tensor)}; pass only what it "
-                f"holds a part of",
+                f"this rank is not part of the mesh of {_named(index, tensor)}; pass only tensors "
+                f"of which it holds a part",
             )
         if any(placement.is_partial() for placement in tensor.placements):
             raise coded(
@@ -296,7 +296,7 @@ def _ranks(mesh: DeviceMesh, dims: tuple[int, ...]) -> tuple[int, ...]:
     return _ranks_through(mesh, dims, tuple(coordinate))
 
 
-@functools.lru_cache(maxsize=64)  # to read a mesh takes longer than to add up a norm
+@functools.lru_cache(maxsize=64)  # reading a mesh takes longer than computing a norm
 def _ranks_through(
     mesh: DeviceMesh, dims: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[int, ...]:
@@ -309,7 +309,7 @@ def _named(index: int, tensor: torch.Tensor) -> str:
 
 
 def _families(members: _Members) -> list[_Family]:
-    """Group what counts on this rank. The families are the same on all ranks."""
+    """Group the tensors that count on this rank. The families are the same on all ranks."""
     layouts = _Layouts()
     families: dict[object, _Family] = {}
     of_layout: dict[_Layout, _Family] = {}
@@ -329,8 +329,8 @@ def _families(members: _Members) -> list[_Family]:
                 raise coded(
                     ValueError,
                     "norm-plain-gradient",
-                    f"the parameter of {_named(index, tensor)} is a DTensor, its gradient is not; "
-                    f"assign a DTensor of the parameter's placements to its .grad",
+                    f"the parameter of {_named(index, tensor)} is a DTensor, but its gradient is "
+                    f"not; assign a DTensor with the parameter's placements to its .grad",
                 )
             own = tensor._spec
             alike = own.placements is placements and own.mesh is mesh
@@ -368,10 +368,10 @@ def _with_fewest_axes(families: list[_Family]) -> list[_Family]:
 
 
 def _counts_here(index: int, grad: DTensor, layout: _Layout, layouts: _Layouts) -> bool:
-    """Whether this rank adds its part of a gradient to the sums that its parameter's ranks make.
+    """Whether this rank adds its part of a gradient to the sums over its parameter's ranks.
 
-    A gradient may be whole where its parameter is sharded (tensor-parallel embeddings); then the
-    first rank of those mesh dims adds it.
+    A gradient may be replicated although its parameter is sharded (tensor-parallel embeddings);
+    then the first rank of those mesh dims adds it.
     """
     own = layouts.of(index, grad)
     if own is layout:
@@ -381,8 +381,8 @@ def _counts_here(index: int, grad: DTensor, layout: _Layout, layouts: _Layouts) 
             ValueError,
             "norm-gradient-placements",
             f"the gradient of {_named(index, grad)} has placements {grad.placements} on "
-            f"{own.mesh}, but is itself sharded on mesh dims {layout.dims} of {layout.mesh} only; "
-            f"redistribute the gradient to the placements of its parameter first",
+            f"{own.mesh}, but the parameter is sharded only on mesh dims {layout.dims} of "
+            f"{layout.mesh}; redistribute the gradient to the placements of its parameter first",
         )
     coordinate = layout.mesh.get_coordinate()
     assert coordinate is not None
@@ -404,8 +404,8 @@ def _total_norm(
         raise coded(
             ValueError,
             "norm-type",
-            f"norm_type={norm_type!r} is not the norm of all elements; pass 2, 1, inf or another "
-            f"number than 0",
+            f"norm_type={norm_type!r} is not a norm over all elements; pass 2, 1, inf or another "
+            f"nonzero number",
         )
     if not members.owners:
         return torch.tensor(0.0)
@@ -421,8 +421,8 @@ def _total_norm(
         raise coded(
             RuntimeError,
             "norm-nonfinite",
-            f"the total norm of order {p} is {total.item()}, so gradients cannot be clipped by it; "
-            f"leave error_if_nonfinite=False to go on regardless",
+            f"the total norm of order {p} is {total.item()}, so gradients cannot be clipped by "
+            f"it; pass error_if_nonfinite=False to continue anyway",
         )
     return total
 
@@ -464,11 +464,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype | None:
 
 
 def _reduce(families: Sequence[_Family], parts: list[torch.Tensor], p: float) -> None:
-    """Combine every family's part over the ranks of its axes, in place: a collective an axis.
+    """Combine every family's part over the ranks of its axes, in place: one collective per axis.
 
-    Each rank adds its values to a line of its own in a table of zeros, so that the all-reduce is
-    exact, whatever the order of its sums. All ranks then add up the lines in the same order and get
-    the same bits; so do replicas, which never talk to each other here.
+    Each rank writes its values into its own line of a table of zeros, so that the all-reduce is
+    exact in any order of its sums. All ranks then add the lines in the same order and get the same
+    bits; so do replicas, although they do not communicate here.
     """
     for axis in dict.fromkeys(axis for family in families for axis in family.axes):
         mine = [i for i, family in enumerate(families) if axis in family.axes]
@@ -500,7 +500,7 @@ def _scale(tensors: list[torch.Tensor], factor: torch.Tensor, foreach: bool | No
 def _by_device_and_dtype(
     tensors: Iterable[torch.Tensor],
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Tensors that one kernel can handle; in an order that ranks share."""
+    """Tensors that one kernel can process, in the same order on all ranks."""
     listed: list[Any] = list(tensors)
     grouped: dict[Any, Any] = {}
     if listed:

@@ -1,4 +1,4 @@
-"""`FlatOptimizer(offload="cpu")`: units on a device are stepped by the CPU, where the states are.
+"""`FlatOptimizer(offload="cpu")`: the CPU steps units of a device, and keeps their states.
 
     unit         1            2            3
     OUT       parameters,  parameters,  parameters,              device to host, on a stream
@@ -6,16 +6,17 @@
     host                   step 1       step 2       step 3      torch's kernels, in its threads
     BACK                        parameters   parameters   …      host to device, on a stream
 
-A unit is on its way out while the one before it is stepped and the one before that goes back. Host
-memory for what travels is page-locked and holds three units. Parameters leave in every step
-together with their gradients: they may have been written by any route since the last one (decision
-25), so that a copy on the host would not be theirs. So may gradients until `step`: those that leave
-in backward are dropped on the device (decision 30).
+While one unit is copied to the host, the unit before it is stepped, and the one before that is
+copied back. The staging memory on the host is page-locked and holds three units. Parameters are
+copied in every step together with their gradients, because code may have written them since the
+last step without a trace (decision 25), so that an older copy on the host could differ. The same
+holds for gradients until `step`: those that leave in backward are dropped on the device (decision
+30).
 
     backward     3            2            1           reductions
     OUT             gradients    gradients    gradients      of `LeaveInBackward`; no parameters
 
-Shards in CPU memory (`CPUOffloadPolicy`, or a mesh of CPUs) are stepped where they are.
+Shards in CPU memory (`CPUOffloadPolicy`, or a mesh of CPUs) are stepped in place.
 """
 
 from __future__ import annotations
@@ -41,29 +42,29 @@ from fsdp2.core.pieces import round_up
 from fsdp2.optim.runs import FlatRun, ParamGroupOptions, ParamState, Section
 
 OUT, BACK = REDUCE, COPY_IN
-"""Lanes of streams that are the optimizer's own: one for each direction of copies."""
+"""Lanes of the optimizer's own streams: one for each direction of copies."""
 
 SLOTS = 3
-"""Units in staging memory: one leaves, one is stepped, one goes back."""
+"""Units in staging memory: one is copied out, one is stepped, one is copied back."""
 
 LEAVING = 2
-"""Units whose gradients leave or are stepped in backward, besides one that is being reduced."""
+"""Units whose gradients leave or are stepped in backward, in addition to the one being reduced."""
 
 ALIGNMENT = 64
-"""Bytes; of what lies in staging memory, for the CPU's vector registers."""
+"""Alignment of tensors in staging memory, in bytes, for the CPU's vector registers."""
 
 
 def travels(device: torch.device) -> bool:
-    """Whether shards on ``device`` go elsewhere to be stepped on the CPU."""
+    """Whether shards on ``device`` are copied to the CPU to be stepped."""
     return device.type != "cpu"
 
 
 class _Slot:
-    """Host memory for one unit on its way.
+    """Host memory for one unit that is copied out, stepped and copied back.
 
     Attributes:
         memory: its bytes.
-        free: behind the copies that read it last.
+        free: recorded after the copies that read it last.
     """
 
     def __init__(self) -> None:
@@ -71,14 +72,14 @@ class _Slot:
         self.free: Event = None
 
     def reserve(self, nbytes: int, streams: Streams) -> None:
-        """Have so many bytes."""
+        """Grow the memory to this number of bytes."""
         if self.memory.numel() < nbytes:
             streams.synchronize(self.free, "host after copies back")
             self.memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=streams.asynchronous)
 
 
 class Staging:
-    """The way of units to the host and back: two directions, and memory for few units.
+    """Copies of units to the host and back: two lanes, and memory for a few units.
 
     Args:
         device: where the shards are.
@@ -90,10 +91,10 @@ class Staging:
         self._slots = [_Slot() for _ in range(SLOTS)]
         self._next = 0
         self._leaving: deque[tuple[Event, list[torch.Tensor]]] = deque()
-        self.back: Event = None  # behind the parameters that went back last
+        self.back: Event = None  # recorded after the parameters that were copied back last
 
     def take(self, nbytes: int) -> _Slot:
-        """The slot that was used longest ago; OUT is behind the copies that read it."""
+        """The slot that was used longest ago; OUT waits for the copies that read it."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         slot.reserve(nbytes, self.streams)
@@ -106,22 +107,22 @@ class Staging:
         self.streams.wait(OUT, event, "copies out after compute")
 
     def hold(self, left: Event, tensors: list[torch.Tensor]) -> None:
-        """Keep what is dropped on the device until it has left; the host waits for earlier units.
+        """Keep tensors until their copies have ended; the host waits for earlier units.
 
-        The host, and no lane: what it frees is then over, whichever lane the memory goes to.
+        The host waits, and no lane: their copies have then ended, whichever lane gets the memory.
         """
         self.release(but=LEAVING - 1)
         self._leaving.append((left, tensors))
 
     def release(self, but: int = 0) -> None:
-        """Drop what has left, but for so many units of the last; the host waits until it has."""
+        """Free tensors of all but the last ``but`` units; the host waits for their copies."""
         while len(self._leaving) > but:
             event, over = self._leaving.popleft()
             self.streams.synchronize(event, "host frees gradients after copies out")
             over.clear()
 
     def arrive(self) -> None:
-        """Let COMPUTE wait for all that went back; nothing is on its way out any more."""
+        """Let COMPUTE wait for all copies back; no copy to the host is pending after this."""
         self.release()
         self.streams.wait(COMPUTE, self.back, "compute after copies back")
 
@@ -132,7 +133,7 @@ class HostSection(Section):
     Args:
         make_inner: as for `Section`.
         members: the parameters.
-        staging: what they travel through.
+        staging: the copies, and their memory.
     """
 
     def __init__(
@@ -143,31 +144,31 @@ class HostSection(Section):
     ) -> None:
         super().__init__(make_inner, members)
         self._staging = staging
-        self._slot: _Slot | None = None  # where it is while it is under way
+        self._slot: _Slot | None = None  # the memory that it uses during a step
         self._left: Event = None
         self._gradients = LeftGradients(staging)
 
     def placed(self, run: FlatRun) -> FlatRun:
-        """Let a parameter in CPU memory stand for the run; a step gives it memory."""
+        """Represent the run by a parameter in CPU memory; a step gives it memory."""
         home = torch.empty(0, dtype=run.flat.dtype)
         run.stepped = nn.Parameter(home, requires_grad=run.flat.requires_grad)
         return run
 
     def kept(self, state: ParamState) -> ParamState:
-        """State that was loaded may be on the device."""
+        """Move loaded state to the CPU: it may be on the device."""
         return {
             key: value.cpu() if isinstance(value, torch.Tensor) else value
             for key, value in state.items()
         }
 
     def given(self, param: torch.Tensor) -> object:
-        """Its gradient may have left, too."""
+        """Include a gradient that has left."""
         return super().given(param), param in self._gradients
 
     # ---- gradients that leave ahead of parameters
 
     def send_gradients(self) -> None:
-        """Let the runs' gradients go to the host for good."""
+        """Copy the runs' gradients to the host, and drop them on the device."""
         self._gradients.send(self.runs)
 
     def gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
@@ -182,7 +183,7 @@ class HostSection(Section):
     # ---- a step
 
     def leave(self) -> None:
-        """Let parameters go to the host, and gradients that have not left."""
+        """Copy parameters to the host, and gradients that have not left."""
         staging = self._staging
         runs = [run for run in self.runs if run.flat.grad is not None or self._has_left(run)]
         self._slot = slot = staging.take(sum(map(_bytes_of, runs)))
@@ -198,7 +199,7 @@ class HostSection(Section):
         self._left = staging.streams.record(OUT, "unit on the host")
 
     def step(self, groups: Sequence[ParamGroupOptions]) -> None:
-        """Step on the host what has left, and let parameters go back; `arrive` waits for them."""
+        """Step the copies on the host, and copy parameters back; `arrive` waits for them."""
         staging, slot, streams = self._staging, self._slot, self._staging.streams
         assert slot is not None
         streams.synchronize(self._left, "host after copies out")
@@ -227,14 +228,14 @@ class LeftGradients:
     """Gradients of a section that are on the host ahead of its parameters.
 
     Args:
-        staging: what they leave through.
+        staging: the copies, and their memory.
     """
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
         self._rows: dict[torch.Tensor, DTensor] = {}
-        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []  # to be added, and to what
-        self._event = staging.streams.make_event()  # no other's, as it is waited for late
+        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradient, added to
+        self._event = staging.streams.make_event()  # its own, because the wait for it is late
         self._under_way = False
 
     def __contains__(self, param: torch.Tensor) -> bool:
@@ -246,13 +247,13 @@ class LeftGradients:
         return self._rows.get(param)
 
     def flat(self, run: FlatRun) -> torch.Tensor:
-        """All of a run's as one tensor."""
+        """The gradients of a run as one tensor."""
         self._settle()
         rows = [local_of(self._rows[param]) for param in run.params]
         return rows[0] if len(rows) == 1 else run.side_by_side(rows)
 
     def send(self, runs: Sequence[FlatRun]) -> None:
-        """Let the gradients of runs leave, and be added to those that have left before."""
+        """Copy the gradients of runs to the host, and add them to those that left before."""
         self._settle()
         staging, streams = self._staging, self._staging.streams
         grads = [(run, run.flat.grad) for run in runs if run.flat.grad is not None]
@@ -284,7 +285,7 @@ class LeftGradients:
                 self._rows[param] = wrap_local(own, grad._spec)
 
     def _settle(self) -> None:
-        """Let the host wait until they are there, and add up."""
+        """Wait on the host until they have arrived, and add them up."""
         if not self._under_way:
             return
         self._under_way = False
@@ -295,9 +296,9 @@ class LeftGradients:
 
 
 def step_all(sections: Sequence[HostSection], groups: Sequence[ParamGroupOptions]) -> None:
-    """Step sections, each on its way out while the one before it is stepped.
+    """Step sections; each is copied out while the one before it is stepped.
 
-    In the order of backward: what was reduced last may still be leaving.
+    They are stepped in the order of backward: the last reduced gradients may still be in a copy.
     """
     section, *others = sections[::-1]
     section.leave()
@@ -310,7 +311,7 @@ def step_all(sections: Sequence[HostSection], groups: Sequence[ParamGroupOptions
 
 
 def _give(run: FlatRun, grad: torch.Tensor) -> None:
-    """Let what stands for a run have a gradient."""
+    """Give a gradient to the tensor that represents a run."""
     if grad.dtype != run.stepped.dtype:
         run.stepped.grad_dtype = grad.dtype
     run.stepped.grad = grad

@@ -1,4 +1,4 @@
-"""Optimizers that were made before `fully_shard`.
+"""Optimizers that were created before `fully_shard`.
 
 optimizer ──holds──> parameter ──fully_shard──> sharded parameter
           ──repoint_optimizer───────────────────────^
@@ -19,20 +19,20 @@ from fsdp2.core.params.param import ShardedParam
 
 
 def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that was made before `fully_shard` train the sharded parameters.
+    """Let an optimizer that was created before `fully_shard` train the sharded parameters.
 
-    `fully_shard` makes new parameter objects; an optimizer of the old ones raises at its next step.
-    This puts the new ones into ``optimizer.param_groups``, in place, so that learning-rate
-    schedules still apply, and moves the state over: a tensor of the parameter's shape (a momentum)
-    becomes a DTensor of which each rank keeps its rows, anything else (a step count) stays as it
-    is. It works after ``load_state_dict(assign=True)`` too, and for gathered parameters.
+    `fully_shard` creates new parameter objects; an optimizer of the old ones raises at its next
+    step. This function puts the new ones into ``optimizer.param_groups``, in place, so that
+    learning-rate schedules still apply, and moves the state: a tensor of the parameter's shape (a
+    momentum) becomes a DTensor of which each rank keeps its rows; other state (a step count) does
+    not change. It also works after ``load_state_dict(assign=True)``, and for unsharded parameters.
 
     Call it on every rank, after the last call of `fully_shard`. State must be the same on all ranks
-    (of tensor-parallel parameters, on all that hold the same part), as parameters must be for
-    `fully_shard`: there is no communication, but for tensor-parallel sums still to be made.
+    (for tensor-parallel parameters, on all ranks that hold the same part), as `fully_shard` also
+    requires for parameters. Nothing is communicated, except sums of partial tensor-parallel state.
 
     Args:
-        optimizer: any optimizer; parameters that no unit manages are left alone.
+        optimizer: any optimizer; parameters that no unit manages do not change.
 
     Raises:
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
@@ -57,7 +57,7 @@ def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:
             replaced = old.__dict__.get(REPLACED)
             managed: ShardedParam | None = None if replaced is None else replaced()
             new = old if managed is None else managed.sharded
-            if new is not old and id(new) in held:  # tied since, to one that it trains anyway
+            if new is not old and id(new) in held:  # since tied to one that it trains in any case
                 states.pop(old, None)
                 continue
             held.add(id(new))
@@ -66,12 +66,12 @@ def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 state = states.pop(old)
                 states[new] = {key: _moved(value, old, managed) for key, value in state.items()}
         group["params"][:] = params
-    optimizer.state = states  # of `FlatOptimizer`, it was a picture
-    Registrations.count += 1  # its next step looks at it anew
+    optimizer.state = states  # for `FlatOptimizer`, it was a copy
+    Registrations.count += 1  # its next step checks it again
 
 
 def _moved(value: object, old: nn.Parameter, managed: ShardedParam) -> object:
-    """Optimizer state of a parameter, sharded like it where it has its shape."""
+    """Optimizer state of a parameter, sharded like the parameter if it has its shape."""
     param = managed.sharded
     assert isinstance(param, DTensor)
     if not isinstance(value, torch.Tensor) or value.shape != param.shape:
@@ -82,13 +82,13 @@ def _moved(value: object, old: nn.Parameter, managed: ShardedParam) -> object:
             rows = slot.part(managed.laid_out(value), managed.axes.piece_rank)
             return wrap_local(managed.as_seen(rows).clone(), with_dtype(param._spec, value.dtype))
         moved = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
-        moved._local_tensor = moved._local_tensor.clone()  # not a view that keeps the whole alive
+        moved._local_tensor = moved._local_tensor.clone()  # frees the full tensor
         return moved
     if not isinstance(old, DTensor) or value.device_mesh != old.device_mesh:
         return value
     if local_of(old).shape != managed.shape:
         return value
-    # A gradient's copy may be a sum that is still to be made, as gradients of norms are.
+    # State may be a partial sum, if it is a copy of a gradient: those of norms are.
     whole = local_of(value.redistribute(placements=old.placements))
     slot = own_slot(managed.axes, managed.shape, managed.cut)
     rows = slot.part(whole, managed.axes.piece_rank).clone()

@@ -1,11 +1,11 @@
 """Stretches of flat shards that are stepped as one tensor each, in sections.
 
     flat shard   [ a a a | b b | c | pad ]   rows of A, B and C on this rank
-    runs         [ a a a   b b   c ]         what the inner optimizer of a section steps
-    state        exp_avg: [ a a a b b c ]    rows of it are the parameters'
+    runs         [ a a a   b b   c ]         tensors that the inner optimizer of a section steps
+    state        exp_avg: [ a a a b b c ]    its rows are the states of A, B and C
 
-A *run* is a stretch of one flat shard whose parameters belong to one parameter group and have been
-stepped alike. A *section* is the runs that are stepped at one time, with an inner optimizer.
+A *run* is a stretch of one flat shard whose parameters belong to one parameter group and have had
+the same steps. A *section* is the runs that are stepped at one time, by one inner optimizer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _is_contiguous = torch.Tensor.is_contiguous
 _dtype = attrgetter("dtype")
 
 ParamState = dict[str, Any]
-"""State that an optimizer keeps for one parameter: momenta, step counts, whatever its class has."""
+"""State that an optimizer keeps for one parameter: momenta, step counts and others."""
 
 
 ParamGroupOptions = dict[str, object]
@@ -46,9 +46,9 @@ class Section:
         members: the parameters; ``None``: all of the optimizer's.
 
     Attributes:
-        members: as they were given.
+        members: the argument.
         runs: stretches of flat shards that are stepped as one tensor each.
-        stale: whether the runs must be made anew.
+        stale: whether the runs must be created again.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Section:
         self._inner: torch.optim.Optimizer | None = None
 
     def states(self) -> dict[torch.Tensor, ParamState]:
-        """State of each parameter, out of its run's."""
+        """The state of each parameter, as parts of its run's state."""
         found: dict[torch.Tensor, ParamState] = {}
         for run in self.runs:
             assert self._inner is not None
@@ -80,8 +80,8 @@ class Section:
         self.stale = True
 
     def set_gradients(self) -> bool:
-        """Give every run its gradient; ``False`` if one does not fit its parameters any more."""
-        with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
+        """Give every run its gradient; ``False`` if one no longer fits its parameters."""
+        with DisableTorchFunctionSubclass():  # faster access to DTensors
             return all(run.set_gradient() for run in self.runs)
 
     def cut(
@@ -90,12 +90,12 @@ class Section:
         places: Mapping[torch.Tensor, tuple[FlatBuffer, int]],
         loaded: Mapping[torch.Tensor, ParamState],
     ) -> None:
-        """Make the runs anew, from where parameters are, what state and whether gradients.
+        """Create the runs again, by the positions, states and gradients of parameters.
 
         Args:
             groups: the optimizer's parameter groups.
-            places: where parameters lie in flat shards.
-            loaded: localized state that no run has yet.
+            places: the positions of parameters in flat shards.
+            loaded: localized state that belongs to no run yet.
         """
         states = {param: localized(state) for param, state in self.states().items()}
         states.update(loaded)
@@ -110,20 +110,20 @@ class Section:
         self.runs = [run for runs in cut for run in runs]
         for run in self.runs:
             kept = [states[param] for param in run.params if param in states]
-            if kept:  # of all, or of none
+            if kept:  # for all, or for none
                 self._inner.state[run.stepped] = self.kept(_joined(run, kept))
         self.stale = False
 
     def placed(self, run: FlatRun) -> FlatRun:
-        """A run that was made, and is to be stepped where it is."""
+        """Prepare a new run: here it is stepped in place."""
         return run
 
     def kept(self, state: ParamState) -> ParamState:
-        """State of a run that was there before, where a step wants it."""
+        """Earlier state of a run, on the device where it is stepped."""
         return state
 
     def given(self, param: torch.Tensor) -> object:
-        """Which gradients a parameter has; neighbours with the same are stepped alike."""
+        """Which gradients a parameter has; neighbors must have the same to be in one run."""
         return param.grad is not None
 
     def _own(self, group: ParamGroupOptions) -> list[torch.Tensor]:
@@ -132,7 +132,7 @@ class Section:
         return params if members is None else [param for param in params if param in members]
 
     def step(self, groups: Sequence[ParamGroupOptions]) -> None:
-        """Step what has a gradient, with the options that the groups have now."""
+        """Step runs with a gradient, with the present options of the groups."""
         assert self._inner is not None
         for group, inner in zip(groups, self._inner.param_groups, strict=True):
             inner.update(options_of(group))
@@ -141,7 +141,7 @@ class Section:
             run.drop_gradient()
 
     def written(self, groups: Sequence[ParamGroupOptions]) -> list[ParamGroupOptions]:
-        """Options of groups that the last step has written: a class may keep count there."""
+        """Options that the last step wrote into groups: a class may store counts there."""
         assert self._inner is not None
         return [
             {key: value for key, value in options_of(inner).items() if value is not group.get(key)}
@@ -149,7 +149,7 @@ class Section:
         ]
 
     def hand_back(self, groups: Sequence[ParamGroupOptions]) -> None:
-        """Write into groups what a step has written there: a class may keep count in them."""
+        """Copy options that a step wrote into ``groups``: a class may store counts there."""
         assert self._inner is not None
         for group, inner in zip(groups, self._inner.param_groups, strict=True):
             group.update(options_of(inner))
@@ -157,15 +157,15 @@ class Section:
 
 @dataclass
 class FlatRun:
-    """Parameters whose rows lie side by side, and the one tensor over them.
+    """Parameters whose rows are adjacent in memory, and the one tensor over them.
 
     Attributes:
-        params: as `param_groups` has them.
-        rows: this rank's rows of each, as they were when the run was made.
-        flat: 1-D over all rows; for a single parameter its rows, of their own shape.
-        starts: where each one's rows begin in ``flat``.
-        stepped: what the inner optimizer steps: ``flat``, or what stands for it on the host.
-        sharded: whether the parameters are DTensors; one that is not is stepped as it is.
+        params: the parameters, as in `param_groups`.
+        rows: this rank's rows of each, when the run was created.
+        flat: 1-D over all rows; for a single parameter its rows, in their own shape.
+        starts: the offset of each parameter's rows in ``flat``.
+        stepped: the tensor that the inner optimizer steps: ``flat``, or its copy on the host.
+        sharded: whether the parameters are DTensors; other parameters have runs of their own.
     """
 
     params: Sequence[torch.Tensor]
@@ -204,12 +204,12 @@ class FlatRun:
         return True
 
     def drop_gradient(self) -> None:
-        """Leave gradients to the parameters, who alone say when they end."""
+        """Drop the view of gradients: only the parameters decide how long gradients exist."""
         if self.flat is not self.params[0]:
             self.flat.grad = None
 
     def side_by_side(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        """All gradients as one tensor: a view, if that is how they lie."""
+        """All gradients as one tensor: a view, if they are adjacent."""
         first = grads[0]
         begin, itemsize = first.data_ptr(), first.itemsize
         if (
@@ -234,14 +234,14 @@ def places_of(model: nn.Module) -> dict[torch.Tensor, tuple[FlatBuffer, int]]:
         layout = group.shard_layout
         for segment in layout.segments if layout is not None else ():
             if segment.transport is Transport.EXTENSION:
-                continue  # tensor subclasses, with memory of their own
+                continue  # tensor subclasses, which have their own memory
             for slot in segment.slots:
                 if group.params[slot.index].order is not None:
-                    continue  # its rows are not in the order of the shard
+                    continue  # its rows have another order than the shard
                 param = group.params[slot.index].sharded
                 start = segment.shard_byte_offset + slot.shard_offset * param.dtype.itemsize
                 rows = local_of(param)
-                # One that was moved since has no place.
+                # A parameter that has since moved has no position.
                 if rows.numel() and rows.data_ptr() == group.shard.storage.data_ptr() + start:
                     found[param] = group.shard, start
     return found
@@ -256,8 +256,8 @@ def runs_of(
 
     Args:
         params: the parameters.
-        places: where those lie that are in flat shards.
-        alike: whether two neighbours may be in one run.
+        places: the positions of those that are in flat shards.
+        alike: whether two neighbors may be in one run.
     """
     alone: list[torch.Tensor] = []
     managed: dict[FlatBuffer, list[tuple[int, torch.Tensor]]] = {}
@@ -301,7 +301,7 @@ def _alike(
     states: Mapping[torch.Tensor, ParamState],
     given: Callable[[torch.Tensor], object],
 ) -> bool:
-    """Whether two neighbours are stepped by one call: same dtype, history, and now."""
+    """Whether two neighbors can be in one run: same dtype, earlier steps, and gradients now."""
     if before.dtype != param.dtype or given(before) != given(param):
         return False
     first, second = states.get(before), states.get(param)
@@ -313,7 +313,7 @@ def _alike(
 
 
 def _same(first: object, second: object, before: torch.Tensor, param: torch.Tensor) -> bool:
-    """Whether two entries of state can become one: both a value an element, or equal."""
+    """Whether two entries of state can become one: both have a value per element, or are equal."""
     if _is_elementwise(first, before) and _is_elementwise(second, param):
         return bool(first.dtype == second.dtype)
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
@@ -328,7 +328,7 @@ def _is_elementwise(value: object, param: torch.Tensor) -> TypeGuard[torch.Tenso
 
 
 def _joined(run: FlatRun, states: Sequence[ParamState]) -> ParamState:
-    """One state for a run, of the states of its parameters."""
+    """One state for a run, from the states of its parameters."""
     if len(states) == 1:
         return dict(states[0])
     joined: ParamState = {}

@@ -2,14 +2,14 @@
 
     optimizer.step(closure)
       └─ hook before it ──> twin: an optimizer of the same class, for this one step
-           └─ twin.step     evaluates the closure; then the twin takes, and torch's kernels step,
-                parameters    this rank's rows of each, with those of its gradient as ``.grad``
+           └─ twin.step     evaluates the closure; then torch's kernels step, in the twin,
+                parameters    this rank's rows of each, with the rows of its gradient as ``.grad``
                 state         the same entries, with rows in place of DTensors
 
-Kernels write into the rows, so that nothing is copied back, and the optimizer stays as it was:
-parameters, gradients and state are DTensors to whoever looks. What a twin cannot do alike it leaves
-to DTensor: the step that makes state, so that torch makes it, and all that is not spread as its
-parameter is (decision 28).
+Kernels write into the rows, so that nothing is copied back. The optimizer does not change:
+parameters, gradients and state are DTensors for all other code. Two cases go through DTensor: the
+first step, so that torch creates the state, and tensors that are not sharded like their parameter
+(decision 28).
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ Closure = Callable[[], object]
 def step_shards(optimizer: torch.optim.Optimizer) -> RemovableHandle:
     """Let an optimizer of torch step this rank's shards as plain tensors from now on.
 
-    Results are the same to the bit, for all options, as torch's own kernels run on the same memory;
-    a step takes under half of the host's time. Parameters, ``.grad``, `state` and state dicts stay
-    DTensors. Unlike `FlatOptimizer`, it needs no model, and the optimizer remains what it is. Hooks
-    of the optimizer run as ever, but among the arguments that they are shown are a stand-in for the
-    optimizer and a closure.
+    Results are the same to the bit, for all options, because torch's own kernels run on the same
+    memory; a step takes less than half of the host time. Parameters, ``.grad``, `state` and state
+    dicts stay DTensors. Unlike `FlatOptimizer`, it needs no model and creates no new optimizer.
+    Hooks of the optimizer run as before, but their arguments contain a stand-in for the optimizer
+    and a closure.
 
     Args:
-        optimizer: of one of torch's element-wise classes, such as ``torch.optim.AdamW``, and of no
-            subclass of it. Plain parameters are stepped as they are.
+        optimizer: of one of torch's element-wise classes, such as ``torch.optim.AdamW``, but not of
+            a subclass. Plain parameters are stepped as without this function.
 
     Returns:
-        A handle whose ``remove()`` ends it. A copy of the optimizer is without it.
+        A handle whose ``remove()`` restores the plain step. A copy of the optimizer has the plain
+        step.
 
     Raises:
         TypeError: ``optimizer`` is of another class.
@@ -59,8 +60,8 @@ def step_shards(optimizer: torch.optim.Optimizer) -> RemovableHandle:
         raise coded(
             TypeError,
             "not-steppable-by-shard",
-            f"step_shards takes an optimizer of torch's that treats every element by itself, such "
-            f"as AdamW, not {type(optimizer).__name__}; use that as it is",
+            f"step_shards takes a torch optimizer that updates each element independently, such "
+            f"as AdamW, not {type(optimizer).__name__}; use that optimizer without step_shards",
         )
     return optimizer.register_step_pre_hook(_hand_over)
 
@@ -68,9 +69,9 @@ def step_shards(optimizer: torch.optim.Optimizer) -> RemovableHandle:
 def _hand_over(
     optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-    """Let a twin make this step.
+    """Let a twin perform this step.
 
-    It takes gradients where the closure is evaluated, which is behind all hooks.
+    It takes gradients when the closure is evaluated, which happens after all hooks.
     """
     if torch.compiler.is_compiling():
         return None
@@ -80,7 +81,7 @@ def _hand_over(
 
     def evaluate() -> object:
         loss = None if closure is None else closure()
-        for name in vars(twin).keys() - vars(optimizer).keys():  # what torch has warned of
+        for name in vars(twin).keys() - vars(optimizer).keys():  # torch's flags of warnings
             setattr(optimizer, name, getattr(twin, name))
         with torch.no_grad(), DisableTorchFunctionSubclass():
             _take_rows(twin)
@@ -90,7 +91,7 @@ def _hand_over(
 
 
 def _take_rows(twin: torch.optim.Optimizer) -> None:
-    """Put rows in place of DTensors in groups and state that are the twin's own, or in none."""
+    """Replace DTensors by rows in all groups and state of the twin, or in none of them."""
     groups: list[ParamGroupOptions] = []
     states: defaultdict[torch.Tensor, ParamState] = defaultdict(dict)
     stepped: list[torch.Tensor] = []
@@ -134,7 +135,7 @@ def _take_rows(twin: torch.optim.Optimizer) -> None:
 
 
 def _rows(tensor: torch.Tensor, wanted: DTensorSpec) -> torch.Tensor | None:
-    """The rows of what is spread as a parameter is; ``None`` of anything else."""
+    """The rows of a tensor that is sharded like a parameter; ``None`` for others."""
     if not isinstance(tensor, DTensor):
         return None
     spec, rows = tensor._spec, tensor._local_tensor

@@ -383,7 +383,7 @@ def on_paper(recorder: Recorder, backend: str, world_size: int) -> Iterator[None
             RuntimeError,
             "plan-process-group",
             "a step cannot be planned in a process that has a process group; call plan() before "
-            "init_process_group(), or in a process of its own",
+            "init_process_group(), or in a separate process",
         )
     fused = recorder.recording.asynchronous
     kernels: Kernels = (NotedFusedKernels if fused else NotedKernels)(recorder)

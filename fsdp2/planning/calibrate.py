@@ -268,7 +268,7 @@ def _run_ranks(ranks: int, threads: int) -> dict[str, Any]:
         raise coded(
             RuntimeError,
             "plan-calibration",
-            f"a process of {ranks} that measure this machine failed; see above",
+            f"one of the {ranks} processes that measure this machine failed; see its error above",
         )
     found: dict[str, object] = json.loads(printed[0].splitlines()[-1])
     return found

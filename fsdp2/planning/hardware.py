@@ -268,7 +268,7 @@ def load(which: str | Path | Hardware) -> Hardware:
             ValueError,
             "plan-hardware-file",
             f"{path.name} lacks {missing or 'nothing'} and has unknown {wrong or 'nothing'}; see "
-            f"fsdp2/planning/hardware/h100.json for what a file says",
+            f"fsdp2/planning/hardware/h100.json for an example",
         )
     return from_json(found)
 

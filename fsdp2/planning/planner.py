@@ -294,8 +294,8 @@ class Plan:
             raise coded(
                 ValueError,
                 "plan-own-calls",
-                "fit() varies settings, but plan() got shard=…, whose calls it cannot change; "
-                "pass units=… in its place",
+                "fit() varies settings, but it cannot change the calls in shard=… of plan(); "
+                "pass units=… instead",
             )
         room = self.room if memory is None else int(memory)
         return search(self, room, limit, low_precision, progress)
@@ -387,7 +387,7 @@ def _shape(mesh: int | Iterable[int]) -> tuple[int, ...]:
         raise coded(
             ValueError,
             "plan-mesh",
-            f"mesh={mesh!r} is no shape of ranks; pass a number, (shard,) or (replicate, shard)",
+            f"mesh={mesh!r} is not a shape of ranks; pass a number, (shard,) or (replicate, shard)",
         )
     return shape
 
@@ -456,7 +456,7 @@ def plan(
         raise coded(
             TypeError,
             "plan-model",
-            f"plan() takes a model or a function that makes one, not {type(model).__name__}",
+            f"plan() takes a model or a function that returns one, not {type(model).__name__}",
         )
     make = (lambda: on_meta(model)) if isinstance(model, nn.Module) else model
     subject = Subject(make, make_batch, policy_of(units), shard, loss, optimizer, tokens)

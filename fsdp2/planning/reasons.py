@@ -47,38 +47,39 @@ def _explain(error: Exception, where: str, model: nn.Module | None) -> None:
         raise coded(
             ValueError,
             "plan-autocast",
-            f"{place} enters torch.autocast, which a plan does not follow; leave it out there, and "
-            f"pass precision=MixedPrecisionPolicy(…) to plan()",
+            f"{place} enters torch.autocast, which plan() does not support; leave it out there, "
+            f"and pass precision=MixedPrecisionPolicy(…) to plan()",
         ) from None
     if "FlexAttention" in words or "flex_attention" in words:
         raise coded(
             ValueError,
             "plan-flex-attention",
-            f"{place} calls flex_attention, which a plan has no kernel of; plan with "
-            f"scaled_dot_product_attention in its place, in transformers with "
-            f"attn_implementation='sdpa'",
+            f"{place} calls flex_attention, which plan() cannot simulate; use "
+            f"scaled_dot_product_attention for the plan (in transformers: "
+            f"attn_implementation='sdpa')",
         ) from error
     if "not on the expected device" in words or "to be on the same device" in words:
         raise coded(
             ValueError,
             "plan-memory",
-            f"{place} combines a tensor in CPU memory with those of the device, which a GPU "
-            f"refuses, too; make it where they are, as with device=x.device, or let it be a buffer",
+            f"{place} combines a tensor in CPU memory with tensors on the device, which fails on "
+            f"a GPU too; create it on the device, for example with device=x.device, or register "
+            f"it as a buffer",
         ) from error
     if "not compiled with CUDA" in words or "no NVIDIA driver" in words:
         raise coded(
             ValueError,
             "plan-cuda",
-            f"{place} asks for a GPU, and a plan has none: {_first(words)}; let it use the device "
-            f"of its input in place of torch.cuda",
+            f"{place} uses a GPU, but a plan has none: {_first(words)}; use the device of the "
+            f"input instead of torch.cuda",
         ) from error
     if _is_about_values(error, words.lower()):
         raise coded(
             ValueError,
             "plan-values",
-            f"{place} asks for values of a tensor, and a plan has shapes alone: {_first(words)}; "
-            f"give make_model a variant whose shapes do not depend on values, such as experts that "
-            f"take equally many tokens",
+            f"{place} reads the values of a tensor, but a plan has only shapes: {_first(words)}; "
+            f"pass a variant of the model whose shapes do not depend on values, for example with "
+            f"equally many tokens per expert",
         ) from error
 
 

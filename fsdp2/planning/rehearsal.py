@@ -163,7 +163,7 @@ def rehearse(subject: Subject, settings: Settings, device: str, backend: str) ->
             raise coded(
                 TypeError,
                 "plan-no-model",
-                f"plan() takes a model or a function that makes one, which returned "
+                f"plan() takes a model or a function that returns one, but the function returned "
                 f"{type(model).__name__}; let it return an nn.Module",
             )
         values.forget(model.parameters())
@@ -180,7 +180,7 @@ def _check(settings: Settings) -> None:
             raise coded(
                 ValueError,
                 "plan-count",
-                f"{name}={value!r} cannot be planned; pass a whole number from 1 on",
+                f"{name}={value!r} cannot be planned; pass an integer from 1",
             )
 
 
@@ -199,8 +199,8 @@ def _check_units(subject: Subject, settings: Settings, found: Iterable[str]) -> 
         raise coded(
             ValueError,
             "plan-units",
-            "units=… chooses no module of the model, which would be one unit; leave it out if that "
-            "is meant, or name classes that the model has",
+            "units=… matches no module of the model, so the model would be one unit; leave it "
+            "out if you want one unit, or pass classes that the model has",
         )
 
 
@@ -436,8 +436,9 @@ class _Step:
                     raise coded(
                         ValueError,
                         "plan-loss",
-                        "the loss of a plan needs no gradient, so that there is no backward; let "
-                        "loss=… return what depends on parameters that are trained",
+                        "the loss does not require a gradient, so the plan would have no "
+                        "backward; let loss=… return a tensor that depends on parameters that "
+                        "require gradients",
                     )
             with recorder.during("backward"), explaining("backward", model):
                 loss.backward()

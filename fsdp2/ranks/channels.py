@@ -1,9 +1,9 @@
-"""What ranks tell each other apart from tensors: objects, and notes in the default store.
+"""Objects that ranks exchange, and notes in the default store.
 
-Members          the ranks of a process group; what each has, to all, over that group
-SideChannel      objects to rank 0 and back, beside training, over a gloo group of its own
-Vote             whether any rank has said yes, known a call later, over another one
-StoreBoard       notes that ranks leave for each other; nobody waits: write, has, read, claim
+Members          the ranks of a process group; gathers an object of each over that group
+SideChannel      objects to rank 0 and back, during training, over a separate gloo group
+Vote             whether any rank has said yes, known one call later, over another gloo group
+StoreBoard       notes that ranks leave for each other without a wait: write, has, read, claim
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks that take part in a call, and the number of this one among them.
+    """The ranks that take part in a call, and the position of this rank among them.
 
     Attributes:
-        rank: this process's number in the process group.
+        rank: the rank of this process in the process group.
         ranks: their global ranks, in the order of the group.
         group: the process group; ``None``: the default one, or no other process.
     """
@@ -41,11 +41,11 @@ class Members:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return len(self.ranks)
 
     def gather(self, value: T) -> list[T]:
-        """The object of each of them, by rank; picklable. Not for steady steps."""
+        """The object of each rank, in their order; picklable. Too slow for every step."""
         if self.size == 1:
             return [value]
         found = [value] * self.size
@@ -72,23 +72,23 @@ def members_of(group: dist.ProcessGroup | None) -> Members | None:
 
 
 class _Peers(Protocol):
-    """What sends and sums tensors: a process group, or a backend alone."""
+    """Sends and sums tensors: a process group, or a backend without one."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
-        """To a rank of the group."""
+        """Send to a rank of the group."""
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
-        """From a rank of the group, in place."""
+        """Receive from a rank of the group, in place."""
 
     def allreduce(self, tensors: list[torch.Tensor], /) -> Work:
-        """The sum over its ranks, in place."""
+        """Sum over its ranks, in place."""
 
 
 def _beside_training(members: Members) -> _Peers | None:
-    """A gloo group of its own; ``None`` for one rank. A collective of all ``members``.
+    """A new gloo group; ``None`` for one rank. A collective of all ``members``.
 
-    Where these are not all ranks, torch keeps no list of the group: it would name it by how many
-    others each rank has, which may differ.
+    If these are not all ranks, the group is not registered with torch, which would name it by the
+    number of groups that each rank has: that number may differ.
     """
     if members.size == 1:
         return None
@@ -96,24 +96,24 @@ def _beside_training(members: Members) -> _Peers | None:
         return dist.new_group(backend="gloo")
     (name, *_) = members.gather(os.urandom(8).hex())
     notes = PrefixStore(f"fsdp2/side/{name}", default_store())
-    # torch's stub leaves out the methods that move tensors.
+    # torch's stub lacks the methods that move tensors.
     return dist.ProcessGroupGloo(  # type: ignore[return-value]
         notes, members.rank, members.size, dist.default_pg_timeout
     )
 
 
 class LostRankError(Exception):
-    """A rank cannot be reached any more."""
+    """A rank can no longer be reached."""
 
 
 class SideChannel:
-    """Objects to rank 0 and back, over a gloo group of its own, from any one thread at a time.
+    """Objects to rank 0 and back, over a separate gloo group, from one thread at a time.
 
-    Training's collectives may run at the same time. Rank 0 hears of a rank that has died, as its
-    connection closes, and the others hear of it from rank 0: nobody waits for who is not there. A
-    rank that lives and does not answer is waited for as long as the group's time-out says.
+    Training's collectives may run at the same time. Rank 0 notices a rank that has died, because
+    its connection closes, and the other ranks learn it from rank 0, so that no rank waits for a
+    missing one. For a live rank that does not answer, ranks wait until the group's time-out.
 
-    To make one is a collective of all ``members``.
+    Creating one is a collective of all ``members``.
     """
 
     def __init__(self, members: Members) -> None:
@@ -121,7 +121,7 @@ class SideChannel:
         self._group = _beside_training(members)
 
     def collect(self, value: T) -> list[T | LostRankError] | None:
-        """What each rank has, on rank 0; elsewhere ``None``. Picklable.
+        """The value of each rank, on rank 0; ``None`` on other ranks. Values must be picklable.
 
         Raises:
             LostRankError: rank 0 is gone.
@@ -132,7 +132,7 @@ class SideChannel:
         return [value, *(self._receive_or_lost(rank) for rank in range(1, self.size))]
 
     def spread(self, values: Sequence[T] | None) -> T:
-        """What rank 0 has for each rank; ``values`` is ``None`` elsewhere.
+        """This rank's value of those that rank 0 passes; other ranks pass ``None``.
 
         Raises:
             LostRankError: rank 0 is gone.
@@ -141,7 +141,7 @@ class SideChannel:
             received: T = self._receive(0)
             return received
         for rank, value in enumerate(values[1:], 1):
-            with contextlib.suppress(LostRankError):  # those that are there go on
+            with contextlib.suppress(LostRankError):  # the ranks that are left continue
                 self._send(value, rank)
         return values[0]
 
@@ -173,11 +173,11 @@ class SideChannel:
 
 
 _side: dict[tuple[int, ...], SideChannel] = {}
-_side_of: list[dist.ProcessGroup | None] = [None]  # the default group that they were made in
+_side_of: list[dist.ProcessGroup | None] = [None]  # the default group in which they were created
 
 
 def side_channel(members: Members) -> SideChannel:
-    """The one of these ranks; made again where the default process group is another one."""
+    """The side channel of these ranks; created again for another default process group."""
     world = current_world() if rank_and_size()[1] > 1 else None
     if _side_of[0] is not world:
         _side.clear()
@@ -188,11 +188,11 @@ def side_channel(members: Members) -> SideChannel:
 
 
 class Vote:
-    """Whether any rank has said yes, as all ranks hear in the same call: the one after.
+    """Whether any rank has said yes: all ranks learn it in the same call, the next one.
 
-    A call starts the sum of one number over a gloo group of its own, and looks at the sum that the
-    call before has started: if calls are a step apart, no rank waits. To make one is a collective
-    of all ``members``.
+    A call starts the sum of one number over a separate gloo group, and reads the sum that the last
+    call started: if calls are a step apart, no rank waits. Creating one is a collective of all
+    ``members``.
     """
 
     def __init__(self, members: Members) -> None:
@@ -201,7 +201,7 @@ class Vote:
         self._asked: tuple[torch.Tensor, Work] | None = None
 
     def ask(self, yes: bool) -> bool:
-        """Whether any rank said yes in an earlier call; of one rank, in this one. It stays so.
+        """Whether any rank said yes in an earlier call, or with one rank in this call; never reset.
 
         Raises:
             LostRankError: a rank is gone.
@@ -214,7 +214,7 @@ class Vote:
         return self._is_yes
 
     def finish(self) -> None:
-        """Wait for what the last call has started, so that the group may go."""
+        """Wait for the sum that the last call started, so that the group can be destroyed."""
         self._heard()
 
     def _heard(self) -> bool:
@@ -230,9 +230,9 @@ class Vote:
 
 
 class StoreBoard:
-    """Notes that ranks leave for each other, apart from collectives: in the default store.
+    """Notes that ranks leave for each other in the default store, without collectives.
 
-    Nothing here waits for another rank.
+    No method waits for another rank.
 
     Args:
         prefix: in front of every key.
@@ -248,27 +248,27 @@ class StoreBoard:
         self._notes = PrefixStore(prefix, self.store)
 
     def write(self, key: str, text: str) -> None:
-        """Leave a note, in place of one that is there."""
+        """Write a note; it replaces an earlier one."""
         self._notes.set(key, text)
 
     def has(self, keys: list[str]) -> bool:
-        """Whether all of these notes are there."""
+        """Whether all of these notes exist."""
         return bool(self._notes.check(keys))
 
     def read(self, keys: list[str]) -> list[str]:
-        """Notes that are there."""
+        """Read notes that exist."""
         return [note.decode() for note in self._notes.multi_get(keys)]
 
     def claim(self, key: str, expected: str, text: str) -> str:
-        """Leave a note if there is ``expected`` ("": none); returns what is there then."""
+        """Write a note if ``expected`` is there ("": none); returns the resulting note."""
         return self._notes.compare_set(key, expected, text).decode()
 
     def erase(self, key: str) -> None:
-        """Take a note away; no-op where there is none."""
+        """Delete a note; no-op if there is none."""
         self._notes.delete_key(key)
 
 
 def default_store() -> Store:
-    """The default process group's store; another object once it was made anew."""
+    """The default process group's store; another object after the group was created again."""
     store: Store = dist.distributed_c10d._get_default_store()
     return store

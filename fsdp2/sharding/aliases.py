@@ -60,9 +60,9 @@ def refuse_gradients(param: nn.Parameter, unit: str) -> None:
         raise coded(
             ShardingStateError,
             "gradient-of-former",
-            f"a gradient came to parameter {name} as it was before fully_shard, to which a list, a "
-            f"closure, a view or a loss still refers, so that it would train nothing; use the "
-            f"parameter in the forward of its unit, as an attribute of its module",
+            f"autograd computed a gradient for the parameter {name} that fully_shard replaced; a "
+            f"list, a closure, a view or a loss still refers to it, so it would train nothing: "
+            f"read the parameter from its module, in the forward of its unit",
         )
 
     hooks: Any = OrderedDict({0: refuse})

@@ -114,9 +114,9 @@ def _check_memory(plans: list[PlannedParam]) -> None:
             raise coded(
                 ValueError,
                 "extended-not-emptied",
-                f"parameter '{plan.name}' has all-gather hooks, and the memory of what they make "
-                f"cannot be freed on {plan.axes.device}, where storages cannot be emptied; shard "
-                f"it as a plain tensor, or name it in ignored_params",
+                f"parameter '{plan.name}' has all-gather hooks, but the memory of their results "
+                f"cannot be freed on {plan.axes.device}, which cannot resize a storage to zero; "
+                f"shard it as a plain tensor, or name it in ignored_params",
             )
 
 

@@ -92,7 +92,8 @@ class Levels:
                 ValueError,
                 "levels-dims",
                 f"Levels takes a 2-D mesh (between, inside), but got one of shape "
-                f"{tuple(mesh.shape)}; make one with init_device_mesh, or pass the mesh itself",
+                f"{tuple(mesh.shape)}; make one with init_device_mesh, or pass the mesh without "
+                f"Levels",
             )
         self.mesh = mesh
 
@@ -212,9 +213,9 @@ def mesh_of_groups(groups: tuple[tuple[int, ...], ...]) -> DeviceMesh:
         raise coded(
             ValueError,
             "xla-groups",
-            f"sharding_groups={[list(group) for group in groups]} are not groups of one size that "
-            f"name each of the {world.size()} ranks once; pass for example "
-            f"[[0, 1], [2, 3]] for 4 ranks",
+            f"sharding_groups={[list(group) for group in groups]} must be groups of equal size "
+            f"that name each of the {world.size()} ranks once; pass for example [[0, 1], [2, 3]] "
+            f"for 4 ranks",
         )
     ordered = tuple(tuple(sorted(group)) for group in groups)
     return _mesh_of_groups(ordered, world.device_type, current_world())
@@ -240,8 +241,9 @@ def resolve_axes(mesh: DeviceMesh | Levels, dims: DataParallelMeshDims | None = 
             raise coded(
                 ValueError,
                 "levels-named-dims",
-                "fully_shard(mesh=Levels(…)) takes no dp_mesh_dims, as DTensors on a full mesh "
-                "cannot be sharded over two levels yet; pass one of them",
+                "fully_shard(mesh=Levels(…)) takes no dp_mesh_dims, because DTensors on a full "
+                "mesh cannot be sharded over two levels yet; pass Levels or dp_mesh_dims, not "
+                "both",
             )
         return _axes_of_levels(mesh.mesh)
     if not isinstance(mesh, DeviceMesh):
@@ -436,8 +438,8 @@ def check_shardable(name: str, param: nn.Parameter, axes: MeshAxes) -> None:
             ValueError,
             "levels-dtensor",
             f"parameter '{name}' is {what}, and cannot be sharded over two levels yet; pass the "
-            f"2-D mesh itself for copies between nodes (HSDP), or let shard_placement_fn return a "
-            f"ShardPlacementResult with another mesh for it",
+            f"2-D mesh without Levels to replicate between nodes (HSDP), or let "
+            f"shard_placement_fn return a ShardPlacementResult with another mesh for it",
         )
     elif isinstance(param, DTensor):
         _check_apart(name, param, axes)
@@ -445,7 +447,7 @@ def check_shardable(name: str, param: nn.Parameter, axes: MeshAxes) -> None:
         raise coded(
             ValueError,
             "lazy-parameter",
-            f"parameter '{name}' has no shape yet, since it belongs to a lazy module; run a "
+            f"parameter '{name}' has no shape yet, because it belongs to a lazy module; run a "
             f"forward with a batch like the real ones before fully_shard",
         )
     if param.layout is not torch.strided:
@@ -523,6 +525,6 @@ def _check_on_full_mesh(name: str, param: nn.Parameter, axes: MeshAxes) -> None:
             raise coded(
                 ValueError,
                 "not-replicated",
-                f"parameter '{name}' is {placement} on the data-parallel mesh dim '{dim}'; it must "
-                f"be Replicate() there, for fully_shard to shard it",
+                f"parameter '{name}' is {placement} on the data-parallel mesh dim '{dim}'; "
+                f"redistribute it to Replicate() on that dim, so that fully_shard can shard it",
             )

@@ -60,8 +60,8 @@ def whole_below(numel: int, otherwise: PlacementFn | None = None) -> PlacementFn
         raise coded(
             ValueError,
             "whole-below",
-            f"whole_below takes the number of elements below which parameters stay whole, not "
-            f"{numel}; pass 0 to shard all of them",
+            f"whole_below takes a number of elements from 0, below which parameters are "
+            f"replicated, not {numel}; pass 0 to shard all of them",
         )
 
     def choose(param: nn.Parameter) -> Placed:
@@ -155,8 +155,8 @@ def plan_parameters(
             raise coded(
                 ValueError,
                 "non-contiguous-dim",
-                f"parameter '{name}' is not contiguous (stride {param.stride()}), so that it is "
-                f"sharded on dim 0 alone, not on {cut}; let shard_placement_fn return None for it, "
+                f"parameter '{name}' is not contiguous (stride {param.stride()}), so it can be "
+                f"sharded on dim 0 only, not on {cut}; let shard_placement_fn return None for it, "
                 f"or replace it by nn.Parameter(param.detach().contiguous()) before fully_shard",
             )
         _check_extension(name, param, own, cut)
@@ -196,8 +196,8 @@ def _check_plain(name: str, param: nn.Parameter) -> None:
             ValueError,
             "placement-whole-extension",
             f"shard_placement_fn returned Replicate() for parameter '{name}', whose tensor "
-            f"subclass says itself what is gathered (all-gather hooks), and nothing of a whole "
-            f"parameter is; let it return a Shard or None for it",
+            f"subclass has all-gather hooks, which a replicated parameter never runs; return a "
+            f"Shard or None for it",
         )
 
 
@@ -214,8 +214,8 @@ def _check_unowned(entry: NamedEntry, param: nn.Parameter) -> None:
         raise coded(
             ValueError,
             "owner-gone",
-            f"parameter '{name}' is tied to a parameter of the unit of {owner}, which does not "
-            f"exist any more; give the module a parameter of its own, or keep that module",
+            f"parameter '{name}' is tied to a parameter of the unit of {owner}, which no longer "
+            f"exists; give the module its own parameter, or keep a reference to that module",
         )
 
 
@@ -226,10 +226,9 @@ def _check_renormalised(name: str, entries: list[NamedEntry]) -> None:
             raise coded(
                 ValueError,
                 "renormalised",
-                f"parameter '{name}' is the weight of an {kind} with max_norm, which rescales rows "
-                f"of it in forward, and that would be lost with the gathered weight; set max_norm "
-                f"to None and rescale the rows that are looked up, or pass the weight in "
-                f"ignored_params",
+                f"parameter '{name}' is the weight of an {kind} with max_norm, which rescales its "
+                f"rows in forward, and resharding would lose that change; set max_norm to None "
+                f"and rescale the rows that are looked up, or pass the weight in ignored_params",
             )
 
 
@@ -247,8 +246,8 @@ def _check_memory(params: dict[str, torch.Tensor]) -> None:
                 raise coded(
                     ValueError,
                     "shared-memory",
-                    f"parameter '{name}' shares memory with parameter '{other}'; let both modules "
-                    f"register one and the same nn.Parameter",
+                    f"parameter '{name}' shares memory with parameter '{other}'; register the "
+                    f"same nn.Parameter in both modules",
                 )
         ranges.append((begin, end, name))
 

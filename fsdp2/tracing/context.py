@@ -86,8 +86,8 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
             raise coded(
                 ValueError,
                 "trace-no-folder",
-                f"fsdp2.trace cannot write '{self._path}', as there is no folder '{folder}'; make "
-                f"it first",
+                f"fsdp2.trace cannot write '{self._path}', because the folder '{folder}' does not "
+                f"exist; create it first",
             )
         if not records:
             _check_file(self._path, _probe)
@@ -96,7 +96,8 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
             raise coded(
                 ShardingStateError,
                 "trace-nested",
-                "fsdp2.trace was entered while another one is on in this process; leave that first",
+                "fsdp2.trace was entered while another fsdp2.trace is active in this process; "
+                "leave that one first",
             )
         if not any(True for _ in all_groups()):
             raise coded(
@@ -132,7 +133,8 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
                     OSError,
                     "trace-not-written",
                     f"fsdp2.trace could not write '{self._path}' when it ended: {failed}; the "
-                    f"timeline is still there: write it elsewhere with trace.timeline.write(path)",
+                    f"timeline is still in memory: write it elsewhere with "
+                    f"trace.timeline.write(path)",
                 ) from failed
             else:
                 raise
@@ -146,7 +148,7 @@ def _check_file(path: str, attempt: Callable[[str], None]) -> None:
         raise coded(
             ValueError,
             "trace-cannot-write",
-            f"fsdp2.trace cannot write '{path}': {error.strerror}; name a file that this process "
+            f"fsdp2.trace cannot write '{path}': {error.strerror}; pass a file that this process "
             f"may write",
         ) from error
 

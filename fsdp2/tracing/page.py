@@ -59,14 +59,15 @@ def show(
         raise coded(
             ValueError,
             "trace-show-nothing",
-            "show takes at least one timeline, but got none; give the file of one",
+            "show takes at least one timeline, but got none; pass the file of at least one",
         )
     first = files[0]
     if to is None and isinstance(first, Timeline):
         raise coded(
             ValueError,
             "trace-show-where",
-            "show takes to= where the first timeline is no file; name the page there",
+            "show needs to= because the first timeline is not a file; pass the path of the page "
+            "as to=",
         )
     path = Path(to) if to is not None else Path(os.fspath(_path(first))).with_suffix(".html")
     timelines = [each if isinstance(each, Timeline) else Timeline.read(each) for each in files]

@@ -317,22 +317,23 @@ class Timeline:
             raise coded(
                 ValueError,
                 "trace-no-json",
-                f"'{os.fspath(path)}' is no JSON; give a file that fsdp2.trace wrote: {error}",
+                f"'{os.fspath(path)}' is not JSON; pass a file that fsdp2.trace wrote: {error}",
             ) from error
         head = document.get("otherData") if isinstance(document, dict) else None
         if not isinstance(head, dict) or head.get("format") != _FORMAT:
             raise coded(
                 ValueError,
                 "trace-other-json",
-                f"'{os.fspath(path)}' is JSON, but no timeline of fsdp2; give a file that "
+                f"'{os.fspath(path)}' is JSON, but not a timeline of fsdp2; pass a file that "
                 f"fsdp2.trace wrote",
             )
         if int(head.get("version", 0)) > VERSION:
             raise coded(
                 ValueError,
                 "trace-version",
-                f"'{os.fspath(path)}' is a timeline of version {head['version']}, and this fsdp2 "
-                f"reads up to {VERSION}; read it with the fsdp2 that wrote it, or a later one",
+                f"'{os.fspath(path)}' is a timeline of version {head['version']}, but this fsdp2 "
+                f"reads versions up to {VERSION}; read it with the fsdp2 that wrote it, or a "
+                f"later one",
             )
         return _timeline(document["traceEvents"], head)
 

@@ -48,7 +48,7 @@ def enable_wrap(*, wrapper_cls: Wrapper, **wrapper_kwargs: object) -> Iterator[N
         raise coded(
             NotImplementedError,
             "wrap-nested",
-            "enable_wrap was entered inside enable_wrap, so that modules would have two wrappers; "
+            "enable_wrap was entered inside enable_wrap, so modules would have two wrappers; "
             "leave the outer one first",
         )
     token = _enabled.set((wrapper_cls, wrapper_kwargs))

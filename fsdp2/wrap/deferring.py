@@ -225,9 +225,9 @@ class _Construction:
                 raise coded(
                     ShardingStateError,
                     "deferred-written",
-                    f"a constructor wrote into '{name}' after that was sharded, which is not what "
-                    f"it does to a whole block; initialise it in its own constructor, by "
-                    f"self.apply(…), or in deferred(init_fn=…)",
+                    f"a constructor wrote into '{name}' after fsdp2 had sharded it, which does "
+                    f"not give the values that an unsharded block would get; initialise it in its "
+                    f"own constructor, with self.apply(…), or in deferred(init_fn=…)",
                 )
 
 
@@ -238,9 +238,9 @@ def _check_memory(member: nn.Module, prefix: str) -> None:
             raise coded(
                 ValueError,
                 "deferred-meta",
-                f"parameter '{name}' is on the meta device, so that its constructor "
-                f"gave it no values; pass deferred(init_fn=…), or construct without the meta "
-                f"device, as one block at a time is whole anyway",
+                f"parameter '{name}' is on the meta device, so its constructor gave it no values; "
+                f"pass deferred(init_fn=…), or construct without the meta device, because only "
+                f"one block at a time is unsharded",
             )
 
 

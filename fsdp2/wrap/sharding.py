@@ -284,14 +284,14 @@ def _ignored(
             raise coded(
                 ValueError,
                 "ignored-unknown",
-                f"shard_model(ignored=…) names {what}, which is no module or parameter of the "
-                f"model; pass those of this model, or their names in it",
+                f"shard_model(ignored=…) names {what}, which is not a module or parameter of the "
+                f"model; pass modules or parameters of this model, or their names",
             )
         if found is model:
             raise coded(
                 ValueError,
                 "ignored-model",
-                "shard_model(ignored=…) names the model itself, so that nothing is left to shard; "
+                "shard_model(ignored=…) names the model itself, so nothing is left to shard; "
                 "name modules or parameters in it",
             )
         if isinstance(found, nn.Module):

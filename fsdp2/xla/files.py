@@ -54,7 +54,7 @@ def consolidate_sharded_state_dicts(
             ValueError,
             "xla-number",
             f"got {len(state_dict_list)} state dicts, but the model was sharded over "
-            f"{metadata['world_size']} ranks; pass one of each rank, in their order",
+            f"{metadata['world_size']} ranks; pass one per rank, in the order of ranks",
         )
     names = [f"the state dict of rank {rank}" for rank in range(len(state_dict_list))]
     _check_models(state_dict_list, names, metadata)
@@ -98,8 +98,8 @@ def consolidate_sharded_model_checkpoints(
         raise coded(
             FileNotFoundError,
             "xla-no-files",
-            f"no files are called '{pattern}'; pass the ckpt_prefix and the ckpt_suffix that the "
-            f"ranks have saved under",
+            f"no file name matches '{pattern}'; pass the ckpt_prefix and the ckpt_suffix with "
+            f"which the ranks saved",
         )
     files = [(path, _read(path)) for path in paths]
     metadata = {path: check_metadata(file.get("shard_metadata"), path) for path, file in files}
@@ -185,15 +185,15 @@ def _read(path: str) -> dict[str, Any]:
         raise coded(
             ValueError,
             "xla-unreadable",
-            f"'{path}' cannot be loaded, as it is cut short, or holds more than tensors and plain "
-            f"values; save that rank's file again",
+            f"'{path}' cannot be loaded, because it is incomplete or holds more than tensors and "
+            f"plain values; save that rank's file again",
         ) from error
     if not isinstance(found, dict) or not isinstance(found.get("model"), Mapping):
         raise coded(
             ValueError,
             "xla-no-model",
-            f"'{path}' holds no 'model', so that it is no rank's file; choose a ckpt_suffix that "
-            f"leaves it out",
+            f"'{path}' holds no 'model', so it is not a rank's file; choose a ckpt_suffix that "
+            f"does not match it",
         )
     return found
 
@@ -230,7 +230,8 @@ def check_ranks(metadata: Mapping[str, ShardMetadata], pattern: str) -> None:
                 ValueError,
                 "xla-world-sizes",
                 f"'{first}' was saved by one of {size} ranks, but '{path}' by one of "
-                f"{other['world_size']}; choose a ckpt_suffix that finds the files of one run",
+                f"{other['world_size']} ranks; choose a ckpt_suffix that matches the files of one "
+                f"run only",
             )
     for path, found in metadata.items():
         if found["rank"] in seen:
@@ -238,7 +239,7 @@ def check_ranks(metadata: Mapping[str, ShardMetadata], pattern: str) -> None:
                 ValueError,
                 "xla-rank-twice",
                 f"'{seen[found['rank']]}' and '{path}' were both saved by rank {found['rank']}; "
-                f"choose a ckpt_suffix that finds the files of one run",
+                f"choose a ckpt_suffix that matches the files of one run only",
             )
         seen[found["rank"]] = path
     missing = sorted(set(range(size)) - set(seen))
@@ -246,8 +247,8 @@ def check_ranks(metadata: Mapping[str, ShardMetadata], pattern: str) -> None:
         raise coded(
             FileNotFoundError,
             "xla-missing",
-            f"'{pattern}' finds {len(seen)} of {size} ranks' files, those of ranks {missing} are "
-            f"missing; copy them there",
+            f"'{pattern}' matches the files of {len(seen)} of {size} ranks, but those of ranks "
+            f"{missing} are missing; copy them there",
         )
 
 
@@ -272,8 +273,8 @@ def _check_alike(metadata: Sequence[ShardMetadata], names: Sequence[str]) -> Non
             raise coded(
                 ValueError,
                 "xla-other-model",
-                f"'{names[0]}' and '{name}' differ in parameter '{wrong}', so that they are of "
-                f"different models; choose a ckpt_suffix that finds the files of one run",
+                f"'{names[0]}' and '{name}' differ in parameter '{wrong}', so they belong to "
+                f"different models; choose a ckpt_suffix that matches the files of one run only",
             )
 
 
@@ -288,8 +289,8 @@ def _check_models(
             raise coded(
                 ValueError,
                 "xla-names",
-                f"'{min(absent or extra)}' is missing in '{name if absent else names[0]}', but not "
-                f"in other ranks' state dicts; save those of all ranks in the same step",
+                f"'{min(absent or extra)}' is missing in '{name if absent else names[0]}', but "
+                f"not in other ranks' state dicts; save the files of all ranks in the same step",
             )
         for param, info in metadata["shard_info"].items():
             piece, like = model[param], models[0][param]
@@ -299,7 +300,7 @@ def _check_models(
                     ValueError,
                     "xla-piece",
                     f"'{param}' in '{name}' is not rank {rank}'s piece {shape} of "
-                    f"{tuple(info['shape'])}; save what state_dict() of the wrapper returns",
+                    f"{tuple(info['shape'])}; save the result of the wrapper's state_dict()",
                 )
             if piece.dtype != like.dtype:
                 raise coded(

@@ -83,8 +83,8 @@ def describe(params: Iterable[tuple[str, torch.Tensor]], world_size: int) -> dic
                 ValueError,
                 "xla-other-mesh",
                 f"parameter '{name}' is {param.placements} on a mesh of "
-                f"{tuple(param.device_mesh.shape)}, not cut on one dim over the {world_size} ranks "
-                f"of its wrapper; save it with torch.distributed.checkpoint",
+                f"{tuple(param.device_mesh.shape)}, not sharded on one dim over the {world_size} "
+                f"ranks of its wrapper; save it with torch.distributed.checkpoint",
             )
         assert isinstance(placement, Shard)
         found[name] = {"shape": list(param.shape), "dim": placement.dim}
@@ -117,8 +117,8 @@ def whole(name: str, value: object, param: torch.Tensor) -> object:
             ValueError,
             "xla-foreign-rows",
             f"'{name}' is {tuple(value.shape)} in the state dict, but this rank's rows are "
-            f"{tuple(rows.shape)} of {tuple(param.shape)}; load the file that this rank has saved, "
-            f"or load a full one before wrapping",
+            f"{tuple(rows.shape)} of {tuple(param.shape)}; load the file that this rank saved, or "
+            f"load a full state dict before wrapping",
         )
     return DTensor.from_local(
         value.to(rows.device),
@@ -145,7 +145,7 @@ def check_metadata(metadata: object, where: str) -> ShardMetadata:
         raise coded(
             ValueError,
             "xla-foreign",
-            f"{where} has no shard_metadata of this version of fsdp2.xla; save what "
-            f"get_shard_metadata() returns beside the state dict, on each rank",
+            f"{where} has no shard_metadata of this version of fsdp2.xla; save the result of "
+            f"get_shard_metadata() with the state dict, on each rank",
         )
     return metadata  # type: ignore[return-value]  # said by its format

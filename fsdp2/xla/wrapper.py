@@ -508,8 +508,8 @@ def _check_module(module: object) -> None:
         raise coded(
             ValueError,
             "xla-wrapped-twice",
-            f"XlaFullyShardedDataParallel was given a wrapper around "
-            f"{type(module.module).__name__}; wrap each module once, inner ones first",
+            f"XlaFullyShardedDataParallel got a wrapper around {type(module.module).__name__}; "
+            f"wrap each module once, inner ones first",
         )
     sharded_class(module)  # raises if there can be none
 
@@ -533,7 +533,7 @@ def _settings(given: _Given) -> _UnitOptions:
         raise coded(
             ValueError,
             "xla-bucket",
-            f"reduce_scatter_bucket_size_mb={megabytes!r} is no number of MiB; pass 0 or more",
+            f"reduce_scatter_bucket_size_mb={megabytes!r} is not a number of MiB; pass 0 or more",
         )
     reduce = torch.float32 if given["fp32_reduce_scatter"] else compute
     return _UnitOptions(
@@ -598,8 +598,8 @@ def _mesh(groups: Sequence[Sequence[int]] | None, rank: int | None, size: int | 
             raise coded(
                 ValueError,
                 "xla-group-position",
-                f"{name}={told} does not fit the sharding group {mesh.mesh.tolist()}, of which "
-                f"it is {known}; leave {name} out",
+                f"{name}={told} does not fit the sharding group {mesh.mesh.tolist()}, where it is "
+                f"{known}; leave {name} out",
             )
     return mesh
 

@@ -198,7 +198,7 @@ def test_the_command(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().out.splitlines()
     assert said == [f"steps -> safetensors: {there}", "not in safetensors: optimizer, rng, extra"]
     assert main(["convert", run, there]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["convert", there, str(tmp_path / "x"), "--to", "xla", "--ranks", "2"]) == 0
     assert len(list((tmp_path / "x").iterdir())) == 2
 

@@ -309,7 +309,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     halves = {n: v.bfloat16() if v.is_floating_point() else v for n, v in whole(model).items()}
     assert_same(read, halves)
     assert main(command) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 # ---- memory

@@ -106,7 +106,7 @@ def test_ls_goes_on_after_a_broken_step(run: Path, capsys: pytest.CaptureFixture
     assert "\n1 " in said
     assert "\n3 " in said
     path = run / "step-00000002" / "manifest.json"
-    assert f"\nbroken: step 2, '{path}' is no manifest of a step; " in said
+    assert f"\nbroken: step 2, '{path}' is not the manifest of a step; " in said
     assert main(["ls", str(run), "--json"]) == 1
     assert list(json.loads(capsys.readouterr().out)["broken"]) == ["2"]
 

@@ -2,18 +2,16 @@
 
     python -m tests.common.prose                    # every finding, as file:line
     python -m tests.common.prose docs/guide.md      # of these files
-    python -m tests.common.prose --bounds           # the number of findings per file, as JSON
 
 The rules are `RULES`. Code, links' addresses, quoted messages, headings, drawings, and tables that
-a command writes (between ``<!-- name -->`` and ``<!-- end -->``) are not prose. A file with
-findings has a bound in `upper_bounds.json` under ``prose``; others must have no findings.
+a command writes (between ``<!-- name -->`` and ``<!-- end -->``) are not prose. No file may have a
+finding, and no message of docs/errors.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -268,12 +266,8 @@ def main() -> int:
     """Print findings; returns whether there are any."""
     parser = argparse.ArgumentParser(description="The language of pages and docstrings")
     parser.add_argument("files", nargs="*", type=Path, help="default: all that are checked")
-    parser.add_argument("--bounds", action="store_true", help="numbers of findings, as JSON")
     options = parser.parse_args()
     found = found_in(options.files or checked_files())
-    if options.bounds:
-        print(json.dumps({name: len(those) for name, those in found.items()}, indent=2))
-        return 0
     for those in found.values():
         print(*those, sep="\n")
     return int(bool(found))

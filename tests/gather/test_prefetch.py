@@ -196,6 +196,48 @@ def test_the_largest_window_below_a_root_counts() -> None:
             model.set_prefetch_window(wrong)
 
 
+class _FreesItself(nn.Module):
+    """Needs its own parameters no more when its child runs."""
+
+    def __init__(self, frees: bool) -> None:
+        super().__init__()
+        self.own, self.child = (nn.Linear(models.DIM, models.DIM) for _ in range(2))
+        self._frees = frees
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.own(x)
+        if self._frees:
+            self.reshard()
+        return self.child(x)
+
+
+class _CalledAgain(nn.Module):
+    def __init__(self, frees: bool) -> None:
+        super().__init__()
+        self.again = _FreesItself(frees)
+        self.between, self.last = (nn.Linear(models.DIM, models.DIM) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.again(self.between(self.again(x))))
+
+
+@ranks(2)
+def test_a_unit_that_frees_itself_and_is_next_again() -> None:
+    """Gathered ahead while it runs, it has one place in the window, not two."""
+    model, plain = (models.seeded(partial(_CalledAgain, frees)) for frees in (True, False))
+    for unit in (model.again.child, model.again, model.between, model.last, model):
+        fully_shard(unit)
+    model.set_prefetch_window(3)
+    for _ in range(3):
+        model.between.unshard()  # so that it takes no place in the window
+        for each in (model, plain):
+            each.zero_grad()
+            each(torch.ones(2, models.DIM)).sum().backward()
+        expected = {name: param.grad for name, param in plain.named_parameters()}
+        model.between.reshard()
+        parity.assert_equal(parity.full_grads(model), expected)
+
+
 @ranks(2)
 def test_prefetch_lists_hold_sharded_modules_only() -> None:
     model = parity.shard(parity.OURS, running.mlp())

@@ -285,7 +285,7 @@ def test_no_public_name_hides_a_module() -> None:
 
 def test_code_says_which_decisions_it_follows() -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in FILES)
-    cited = {int(number) for number in re.findall(r"\bdecisions?[ /]0*(\d+)", text)}
+    cited = {int(number) for number in re.findall(r"\bdecisions?[\s/#]+0*(\d+)", text)}
     known = {int(path.name[:4]) for path in (ROOT.parent / "docs" / "decisions").glob("0*.md")}
     assert cited == known
 

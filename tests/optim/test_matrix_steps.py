@@ -109,8 +109,9 @@ def test_whole_at_a_time(world_size: int) -> None:
     assert not whole
     assert most == 2
     assert optimizer.owners()[0].waves == UNITS
-    # Of a wave: what was received, matrices, updates; and as many bytes of this rank's rows.
-    assert UNIT_BYTES < live.peak < {2: 3.0, 4: 1.5}[world_size] * UNIT_BYTES
+    # A wave holds received rows, matrices and updates; this rank's rows have as many bytes. That is
+    # 2.56 and 1.39 units. A thread of gloo may hold a message for a moment after it was sent.
+    assert UNIT_BYTES < live.peak < {2: 3.5, 4: 2.0}[world_size] * UNIT_BYTES
 
 
 @ranks(2, 4)

@@ -92,8 +92,8 @@ def test_a_rank_at_another_step_is_named_with_it() -> None:
 
     assert _sentence(_run(3, body)) == (
         "ranks disagree on their next step: ranks 0 and 2 are at the all-gather of 'b', rank 1 is "
-        "at the all-gather of 'c'; run the same units in the same order on every rank, on zeros "
-        "where a rank has no use for one [ranks-elsewhere]"
+        "at the all-gather of 'c'; run the same units in the same order on every rank, with zeros "
+        "as input if a rank does not need a unit [ranks-elsewhere]"
     )
 
 

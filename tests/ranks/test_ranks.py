@@ -103,7 +103,7 @@ def test_a_unit_skipped_on_one_rank() -> None:
             "ranks disagree on their next step: ranks 0, 1 and 3 are at the all-gather of "
             "'blocks.2' during the forward of 'blocks.1', iteration 2, rank 2 is at the all-gather "
             "of 'blocks.2' for its forward, iteration 2; run the same units in the same order on "
-            "every rank, on zeros where a rank has no use for one [ranks-elsewhere]"
+            "every rank, with zeros as input if a rank does not need a unit [ranks-elsewhere]"
         )
         model.reset_iter_state()
         _train(model, [ALL])  # the model is as usable as after any exception
@@ -505,9 +505,9 @@ def test_nan_on_one_rank_raises_on_all(world_size: int) -> None:
             "the gradients of unit 'blocks.3' hold NaN or infinity: parameter "
             f"'blocks.3.up.weight' (on 1 of {world_size} ranks before the sum), "
             f"'blocks.3.up.bias' (on 1 of {world_size} ranks before the sum), "
-            f"'blocks.3.down.weight' (on 1 of {world_size} ranks before the sum); look "
-            "at the loss and the inputs of those ranks, or reduce in a dtype with more range if it "
-            "was on none of them [not-finite]"
+            f"'blocks.3.down.weight' (on 1 of {world_size} ranks before the sum); check "
+            "the loss and the inputs of those ranks, or, if it was on no rank, reduce in a dtype "
+            "with a larger range [not-finite]"
         }
         model.reset_iter_state()
         model.zero_grad()

@@ -488,4 +488,4 @@ def test_a_cache_of_the_iteration_before() -> None:
     model(x).square().mean().backward(retain_graph=True)
     with raises("entered-by-a-side-door") as error:
         model(x).square().mean().backward()
-    assert str(error.value).startswith("backward came to unit 'blocks.1' by a tensor")
+    assert str(error.value).startswith("backward reached unit 'blocks.1' through a tensor")

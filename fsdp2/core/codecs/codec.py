@@ -42,9 +42,8 @@ def check_coded(name: str, dtypes: Iterable[torch.dtype], wire: str) -> None:
             raise coded(
                 ValueError,
                 "wire-format-dtype",
-                f"parameter '{name}' cannot travel as {wire}, which takes float32, bfloat16 and "
-                f"float16, but not {dtype}; leave it exact by the argument exact= of "
-                f"set_wire_format",
+                f"parameter '{name}' cannot be sent as {wire}, which supports float32, bfloat16 "
+                f"and float16, but not {dtype}; name it in set_wire_format(exact=…)",
             )
 
 

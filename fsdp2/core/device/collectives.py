@@ -191,8 +191,8 @@ def _method(group: dist.ProcessGroup, names: tuple[str, ...]) -> Callable[..., A
     raise coded(
         TypeError,
         "no-collectives",
-        f"{type(group).__name__} has none of the collectives {names}; use a "
-        f"process group of a torch from 2.11 on",
+        f"{type(group).__name__} has none of the collectives {names}; use a process group of "
+        f"torch 2.11 or later",
     )
 
 

@@ -85,9 +85,9 @@ def new_groups(
         raise coded(
             ValueError,
             "group-counts",
-            "process groups of some ranks are to be made, but some ranks have made more process "
-            "groups than others, so that torch would give one of them two names; let all ranks "
-            "make equally many before, for example with init_device_mesh",
+            "fsdp2 needs new process groups, but some ranks have created more process groups "
+            "than others, so torch would give one group two names; create the same number on all "
+            "ranks before, for example with init_device_mesh",
         )
     made = []
     for line in lines:

@@ -51,7 +51,7 @@ def rehearsing(on: Stage) -> Iterator[None]:
         raise coded(
             RuntimeError,
             "plan-rehearsal",
-            "a rehearsal is under way in this process; wait for its end",
+            "another plan is being made in this process; wait until it has ended",
         )
     stage = on
     try:

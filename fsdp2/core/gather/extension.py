@@ -117,15 +117,15 @@ def check_hooks(name: str, local: torch.Tensor, cut: Cut, even: bool) -> None:
         raise coded(
             ValueError,
             "hooks-two-dims",
-            f"parameter '{name}' has all-gather hooks, which know one shard dim, but is sharded on "
-            f"{cut}; let shard_placement_fn return one Shard for it",
+            f"parameter '{name}' has all-gather hooks, which support one shard dim, but it is "
+            f"sharded on {cut}; let shard_placement_fn return one Shard for it",
         )
     if cut.dim != 0 and not even:
         raise coded(
             ValueError,
             "hooks-uneven",
-            f"parameter '{name}' has all-gather hooks and is sharded on dim {cut.dim}, which its "
-            f"ranks do not divide; shard it on dim 0, or make that dim even",
+            f"parameter '{name}' has all-gather hooks and is sharded on dim {cut.dim}, whose size "
+            f"is not a multiple of the number of ranks; shard it on dim 0, or change that size",
         )
 
 
@@ -194,9 +194,9 @@ class ExtendedParam:
             raise coded(
                 ShardingStateError,
                 "hooks-changing",
-                f"{PRE_HOOK} of parameter '{param.name}' returned {_text(self._described(inputs))}"
-                f" after {_text(self.inputs)} before; it must always return the same shapes and "
-                f"dtypes",
+                f"{PRE_HOOK} of parameter '{param.name}' returned "
+                f"{_text(self._described(inputs))}, but {_text(self.inputs)} before; it must "
+                f"always return the same shapes and dtypes",
             )
         return inputs
 
@@ -474,8 +474,8 @@ class ExtensionTransport(GatherTransport):
                 raise coded(
                     ShardingStateError,
                     "hooks-failed-elsewhere",
-                    f"{PRE_HOOK} of parameter '{name}' failed on ranks {failed} of its shard axis; "
-                    f"see what they raised",
+                    f"{PRE_HOOK} of parameter '{name}' failed on ranks {failed} of its shard "
+                    f"axis; see the errors of those ranks",
                 )
             others = [r for r, digest in enumerate(column) if digest != digests[index]]
             if others:
@@ -484,9 +484,10 @@ class ExtensionTransport(GatherTransport):
                     ValueError,
                     "hooks-differ-over-ranks",
                     f"{PRE_HOOK} of parameter '{name}' of shape {slot.shape} returned "
-                    f"{_text(member.inputs or ())} on this rank, but others on ranks {others} of "
-                    f"its shard axis; all ranks must return the same shapes and dtypes, so pad "
-                    f"shards with fewer than {slot.chunk} rows to {slot.local_shape(0)}",
+                    f"{_text(member.inputs or ())} on this rank, but different ones on ranks "
+                    f"{others} of its shard axis; all ranks must return the same shapes and "
+                    f"dtypes, so pad shards with fewer than {slot.chunk} rows to "
+                    f"{slot.local_shape(0)}",
                 )
 
 

@@ -477,9 +477,9 @@ class UnitHooks(UnitRecord):
             raise coded(
                 ShardingStateError,
                 "backward-after-a-failed-one",
-                f"the backward of '{self.unit.title}' follows one that an exception ended, whose "
-                f"gradients are incomplete; call reset_iter_state() on the root, or run the "
-                f"forward again before its backward",
+                f"the last backward of '{self.unit.title}' ended with an exception and left "
+                f"incomplete gradients; call reset_iter_state() on the root, or run the forward "
+                f"again before the next backward",
             )
         if now.graph is not None and grad is not None:
             # As long as these live: what the gradient comes from, and forward's node that it is of.

@@ -55,8 +55,8 @@ def start(record: UnitRecord) -> Scheduler:
             raise coded(
                 ShardingStateError,
                 "running-below",
-                f"unit '{', '.join(names)}' is in the middle of a forward or backward of its own; "
-                f"finish it, or call reset_iter_state() on it, before running its parent",
+                f"unit '{', '.join(names)}' is still in its own forward or backward; finish that, "
+                f"or call reset_iter_state() on it, before running its parent",
             )
         if busy is not None and busy.manual and below not in roots:
             raise coded(

@@ -115,8 +115,8 @@ def check_same_dtype(name: str, other: Computed, policy: MixedPrecisionPolicy) -
         raise coded(
             ValueError,
             "tied-dtypes",
-            f"parameter '{name}' is tied to parameter '{other.name}', with which its unit computes "
-            f"in {computes}, not in {wanted}; give both units the same param_dtype",
+            f"parameter '{name}' is tied to parameter '{other.name}', whose unit computes in "
+            f"{computes}, not in {wanted}; give both units the same param_dtype",
         )
 
 
@@ -206,8 +206,8 @@ def _refuse_late_gradients(group: ParamGroup) -> None:
                 raise coded(
                     ShardingStateError,
                     "tied-late",
-                    f"a gradient came to parameter '{name}' from a forward that ran before "
-                    f"parameters of its unit were tied; run the backward before the next forward",
+                    f"parameter '{name}' got a gradient from a forward that ran before parameters "
+                    f"of its unit were tied; run that backward before the next forward",
                 )
 
             gathered.register_post_accumulate_grad_hook(refuse)

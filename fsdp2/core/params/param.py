@@ -197,9 +197,9 @@ def refuse_written(name: str) -> NoReturn:
     raise coded(
         ShardingStateError,
         "written-unsharded",
-        f"parameter '{name}' was written in place while it was unsharded, which is lost when it is "
-        f"resharded; write it inside fsdp2.gathered(), or the sharded one after reshard(), which "
-        f"drops the write if you call it once more",
+        f"parameter '{name}' was written in place while it was unsharded, and resharding loses "
+        f"the write; write inside fsdp2.gathered(), or write the sharded parameter after "
+        f"reshard(), or call reshard() once more to drop the write",
     )
 
 

@@ -9,10 +9,10 @@ divided and averaged, added to partial sums, summed over replicas. If a mark is 
 some rank has set it. If all members had a gradient, which is the usual case, the tensor to send was
 created once, and the result is ignored. Marks are sent
 
-    within   after the rows, if gradients are packed, or the flat result is reduced once more
-    apart    as one more tensor of the launch, if the result need not be flat;
-    alone    in a small separate reduce-scatter, whose sums follow the rows: if the collective of
-             gradients may change marks in other ways than a sum (a collective of the user)
+    within     after the rows, if gradients are packed, or the flat result is reduced once more
+    apart      as one more tensor of the launch, if the result need not be flat
+    separate   in a small additional reduce-scatter, whose sums follow the rows: if the collective
+               of gradients may change marks in other ways than a sum (a collective of the user)
 """
 
 from __future__ import annotations

@@ -526,6 +526,7 @@ def _refuse_sparse(reduction: Reduction, job: Job, error: RuntimeError) -> None:
             raise coded(
                 ValueError,
                 "sparse-gradient",
-                f"the gradient of parameter '{member.name}' is sparse, and only dense ones are "
-                f"reduced; make its module with sparse=False, or pass it in ignored_params",
+                f"the gradient of parameter '{member.name}' is sparse, but fsdp2 reduces only "
+                f"dense gradients; create its module with sparse=False, or pass it in "
+                f"ignored_params",
             ) from error

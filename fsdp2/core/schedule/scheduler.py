@@ -237,9 +237,8 @@ class Scheduler:
             raise coded(
                 ShardingStateError,
                 "forward-before-wait",
-                f"the forward of '{root.title}' was called before the gradients of the "
-                f"last finalize_backward(async_op=True) were waited for; call wait() on the "
-                f"handle that it returned",
+                f"the forward of '{root.title}' was called before wait() on the handle of the "
+                f"last finalize_backward(async_op=True); call wait() on that handle first",
             )
         captures = self.streams.captures
         if captures is not None and captures():
@@ -283,10 +282,11 @@ class Scheduler:
                 raise coded(
                     ShardingStateError,
                     "captured-in-moving-memory",
-                    f"the forward of '{root.title}' was called while a CUDA graph is recorded, but "
-                    f"memory of '{group.name}' does not stay where it is; call "
+                    f"the forward of '{root.title}' was called while a CUDA graph is recorded, "
+                    f"but the memory of '{group.name}' moves between steps; call "
                     f"set_keep_unsharded_storage(True) and, for a backward, "
-                    f"set_keep_gradient_storage(True) on the root, and run some steps before",
+                    f"set_keep_gradient_storage(True) on the root, and run some steps before you "
+                    f"record",
                 )
 
     def let_go(self) -> None:
@@ -356,7 +356,8 @@ class Scheduler:
                 if now.holds:
                     unit.hide()
                 elif len(now.ahead) < self.window and unit in self._order.following(self.window):
-                    now.ahead.append(unit)
+                    if unit not in now.ahead:  # its forward may free it, and a child gather it
+                        now.ahead.append(unit)
                 elif now.records:
                     for group in unit.groups:
                         group.shard_smaller()
@@ -382,9 +383,9 @@ class Scheduler:
                 raise coded(
                     ShardingStateError,
                     "forward-writes",
-                    f"the forward of '{unit.title}' wrote parameter '{written}' in place, which is "
-                    f"lost when it is resharded; keep what forward changes in a buffer, or write "
-                    f"the sharded parameter between steps",
+                    f"the forward of '{unit.title}' wrote parameter '{written}' in place, and "
+                    f"resharding loses the write; keep values that forward changes in a buffer, "
+                    f"or write the sharded parameter between steps",
                 )
         if self.iteration.records:
             calls.whole = calls.whole or unit.is_root
@@ -613,7 +614,8 @@ class Scheduler:
         within = now.entered - self.window <= unit.visits[-1] < now.entered
         if not within or len(now.ahead) >= self.window or not unit.groups:
             return False
-        now.ahead.append(unit)
+        if unit not in now.ahead:
+            now.ahead.append(unit)
         return True
 
     def _accumulate(self, unit: Unit, reshard: bool) -> None:

@@ -1,13 +1,13 @@
-"""Optimizers that look at whole matrices, over shards: each matrix is whole on one rank alone.
+"""Optimizers of whole matrices over shards: each matrix is gathered on one rank only, its owner.
 
-base           MatrixOptimizer: a step, and what a subclass says of its matrices
+base           MatrixOptimizer: a step, and the methods that a subclass implements
 muon           Muon, with torch's arguments and results
-newton_schulz  the orthogonal matrix next to each of several
-members        parameters as a step sees them: matrices, rows, gradients that ranks agree on
-blocks         boxes of elements; matrices in a weight; which box each rank holds
-owners         which rank owns a matrix; units that travel together
-exchange       rows to owners and back, a message each way for a wave
-elementwise    the other parameters, stepped as plain rows
+newton_schulz  the nearest orthogonal matrix to each of several
+members        parameters in a step: matrices, rows, gradients on which ranks agree
+blocks         boxes of elements: matrices in a weight, and the box of each rank
+owners         which rank owns a matrix; units that share messages
+exchange       rows to owners and back, one message per direction and wave
+elementwise    other parameters, stepped as plain rows
 
 momentum rows ──all-to-all──> whole matrices, each on its owner
                                  └─ update(matrix, state)

@@ -1,13 +1,13 @@
-"""Optimizers that look at whole matrices: what they have in common, and what each says itself.
+"""Optimizers of whole matrices: their common part, and the methods of a subclass.
 
     step()    element-wise parameters            Elementwise
               matrices, wave by wave             exchange.run
-                before_exchange(grads, states)     on rows: what travels
-                update(matrix, state)              on the owner: whole
-                write_rows(rows, updates)          on rows
+                before_exchange(grads, states)     rows that are sent to the owner
+                update(matrix, state)              a whole matrix, on the owner
+                write_rows(rows, updates)          rows
 
-State of rows is sharded as the parameter is, as DTensors. State of matrices lives with their owners
-alone, as plain tensors under ``matrix0.…`` of the parameter's state.
+State of rows consists of DTensors that are sharded like the parameter. State of matrices exists
+only on their owners, as plain tensors under ``matrix0.…`` of the parameter's state.
 """
 
 from __future__ import annotations
@@ -51,22 +51,23 @@ Choice = Iterable[str] | Callable[[str, torch.Tensor], bool]
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """Base class of optimizers that look at whole matrices.
+    """Base class of optimizers that need whole matrices.
 
-    A subclass implements `update`, and what else it wants to: `before_exchange` for state that is
-    sharded like the parameters, `step_size`, `flops`, `travels_as`, `update_stack`. All ranks of a
-    parameter's mesh must step together. If some of them have no gradient of a parameter, it
-    counts as zeros there; if none has one, the parameter is not stepped.
+    A subclass implements `update`, and others of its methods if it needs them: `before_exchange`
+    for state that is sharded like the parameters, `step_size`, `flops`, `travels_as`,
+    `update_stack`. All ranks of a parameter's mesh must step together. If a rank has no gradient
+    for a parameter that others have, it counts as zeros; if no rank has one, the parameter is not
+    stepped.
 
     Args:
-        params: the model, or what torch's optimizers take: see `Muon`.
-        defaults: options of groups of matrices; ``"lr"`` among them, and ``"weight_decay"`` if
+        params: the model, or the parameters, as for `Muon`.
+        defaults: options of groups of matrices, among them ``"lr"``, and ``"weight_decay"`` if
             weights decay.
-        elementwise: see `Muon`; so are the others.
-        elementwise_class: of parameters that are no matrices.
-        elementwise_options: of that class.
-        split: cuts weights into matrices.
-        batched: whether `update_stack` is given matrices of one shape together, or one by one.
+        elementwise: which matrices are stepped element by element, as for `Muon`.
+        elementwise_class: the class for parameters that are not matrices, as for `Muon`.
+        elementwise_options: the options of that class, as for `Muon`.
+        split: a function that cuts weights into matrices, as for `Muon`.
+        batched: whether `update_stack` gets all matrices of one shape together, or each by itself.
 
     Example::
 
@@ -101,23 +102,23 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(cast(Params, groups), dict(defaults))
         self._choice.check([name for _, name in self._names])
 
-    # ---- what a subclass says
+    # ---- methods of a subclass
 
     def update(
         self, gradient: torch.Tensor, state: MatrixState, group: ParamGroupOptions
     ) -> torch.Tensor:
-        """The update of a matrix, on its owner: what is subtracted, times the step size.
+        """The update of a matrix, on its owner; times the step size, it is subtracted.
 
         Args:
-            gradient: [rows, columns], or what `before_exchange` made of it; may be overwritten.
-            state: of this matrix: empty in the first step, kept from step to step.
+            gradient: [rows, columns], or the result of `before_exchange`; may be overwritten.
+            state: the state of this matrix, which is empty in the first step.
             group: options.
         """
         raise coded(
             NotImplementedError,
             "matrix-update",
-            f"{type(self).__name__} has no update(gradient, state, group); implement it: it "
-            f"returns what is subtracted from a matrix, times the learning rate",
+            f"{type(self).__name__} has no update(gradient, state, group); implement it; its "
+            f"result, times the learning rate, is subtracted from a matrix",
         )
 
     def update_stack(
@@ -126,7 +127,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         states: Sequence[MatrixState],
         group: ParamGroupOptions,
     ) -> torch.Tensor:
-        """The updates of matrices of one shape, [k, rows, columns]: here one by one."""
+        """The updates of matrices of one shape, [k, rows, columns]. Default: `update` of each."""
         each = zip(gradients, states, strict=True)
         return torch.stack([self.update(gradient, state, group) for gradient, state in each])
 
@@ -136,25 +137,25 @@ class MatrixOptimizer(torch.optim.Optimizer):
         states: Sequence[ParamState],
         group: ParamGroupOptions,
     ) -> list[torch.Tensor]:
-        """Numbers that travel to owners, of this rank's rows: here the gradients.
+        """The rows that this rank sends to owners. Default: the gradients.
 
         Args:
-            grads: rows; must not be overwritten.
-            states: of each what was put there before: tensors shaped as its rows.
+            grads: this rank's rows of gradients; must not be overwritten.
+            states: the state of each: tensors of the shape of its rows, from earlier steps.
             group: options.
         """
         return list(grads)
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of matrices and updates, for gradients of ``dtype``: here the same."""
+        """The dtype in which matrices and updates are sent, for gradients of ``dtype``."""
         return dtype
 
     def flops(self, rows: int, columns: int) -> float:
-        """Work of one update, which owners are chosen by: a product with the smaller square."""
+        """Work of one update, by which owners are chosen. Default: a product with a square."""
         return 2.0 * rows * columns * min(rows, columns)
 
     def step_size(self, shape: tuple[int, int], group: ParamGroupOptions) -> float:
-        """The factor of updates of matrices of ``shape``: here the learning rate."""
+        """The factor of updates of matrices of ``shape``. Default: the learning rate."""
         return number_of(group, "lr")
 
     def write_rows(
@@ -163,11 +164,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         updates: Sequence[RowUpdate],
         group: ParamGroupOptions,
     ) -> None:
-        """Step this rank's rows of a parameter: here weight decay, then updates.
+        """Step this rank's rows of a parameter. Default: weight decay, then updates.
 
         Args:
-            rows: them.
-            updates: of each matrix a view of its elements in ``rows``, their updates, its shape.
+            rows: this rank's rows.
+            updates: for each matrix, a view of its elements in ``rows``, their updates, its shape.
             group: options.
         """
         if group.get("weight_decay"):
@@ -178,14 +179,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
     # ---- what users see
 
     def owners(self) -> list[MatrixOwners]:
-        """How matrices are shared out, for each mesh; empty before the first step."""
+        """The owners of matrices, for each mesh; empty before the first step."""
         return [] if self._plan is None else self._plan.owners()
 
     def add_param_group(self, param_group: ParamGroupOptions) -> None:
         """As ``torch.optim.Optimizer.add_param_group``; may add two, one of them element-wise.
 
         Args:
-            param_group: ``"params"`` and options; ``"elementwise"`` may say which kind all are of.
+            param_group: ``"params"`` and options; ``"elementwise"`` decides for all of them.
         """
         options = {k: v for k, v in param_group.items() if k not in ("params", "elementwise")}
         kind = param_group.get("elementwise")
@@ -200,8 +201,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     ValueError,
                     "muon-group",
                     f"a group with \"elementwise\": False has '{name}' of shape "
-                    f"{tuple(param.shape)}, which is no matrix; leave the entry out, or cut the "
-                    f"weight into matrices by split=",
+                    f"{tuple(param.shape)}, which is not a matrix; leave the entry out, or cut "
+                    f"the weight into matrices with split=",
                 )
             self._names.append((param, name))
             sides[side].append(param if self._drops_names else given)
@@ -239,7 +240,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return {**vars(self), "_plan": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """What ``load_state_dict`` ends with, and a copy begins with."""
+        """``load_state_dict`` ends with this call, and a copy begins with it."""
         super().__setstate__(state)
         if self._plan is not None:
             self._plan.is_loaded = True
@@ -264,7 +265,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 TypeError,
                 "muon-complex",
                 f"'{name}' {tuple(param.shape)} is complex, which an optimizer of whole matrices "
-                f"does not know; name it in elementwise=",
+                f"does not support; name it in elementwise=",
             )
         return not matrices_of(name, param.shape, self._split)
 
@@ -279,7 +280,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if plan.is_loaded:
             plan.is_loaded = False
             for item in plan.items():
-                if item.member.param in self.state:  # which ranks keep in one order
+                if item.member.param in self.state:  # in the same order on all ranks
                     _StateOfMatrix(self.state, item).settle()
         exchange.run(waves, _Step(self, dict(zip(plan.members.listed, gradients, strict=True))))
 
@@ -315,23 +316,23 @@ class _Choice:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns)
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise if a pattern fits no name.
+        """Raise if a pattern matches no name.
 
         Raises:
-            ValueError: it does not.
+            ValueError: a pattern matches no name.
         """
         for pattern in self._patterns:
             if not fnmatch.filter(names, pattern):
                 raise coded(
                     ValueError,
                     "muon-name",
-                    f"elementwise={pattern!r} is the name of no parameter; pass the model or its "
-                    f"named_parameters(), and names as these have them",
+                    f"elementwise={pattern!r} matches no parameter name; pass the model or its "
+                    f"named_parameters(), and names from there",
                 )
 
 
 class _StateOfMatrix(MatrixState):
-    """State of one matrix, in that of its parameter, under names of its own."""
+    """State of one matrix, under its own names in the state of its parameter."""
 
     def __init__(self, state: MutableMapping[torch.Tensor, ParamState], item: Item) -> None:
         self._state = state[item.member.param]
@@ -352,9 +353,9 @@ class _StateOfMatrix(MatrixState):
         return iter([key[start:] for key in self._state if key.startswith(self._prefix)])
 
     def settle(self) -> None:
-        """Make what was loaded plain on the owner, and drop it elsewhere.
+        """Make loaded state plain on the owner, and drop it on other ranks.
 
-        All ranks may have all of it, and what happens to have the parameter's shape as a DTensor.
+        All ranks may have loaded all of it, and state of the parameter's shape as a DTensor.
         """
         for key in sorted(self):
             value = self[key]
@@ -371,8 +372,8 @@ class _Step:
     """One step of an optimizer, for `exchange.run`.
 
     Args:
-        optimizer: steps.
-        gradients: of its members on this rank.
+        optimizer: the optimizer.
+        gradients: those of its members on this rank.
     """
 
     def __init__(
@@ -382,7 +383,7 @@ class _Step:
         self._gradients = gradients
 
     def rows_to_send(self, members: Sequence[Member]) -> dict[Member, torch.Tensor]:
-        """What `MatrixOptimizer.before_exchange` makes of rows, group by group."""
+        """The results of `MatrixOptimizer.before_exchange` for rows, group by group."""
         optimizer = self._optimizer
         found: dict[Member, torch.Tensor] = {}
         by_group: defaultdict[int, list[Member]] = defaultdict(list)
@@ -401,7 +402,7 @@ class _Step:
         return found
 
     def update(self, stack: Stack) -> torch.Tensor:
-        """What `MatrixOptimizer.update_stack` makes of matrices."""
+        """The result of `MatrixOptimizer.update_stack` for matrices."""
         optimizer = self._optimizer
         states = [_StateOfMatrix(optimizer.state, item) for item in stack.items]
         group = optimizer.param_groups[stack.items[0].member.group]
@@ -433,5 +434,5 @@ class _Step:
 
 
 def _row_state(state: ParamState) -> ParamState:
-    """What `before_exchange` has put there, as rows."""
+    """The state that `before_exchange` has stored, as rows."""
     return {k: local_of(v) for k, v in state.items() if not k.startswith("matrix")}

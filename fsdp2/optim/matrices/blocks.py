@@ -1,8 +1,8 @@
-"""Boxes of a parameter's elements: the one that a rank holds, and those that are matrices.
+"""Boxes of a parameter's elements: the shard of a rank, and the matrices of the parameter.
 
 W [6, 4], rows on 2 ranks          boxes of ranks   rows 0-2 | rows 3-5
 split(W) = W.chunk(3)              matrices         rows 0-1, 2-3, 4-5
-a message                          an intersection of both: row 3 goes from rank 1 to the owner
+a message                          an intersection of both: rank 1 sends row 3 to the owner
                                    of the second matrix, row 2 from rank 0
 """
 
@@ -23,16 +23,16 @@ from fsdp2.core.errors import coded
 from fsdp2.core.pieces import ceil_div
 
 Split = Callable[[str, torch.Tensor], "torch.Tensor | Iterable[torch.Tensor] | None"]
-"""The user's choice of matrices in a weight, by its name and the whole of it, without values."""
+"""The user's choice of matrices in a weight, from its name and a full tensor without values."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """Neighbouring indices in each dim of a tensor.
+    """Contiguous indices in each dim of a tensor.
 
     Attributes:
-        starts: the first of each dim.
-        lengths: how many.
+        starts: the first index of each dim.
+        lengths: the number of indices of each dim.
     """
 
     starts: tuple[int, ...]
@@ -45,11 +45,11 @@ class Box:
 
     @functools.cached_property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.lengths)
 
     def meet(self, other: Box) -> Box:
-        """The part that both have; it may be empty."""
+        """The intersection of both; it may be empty."""
         starts = tuple(map(max, self.starts, other.starts))
         ends = map(min, self._ends, other._ends)
         return Box(starts, tuple(max(0, e - s) for s, e in zip(starts, ends, strict=True)))
@@ -81,7 +81,7 @@ class Matrix:
     Attributes:
         box: its elements.
         shape: its rows and columns.
-        transposed: whether its columns run along dims before those of its rows.
+        transposed: whether the dims of its columns precede those of its rows.
     """
 
     box: Box
@@ -95,7 +95,7 @@ class Matrix:
         return stack.reshape(len(stack), *self.shape)
 
     def unseen(self, stack: torch.Tensor) -> torch.Tensor:
-        """The way back; a copy where memory has another order."""
+        """The inverse of `seen`; a copy if memory has another order."""
         return (stack.mT if self.transposed else stack).reshape(len(stack), *self.box.lengths)
 
 
@@ -103,13 +103,13 @@ def matrices_of(name: str, shape: torch.Size, split: Split | None) -> tuple[Matr
     """The matrices of a parameter; none, if it is to be stepped element by element.
 
     Args:
-        name: the parameter's.
-        shape: of the whole.
-        split: the user's choice. ``None``, also where it returns that: the parameter itself, if it
-            has two dims.
+        name: the parameter's name.
+        shape: the parameter's full shape.
+        split: the user's choice. If it is or returns ``None``: the parameter itself, if it has two
+            dims.
 
     Raises:
-        ValueError: what ``split`` returned does not cut the weight into boxes.
+        ValueError: the result of ``split`` does not cut the weight into boxes.
     """
     whole = torch.empty(shape, device="meta")
     chosen = None if split is None else split(name, whole)
@@ -127,9 +127,9 @@ def matrices_of(name: str, shape: torch.Size, split: Split | None) -> tuple[Matr
             raise coded(
                 ValueError,
                 "muon-split-block",
-                f"split() returned {shown} for '{name}', which is no block of the weight with two "
-                f"dims; return views of it: slices without steps, chunks, unbind(), transposed or "
-                f"not",
+                f"split() returned {shown} for '{name}', which is not a 2-D block of the weight; "
+                f"return views of the weight: slices without steps, chunks or unbind(), "
+                f"transposed or not",
             )
         matrices.append(matrix)
     found = sum(matrix.box.numel for matrix in matrices)
@@ -137,15 +137,15 @@ def matrices_of(name: str, shape: torch.Size, split: Split | None) -> tuple[Matr
         raise coded(
             ValueError,
             "muon-split-cover",
-            f"split() cut '{name}' {tuple(shape)} into matrices that do not have each element "
-            f"once; return views that together are the weight, or None to leave it as it is",
+            f"split() cut '{name}' {tuple(shape)} into matrices that do not cover each element "
+            f"exactly once; return views that together cover the weight, or None to leave it uncut",
         )
     return tuple(matrices)
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Whether two share an element: boxes in the order of their first dims are neighbours."""
-    if len({box.lengths for box in boxes}) == 1:  # one grid: they are the same or apart
+    """Whether two boxes share an element: they are sorted by their first dims."""
+    if len({box.lengths for box in boxes}) == 1:  # one grid: they are equal or disjoint
         apart = {box.starts for box in boxes}
         aligned = all(
             start % length == 0
@@ -159,7 +159,7 @@ def _overlap(boxes: Sequence[Box]) -> bool:
 
 
 def _matrix(whole: torch.Tensor, part: object) -> Matrix | None:
-    """The place of a view of ``whole`` in it; ``None`` for what is no matrix in it."""
+    """The position of a view in ``whole``; ``None`` if it is not a matrix in it."""
     if not isinstance(part, torch.Tensor) or part.dim() != 2:
         return None
     if part.untyped_storage()._cdata != whole.untyped_storage()._cdata:
@@ -183,7 +183,7 @@ def _matrix(whole: torch.Tensor, part: object) -> Matrix | None:
 
 
 def _runs(whole: torch.Tensor, part: torch.Tensor) -> list[dict[int, int]] | None:
-    """Dims of ``whole`` that both dims of ``part`` run along, and how far in each."""
+    """Dims of ``whole`` along which both dims of ``part`` run, and their lengths."""
     found: list[dict[int, int]] = []
     for size, stride in zip(part.shape, part.stride(), strict=True):
         run: dict[int, int] = {}
@@ -205,13 +205,13 @@ def _runs(whole: torch.Tensor, part: torch.Tensor) -> list[dict[int, int]] | Non
 
 @dataclass(frozen=True)
 class Spread:
-    """How a parameter is spread over ranks.
+    """How a parameter is distributed over ranks.
 
     Attributes:
-        ranks: all of its mesh, in the mesh's order; this rank alone of a plain parameter.
-        boxes: what each holds.
-        copies: of each which copy of the parameter it is a part of.
-        position: this rank's among them.
+        ranks: all ranks of its mesh, in the mesh's order; only this rank for a plain parameter.
+        boxes: the box of each rank.
+        copies: for each rank, the number of the replica to which its box belongs.
+        position: the position of this rank among them.
     """
 
     ranks: tuple[int, ...]
@@ -226,29 +226,30 @@ class Spread:
 
 
 def plain_spread(shape: torch.Size) -> Spread:
-    """The plan of a parameter that is on no mesh: every rank steps it by itself."""
+    """For a parameter that is on no mesh: every rank steps it without the others."""
     return Spread((), (Box.whole(shape),), ((),), 0)
 
 
 def spread_of(name: str, spec: DTensorSpec, rows: torch.Size) -> Spread:
-    """How a DTensor is spread.
+    """How a DTensor is distributed.
 
     Args:
-        name: the parameter's, for messages.
+        name: the parameter's name, for messages.
         spec: its spec.
-        rows: shape of this rank's local tensor.
+        rows: the shape of this rank's local tensor.
 
     Raises:
-        ValueError: this rank is not part of its mesh, or its placements are none that
-            `fully_shard` makes.
+        ValueError: this rank is not part of its mesh, or `fully_shard` does not create such
+            placements.
     """
     spread = _spread(spec.mesh, spec.placements, spec.shape)
     if spread is None or spread.own.lengths != tuple(rows):
         raise coded(
             ValueError,
             "muon-placements",
-            f"'{name}' is spread as {spec.placements} with {tuple(rows)} on this rank, which an "
-            f"optimizer of whole matrices does not know; give it to an optimizer of its own",
+            f"'{name}' has placements {spec.placements} and shape {tuple(rows)} on this rank, "
+            f"which an optimizer of whole matrices does not support; give it to a separate "
+            f"optimizer",
         )
     return spread
 
@@ -279,7 +280,7 @@ def _box_at(
     placements: tuple[object, ...],
     shape: torch.Size,
 ) -> Box:
-    """The part of the rank at ``place``: pieces of pieces, those of `_StridedShard` the last."""
+    """The box of the rank at ``place``: pieces of pieces, `_StridedShard` last."""
     starts, lengths = [0] * len(shape), list(shape)
     axes = [axis for axis, p in enumerate(placements) if not isinstance(p, Replicate)]
     for axis in sorted(axes, key=lambda axis: isinstance(placements[axis], _StridedShard)):

@@ -1,9 +1,9 @@
 """Parameters that are stepped element by element, inside an optimizer of matrices.
 
-    optimizer   param_groups, state           DTensors, as the element-wise class itself has them
-    twin        groups and state of rows      made anew for each step, by one object of the class
+    optimizer   param_groups, state           DTensors, as in an optimizer of the class
+    twin        groups and state of rows      one object of the class; contents are set in each step
 
-torch's kernels write into the rows. State that the class makes or replaces goes back as DTensors.
+torch's kernels write into the rows. State that the class creates or replaces becomes DTensors.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ States = Mapping[torch.Tensor, ParamState]
 
 
 class Elementwise:
-    """Steps groups of parameters by a class of torch's.
+    """Steps groups of parameters with a torch optimizer.
 
     Args:
-        optimizer_class: treats every element by itself.
-        options: of it.
+        optimizer_class: a class that updates each element independently.
+        options: its options.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Elementwise:
         return dict(self._twin.defaults)
 
     def step(self, groups: Sequence[ParamGroupOptions], state: States) -> None:
-        """Step those that have a gradient."""
+        """Step parameters that have a gradient."""
         twin = self._twin
         rows_of: dict[torch.Tensor, torch.Tensor] = {}
         twin.state.clear()
@@ -57,7 +57,7 @@ class Elementwise:
             twin.param_groups.append({**options_of(group), "params": found})
         twin.step()
         for group, stepped in zip(groups, twin.param_groups, strict=True):
-            group.update(options_of(stepped))  # a class may keep count there
+            group.update(options_of(stepped))  # a class may store counts there
         for param, rows in rows_of.items():
             kept = state[param]
             for key, value in twin.state[rows].items():
@@ -69,7 +69,7 @@ class Elementwise:
 
 
 def _rows_with_gradient(param: torch.Tensor) -> torch.Tensor:
-    """This rank's rows, a leaf of their own in the same memory; a plain parameter as it is."""
+    """This rank's rows, a separate leaf in the same memory; a plain parameter itself."""
     grad = param.grad
     if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
         return param

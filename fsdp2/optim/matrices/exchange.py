@@ -1,12 +1,12 @@
-"""Rows to the owners of matrices, and updates back: a message each way for a wave of units.
+"""Rows to the owners of matrices, and updates back: one message per direction and wave of units.
 
-    start      rows of every rank ──> those of my matrices    under way while matrices are updated
-    stacks     received rows ──> matrices of equal shape, one behind the other
+    start      rows of every rank ──> those of my matrices    while matrices are updated
+    stacks     received rows ──> matrices of equal shape, in one tensor
     send_back  updates ──> each rank's rows of them
-    run        wave i + 1 travels while wave i is updated
+    run        wave i + 1 is sent while wave i is updated
 
-A rank has two waves of its matrices whole at a time: the one that is updated, and one that
-travels. Updates of the wave before travel while the first stack of this one is updated.
+A rank holds the matrices of two waves at a time: the wave that is updated, and the one that is
+received. The updates of a wave are sent while the first stack of the next wave is updated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Item:
 
     Attributes:
         member: the parameter.
-        number: of the matrix in it.
+        number: the number of the matrix in the parameter.
         owner: a position in the member's `Spread`.
     """
 
@@ -40,15 +40,15 @@ class Item:
 
     @property
     def matrix(self) -> Matrix:
-        """The matrix that it is a part of."""
+        """The matrix in the parameter."""
         return self.member.matrices[self.number]
 
     def held_by(self, position: int) -> Box:
-        """The part of a rank, in indices of the parameter."""
+        """The part that a rank holds, in indices of the parameter."""
         return self.member.spread.boxes[position].meet(self.matrix.box)
 
     def feeds(self, position: int) -> bool:
-        """Whether a rank's rows are of the owner's copy: other copies have the same."""
+        """Whether a rank's rows belong to the owner's replica: others have the same rows."""
         copies = self.member.spread.copies
         return copies[position] == copies[self.owner]
 
@@ -66,7 +66,7 @@ class Stack:
     """This rank's matrices of one shape in a wave, that are updated by one call.
 
     Attributes:
-        items: them.
+        items: the matrices.
         blocks: [items, *lengths of a box].
     """
 
@@ -80,7 +80,7 @@ class Stack:
 
 
 class _Message:
-    """Messages to a rank, under way: flat, one rank's part behind the other's."""
+    """A message that is being sent: flat, with one part after the other, by rank."""
 
     def __init__(
         self, line: Line, sent: Sequence[Sequence[_Piece]], received: Sequence[Sequence[_Piece]]
@@ -108,11 +108,11 @@ class _Message:
         )
 
     def wait(self) -> Iterator[tuple[_Piece, torch.Tensor]]:
-        """The parts that were received."""
+        """Wait; yields the received parts."""
         if self._work is not None:
             self._work.wait()
         output = self._output
-        del self._input, self._output, self._work  # read once, and then gone
+        del self._input, self._output, self._work  # read once, then freed
         yield from _parts(self._received, output)
 
 
@@ -120,17 +120,17 @@ class MatrixStep(Protocol):
     """The work of an optimizer on rows and matrices."""
 
     def rows_to_send(self, members: Sequence[Member]) -> dict[Member, torch.Tensor]:
-        """Numbers of each that travel, shaped as its rows."""
+        """The tensor that is sent for each, in the shape of its rows."""
 
     def update(self, stack: Stack) -> torch.Tensor:
-        """The updates of a stack, shaped as its matrices."""
+        """The updates of a stack, in the shape of its matrices."""
 
     def write(self, members: Sequence[Member], updates: dict[Item, torch.Tensor]) -> None:
-        """Step rows by this rank's elements of updates; of some items it has none."""
+        """Step rows by this rank's elements of updates; it has none of some items."""
 
 
 class Wave:
-    """Matrices that travel together.
+    """Matrices that are exchanged in one message per direction.
 
     Args:
         items: in the order of members; the same on all ranks of ``line``.
@@ -197,7 +197,7 @@ class Wave:
         return message
 
     def finish(self, message: _Message, step: MatrixStep) -> None:
-        """Write what came back."""
+        """Apply the received updates."""
         step.write(self.members, {piece.item: values for piece, values in message.wait()})
 
 
@@ -205,13 +205,13 @@ _Outgoing = tuple[Wave, _Message]
 
 
 def run(waves: Sequence[Wave], step: MatrixStep) -> None:
-    """Update all matrices; ranks start messages in one order, whatever they own."""
+    """Update all matrices; all ranks start messages in the same order."""
     unit = max((wave.all_nbytes for wave in waves), default=0)
     incoming = waves[0].start(step) if waves else None
     outgoing: _Outgoing | None = None
     for index, wave in enumerate(waves):
         if outgoing is not None and 2 * wave.nbytes + outgoing[0].nbytes > 2 * unit:
-            outgoing = _finished(outgoing, step)  # no room for three
+            outgoing = _finished(outgoing, step)  # memory for two waves only
         assert incoming is not None
         stacks = deque(wave.stacks(incoming))
         first = 1 if len(stacks) > 1 else 0
@@ -225,7 +225,7 @@ def run(waves: Sequence[Wave], step: MatrixStep) -> None:
 
 
 def _finished(outgoing: _Outgoing | None, step: MatrixStep) -> _Outgoing | None:
-    """Nothing is under way any more: the type is what the caller's variable has."""
+    """Finish the message; ``None`` is typed like the caller's variable."""
     if outgoing is not None:
         wave, message = outgoing
         wave.finish(message, step)
@@ -233,7 +233,7 @@ def _finished(outgoing: _Outgoing | None, step: MatrixStep) -> _Outgoing | None:
 
 
 def _updates(stacks: deque[Stack], count: int, step: MatrixStep) -> list[Stack]:
-    """Update the next stacks, of which nothing is kept but the updates."""
+    """Update the next stacks, and keep only the updates."""
     found = []
     for _ in range(count):
         stack = stacks.popleft()
@@ -246,7 +246,7 @@ def _updates(stacks: deque[Stack], count: int, step: MatrixStep) -> list[Stack]:
 
 
 def _pieces(held: Iterable[tuple[Item, int]]) -> list[_Piece]:
-    """Parts of items that ranks hold, but for empty ones."""
+    """The parts of items that ranks hold, without empty ones."""
     found = (_Piece(item, item.held_by(position)) for item, position in held)
     return [piece for piece in found if piece.box.numel]
 
@@ -259,7 +259,7 @@ def _sizes(parts: Sequence[Sequence[_Piece]]) -> list[int]:
 def _parts(
     parts: Sequence[Sequence[_Piece]], flat: torch.Tensor
 ) -> Iterator[tuple[_Piece, torch.Tensor]]:
-    """Each piece with its place in a message."""
+    """Each piece with its part of a message."""
     start = 0
     for piece in itertools.chain.from_iterable(parts):
         end = start + piece.box.numel
@@ -268,7 +268,7 @@ def _parts(
 
 
 def _own(piece: _Piece) -> Box:
-    """A piece of this rank's, counted from where its rows begin."""
+    """A piece of this rank, with indices relative to its rows."""
     return piece.box.within(piece.item.member.spread.own)
 
 

@@ -1,8 +1,8 @@
-"""Parameters as a step of whole matrices sees them, and the ranks that it exchanges rows with.
+"""Parameters in a step of whole matrices, and the ranks with which it exchanges rows.
 
-member   a parameter: its matrices, how it is spread, this rank's rows and gradient
-line     ranks among which messages of one dtype travel; members of the same ranks share it
-present  members of which some rank has a gradient: ranks agree, a few numbers for each line
+member   a parameter: its matrices, its distribution, this rank's rows and gradient
+line     ranks that exchange messages of one dtype; members on the same ranks share it
+present  members for which some rank has a gradient: ranks agree by a few numbers per line
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fsdp2.optim.matrices.blocks import Matrix, Split, Spread, matrices_of, plai
 from fsdp2.optim.runs import ParamGroupOptions
 
 WORD = 62
-"""Members that one number tells of."""
+"""Members per number: one bit each."""
 
 
 @dataclass(eq=False)
@@ -42,12 +42,12 @@ class Line:
     """Ranks that exchange rows.
 
     Attributes:
-        group: their process group; ``None`` where this rank is alone.
-        order: of each place in the group, the position in `Spread`.
-        position: this rank's, in `Spread`.
+        group: their process group; ``None`` if there is no other rank.
+        order: for each rank of the group, the position in `Spread`.
+        position: the position of this rank in `Spread`.
         ranks: global ranks, by position.
-        dtype: of what travels.
-        device: where it lies.
+        dtype: the dtype of messages.
+        device: the device of messages.
     """
 
     group: ProcessGroup | None
@@ -63,13 +63,13 @@ class Member:
     """A parameter with matrices.
 
     Attributes:
-        param: it.
-        name: as the user's model has it; empty where nobody told.
-        group: its parameter group's place.
-        unit: the one that it belongs to; ``None`` if to none.
-        matrices: in it.
-        spread: over ranks.
-        line: the ranks.
+        param: the parameter.
+        name: its name in the user's model; empty if the optimizer got no names.
+        group: the index of its parameter group.
+        unit: its unit; ``None`` if it has none.
+        matrices: the matrices in it.
+        spread: its distribution over ranks.
+        line: the ranks that exchange its rows.
     """
 
     param: torch.Tensor
@@ -89,7 +89,7 @@ class Member:
         """This rank's elements of the gradient.
 
         Raises:
-            TypeError: it is no tensor like the parameter.
+            TypeError: it is not a tensor like the parameter.
         """
         grad, param = self.param.grad, self.param
         if grad is None:
@@ -98,8 +98,8 @@ class Member:
             raise coded(
                 TypeError,
                 "muon-gradient",
-                f"the gradient of '{self.name}' {tuple(param.shape)} is not spread or stored as "
-                f"the parameter is; assign a dense gradient of its placements",
+                f"the gradient of '{self.name}' {tuple(param.shape)} is not sharded or stored "
+                f"like the parameter; assign a dense gradient with the parameter's placements",
             )
         if isinstance(grad, DTensor) and isinstance(param, DTensor):
             spec = param._spec
@@ -113,7 +113,7 @@ class MatrixMembers:
 
     Args:
         split: the user's choice of matrices.
-        travels_as: the dtype of messages, by that of gradients.
+        travels_as: a function from the dtype of gradients to that of messages.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class MatrixMembers:
         self.listed: list[Member] = []
 
     def add(self, param: torch.Tensor, name: str, group: int) -> None:
-        """Add one; its process group may be made, which all of its ranks do together."""
+        """Add one; this may create its process group, which is a collective of its ranks."""
         unit = self._units.get(cast(nn.Parameter, param))
         if isinstance(param, DTensor):
             spread = spread_of(name, param._spec, local_of(param).shape)
@@ -142,7 +142,7 @@ class MatrixMembers:
 
     @property
     def lines(self) -> list[Line]:
-        """Each line once, in the order in which members name them."""
+        """Each line once, in the order of members."""
         return list(self._lines.values())
 
     def present(self, gradients: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
@@ -161,7 +161,7 @@ class MatrixMembers:
 
 
 def resolved(param: torch.Tensor) -> torch.Tensor:
-    """The sharded parameter that `fully_shard` has put in the place of this one, or this one."""
+    """The sharded parameter by which `fully_shard` replaced this one, or this one."""
     replaced = param.__dict__.get(REPLACED)
     managed = None if replaced is None else replaced()
     return param if managed is None else managed.sharded
@@ -192,7 +192,7 @@ def _line(
 
 @functools.lru_cache(maxsize=64)
 def _group_of(mesh: DeviceMesh, ranks: tuple[int, ...], world: object) -> ProcessGroup:
-    """A process group of all ranks of a mesh: one that is there, or a new one."""
+    """A process group of all ranks of a mesh: an existing one, or a new one."""
     for group in (*mesh.get_all_groups(), default_group()):
         if sorted(ranks_of(group)) == sorted(ranks):
             return group

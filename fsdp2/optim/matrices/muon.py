@@ -1,9 +1,9 @@
-"""Muon over sharded parameters: each rank orthogonalizes its own matrices, and no others.
+"""Muon over sharded parameters: each rank orthogonalizes only the matrices that it owns.
 
-momentum_buffer   sharded as the parameter; lerp of it and the gradient on each rank's rows
-bf16 rows         travel to the owner: torch's Muon casts to bf16 before anything else, too
-Newton-Schulz     of whole matrices, those of one shape by one call
-bf16 updates      travel back; weight decay and the step itself are on rows
+momentum_buffer   sharded like the parameter; lerp of it and the gradient on each rank's rows
+bf16 rows         are sent to the owner: torch's Muon also casts to bf16 first
+Newton-Schulz     of whole matrices, one call per shape
+bf16 updates      are sent back; weight decay and the step itself are on rows
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ _ADJUSTED = (None, "original", "match_rms_adamw", "spectral_unclamped")
 class Muon(MatrixOptimizer):
     """``torch.optim.Muon`` over sharded parameters, with an element-wise optimizer for the others.
 
-    Results are those of ``torch.optim.Muon`` over whole parameters: to the bit on a CPU. Each
-    matrix is orthogonalized by one rank of its mesh, its owner: work is shared out by FLOPs, over
-    replicas and tensor-parallel ranks, too. A unit's momentum travels to the owners in one message,
-    and updates come back in another, while the unit before is computed.
+    Results are those of ``torch.optim.Muon`` over unsharded parameters; on a CPU, they are equal to
+    the bit. One rank of its mesh, the owner, orthogonalizes each matrix. fsdp2 assigns matrices to
+    owners by FLOPs, also over replicas and tensor-parallel ranks. The momentum of a unit is sent to
+    the owners in one message, and updates come back in another, while another unit is computed.
 
     Args:
-        params: the model; or its parameters, named parameters, or parameter groups. Those without
-            two dims, and those of ``elementwise``, are stepped by ``elementwise_class``, in
-            parameter groups of their own behind the others. A group may say ``"elementwise": True``
-            for all of its parameters.
+        params: the model; or its parameters, named parameters, or parameter groups.
+            ``elementwise_class`` steps parameters without two dims, and those of ``elementwise``,
+            in separate parameter groups after the others. A group with ``"elementwise": True``
+            contains only such parameters.
         lr: learning rate of matrices. Default 1e-3.
-        weight_decay: decoupled, of matrices. Default 0.1.
-        momentum: of the average of gradients. Default 0.95.
-        nesterov: whether the gradient counts once more. Default ``True``.
+        weight_decay: decoupled weight decay of matrices. Default 0.1.
+        momentum: factor of the average of gradients. Default 0.95.
+        nesterov: whether the present gradient is added once more. Default ``True``.
         ns_coefficients: a, b, c of Newton-Schulz. Default: torch's.
-        eps: what norms are at least. Default 1e-7.
+        eps: lower bound of norms. Default 1e-7.
         ns_steps: steps of Newton-Schulz. Default 5.
-        adjust_lr_fn: ``"original"`` (``None``, the default, is that), ``"match_rms_adamw"`` or
-            ``"spectral_unclamped"``: how the learning rate depends on the shape of a matrix.
+        adjust_lr_fn: how the learning rate depends on the shape of a matrix: ``"original"``,
+            ``"match_rms_adamw"`` or ``"spectral_unclamped"``. Default ``None``: ``"original"``.
         elementwise: which matrices are stepped element by element: names, with ``*`` and ``?``, or
-            a function of name and parameter. Embeddings and heads belong here. Default: none.
-        elementwise_class: an element-wise class of torch's. Default ``torch.optim.AdamW``.
-        elementwise_options: its options; ``None`` (default) for its defaults, its ``lr`` too.
-        split: a function of name and weight, which it returns cut into matrices: views with two
-            dims, such as ``weight.unbind()`` for experts [E, m, n] or ``weight.chunk(3)`` for a
-            fused projection; ``None`` leaves the weight as it is. The weight that it is given has
-            the whole shape, and no values. Default ``None``: no weight is cut.
-        batched: whether matrices of equal shape are orthogonalized by one call. Default ``True``;
-            on a GPU the last bit of results may depend on it.
+            a function of name and parameter. Pass embeddings and heads. Default: none.
+        elementwise_class: an element-wise torch optimizer. Default ``torch.optim.AdamW``.
+        elementwise_options: its options. Default ``None``: its defaults, also for ``lr``.
+        split: a function of name and weight that cuts the weight into matrices: it returns 2-D
+            views, such as ``weight.unbind()`` for experts [E, m, n] or ``weight.chunk(3)`` for a
+            fused projection, or ``None`` to leave the weight uncut. The weight that it gets has
+            its full shape, but no values. Default ``None``: no weight is cut.
+        batched: whether one call orthogonalizes all matrices of the same shape. Default ``True``;
+            on a GPU, the last bit of results may depend on it.
 
     Raises:
         TypeError: a parameter is complex.
-        ValueError: an option is out of its range, a name of ``elementwise`` is that of no
-            parameter, ``split`` does not cut a weight into matrices, or a group's ``"elementwise"``
-            is ``False`` and it has parameters that are no matrices.
+        ValueError: an option is out of range, a name in ``elementwise`` matches no parameter,
+            ``split`` does not cut a weight into matrices, or a group with ``"elementwise": False``
+            has parameters that are not matrices.
 
     Example::
 
@@ -104,13 +104,13 @@ class Muon(MatrixOptimizer):
                 raise coded(
                     ValueError,
                     "muon-range",
-                    f"{name}={value} of Muon is out of range; pass a number from 0 on",
+                    f"Muon({name}={value}) is out of range; pass 0 or a positive number",
                 )
         if adjust_lr_fn not in _ADJUSTED:
             raise coded(
                 ValueError,
                 "muon-adjust",
-                f"adjust_lr_fn={adjust_lr_fn!r} of Muon is not known; pass one of {_ADJUSTED}",
+                f"Muon(adjust_lr_fn={adjust_lr_fn!r}) is not known; pass one of {_ADJUSTED}",
             )
         if not 0 <= ns_steps < 100 or len(ns_coefficients) != 3:
             raise coded(
@@ -138,11 +138,11 @@ class Muon(MatrixOptimizer):
         )
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
-        """bf16, which Newton-Schulz computes in."""
+        """bf16, in which Newton-Schulz computes."""
         return torch.bfloat16
 
     def flops(self, rows: int, columns: int) -> float:
-        """Of Newton-Schulz."""
+        """The FLOPs of Newton-Schulz."""
         return flops(rows, columns, self.defaults["ns_steps"])
 
     def before_exchange(
@@ -151,7 +151,7 @@ class Muon(MatrixOptimizer):
         states: Sequence[ParamState],
         group: ParamGroupOptions,
     ) -> list[torch.Tensor]:
-        """The momentum, with this step's gradient in it; with Nesterov, once more."""
+        """The momentum with this step's gradient; with Nesterov, added once more."""
         momentum = number_of(group, "momentum")
         buffers = []
         for grad, state in zip(grads, states, strict=True):
@@ -166,13 +166,13 @@ class Muon(MatrixOptimizer):
     def update(
         self, gradient: torch.Tensor, state: MatrixState, group: ParamGroupOptions
     ) -> torch.Tensor:
-        """One matrix, orthogonalized."""
+        """Orthogonalize one matrix."""
         return self.update_stack(gradient[None], [state], group)[0]
 
     def update_stack(
         self, gradients: torch.Tensor, states: Sequence[MatrixState], group: ParamGroupOptions
     ) -> torch.Tensor:
-        """Matrices of one shape, orthogonalized."""
+        """Orthogonalize matrices of one shape."""
         coefficients = cast("tuple[float, float, float]", group["ns_coefficients"])
         steps, eps = cast(int, group["ns_steps"]), number_of(group, "eps")
         return orthogonalized(gradients, coefficients, steps, eps)

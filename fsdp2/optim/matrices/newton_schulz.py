@@ -1,11 +1,11 @@
-"""The orthogonal matrix next to each of several, by the quintic Newton-Schulz iteration of Muon.
+"""The nearest orthogonal matrix to each of several, by Muon's quintic Newton-Schulz iteration.
 
-    X = G / |G|            with at most as many rows as columns: else of the transposed
-    X = a X + (b XXᵀ + c (XXᵀ)²) X                                            a few times
+    X = G / |G|            transposed if there are more rows than columns
+    X = a X + (b XXᵀ + c (XXᵀ)²) X                                            repeated
 
-The operators and their order are those of ``torch.optim.Muon``: on one matrix the bits are its.
-Several go through the batched operators, with the same bits on a CPU; a GPU's may differ in the
-last one, as libraries choose kernels by shape.
+The operators and their order are those of ``torch.optim.Muon``, so that one matrix has the same
+bits. Several matrices go through batched operators: on a CPU the bits are the same; on a GPU the
+last bit may differ, because libraries choose kernels by shape.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Those of Keller Jordan's post, as torch has them."""
+"""The coefficients of Keller Jordan's post, as in torch."""
 
 EPS = 1e-7
 STEPS = 5
@@ -46,6 +46,6 @@ def _orthogonalized(
 
 
 def flops(rows: int, columns: int, steps: int) -> float:
-    """FLOPs of one matrix: two products with it a step, and one of the smaller square."""
+    """FLOPs of one matrix: per step, two products with it, and one of the smaller square."""
     small, large = sorted((rows, columns))
     return steps * (4.0 * small * small * large + 2.0 * small**3)

@@ -1,10 +1,10 @@
-"""Which rank owns a matrix, and which units' matrices travel together.
+"""Which rank owns a matrix, and which units' matrices share messages.
 
-    unit 0   q k v o up down ──┐ one wave, if the rank with most work has a fifth more than the
-    unit 1   q k v o up down ──┘ mean at most; else units are joined, within a bound of memory
-    wave     the longest first, each to the rank that has least to do so far
+    unit 0   q k v o up down ──┐ one wave, if the rank with the most work has at most a fifth more
+    unit 1   q k v o up down ──┘ than the mean; otherwise units are joined, within a memory bound
+    wave     largest first, each to the rank with the least work so far
 
-Facts that all ranks share decide alone: shapes, and how many ranks there are.
+The decision depends only on facts that all ranks share: shapes, and the number of ranks.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 BALANCED = 1.2
-"""Work of the busiest rank over the mean, above which a wave takes the next unit along."""
+"""Work of the busiest rank over the mean, above which a wave also takes the next unit."""
 
 
 @dataclass(frozen=True)
 class MatrixOwners:
-    """How matrices are shared out among the ranks of a mesh.
+    """The owners of matrices among the ranks of a mesh.
 
     Attributes:
         ranks: global ranks, in the order of the mesh.
-        flops: of each, of one step's updates.
-        nbytes: of each, of the matrices that it owns, as they travel.
-        matrices: of each, how many it owns.
-        waves: messages each way of a step.
+        flops: per rank, the FLOPs of one step's updates.
+        nbytes: per rank, the bytes of the matrices that it owns, in the dtype of messages.
+        matrices: per rank, the number of matrices that it owns.
+        waves: messages per step and direction.
     """
 
     ranks: tuple[int, ...]
@@ -36,7 +36,7 @@ class MatrixOwners:
 
     @property
     def busiest_over_mean(self) -> float:
-        """FLOPs of the busiest rank over the mean of all; 1 is even."""
+        """FLOPs of the busiest rank over the mean; 1 means equal work."""
         total = sum(self.flops)
         return max(self.flops) * len(self.flops) / total if total else 1.0
 
@@ -46,9 +46,9 @@ class Tally:
     """Work of ranks so far.
 
     Attributes:
-        flops: of each rank.
-        nbytes: of each rank.
-        matrices: of each rank.
+        flops: per rank.
+        nbytes: per rank.
+        matrices: per rank.
     """
 
     flops: list[float]
@@ -57,11 +57,11 @@ class Tally:
 
     @classmethod
     def of(cls, ranks: int) -> Tally:
-        """Nothing yet."""
+        """No work yet."""
         return cls([0.0] * ranks, [0] * ranks, [0] * ranks)
 
     def least(self) -> int:
-        """The rank that has least to do."""
+        """The rank with the least work."""
         return min(range(len(self.flops)), key=lambda r: (self.flops[r], self.nbytes[r], r))
 
     def add(self, rank: int, flops: float, nbytes: int) -> None:
@@ -85,13 +85,14 @@ def assign(weights: Sequence[Weight], load: Tally) -> list[int]:
 
 
 def join_units(units: Sequence[Sequence[Weight]], ranks: int) -> list[range]:
-    """Runs of units that travel together.
+    """Runs of units that share messages.
 
-    A rank owns at most half of the largest unit's bytes in several, or the largest matrix.
+    In a run of several units, a rank owns at most half of the bytes of the largest unit, or the
+    bytes of the largest matrix.
 
     Args:
-        units: matrices of each.
-        ranks: how many may own them.
+        units: the matrices of each unit.
+        ranks: the number of ranks that may own them.
     """
     largest = max((sum(w[1] for w in unit) for unit in units), default=0)
     bound = max(largest // 2, max((w[1] for unit in units for w in unit), default=0))
@@ -110,7 +111,7 @@ def join_units(units: Sequence[Sequence[Weight]], ranks: int) -> list[range]:
 
 
 def _spread(wave: Sequence[Weight], ranks: int) -> tuple[float, int]:
-    """Work of a wave's busiest rank over the mean, and bytes of the rank that owns most."""
+    """Work of a wave's busiest rank over the mean, and bytes of the rank with the most bytes."""
     load = Tally.of(ranks)
     assign(wave, load)
     total = sum(load.flops)

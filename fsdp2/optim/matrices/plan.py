@@ -1,7 +1,7 @@
-"""Owners, and what travels: decided from facts that all ranks share, and kept.
+"""Owners and messages: decided by facts that all ranks share, and kept.
 
-waves      of the members that have gradients: made once for each such choice
-owners     of a matrix from its first gradient on: frozen ones weigh nothing
+waves      the members that have gradients: created once for each such set of members
+owners     assigned at a matrix's first gradient, so that frozen matrices do not count
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from fsdp2.optim.matrices.owners import MatrixOwners, Tally, Weight, assign, joi
 from fsdp2.optim.runs import ParamGroupOptions
 
 KEPT = 16
-"""Choices of members with gradients whose waves are kept: experts without tokens make many."""
+"""Sets of members with gradients whose waves are kept: experts without tokens cause many."""
 
 Weigh = Callable[[Item], Weight]
 
 Specs = list[tuple[torch.Tensor, DTensorSpec | None]]
-"""Parameters, and how each is spread."""
+"""Parameters, and the distribution of each."""
 
 
 def specs_of(groups: Iterable[ParamGroupOptions]) -> Specs:
-    """Facts that a plan is made of: if one is another, so is the plan."""
+    """The facts on which a plan depends: if one changes, fsdp2 creates another plan."""
     return [
         (param, param._spec if isinstance(param, DTensor) else None)
         for group in groups
@@ -39,12 +39,12 @@ def specs_of(groups: Iterable[ParamGroupOptions]) -> Specs:
 
 @dataclass(eq=False)
 class StepPlan:
-    """Owners, and what travels.
+    """Owners and messages.
 
     Attributes:
         members: all parameters with matrices.
-        specs: of what it was made.
-        is_loaded: whether state was replaced since it was looked at.
+        specs: the facts on which it depends.
+        is_loaded: whether state was replaced since the last check.
     """
 
     members: MatrixMembers
@@ -56,7 +56,7 @@ class StepPlan:
     _last: list[Wave] = field(default_factory=list)
 
     def fits(self, groups: Iterable[ParamGroupOptions]) -> bool:
-        """Whether parameters are those that it was made for."""
+        """Whether the facts on which it depends are the same."""
         found = specs_of(groups)
         if len(found) != len(self.specs):
             return False
@@ -70,7 +70,7 @@ class StepPlan:
         weigh: Weigh,
         batched: bool,
     ) -> list[Wave]:
-        """Messages where these members have gradients; those that had none get owners now."""
+        """The waves if these members have gradients; matrices without owners get them now."""
         if present not in self._known:
             if len(self._known) >= KEPT:
                 del self._known[next(iter(self._known))]
@@ -105,7 +105,7 @@ class StepPlan:
         return itertools.chain.from_iterable(self._items.values())
 
     def owners(self) -> list[MatrixOwners]:
-        """How matrices are shared out."""
+        """The owners of matrices, for each mesh."""
         waves = [wave.line for wave in self._last]
         return [
             MatrixOwners(
@@ -120,7 +120,7 @@ class StepPlan:
 
 
 def _units(members: Iterable[Member]) -> Iterator[list[Member]]:
-    """Runs of members of one unit; one that is of none is a run by itself."""
+    """Runs of members of one unit; a member without a unit is a run by itself."""
     run: list[Member] = []
     for member in members:
         if run and (member.unit is None or member.unit != run[-1].unit):

@@ -48,13 +48,14 @@ def torchao():
     from torchao import optim
 
     model = built(EVEN, fsdp2.fully_shard)
-    raises("makes a tensor of its option 'lr'", lambda: flat(model, optim.AdamW8bit))
-    raises("AdamW8bit is not known to treat", lambda: FlatOptimizer(model, optim.AdamW8bit))
+    raises("stores its option 'lr' as a tensor", lambda: flat(model, optim.AdamW8bit))
+    said = "FlatOptimizer does not know whether AdamW8bit"
+    raises(said, lambda: FlatOptimizer(model, optim.AdamW8bit))
     optimizer = optim.AdamW8bit(model.parameters(), lr=1e-2)
-    raises("step_shards takes an optimizer of torch's", lambda: fsdp2.optim.step_shards(optimizer))
+    raises("step_shards takes a torch optimizer", lambda: fsdp2.optim.step_shards(optimizer))
     train(model, optimizer, EVEN, 0, 1)
     raises(
-        "whose rows are of the tensor subclass OptimState8bit",
+        "whose shards are of the tensor subclass OptimState8bit",
         lambda: fsdp2.checkpoint.save(f"{SCRATCH}/torchao", model, optimizer, step=1),
     )
 
@@ -93,7 +94,7 @@ def heavyball():
     optimizer = heavyball.AdamW(model.parameters(), lr=1e-2)
     train(model, optimizer, EVEN)
     raises(
-        "has the key 0, which would come back as a string",
+        "has the key 0, which load() would return as a string",
         lambda: fsdp2.checkpoint.save(f"{SCRATCH}/heavyball", model, optimizer, step=1),
     )
 
