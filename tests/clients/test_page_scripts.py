@@ -1,7 +1,7 @@
 """A script of a guide that needs a library prints what its page says.
 
-    <!-- not run: it needs torchao, and tests/clients runs it -->
-    ```python … ```  ```text … ```
+<!-- not run: it needs torchao, and tests/clients runs it -->
+```python … ```  ```text … ```
 """
 
 from __future__ import annotations
