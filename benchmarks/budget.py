@@ -76,7 +76,7 @@ OPERATIONS = {
     "tensor allocated": "reduced gradients, one flat tensor",
     "module slot stored": "gathered and sharded parameters, twice",
     "tensor view": "of an input that may have older uses: of none here",
-    "views by a split": "of the reduced gradients that are alike but for dim 0",
+    "views by a split": "of the reduced gradients that are equal except dim 0",
     "DTensor made": ".grad of the last parameter; those of the others are used again",
     "copy or cast": "shards before each gather, gradients before the reduction",
     "event recorded": "behind allocations, casts, collectives",

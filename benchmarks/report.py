@@ -3,15 +3,14 @@
     python -m benchmarks.report                                 # what pages quote, and plots
     python -m benchmarks.report --measure host_cost             # the same, with a new measurement
     python -m benchmarks.report results/*.json                  # prints Markdown
-    python -m benchmarks.report results/*.json --out report     # report/tables.md, report/*.png
+    python -m benchmarks.report results/*.json --out report     # report/tables.md, report/*.svg
 
 Without files it takes the newest of each benchmark in benchmarks/results/ (`benchmarks/files.py`).
 The Markdown of given files has, for each, the facts that its figures depend on, a table, and
-ratios. The plots are bars of medians, with lines from the smallest to the largest round; they need
-matplotlib (`pip install -e '.[benchmarks]'`), without which there are only tables.
+ratios. The plots are bars of medians, with lines from the smallest to the largest round.
 The command that made a file says which benchmark it is from:
 
-    file {"environment": {...}, "results": ...} ──> [Section] ──> Markdown, PNG
+    file {"environment": {...}, "results": ...} ──> [Section] ──> Markdown, SVG
 """
 
 from __future__ import annotations
@@ -32,11 +31,13 @@ from benchmarks import (
     accuracy,
     block_collectives,
     budget,
+    charts,
     checkpoint,
     compile,
     elastic,
     ema,
     faults,
+    figures,
     files,
     group_faults,
     imports,
@@ -52,7 +53,7 @@ from benchmarks import (
     step,
     window,
 )
-from benchmarks.page import Bar, Bars
+from benchmarks.charts import Bar, Bars
 
 
 @dataclass
@@ -244,7 +245,7 @@ def _block_collectives(results: dict[str, Any], device: str) -> list[Section]:
     for row in results["rows"]:
         for layout, values in row["rounds"].items():
             what = "gather" if row["collective"] == "all-gather" else "reduce"
-            label = f"{what} {row['width']}" + f"\n{row['backend']}"
+            label = f"{what} {row['width']}, {row['backend']}"
             bars.setdefault(layout, {})[label] = _bar(values["time"])
     return [
         Section(
@@ -431,76 +432,22 @@ def markdown(facts: str, sections: Sequence[Section]) -> str:
     return "\n".join(parts)
 
 
-COLORS = {
-    "not sharded": "#999999",
-    "plain tensors": "#999999",
-    "torch FSDP2": "#e08214",
-    "fsdp2": "#2166ac",
-    "fsdp2, FlatOptimizer": "#1b7837",
-    "fsdp2, two dims allowed": "#1b7837",
-}
-"""One for each variant, in all plots; others take matplotlib's in turn."""
-
-
-def plot(title: str, unit: str, all_bars: Bars, path: Path, log: bool = False) -> None:
-    """Grouped bars, a group for each label. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no screen
-    from matplotlib import pyplot
-
-    labels = list(dict.fromkeys(label for bars in all_bars.values() for label in bars))
-    figure, axes = pyplot.subplots(figsize=(max(5.5, 1.1 * len(labels)), 3.2), layout="constrained")
-    width = 0.8 / len(all_bars)
-    for number, (series, bars) in enumerate(all_bars.items()):
-        at = [labels.index(label) + (number + 0.5) * width - 0.4 for label in bars]
-        medians, smallest, largest = zip(*bars.values(), strict=True)
-        below = [m - low for m, low in zip(medians, smallest, strict=True)]
-        above = [high - m for m, high in zip(medians, largest, strict=True)]
-        look = {"label": series, "color": COLORS.get(series), "capsize": 2}
-        axes.bar(at, medians, width, yerr=[below, above], **look)
-    axes.set_xticks(range(len(labels)), labels, fontsize=8)
-    axes.set_ylabel(unit)
-    axes.set_title(title, fontsize=9)
-    if log:
-        axes.set_yscale("symlog", linthresh=1)
-        axes.set_ylim(top=axes.get_ylim()[1] * 2)
-    if len(all_bars) > 1:
-        figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
-
-
-def can_plot() -> bool:
-    try:
-        import matplotlib  # noqa: F401  # only whether it is there
-    except ImportError:
-        return False
-    return True
-
-
 def write(out: Path, text: str, sections: dict[str, Section]) -> list[Path]:
     """Write the tables, and a plot of each section that has bars; returns the paths."""
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / "tables.md"]
     paths[0].write_text(text)
-    if can_plot():
-        for name, section in sections.items():
-            if section.bars:
-                paths.append(out / f"{name}.png")
-                plot(section.title, section.unit, section.bars, paths[-1])
+    for name, section in sections.items():
+        if section.bars:
+            paths.append(out / f"{name}.svg")
+            paths[-1].write_text(charts.bars(section.title, section.unit, section.bars))
     return paths
 
 
 def write_page(runs: Sequence[str]) -> list[Path]:
     """Measure the runs, then write what pages quote, and plots anew; returns the paths."""
     paths = [files.measure(run) for run in runs]
-    paths += page.write_tables()
-    if can_plot():
-        for path, figure, bars in page.drawable():
-            plot(figure.title, figure.unit, bars, path, figure.log)
-            paths.append(path)
-    return paths
+    return [*paths, *page.write_tables(), *figures.write()]
 
 
 def _runs(text: str) -> list[str]:
@@ -561,8 +508,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _print_paths(paths: Sequence[Path]) -> None:
     for path in paths:
         print(path)
-    if not can_plot():
-        print("no plots: matplotlib is not installed (pip install -e '.[benchmarks]')")
 
 
 if __name__ == "__main__":

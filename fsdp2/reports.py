@@ -130,7 +130,7 @@ class Report:
             "shard",
             "gathered",
             "padding",
-            "a step",
+            "per step",
             "travels",
         )
         whole = [group for group in self.groups if group.transport == WHOLE]
@@ -207,7 +207,7 @@ def _alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 def report(model: nn.Module) -> Report:
     """Return the units and groups of a model as a table: print it before training.
 
-    "a step" in the table is the number of bytes of the collectives per step of one micro-batch,
+    "per step" in the table is the number of bytes of the collectives per step of one micro-batch,
     counted as full tensors: the unsharded parameters, twice if they are resharded after forward,
     and the gradients.
 

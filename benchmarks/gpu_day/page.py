@@ -1,11 +1,11 @@
-"""The page of a day: what ran, what did not, and ratios; with plots where matplotlib is there."""
+"""The page of a day: what ran, what did not, and ratios; with plots."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks import report, stats
+from benchmarks import charts, report, stats
 from benchmarks.gpu_day import runner
 from benchmarks.gpu_day.runner import Day
 from benchmarks.gpu_day.stages import Stage
@@ -42,8 +42,6 @@ def _head(day: Day) -> str:
     )
     if machine.kind != "cuda":
         text += " **This is a rehearsal without a GPU: its figures mean nothing.**"
-    if not report.can_plot():
-        text += " There are no plots: matplotlib is not installed."
     return "\n".join(["# fsdp2 on this machine", "", *lines, "", text, ""])
 
 
@@ -92,9 +90,10 @@ def _measured(day: Day, stage: Stage, plots: bool) -> str:
             sections, lines = [], [f"**Its results cannot be read: {error!r}**"]
         for number, section in enumerate(sections, 1):
             lines.extend(_figures(section))
-            name = f"{stage.name}-{number}.png"
-            if plots and section.bars and report.can_plot():
-                report.plot(section.title, section.unit, section.bars, day.out / name)
+            name = f"{stage.name}-{number}.svg"
+            if plots and section.bars:
+                drawn = charts.bars(section.title, section.unit, section.bars)
+                (day.out / name).write_text(drawn)
             if section.bars and (day.out / name).exists():
                 lines += ["", f"![{section.title}]({name})", ""]
         lines += list(_absent(content["results"]))

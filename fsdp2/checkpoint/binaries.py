@@ -45,7 +45,7 @@ def catalogue_of(path: AnyPath) -> Catalogue:
             f"'{path}' is a file of torch.save on an object store, but fsdp2 maps such files into "
             f"memory, which needs a disk; copy it to a disk, or pass safetensors",
         )
-    folder, names = _files_of(path)
+    folder, names = files_of(path)
     lengths: dict[str, int] = {}
     places: dict[str, Place] = {}
     for name in names:
@@ -63,7 +63,8 @@ def catalogue_of(path: AnyPath) -> Catalogue:
     return Catalogue(folder, lengths, places, {})
 
 
-def _files_of(path: Path) -> tuple[Path, list[str]]:
+def files_of(path: Path) -> tuple[Path, list[str]]:
+    """Their folder and their names, in order."""
     if path.is_file() and path.name != INDEX:
         return path.parent, [path.name]
     index = path if path.is_file() else path / INDEX

@@ -12,7 +12,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def cover(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     """Whether boxes lie in a tensor, do not overlap, and leave no element out.
 
-    In a time that grows with their number, but for those that begin at the same index of dim 0.
+    The time grows with their number, except for those that begin at the same index of dim 0.
 
     Args:
         shape: of the tensor.

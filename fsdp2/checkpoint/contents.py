@@ -48,6 +48,31 @@ class Contents:
     extra: Tree = None
     beside: Nested = field(default_factory=dict)
 
+    def strip(self, prefix: str, source: Path) -> None:
+        """Remove a prefix from the names that begin with it.
+
+        Args:
+            prefix: as "module." of DistributedDataParallel.
+            source: where they are, for messages.
+
+        Raises:
+            CheckpointError: no name begins with it, or two names become one.
+        """
+        if not any(name.startswith(prefix) for name in self.model):
+            raise coded(
+                CheckpointError,
+                "ckpt-no-prefix",
+                f"no tensor of '{source}' has a name that begins with '{prefix}': "
+                f"'{next(iter(self.model))}' does not; pass another strip_prefix, or none",
+            )
+        self.model = _renamed(self.model, lambda name: name.removeprefix(prefix), source)
+        if self.optimizer is not None:
+            state, groups = self.optimizer["state"], self.optimizer["param_groups"]
+            state = {name.removeprefix(prefix): kept for name, kept in state.items()}
+            for group in groups:
+                group["params"] = [name.removeprefix(prefix) for name in group["params"]]
+            self.optimizer = {"state": state, "param_groups": groups}
+
     def tree(self, numbered: bool = False) -> Nested:
         """Nested as state dicts are, the optimizer by name or by number."""
         found: Nested = {"model": self.model}
@@ -118,16 +143,21 @@ def _is_model(tree: Nested) -> bool:
 
 
 def _cleaned(model: Mapping[str, object], source: Path) -> Nested:
+    return _renamed(model, clean, source)
+
+
+def _renamed(model: Mapping[str, object], change: Callable[[str], str], source: Path) -> Nested:
     found: Nested = {}
     for name, value in model.items():
-        if clean(name) in found:
+        new = change(name)
+        if new in found:
             raise coded(
                 CheckpointError,
                 "ckpt-names-clash",
-                f"'{source}' has several tensors that are called '{clean(name)}' after the parts "
-                f"that wrappers add to names are removed; rename all but one",
+                f"'{source}' has several tensors that are called '{new}' after the parts that "
+                f"wrappers add to names are removed; rename all but one",
             )
-        found[clean(name)] = value
+        found[new] = value
     return found
 
 

@@ -2,7 +2,8 @@
 
     steps          a folder of steps, or one step of it        ┐            ┌─> steps
     dcp            a folder of torch.distributed.checkpoint    │            ├─> dcp
-    torch, fsdp1   a file of torch.save                        ├─ Contents ─┼─> torch, fsdp1
+    torch, fsdp1   a file of torch.save; or weights in         ├─ Contents ─┼─> torch, fsdp1
+                   several, with Hugging Face's index          │            │
     ranks          torch FSDP1's sharded state dicts, a file   │            │
                    of torch.save per rank                      │            │
     xla            a file of `fsdp2.xla` per rank              │            ├─> xla
@@ -34,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fsdp2.checkpoint import files
+from fsdp2.checkpoint import binaries, files
 from fsdp2.checkpoint.archives import Bytes, Sink, read_archive, read_file, write_archive
 from fsdp2.checkpoint.contents import Contents, contents_of, contents_of_step, joined
 from fsdp2.checkpoint.entries import Entry, MappedFile, Piece, Tree, entries_of, whole_of
@@ -100,6 +101,7 @@ def convert(
     to_kind: str | None = None,
     step: int | None = None,
     ranks: int = 1,
+    strip_prefix: str = "",
     progress: Progress | None = None,
 ) -> Converted:
     """Change a checkpoint into another kind, in one process, without a process group or a model.
@@ -107,7 +109,8 @@ def convert(
     Kinds: "steps", of `save`; "dcp", a folder of `torch.distributed.checkpoint`, also with sharded
     state dicts of torch's FSDP1 and FSDP2; "torch", one file of ``torch.save`` with {"model": …,
     "optimizer": …}, the optimizer's parameters by number, as without sharding; "fsdp1", the same
-    file by name, as with FSDP1's FULL_STATE_DICT; "ranks", SHARDED_STATE_DICT in one file of
+    file by name, as with FSDP1's FULL_STATE_DICT; both may also be a folder of weights in several
+    files with ``pytorch_model.bin.index.json``; "ranks", SHARDED_STATE_DICT in one file of
     ``torch.save`` per rank; "xla", files of `fsdp2.xla`; "safetensors". "ranks" can only be read.
 
     Memory holds 1 MiB of a tensor at a time; or one tensor, if ranks have sharded it on a dim other
@@ -123,14 +126,17 @@ def convert(
         step: of the source, by default the newest; for a target of kind "steps" also the step to
             create, which is required if the source is of another kind.
         ranks: the number of files of an "xla" target. Default 1.
+        strip_prefix: what names of the source begin with, and names of the target do not, as
+            "module." of DistributedDataParallel. Default: nothing.
         progress: called repeatedly with bytes done and total bytes. Default ``None``.
 
     Returns:
         Kinds, step, and the parts that the target does not support.
 
     Raises:
-        CheckpointError: the source is of no kind or of several, is broken, or does not assign
-            states to names; or the target exists. Nothing was written in this case.
+        CheckpointError: the source is of no kind or of several, is broken, does not assign states
+            to names, or has no name with the prefix; or the target exists. Nothing was written in
+            this case.
 
     Example::
 
@@ -155,6 +161,8 @@ def convert(
         )
     with _one_sentence(origin, place):
         contents = _read(origin, found)
+        if strip_prefix:
+            contents.strip(strip_prefix, origin)
         _write(place, contents, found, ranks, progress)
     return found
 
@@ -228,6 +236,8 @@ def _kinds_of_folder(path: Path) -> list[str]:
         found.append("dcp")
     if any(path.glob(f"*{SUFFIX}")):
         found.append("safetensors")
+    if (path / binaries.INDEX).is_file():
+        return [*found, "torch"]
     return found + _kinds_of_files(_matching(path))
 
 
@@ -274,6 +284,8 @@ def _read(path: Path, found: Converted) -> Contents:
         return _read_safetensors(path)
     if found.from_kind == "xla":
         return _read_xla(path)
+    if (path / binaries.INDEX).is_file():
+        return _read_binaries(path)
     paths = [path] if path.is_file() else _matching(path)
     if found.from_kind != "ranks" and len(paths) != 1:
         raise coded(
@@ -363,6 +375,15 @@ def _nested(folder: Path, metadata: Metadata) -> tuple[Nested, Nested]:
         flat[name] = value
         set_element(found, path, value)
     return found, flat
+
+
+def _read_binaries(path: Path) -> Contents:
+    """Weights in several files."""
+    folder, names = binaries.files_of(path)
+    model: Nested = {}
+    for name in names:
+        model |= contents_of(read_file(folder / name), folder / name).model
+    return contents_of(model, path)
 
 
 def _read_xla(path: Path) -> Contents:

@@ -130,7 +130,7 @@ def replaced(folder: PathLike) -> dict[int, str]:
     Example::
 
         >>> fsdp2.checkpoint.replaced("run")
-        {300: 'by step 230, which goes on from step 200'}
+        {300: 'by step 230, which continues from step 200'}
     """
     return store_of(folder).replaced()
 

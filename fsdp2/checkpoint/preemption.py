@@ -1,9 +1,9 @@
-"""A signal that says that this machine will be taken away, and ranks that agree on when to leave.
+"""A signal before this machine is taken away, and ranks that agree on the step at which they leave.
 
 rank 0   step 7 │ step 8 │ step 9 │ saves step 9, leaves
 rank 1   step 7 │ step 8 │ step 9 │ saves step 9, leaves
              ▲           ▲
-      SIGTERM to rank 1  the sum that all ranks have started here says so, one boundary later
+      SIGTERM to rank 1  all ranks start a sum here, and read it one boundary later
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.ranks.channels import LostRankError, Vote
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-"""Schedulers send one of them before SIGKILL."""
+"""The signals that schedulers send before SIGKILL."""
 
 
 class Preemption:
-    """Inside, a signal to any rank lets all ranks leave together, at the end of the same step.
+    """A context in which, after a signal to any rank, all ranks can leave at the same step.
 
-    Schedulers send SIGTERM, or the signal that a job asks for, some time before SIGKILL: the grace
-    time. Inside, such a signal ends nothing. Call `agreed` at the end of every step, on every rank:
-    it is ``True`` on all of them at the same step, at most two steps after the signal. Save then,
-    and leave with a code that the scheduler knows. Signals that come meanwhile change nothing.
+    Schedulers send SIGTERM, or a signal that the job selects, some time before SIGKILL: the grace
+    time. In this context, such a signal does not end the process. Call `agreed` at the end of every
+    step, on every rank: it returns ``True`` on all ranks at the same step, at most two steps after
+    the signal. Then save, and exit with a code that the scheduler knows. Further signals have no
+    effect.
 
-    A call costs the sum of one number over a gloo group of its own, which runs during the next
-    step. A run without a `Preemption` pays nothing.
+    Each call sums one number over a separate gloo group, during the next step. A run without a
+    `Preemption` has no such cost.
 
     Args:
-        signals: that announce the end. Default: SIGTERM and SIGUSR1.
-        process_group: the ranks that call it, as of `save`. Default ``None``: the default process
+        signals: the signals that announce the end. Default: SIGTERM and SIGUSR1.
+        process_group: the ranks that call it, as for `save`. Default ``None``: the default process
             group; without one, this process.
 
     Attributes:
-        exit_code: 143, as of a process that SIGTERM has ended: what schedulers take for an end
-            that they have asked for.
+        exit_code: 143, the code of a process that SIGTERM ended. Schedulers recognize it as an end
+            that they requested.
 
     Raises:
-        CheckpointError: this rank has no part in ``process_group``.
+        CheckpointError: this rank is not in ``process_group``.
 
     Example::
 
@@ -71,28 +72,28 @@ class Preemption:
 
     @property
     def requested(self) -> bool:
-        """Whether this rank was told; what the others were told, `agreed` says."""
+        """Whether this rank got a signal or a `request`; `agreed` also covers the other ranks."""
         return self._is_requested
 
     def request(self) -> None:
-        """Say it without a signal: where a cloud tells by a file or an address that is polled.
+        """Request the end without a signal, for clouds that announce it in a file or at a URL.
 
-        From any thread.
+        You may call it from any thread.
         """
         self._is_requested = True
 
     def agreed(self) -> bool:
-        """Whether all ranks leave now. Every rank calls it, as often as the others.
+        """Return whether all ranks leave now. Every rank must call it, after the same steps.
 
         Raises:
-            CheckpointError: a rank is gone.
+            CheckpointError: a rank was lost.
         """
         if self._vote is None:
             self._vote = self._call.vote()
         return self._call.asked(self._vote, self._is_requested)
 
     def __enter__(self) -> Preemption:
-        """Take the signals, in the main thread; Python lets no other one: call `request` there."""
+        """Set signal handlers in the main thread; other threads must call `request`."""
         if threading.current_thread() is threading.main_thread():
             for number in self._signals:
                 before = signal.signal(number, self._take)
@@ -106,10 +107,10 @@ class Preemption:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give the signals back; without an exception all ranks do, so that none is asked still."""
+        """Restore the handlers; without an exception, all ranks do so, and no vote stays open."""
         self._given_back.close()
         if self._vote is not None and kind is None:
-            with suppress(LostRankError):  # nothing more is asked of it
+            with suppress(LostRankError):  # its answer is not needed
                 self._vote.finish()
 
     def _take(self, number: int, frame: FrameType | None) -> None:

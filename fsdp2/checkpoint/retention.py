@@ -126,7 +126,7 @@ class Stay:
 
 
 class Origins:
-    """Which step of a folder each model goes on from, between a load and the next save."""
+    """The step of a folder from which each model continues, between a load and the next save."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
@@ -144,7 +144,7 @@ class Origins:
                 known[name] = max(known[name], step)
 
     def forget(self, model: nn.Module) -> None:
-        """Take note that a model goes on from no step of any folder."""
+        """Record that a model continues from no step of any folder."""
         self._known.pop(model, None)
 
     def of(self, model: nn.Module, store: Store) -> int | None:
@@ -168,7 +168,7 @@ def branch(store: Store, step: int, origin: int | None) -> list[int]:
     left = left_behind(store, origin)
     newer = [each for each in store.steps() if each > step]
     if left:
-        store.replace(dict.fromkeys(left, f"by step {step}, which goes on from step {origin}"))
+        store.replace(dict.fromkeys(left, f"by step {step}, which continues from step {origin}"))
         LOG.warning(
             "step %d of '%s' goes on from step %d and replaces %s: load() finds these by their "
             "number alone from now on, and keep= removes them first",

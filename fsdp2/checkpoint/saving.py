@@ -458,7 +458,7 @@ _process = _Process()
 
 
 def note_load(model: nn.Module, store: Store, step: int) -> None:
-    """The next save of this model goes on from a step: what is newer there is replaced then."""
+    """The next save of this model continues from a step, and replaces newer ones."""
     _process.origins.loaded(model, store, step)
 
 
@@ -468,7 +468,7 @@ def forget_load(model: nn.Module) -> None:
 
 
 def end_saves() -> None:
-    """Wait for saves under way; what they have failed with is raised by the next save, not here."""
+    """Wait for running saves; the next save raises their errors, not this call."""
     _process.finish()
 
 

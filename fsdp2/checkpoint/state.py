@@ -123,7 +123,7 @@ def as_module(model: Models) -> nn.Module:
 
 
 def first_of(model: Models) -> nn.Module:
-    """Which of several models stands for all, where it is asked from which step they go on."""
+    """The one of several models that represents all in the record of continued steps."""
     return next(iter(model.values()), nn.Module()) if isinstance(model, Mapping) else model
 
 
@@ -342,13 +342,13 @@ class Differences:
         return {*self.missing, *self.reshaped, *self.retyped, *self.conflicting}
 
     def compare(self, name: str, value: Tensor, saved: object, cast: bool = False) -> bool:
-        """Whether ``value`` is of the shape and dtype that was saved; noted if not.
+        """Return whether ``value`` has the saved shape and dtype; if not, record it.
 
         Args:
-            name: of ``value``.
-            value: what is to be read into.
-            saved: what the index says.
-            cast: whether another floating-point dtype will do.
+            name: the name of ``value``.
+            value: the tensor that would receive the saved one.
+            saved: the entry of the index.
+            cast: whether another floating-point dtype is accepted.
         """
         if not isinstance(saved, TensorStorageMetadata) or tuple(value.shape) != tuple(saved.size):
             self.reshaped.append(name)
@@ -362,7 +362,7 @@ class Differences:
 
     @classmethod
     def over_ranks(cls, parts: Sequence[Differences]) -> Differences:
-        """Differences on any rank; unexpected ones are those on all."""
+        """Differences on any rank; unexpected names are those that no rank has."""
         unexpected = set(parts[0].unexpected).intersection(*(part.unexpected for part in parts))
         return cls(
             sorted({name for part in parts for name in part.missing}),

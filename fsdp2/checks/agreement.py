@@ -21,8 +21,8 @@ board repeatedly; it raises the failure that another rank claimed, and claims on
 The first claim counts, so that all raise the same sentence. A failure begins a new count of steps.
 
 Ranks may read of a failure elsewhere at different steps, but each step is taken by all of its ranks
-or by none; otherwise one would wait in a collective without end. The first of them that goes on, or
-gives up, settles the outcome for all. Those that went on raise at their next step.
+or by none; otherwise one would wait in a collective without end. The first of them that continues,
+or gives up, settles the outcome for all. Those that continued raise at their next step.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ class Agreement:
 
         Args:
             ranks: global ranks, this one among them.
-            step: what this rank is about to do.
-            timeout: seconds to wait for ranks of which nothing is heard.
+            step: the next step of this rank.
+            timeout: seconds to wait for silent ranks.
 
         Raises:
             RankMismatchError: a rank is about to do something else, has left or does not come.
@@ -215,7 +215,7 @@ class Agreement:
     def _trouble(
         self, meeting: _Meeting, missing: list[int], waited: float, timeout: float
     ) -> RankMismatchError | None:
-        """Why those who have come, or who have not, cannot be waited for."""
+        """The reason why this rank cannot wait for the others."""
         came = [meeting.key(rank) for rank in meeting.ranks if rank not in missing]
         if any(note != meeting.step.note for note in self.board.read(came)):
             return self._error(meeting)
@@ -256,7 +256,7 @@ class Agreement:
         self._give_up(meeting, self.board.claim(self._key(_FAILURE), _NONE, str(error)))
 
     def _give_up(self, meeting: _Meeting, sentence: str) -> None:
-        """Raise the failure; returns if another rank went on with the step, and so must this."""
+        """Raise the failure; returns if another rank continued with the step, as this one must."""
         if self.board.claim(meeting.key(_OUTCOME), "", _GIVEN_UP) != _TAKEN:
             self._raise(sentence)
 
@@ -284,7 +284,7 @@ class Agreement:
         )
 
     def _places(self, meeting: _Meeting) -> tuple[dict[int, str], dict[int, str | None]]:
-        """The notes of those who have come; and where each is, ``None`` where that is not known."""
+        """The notes of ranks that have arrived, and the position of each; ``None`` if unknown."""
         notes: dict[int, str] = {}
         places: dict[int, str | None] = {}
         for rank in meeting.ranks:

@@ -1,4 +1,4 @@
-"""``FSDP2_DEBUG``: what the environment asks of `fsdp2.debug`, read once."""
+"""``FSDP2_DEBUG``: the checks that the environment requests of `fsdp2.debug`, read once."""
 
 from __future__ import annotations
 

@@ -38,15 +38,15 @@ _FREED = ("out of bounds for storage of size 0", "its data is not allocated yet"
 """torch's words on a tensor whose storage has no memory (2.11 to 2.15)."""
 
 _OURS = " (torch: "
-"""In front of torch's words, where they have become a sentence."""
+"""Precedes torch's message in a reworded one."""
 
 _MOST = 3
-"""Parameters to name, where the code does not tell which one it is."""
+"""The number of parameters to name if the code does not show which one it is."""
 
 _Owned = tuple[ShardedParam, ParamGroup]
 
 _Known = dict[int, _Owned]
-"""By id of what is registered while a parameter is sharded: the parameter and its group."""
+"""By id of the registered object of a sharded parameter: the parameter and its group."""
 
 
 def explain(error: BaseException, units: Iterable[Unit]) -> None:
@@ -55,7 +55,7 @@ def explain(error: BaseException, units: Iterable[Unit]) -> None:
     Nothing happens to other exceptions, nor if the parameter is none of ours.
 
     Args:
-        error: what a forward raised.
+        error: the exception of a forward.
         units: those below the root.
     """
     if type(error) is not RuntimeError:
@@ -134,7 +134,7 @@ def _explain_freed_in(error: RuntimeError, nodes: Iterable[Node], units: Iterabl
 
 
 def _saved_by(node: Node) -> Iterator[torch.Tensor]:
-    """The tensors that a node has saved, without the hooks of those who packed some of them."""
+    """The tensors that a node has saved, without running saved-tensor hooks."""
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             try:

@@ -1,8 +1,8 @@
 """Parameter groups that check before they communicate: what `fsdp2.debug` switches on.
 
     start_unshard   agree, then gather
-    reduce          agree, reduce, look for NaN
-    reshard         look for writes to what is gathered, then free
+    reduce          agree, reduce, check for NaN
+    reshard         check for writes to unsharded parameters, then free
 
 The checks are a layer around groups (`fsdp2.core.schedule.layers`), which is there while something
 is checked: nothing asks in a step whether it is. The process has one `EnabledChecks` and, while
@@ -191,19 +191,19 @@ def _announce_exit() -> None:
 
 
 def _follow(groups: Sequence[GroupOperations]) -> Sequence[GroupOperations]:
-    """Let new groups check what is checked now."""
+    """Let new groups run the enabled checks."""
     return layered(groups, CheckedGroup, Checks.any_is_on())
 
 
 class CheckedGroup(Layer):
-    """A layer that agrees on a group's steps, looks at what was written and at gradients."""
+    """A layer that agrees on a group's steps, and checks for writes and gradients."""
 
     __slots__ = ()
 
     height = 2
 
     def start_unshard(self) -> None:
-        """Look at what was written, agree on the all-gather, then issue it."""
+        """Check for writes, agree on the all-gather, then launch it."""
         if self.state is GroupState.RESHARDED:
             self._refuse_written(stays=True)
         elif self.base.reuses_rows:
@@ -228,7 +228,7 @@ class CheckedGroup(Layer):
     def reduce(
         self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
     ) -> PendingReduction | None:
-        """Agree on the collectives, reduce, and look at what came out."""
+        """Agree on the collectives, reduce, and check the result."""
         settings = Checks.current()
         if settings.check_ranks:
             self._agree_on_reduction(jobs, all_reduce)
@@ -252,30 +252,30 @@ class CheckedGroup(Layer):
     # ---- contents
 
     def finish_unshard(self) -> None:
-        """Finish the all-gather, and note what it has brought."""
+        """Finish the all-gather, and record its result."""
         self.below.finish_unshard()
         if Checks.current().check_writes:
             self._note_contents()
 
     def take_back(self, stays: bool = True) -> None:
-        """Look at what was written while the group stayed gathered."""
+        """Check for writes while the group stayed unsharded."""
         self.below.take_back(stays)
         self._refuse_written(stays)
 
     def shard_smaller(self) -> None:
-        """Look at what was written, then free, and note which rows are left."""
+        """Check for writes, then free, and record the rows that are left."""
         self._refuse_written()
         self.below.shard_smaller()
         if self.state is GroupState.RESHARDED and self.base in Checks.contents:
             self._note_contents()
 
     def reshard(self) -> None:
-        """Look at what was written, then free."""
+        """Check for writes, then free."""
         self._refuse_written()
         self.below.reshard()
 
     def hide(self) -> None:
-        """Look at what was written, then register the shards."""
+        """Check for writes, then register the shards."""
         self._refuse_written()
         self.below.hide()
 
@@ -294,7 +294,7 @@ class CheckedGroup(Layer):
         return Contents([own for own, _ in pairs], [full for _, full in pairs])
 
     def _note_contents(self) -> Contents:
-        """Note what is there now; rows that are kept are of the shards that were gathered."""
+        """Record the present contents; kept rows belong to the gathered shards."""
         before, now = Checks.contents.get(self.base), self._contents()
         if before is not None and self.base.keeps_rows:
             Checks.contents[self.base] = Contents(before.shards, now.registered)
@@ -303,7 +303,7 @@ class CheckedGroup(Layer):
         return now
 
     def _refuse_lost(self) -> None:
-        """Raise on all ranks alike where a forward computes with rows of shards as they were."""
+        """Raise on all ranks if a forward computes with rows of older shards."""
         before, scheduler = Checks.contents.get(self.base), scheduler_of(unit_of(self.base))
         if before is None or scheduler is None or scheduler.iteration.in_backward:
             return  # backward computes with what forward has used
@@ -330,7 +330,7 @@ class CheckedGroup(Layer):
         """Raise on all ranks alike: each has its own rows.
 
         Args:
-            stays: whether what is gathered is used once more, so that shards count, too.
+            stays: whether the unsharded parameters are used again, so that shards count too.
         """
         before = Checks.contents.get(self.base)
         if before is None or self.state not in (GroupState.UNSHARDED, GroupState.RESHARDED):
@@ -389,7 +389,8 @@ class CheckedGroup(Layer):
             details["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
         details.update(self._flags(unit))
         if self.base.keeps_rows:
-            details["rows of an earlier gather"] = "used" if self.base.reuses_rows else "not used"
+            used = "used" if self.base.reuses_rows else "not used"
+            details["rows of an earlier all-gather"] = used
         what = f"the all-gather of '{self.base.name}' {moment}, {self._iteration()}"
         return Intent(what, details)
 
@@ -473,8 +474,8 @@ def _check_plans(name: str, plans: list[PlannedParam], options: GroupOptions) ->
 
     Args:
         name: of the modules, for the message.
-        plans: what is to become of their parameters.
-        options: what the user chose.
+        plans: the plans of their parameters.
+        options: the user's options.
     """
     if not Checks.current().check_ranks:
         return

@@ -15,7 +15,7 @@ per group.
 
 
 def _log_layout(root: str, units: Iterable[tuple[str, Sequence[GroupLayout]]]) -> None:
-    """Say what the units below a root hold.
+    """Log the contents of the units below a root.
 
     Args:
         root: name of its class.

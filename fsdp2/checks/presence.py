@@ -67,7 +67,7 @@ def _meet(group: ProcessGroup, device: torch.device, unit: str) -> None:
 
     Raises:
         RankMismatchError: a rank has not within the group's time-out, or has another backend.
-        CommunicationError: the store has gone.
+        CommunicationError: the store is not reachable.
     """
     announce(group, device)
     if _is_alone(group, device):

@@ -17,15 +17,18 @@ _DESCRIPTION = """Measure this machine: products, memory traffic, host time, and
   fsdp2 calibrate --output this_machine.json     a CPU, and gloo between its processes: two minutes
   torchrun --nproc-per-node 8 -m fsdp2 calibrate --device cuda --output node.json
 
-Measure at rest: other work on the machine is in the figures. On GPUs, collectives of one node are
-measured where torchrun started several ranks; what lies between nodes is taken from --base."""
+Run it on an idle machine, because other work changes the figures. On GPUs, collectives inside a
+node are measured if torchrun started several ranks; figures between nodes are taken from --base."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code: 0 measured, 2 wrong usage."""
     given = parser().parse_args(arguments)
     if not given.output.parent.is_dir():  # it is known before two minutes of measuring
-        return complain(PROG, f"'{given.output.parent}' is no folder; --output names a file in one")
+        return complain(
+            PROG,
+            f"'{given.output.parent}' is not a folder; --output takes a file in a folder",
+        )
     from fsdp2.planning.calibrate import measure_cpu, measure_gpu
     from fsdp2.planning.hardware import load, write
 
@@ -59,23 +62,27 @@ def parser() -> Parser:
         type=Path,
         default=Path("this_machine.json"),
         metavar="FILE",
-        help="what is written (this_machine.json)",
+        help="the file to write (this_machine.json)",
     )
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="what is measured (cpu)")
-    add("--base", default="h100", help="of GPUs: the machine whose other figures are taken (h100)")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="the device to measure (cpu)")
+    add(
+        "--base",
+        default="h100",
+        help="with --device cuda: the machine that other figures are taken from (h100)",
+    )
     add(
         "--ranks",
         type=counts,
         default=[1, 2, 4],
         metavar="N,N,…",
-        help="of a CPU: how many processes are measured at the same time (1,2,4)",
+        help="with --device cpu: numbers of processes that run at the same time (1,2,4)",
     )
     add(
         "--rounds",
         type=count,
         default=1,
         metavar="N",
-        help="of a CPU: each figure is the median of these (1)",
+        help="with --device cpu: rounds, whose median is each figure (1)",
     )
     made.add_json()
     return made

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 PROG = "fsdp2 checkpoint"
 
-SUMMARY = "look after checkpoints"
+SUMMARY = "manage checkpoints"
 
 COMMANDS = {
-    "ls": "list steps with their sizes, and what is replaced or half-done",
+    "ls": "list steps with their sizes, replaced steps, and unfinished saves",
     "show": "list names, shapes and dtypes of a step",
-    "verify": "read every byte, and name the files that are not what was saved",
+    "verify": "read every byte, and list the files that have changed since the save",
     "export": "write a step as a new folder of safetensors files, for Hugging Face's libraries",
-    "convert": "make a checkpoint of another kind, one block of a tensor at a time",
-    "rm": "remove steps, or what is half-done; asks before it does",
+    "convert": "convert a checkpoint to another format, one block of a tensor at a time",
+    "rm": "remove steps, or unfinished saves; asks first",
 }
 
 KINDS = ("steps", "dcp", "torch", "fsdp1", "ranks", "xla", "safetensors")
@@ -52,27 +52,31 @@ def parser() -> Parser:
     made = Parser(PROG, "Folders of steps that fsdp2.checkpoint.save wrote.")
     below = subparsers(made, COMMANDS)
     for name in ("ls", "show", "verify", "rm", "export"):
-        text = "what save() was given: a folder, or a URL as s3://bucket/run"
+        text = "the folder passed to save(), or a URL such as s3://bucket/run"
         below[name].add_argument("folder", metavar="FOLDER", help=text)
     below["show"].add_argument("--step", type=step, help="the step (the newest)")
     below["verify"].add_argument("--step", type=step, help="the step (all of them)")
     add = below["export"].add_argument
     add("out", type=Path, metavar="OUT", help="the new folder")
     add("--step", type=step, help="the step (the newest)")
-    add("--dtype", choices=DTYPES, help="of floating-point tensors (as saved)")
-    add("--shard-size", default="5GB", metavar="SIZE", help="of one file, at most (5GB)")
+    add("--dtype", choices=DTYPES, help="dtype of floating-point tensors (as saved)")
+    add("--shard-size", default="5GB", metavar="SIZE", help="maximum size of one file (5GB)")
     add = below["convert"].add_argument
     add("source", metavar="SOURCE", help="a file, a folder, or a pattern of the ranks' files")
-    add("target", type=Path, metavar="TARGET", help="what is made; nothing is there yet")
-    add("--from", dest="from_kind", choices=KINDS, help="the source's kind (recognised)")
-    add("--to", dest="to_kind", choices=KINDS, help="the target's kind (by its name)")
-    add("--step", type=step, help="of the source; or the step to make")
-    add("--ranks", type=count, default=1, help="files that --to xla makes (1)")
+    add("target", type=Path, metavar="TARGET", help="the file or folder to create")
+    add("--from", dest="from_kind", choices=KINDS, help="the source's kind (default: recognized)")
+    add("--to", dest="to_kind", choices=KINDS, help="the target's kind (default: by its name)")
+    add("--step", type=step, help="the step of the source, or the step to create")
+    add("--ranks", type=count, default=1, help="number of files for --to xla (1)")
+    text = "prefix to remove from names, such as DDP's 'module.' (none)"
+    add("--strip-prefix", default="", metavar="PREFIX", help=text)
     add = below["rm"].add_argument
     chosen = below["rm"].add_mutually_exclusive_group(required=True)
-    text = "this step; several are named by --step 100 --step 200"
+    text = "this step; repeat the option for several steps"
     chosen.add_argument("--step", type=step, action="append", help=text)
-    chosen.add_argument("--unfinished", action="store_true", help="what crashes left half-done")
+    chosen.add_argument(
+        "--unfinished", action="store_true", help="the data that crashes left unfinished"
+    )
     add("--yes", action="store_true", help="do not ask")
     return made
 
@@ -107,7 +111,7 @@ def _ls(given: argparse.Namespace) -> int:
     for number, why in found.replaced.items():
         print(f"replaced: step {number}, {why}")
     for name in found.unfinished:
-        print(f"half-done: {name}")
+        print(f"unfinished: {name}")
     return code
 
 
@@ -197,7 +201,7 @@ def _verify(given: argparse.Namespace) -> int:
         print("\n".join(wrong))
     else:
         what = "1 step" if len(checked) == 1 else f"{len(checked)} steps"
-        print(f"{what}, every byte as it was saved")
+        print(f"{what}, every byte is unchanged")
     return PROBLEM if wrong else DONE
 
 
@@ -238,6 +242,7 @@ def _convert(given: argparse.Namespace) -> int:
             to_kind=given.to_kind,
             step=given.step,
             ranks=given.ranks,
+            strip_prefix=given.strip_prefix,
             progress=line.bytes,
         )
     if given.json:
@@ -258,9 +263,9 @@ def _rm(given: argparse.Namespace) -> int:
     store = store_of(given.folder)
     doomed = store.unfinished() if given.unfinished else _checked(given)
     if not doomed:
-        return complain(f"{PROG} rm", f"'{store}' has nothing that is half-done")
+        return complain(f"{PROG} rm", f"'{store}' has no unfinished data")
     if not given.yes and not _asked(f"remove {', '.join(map(str, doomed))} of '{store}'"):
-        return complain(f"{PROG} rm", "nothing was removed; pass --yes to remove it unasked")
+        return complain(f"{PROG} rm", "nothing was removed; pass --yes to remove without asking")
     gone: list[str] = []
     with ProgressLine(f"rm {given.folder}") as line:
         for each in [None] if given.unfinished else given.step:

@@ -82,8 +82,8 @@ def parser() -> Parser:
     made = Parser(PROG, _DESCRIPTION, CODES)
     add = made.add_argument
     add("--skip-self-test", action="store_true", help="start no processes")
-    add("--ranks", type=count, default=2, metavar="N", help="of the self-test on the CPU (2)")
-    text = "after which a self-test fails (60)"
+    add("--ranks", type=count, default=2, metavar="N", help="ranks of the self-test on the CPU (2)")
+    text = "time after which a self-test fails (60)"
     add("--timeout", type=positive, default=60.0, metavar="SECONDS", help=text)
     made.add_json()
     return made
@@ -138,7 +138,7 @@ def visible() -> Iterator[Check]:
             detail = backend if works else f"{backend} is not built into this torch"
             yield Check(f"backend of {device}", _judged(works), detail)
     told = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)]
-    yield Check("environment", "-", ", ".join(told) or "sets nothing of fsdp2, NCCL or gloo")
+    yield Check("environment", "-", ", ".join(told) or "no variable of fsdp2, NCCL or gloo is set")
 
 
 def _accelerator() -> str | None:
@@ -192,13 +192,13 @@ def told(outcome: SelfTest) -> str:
     from fsdp2.tracing.summaries import amount
 
     how = {
-        "packed": "parameters are packed: each gather is one all-gather and a copy into place",
+        "packed": "parameters are packed: each unit takes one all-gather and one copy",
         "coalesced": "parameters are coalesced: each all-gather writes them into place",
         "local": "one rank holds all parameters: nothing is sent",
     }.get(outcome.transport, f"parameters are gathered {outcome.transport}")
-    beside = "on streams of its own, beside compute"
+    beside = "on separate streams, at the same time as compute"
     if outcome.device == "cpu":
-        beside = "by threads of the backend, as a CPU has no streams"
+        beside = "in threads of the backend, because a CPU has no streams"
     return (
         f"A first step with {outcome.title}\n"
         f"  {how}\n"

@@ -43,10 +43,13 @@ def parser(found: dict[str, str]) -> Parser:
         PROG, "List the examples; with a name, run one.", "\n".join(["examples:", *lines])
     )
     made.add_argument(
-        "name", nargs="?", choices=list(found), metavar="NAME", help="the example that runs"
+        "name", nargs="?", choices=list(found), metavar="NAME", help="the example to run"
     )
     made.add_argument(
-        "arguments", nargs="*", metavar="ARGUMENT", help="its own, with --help among them"
+        "arguments",
+        nargs="*",
+        metavar="ARGUMENT",
+        help="arguments of the example, including --help",
     )
     made.add_json()
     return made

@@ -52,8 +52,10 @@ def _parser() -> Parser:
         below = getattr(module, "COMMANDS", {})
         lines += [] if below else [f"  {name:<20}{module.SUMMARY}"]
         lines += [f"  {f'{name} {each}':<20}{text}" for each, text in below.items()]
-    lines += ["", "fsdp2 COMMAND --help has the options of a command.", CODES]
-    text = "Sharded training with PyTorch: plan it, look at it, check it."
+    lines += ["", "fsdp2 COMMAND --help shows the options of a command.", CODES]
+    text = "Sharded training with PyTorch: plan steps, inspect timelines, manage checkpoints."
     parser = Parser("fsdp2", text, "\n".join(lines))
-    parser.add_argument("command", choices=NAMES, metavar="COMMAND", help="one of those below")
+    parser.add_argument(
+        "command", choices=NAMES, metavar="COMMAND", help="one of the commands below"
+    )
     return parser

@@ -31,7 +31,9 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         version = f"fsdp2 {fsdp2.__version__}"
-        self.add_argument("--version", action="version", version=version, help="print it")
+        self.add_argument(
+            "--version", action="version", version=version, help="print the version and exit"
+        )
 
     def error(self, message: str) -> NoReturn:
         """Leave with `USAGE`, a sentence on stderr."""

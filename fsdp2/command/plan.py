@@ -71,9 +71,9 @@ def parser() -> Parser:
     )
     add = made.add_argument
     add("model", nargs="?", help="one of --list; or module:function, which returns a Plan")
-    add("--list", action="store_true", help="print the known models and machines, and leave")
+    add("--list", action="store_true", help="print the known models and machines, and exit")
     add("--hardware", default="h100", help="one of --list, or a file of fsdp2 calibrate (h100)")
-    add("--ranks", type=count, metavar="N", default=8, help="ranks in all (8)")
+    add("--ranks", type=count, metavar="N", default=8, help="total number of ranks (8)")
     add(
         "--replicate",
         type=count,
@@ -86,10 +86,10 @@ def parser() -> Parser:
         type=count,
         metavar="N",
         default=1,
-        help="sequences of one micro-batch on one rank (1)",
+        help="sequences per micro-batch and rank (1)",
     )
-    add("--seq-len", type=count, metavar="N", help="tokens of one sequence (the model's)")
-    add("--grad-accum", type=count, metavar="N", default=1, help="micro-batches of one step (1)")
+    add("--seq-len", type=count, metavar="N", help="tokens per sequence (the model's)")
+    add("--grad-accum", type=count, metavar="N", default=1, help="micro-batches per step (1)")
     add("--reduce-each", action="store_true", help="reduce gradients after every micro-batch")
     add(
         "--activation-checkpointing",
@@ -103,14 +103,22 @@ def parser() -> Parser:
         "--reshard-after-forward",
         choices=["always", "never"],
         default="always",
-        help="whether blocks are freed between forward and backward (always)",
+        help="whether blocks are resharded between forward and backward (always)",
     )
-    add("--prefetch-window", type=count, metavar="N", default=1, help="units gathered ahead (1)")
+    add(
+        "--prefetch-window",
+        type=count,
+        metavar="N",
+        default=1,
+        help="units that are prefetched (1)",
+    )
     add("--precision", choices=["bf16", "fp32"], default="bf16", help="compute dtype (bf16)")
     add("--clip-grad-norm", type=positive, metavar="NORM", help="clip gradients to this norm")
     add("--cpu-offload", action="store_true", help="keep shards and optimizer in CPU memory")
     add("--fit", action="store_true", help="search for the fastest settings that fit")
-    add("--memory", type=positive, metavar="GB", help="of one rank, for --fit (the device's)")
+    add(
+        "--memory", type=positive, metavar="GB", help="memory of one rank, for --fit (the device's)"
+    )
     add("--trace", type=Path, metavar="FILE", help="write the step as a timeline")
     add("--show", type=Path, metavar="PAGE", help="write an HTML page that shows the step")
     made.add_json()

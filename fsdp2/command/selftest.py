@@ -53,7 +53,7 @@ class SelfTest:
         seconds: from the first process to the end of the last.
         problem: what went wrong, in a sentence; "" where all is well.
         difference: the largest one of a parameter to the unsharded model's, after the step.
-        transport: how parameters were gathered, as of `fsdp2.GroupReport`.
+        transport: how parameters were gathered, as in `fsdp2.GroupReport`.
         gathered_bytes: of all-gathers of the step.
         reduced_bytes: of reduce-scatters of the step.
     """

@@ -10,7 +10,7 @@ from fsdp2.command.output import ProgressLine, print_json, print_text
 
 PROG = "fsdp2 trace"
 
-SUMMARY = "look at timelines of steps"
+SUMMARY = "inspect timelines of steps"
 
 COMMANDS = {
     "view": "write an HTML page that shows timelines on one axis, and print its path",

@@ -5,7 +5,7 @@
     ValueError: fully_shard got an empty list; pass at least one module [empty-list]
     error.code == "empty-list"                  an entry of docs/errors.md, and its address there
 
-A code names one message for good, whatever the message says in a later version.
+A code names one message permanently, also if a later version changes its text.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ _WRAPPED = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 def clean(name: str) -> str:
-    """A full name as it was before torch.compile, checkpoint wrappers and FSDP1's."""
+    """A full name without the parts of torch.compile, checkpoint wrappers and FSDP1."""
     return clean_as_fsdp1(name.replace(_COMPILED, ""))
 
 

@@ -26,7 +26,7 @@ P = ParamSpec("P")
 class Notice(Generic[P]):
     """That something happens in core: calls functions of rooms above, in the order of `add`.
 
-    They may raise, which ends what was about to happen.
+    They may raise, which prevents the operation.
 
     Attributes:
         functions: all of them; empty where no room above core was imported.

@@ -53,7 +53,7 @@ class Stateful(Protocol):
     """An object whose state goes to peers: a scheduler, a scaler, an `fsdp2.optim.EMA`."""
 
     def state_dict(self) -> Nested:
-        """The state that it needs to go on."""
+        """The state that it needs to continue."""
 
     def load_state_dict(self, state_dict: Nested, /) -> object:
         """Take that over."""
@@ -98,7 +98,7 @@ class Contents:
 
     @torch.no_grad()
     def value(self) -> Nested:
-        """All of it; tensors are views, but for buffers and small ones.
+        """All contents; tensors are views, except buffers and small ones.
 
         Raises:
             CheckpointError: ``model`` does not have a parameter of an optimizer's.

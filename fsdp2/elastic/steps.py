@@ -156,8 +156,8 @@ class Steps:
         """End the step: step the optimizers if all ranks of this group had all averages.
 
         Returns:
-            Whether they stepped. If not, all is as it was when the step began, but for buffers that
-            the forward has written and generators of random numbers.
+            Whether they stepped. If not, the state is that of the begin of the step, except buffers
+            that the forward has written and random number generators.
         """
         if not self.manager.should_commit():
             self.drop()
@@ -191,7 +191,7 @@ class Steps:
     def drop(self) -> None:
         """Make all as it was before the step: `commit` calls it where a step does not count.
 
-        Gradients, sums that wait for an all-reduce and what is under way are dropped. With
+        Gradients, sums that wait for an all-reduce, and running reductions are dropped. With
         ``torchft.Optimizer``, which steps or not by itself, call it after an exception.
         """
         schedulers: dict[Scheduler, None] = {}

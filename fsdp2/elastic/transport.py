@@ -44,8 +44,9 @@ class ShardTransport:
     A group that joins fetches parameters, buffers, optimizer states and ``states`` while others
     compute. Nothing is gathered, no hook runs, no unit changes its state. The rank that is fetched
     from needs memory for one piece of 4 MiB and a copy of the buffers; the one that fetches needs
-    host memory for its shards, until they are in place. Pieces have checksums; a broken connection
-    goes on where it broke. Before parameters are written, reads end: `disallow_checkpoint`.
+    host memory for its shards, until they are in place. Pieces have checksums; after a
+    broken connection, the transfer continues. Before parameters are written, reads end
+    (`disallow_checkpoint`).
 
     Args:
         model: sharded inside the group, in all groups alike.

@@ -21,8 +21,8 @@ def is_writer(manager: Manager, model: nn.Module) -> bool:
 
     Args:
         manager: whose step was committed.
-        model: that is saved. If another group writes, this group's next save goes on from there,
-            and replaces no steps (`fsdp2.checkpoint.replaced`).
+        model: the saved model. If another group writes, this group's next save continues from
+            there, and replaces no steps (`fsdp2.checkpoint.replaced`).
 
     Example::
 

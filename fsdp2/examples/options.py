@@ -303,7 +303,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_checkpoints(parser)
     add("--seed", type=seed, default=0, help="fixes weights and data order")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add("--threads", type=count, help="CPU threads a rank (default: the CPUs, shared out)")
+    add("--threads", type=count, help="CPU threads per rank (default: CPUs / ranks)")
     add(
         "--timeout",
         type=seconds,
@@ -316,7 +316,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="h100",
         metavar="HARDWARE",
-        help="print what a step would take on a machine (default: h100; or a file), and leave",
+        help="print a step's time and memory on a machine (default: h100; or a file), and exit",
     )
     add(
         "--trace",

@@ -138,13 +138,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=Path, metavar="FOLDER", help="MNIST's four files, as they are or unpacked")
     add("--use_gradient_checkpointing", action="store_true", help="recompute blocks in backward")
     add("--compute_dtype", choices=list(DTYPES), default="float32")
-    add("--batch_size", type=count, default=64, help="images a step, over all ranks (64)")
+    add("--batch_size", type=count, default=64, help="images per step, over all ranks (64)")
     add("--drop_last", action="store_true", help="leave out what fills no batch: done always")
     add("--num_epochs", type=count, default=10, help="times through the images (10)")
     add("--lr", type=rate, default=0.05, help="learning rate of the first step (0.05)")
     add("--ckpt_prefix", metavar="PATH", help="what the files of ranks begin with, to keep them")
     add("--nproc", type=count, help="processes to start (2)")
-    add("--threads", type=count, help="CPU threads a rank (default: the CPUs, shared out)")
+    add("--threads", type=count, help="CPU threads per rank (default: CPUs / ranks)")
     add("--seed", type=count, default=1, help="fixes weights, split and order of images (1)")
     return parser
 
@@ -318,7 +318,7 @@ def run(options: Options, digits: Digits) -> Result:
         dtype = str(options.compute_dtype).removeprefix("torch.")
         print(
             f"{len(digits.labels):,} images to train on, {len(digits.held_out_labels):,} held out; "
-            f"{numel:,} parameters, {dtype}, {options.threads} thread(s) a rank\n{how}",
+            f"{numel:,} parameters, {dtype}, threads per rank: {options.threads}\n{how}",
             flush=True,
         )
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True)

@@ -184,8 +184,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--image_size", type=count, default=224, help="pixels a side (224)")
     add("--min_crop", type=share, default=0.08, help="least area of a crop in training (0.08)")
     add("--no_flip", action="store_true", help="mirror no images in training")
-    add("--batch_size", type=count, default=256, help="images a step, over all ranks (256)")
-    add("--test_set_batch_size", type=count, default=64, help="images a forward of a rank (64)")
+    add("--batch_size", type=count, default=256, help="images per step, over all ranks (256)")
+    add("--test_set_batch_size", type=count, default=64, help="images per forward and rank (64)")
     add("--drop_last", action="store_true", help="leave out what fills no batch: done always")
     add("--num_epochs", type=count, default=90, help="times through the images (90)")
     add("--eval_interval", type=count, default=1, help="epochs from evaluation to evaluation (1)")
@@ -201,10 +201,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpoint", type=Path, metavar="FOLDER", help=f"save here; the last {KEEP} stay")
     add("--checkpoint_interval", type=count, default=1, help="epochs from save to save (1)")
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
-    add("--num_workers", type=not_negative, help="processes a rank that read images")
+    add("--num_workers", type=not_negative, help="processes per rank that read images")
     add("--nproc", type=count, help="processes to start (2, or one a GPU)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add("--threads", type=count, help="CPU threads a rank (default: the CPUs, shared out)")
+    add("--threads", type=count, help="CPU threads per rank (default: CPUs / ranks)")
     add("--seed", type=seed, default=1, help="fixes weights, order and crops (1)")
     return parser
 
@@ -531,7 +531,7 @@ def _facts(run: Run, epochs: int) -> dict[str, Any]:
 
 
 def resume(run: Run) -> int:
-    """Load the newest checkpoint, if there is one to go on from; the number of epochs done.
+    """Load the newest checkpoint, if there is one to continue from; the number of epochs done.
 
     Raises:
         UsageError: it is of a run with other flags or images.
@@ -570,7 +570,7 @@ def _print_start(run: Run, how: str, start: int) -> None:
         f"{len(images.train):,} images to train on, {len(images.held_out):,} held out, "
         f"{len(images.train.classes):,} classes; {options.model} with {numel:,} parameters, "
         f"{str(options.compute_dtype).removeprefix('torch.')}, {options.world_size} rank(s) on "
-        f"{options.device}, {options.threads} thread(s) each\n{how}"
+        f"{options.device}, threads per rank: {options.threads}\n{how}"
     )
     if start:
         _print(f"resumed from {options.checkpoint} behind epoch {start}")

@@ -489,7 +489,7 @@ def _print_start(run: Run) -> None:
     print(
         f"{options.preset}: {sum(p.numel() for p in run.params):,} parameters{trained}, "
         f"{options.precision}, {options.world_size} rank(s){mesh} on {options.device}{offloaded} "
-        f"over {options.backend}{wire}, {options.threads} thread(s) each\n"
+        f"over {options.backend}{wire}, threads per rank: {options.threads}\n"
         f"{corpus.source}: {corpus.num_files:,} files, {corpus.train.numel():,} bytes to train on, "
         f"{corpus.held_out.numel():,} held out\n"
         f"{options.steps} steps of {options.batch_size} x {options.seq_len} tokens in "
@@ -513,7 +513,7 @@ def _print_end(
         ("held-out loss, final", f"{final_loss:.4f} nats"),
         ("held-out loss, uniform guess", f"{math.log(run.options.model.vocab_size):.4f} nats"),
         ("training speed", f"{tokens_per_second:,.0f} tokens/s"),
-        ("parameters, gradients, optimizer: a rank", f"{rank} ({share:.1%})"),
+        ("parameters, gradients, optimizer: per rank", f"{rank} ({share:.1%})"),
         ("parameters, gradients, optimizer: unsharded", unsharded),
         ("peak memory of rank 0", reporting.format_bytes(reporting.peak_memory(run.device))),
     ]

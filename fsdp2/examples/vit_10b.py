@@ -225,9 +225,9 @@ def print_plan(plan: Plan, title: str) -> None:
         sums = (sum(getattr(unit, field) for unit in units) for field in fields)
         return (name, f"{sum(unit.numel for unit in units):,}", *map(_gib, sums))
 
-    header = ("unit, GiB a rank", "parameters", "shards", "gradients", "AdamW", "all", "gathered")
+    header = ("unit, GiB per rank", "parameters", "shards", "gradients", "AdamW", "all", "gathered")
     rows = [
-        row("blocks.0, as each", [block]),
+        row("each block", [block]),
         row(f"{count} blocks", plan.units[:-1]),
         row("(root)", [root]),
         row("model", plan.units),
@@ -237,11 +237,11 @@ def print_plan(plan: Plan, title: str) -> None:
     print(
         f"One process would hold {_gib(whole * (2 + ADAMW_STATES))} GiB; each of "
         f"{plan.world_size} ranks holds {_gib(plan.total('state'))}.\n"
-        f"While it is made, at most {_gib(plan.construction)} GiB: shards "
-        f"{_gib(plan.total('shards'))}, one block {_gib(plan.largest.whole)}, the root's own "
-        f"{_gib(root.whole)}.\n"
-        f"In a step, at most {_gib(plan.gathered)} GiB gathered besides: {BLOCKS_AT_A_TIME} blocks "
-        f"and the root.\nActivations and gradients that are not reduced yet come on top.",
+        f"During construction, at most {_gib(plan.construction)} GiB: shards "
+        f"{_gib(plan.total('shards'))}, one block {_gib(plan.largest.whole)}, parameters of "
+        f"the root {_gib(root.whole)}.\n"
+        f"In a step, at most {_gib(plan.gathered)} GiB more is gathered: {BLOCKS_AT_A_TIME} blocks "
+        f"and the root.\nActivations and unreduced gradients take additional memory.",
         flush=True,
     )
 
@@ -255,7 +255,7 @@ def _gib(count: int) -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """A run, complete. `batch_size` images a step, over all ranks."""
+    """A run, complete. `batch_size` images per step, over all ranks."""
 
     size: str
     image: int | None  # pixels a side; None: the size's own
@@ -292,12 +292,12 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     add("--world-size", type=_count, help="ranks of --plan (default: 128)")
     add("--nproc", type=_count, help="processes to start (default: 2)")
     add("--steps", type=_count, default=2, help="optimizer steps (default: 2)")
-    add("--batch-size", type=_count, help="images a step, over all ranks (default: 4 or more)")
+    add("--batch-size", type=_count, help="images per step, over all ranks (default: 4 or more)")
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="dtype of compute")
     add("--lr", type=float, default=1e-4, help="learning rate (default: 1e-4)")
     add("--seed", type=int, default=0, help="fixes weights and images")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add("--threads", type=_count, help="CPU threads a rank (default: the CPUs, shared out)")
+    add("--threads", type=_count, help="CPU threads per rank (default: CPUs / ranks)")
     args = parser.parse_args(argv)
     if args.world_size is not None and not args.plan:
         parser.error("--world-size belongs to --plan; --nproc says how many processes to start")
@@ -504,7 +504,7 @@ def _print_construction(options: Options, made: Made, device: torch.device, show
         return
     print(
         f"{options.size}: {plan.total('numel'):,} parameters, {options.precision}, "
-        f"{options.world_size} rank(s) on {device.type}, {options.threads} thread(s) each; "
+        f"{options.world_size} rank(s) on {device.type}, threads per rank: {options.threads}; "
         f"made in {made.seconds:.1f} s, whole {reporting.format_bytes(plan.total('whole'))}"
     )
     form = reporting.format_bytes

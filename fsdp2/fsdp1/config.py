@@ -230,8 +230,8 @@ class StateDictSettings:
 
     Args:
         state_dict_type: full or sharded.
-        state_dict_config: of the model's.
-        optim_state_dict_config: of the optimizer's.
+        state_dict_config: the options of the model's.
+        optim_state_dict_config: the options of the optimizer's.
     """
 
     state_dict_type: StateDictType

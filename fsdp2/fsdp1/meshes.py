@@ -85,7 +85,7 @@ def mesh_of(
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: both are given, or they have not as many dims as the strategy needs; or as of
+        ValueError: both are given, or the number of dims is not that of the strategy; or as for
             `node_mesh`.
     """
     if process_group is not None and device_mesh is not None:

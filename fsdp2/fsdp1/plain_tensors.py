@@ -58,8 +58,8 @@ class PlainTensors:
         """Give this thread its own switch back.
 
         Returns:
-            Whether that was the last thread: all is as before. Until then other meshes go on
-            refusing, as one thread cannot reach another's switch.
+            Whether that was the last thread: all is as before. Until then other meshes still
+            refuse, because one thread cannot reach another's switch.
         """
         if threading.get_ident() in self._on:
             self._on.remove(threading.get_ident())

@@ -129,8 +129,8 @@ def check_plan(plan: WrapperPlan) -> None:
     """Raise what the wrappers would that are to be made; changes nothing.
 
     Raises:
-        TypeError: as of `fully_shard`; ``param_init_fn`` cannot be called.
-        ValueError: as of `fully_shard`; a module cannot be initialized.
+        TypeError: as for `fully_shard`; ``param_init_fn`` cannot be called.
+        ValueError: as for `fully_shard`; a module cannot be initialized.
     """
     wrappers = list(plan.all())
     modules = {each.module for each in wrappers}

@@ -94,7 +94,7 @@ class Hold:
         self._register(self.full)
 
     def _whole(self, source: torch.Tensor | None) -> torch.Tensor | None:
-        """A whole tensor in memory of its own.
+        """A full tensor in separate memory.
 
         Args:
             source: the sharded parameter, or what the context around holds here.
@@ -137,7 +137,7 @@ class Hold:
         return _cast_to(around, self._settings.dtype)
 
     def _moved(self, source: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
-        """A plain tensor, whole where this context holds it.
+        """A plain tensor, full if this context holds it.
 
         Args:
             source: what is whole in the context around, if there is one and it is so here.
@@ -194,7 +194,7 @@ class Hold:
 
     @torch.no_grad()
     def write(self, has_gradient: bool) -> None:
-        """Write what the body left to where this context has it from, in place.
+        """Write the contents after the body back to their source, in place.
 
         Args:
             has_gradient: whether there is one to write, on ranks that hold the parameter.
@@ -272,7 +272,7 @@ class Hold:
             _put(grad, target, _cast_to(target.dtype, self._settings.dtype))
 
     def close(self) -> None:
-        """Register what was registered before."""
+        """Register the earlier parameters again."""
         if self.outer is None:
             reshard_unless_hidden(self.selected.group)
         self._register(self._before)
@@ -297,13 +297,13 @@ def _parameter(param: ShardedParam, whole: torch.Tensor) -> nn.Parameter:
 
 
 def _own(whole: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``whole`` in memory of its own: on one rank it may be the rows themselves."""
+    """``whole`` in separate memory: on one rank it may be the rows themselves."""
     same = whole.untyped_storage()._cdata == rows.untyped_storage()._cdata
     return whole.clone() if same else whole
 
 
 def _cast_to(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """``wanted`` for floating-point tensors; others stay what they are."""
+    """``wanted`` for floating-point tensors; others keep their dtype."""
     return wanted if wanted is not None and own.is_floating_point else own
 
 

@@ -64,7 +64,7 @@ class _Item:
     """One tensor of a model.
 
     Attributes:
-        names: its full names, several where it is tied.
+        names: its full names, several if it is tied.
         tensor: a sharded parameter, another parameter, or a buffer.
         selected: of a sharded parameter.
         required: whether a state dict has it.
@@ -216,7 +216,7 @@ def require_writable(model: nn.Module, function: str) -> None:
         function: that will write, for the message.
 
     Raises:
-        ShardingStateError: a forward, a backward or `gathered` is under way.
+        ShardingStateError: a forward, a backward or `gathered` is running.
     """
     selection = selected_params(model, recurse=True)
     require_idle(selection, function)

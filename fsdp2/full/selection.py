@@ -120,7 +120,7 @@ def chosen(selection: Sequence[SelectedParam], names: Names) -> list[SelectedPar
 
 
 def require_idle(selection: Iterable[SelectedParam], function: str) -> None:
-    """Raise if a forward or a backward of one of the units is under way.
+    """Raise if a forward or a backward of one of the units is running.
 
     Raises:
         ShardingStateError: it is.
@@ -150,7 +150,7 @@ def require_memory(selection: Iterable[SelectedParam]) -> None:
 
 
 def reshard_unless_hidden(group: ParamGroup) -> None:
-    """Let the sharded parameters be registered; what is hidden stays for who may read it."""
+    """Register the sharded parameters; hidden ones stay for graphs that read them."""
     if group.state is not HIDDEN:
         operations_of(group).reshard()
 
@@ -225,7 +225,7 @@ class MeshRanks:
                 broadcast_from_first(line.group, flat)
 
     def scratch(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for what is spread: the same at each call, of the size of the largest so far."""
+        """Memory for the tensors that are sent: reused by each call, with the largest size."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if self._scratch is None or self._scratch.numel() < nbytes:
             self._scratch = None

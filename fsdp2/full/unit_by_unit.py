@@ -138,7 +138,7 @@ def _stream(
 
 
 def _meet(ranks: MeshRanks, steps: int) -> None:
-    """Every rank is here, and the model is what it was."""
+    """Check that every rank is here, and that the model is unchanged."""
     found = ranks.largest([_HERE if steps == OptimizerSteps.ended else _CHANGED])[0]
     if found == _CHANGED:
         raise coded(

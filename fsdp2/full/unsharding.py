@@ -109,7 +109,7 @@ class ParamLevels:
 
         Args:
             whole: on the first rank; ``None`` elsewhere.
-            like: this rank's rows as they are: of the right shape.
+            like: this rank's present rows, which have the right shape.
         """
         shapes = self._shapes(like)
         dtype = like.dtype
@@ -325,7 +325,7 @@ def _chunks_order(dim: int, size: int) -> Callable[[Sequence[int]], bool]:
 
 
 def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that make up a local tensor; itself where it is plain."""
+    """The plain tensors that make up a local tensor; itself if it is plain."""
     if isinstance(tensor, DTensor):
         return leaves_of(tensor._local_tensor)
     if not is_extended(tensor):
@@ -371,7 +371,7 @@ def rebuilt(
 
 
 def _inner(tensor: torch.Tensor) -> list[str]:
-    """Names of the attributes that hold what a tensor subclass wraps."""
+    """Names of the attributes that hold the inner tensors of a tensor subclass."""
     if is_traceable_wrapper_subclass(tensor):
         names: list[str] = list(tensor.__tensor_flatten__()[0])
         return names

@@ -1,4 +1,4 @@
-"""How clients of torch's own FSDP2 recognize a module that fsdp2 sharded, and what they can read.
+"""How clients of torch's FSDP2 recognize a module that fsdp2 sharded, and the state they can read.
 
     pipelining and others ask for                      and find
     isinstance(m, torch.distributed.fsdp.FSDPModule)   TorchIdentity, a base of our FSDPModule
@@ -145,7 +145,7 @@ class ParamStandIn(_StandIn):
 
     @property
     def param_dtype(self) -> torch.dtype | None:
-        """``None`` where it is gathered in its own dtype."""
+        """``None`` if it is gathered in its own dtype."""
         chosen = compute_dtype(self._group._group.options, self._param)
         return None if chosen == self._param.dtype else chosen
 
@@ -387,7 +387,7 @@ class GroupStandIn(_StandIn):
         """Nothing to do: a group follows dtypes and ``requires_grad`` itself."""
 
     def post_backward(self, *unused: object) -> None:
-        """Reduce what waits, and free, as the unit's flags say; for schedules without autograd."""
+        """Reduce waiting gradients and free, by the unit's flags; for other schedules."""
         record = self._record
         if record.scheduler is not None:
             record.scheduler.finalize_unit(record.unit)
@@ -494,7 +494,7 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
 
     @_training_state.setter
     def _training_state(self, value: object) -> None:
-        """IDLE may be set where it is so: clients do it before they move a model."""
+        """Accept IDLE if the unit is idle: clients set it before they move a model."""
         scheduler = self._record.scheduler
         busy = scheduler is not None and scheduler.is_running
         if self._adopted_by is None and (busy or value is not _common.TrainingState.IDLE):

@@ -95,20 +95,20 @@ _replaced: dict[tuple[str, str], object] = {}  # (holder, name): what was there
 
 
 def install() -> None:
-    """Let ``torch.distributed.fsdp.fully_shard`` and its companions be fsdp2's, process-wide.
+    """Replace ``torch.distributed.fsdp.fully_shard`` and related names by fsdp2's, process-wide.
 
     Frameworks and scripts written for torch's FSDP2 then run on fsdp2 unchanged. Call it on every
-    rank, before they import those names; ``python -m fsdp2.run script.py`` does. Modules that are
-    sharded already stay as they are. Calling it again changes nothing.
+    rank, before they import those names; ``python -m fsdp2.run script.py`` does so. Modules that
+    are already sharded do not change. A second call has no effect.
 
-    Python processes that this one starts from now on install as well, however they are started:
-    a folder of fsdp2's in front of ``PYTHONPATH`` sees to it. One that is given an environment of
-    its own, or none (``python -E``), does not. Ranks of both kinds then raise at the first forward.
-    Workers of Ray do, by a setup hook, whatever their environment.
+    Python processes that this one starts afterwards also install fsdp2, because ``install``
+    prepends one of fsdp2's folders to ``PYTHONPATH``. A process with its own ``PYTHONPATH``, or
+    without the environment (``python -E``), does not. If only some ranks have fsdp2, they raise at
+    the first forward. Workers of Ray install it by a setup hook, in any environment.
 
     Warns:
-        UserWarning: modules that imported torch's ``fully_shard`` before, and go on calling it. The
-            message names them. Or ``ray.init()`` ran before.
+        UserWarning: modules imported torch's ``fully_shard`` earlier, and still use it; the message
+            names them. Or ``ray.init()`` ran earlier.
 
     Example::
 
@@ -128,19 +128,19 @@ def install() -> None:
     if missed:
         warnings.warn(
             f"torch's FSDP was imported before fsdp2.install() by {', '.join(missed)}, which will "
-            f"go on using it; call install() before that import, or start the script with "
+            f"continue to use it; call install() before that import, or start the script with "
             f"python -m fsdp2.run",
             stacklevel=2,
         )
 
 
 def uninstall() -> None:
-    """Undo `install`: every name is what it was. Modules sharded meanwhile go on working.
+    """Undo `install`: restore every name. Modules that fsdp2 has sharded still work.
 
-    Processes that were started meanwhile stay installed.
+    Processes that were started in the meantime keep fsdp2.
     """
     for holder, name in _held_names():
-        if getattr(holder, name) is OURS[name]:  # else somebody else has replaced it since
+        if getattr(holder, name) is OURS[name]:  # otherwise other code has replaced it since
             torchs = TORCHS_NAMES.get(name, WRAPPER_NAMES.get(name))
             before = _replaced.get((holder.__name__, name), torchs)
             setattr(holder, name, before)
@@ -159,7 +159,7 @@ def _leave_unmanaged(name: str) -> None:
 
 
 def _held_names() -> Iterator[tuple[ModuleType, str]]:
-    """Every name of torch's, in every holder that has been imported."""
+    """Every name of torch, in every holder that has been imported."""
     for path in HOLDERS:
         holder = sys.modules.get(path)
         if holder is not None:

@@ -23,7 +23,7 @@ _WRAPPER: Any = getattr(fsdp, "FullyShardedDataParallel", nn.Module)
 WRAPPER_NAMES: dict[str, object] = {
     name: getattr(fsdp, name) for name in fsdp.__all__ if name not in TORCHS_NAMES
 }
-"""The names that torch exports for its FSDP1, as they were before `fsdp2.install`."""
+"""The names that torch exports for its FSDP1, from before `fsdp2.install`."""
 
 with contextlib.suppress(ImportError):  # in the torch to come
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -53,7 +53,7 @@ def is_torchs_wrapper(module: object) -> bool:
 
 
 class _NotOurs:
-    """Stands in the place of a method of torch's wrapper that ours has not."""
+    """Replaces a method of torch's wrapper that fsdp2's wrapper does not have."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -92,14 +92,14 @@ class Hardware:
     """A type of machine: nodes of equal devices.
 
     Attributes:
-        name: of the device.
+        name: the name of the device.
         device: "cuda" for devices whose lanes run asynchronously to the host, or "cpu".
         backend: the backend of collectives: "nccl", "nccl2" or "gloo".
-        memory: bytes of a device.
-        reserved: bytes of it that no tensor gets: the driver's context, the backend's buffers.
+        memory: bytes of memory per device.
+        reserved: bytes of it that tensors cannot use: the driver's context, the backend's buffers.
         rounding: an allocation's size is rounded up to a multiple of this number of bytes.
-        peak_flops: by dtype, per second, according to the vendor; for MFU.
-        flops: by dtype, per second, as a large matrix product attains.
+        peak_flops: FLOPs per second by dtype, according to the vendor; for MFU.
+        flops: FLOPs per second by dtype that a large matrix product attains.
         bandwidth: bytes per second that kernels attain on the device's memory.
         kernel: seconds of the shortest kernel.
         host_op: seconds of the host per operator.
@@ -109,7 +109,7 @@ class Hardware:
         link_latency: seconds of a round in a node.
         network: bytes per second that a node sends to others, over all its devices.
         network_latency: seconds of a round between nodes.
-        shared: whether the ranks of a node share its cores: all rates are then those of the node.
+        shared: whether the ranks of a node share its cores; all rates are then those of the node.
         sources: the sources of the figures, by name.
         cores: the number of cores that the ranks of a node share; 0: they do not.
         measured: tables, which replace rates if present.
@@ -177,9 +177,9 @@ class Hardware:
         Args:
             kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all", which sends as much
                 as an all-gather of the same bytes; others count as all-gathers.
-            nbytes: of the whole tensor.
+            nbytes: bytes of the full tensor.
             ranks: global ranks of the group.
-            world: ranks in all; those of a node share the network.
+            world: the total number of ranks; those of a node share the network.
         """
         size = len(ranks)
         if size == 1:
@@ -195,7 +195,7 @@ class Hardware:
         return rounds * latency + seconds
 
     def nodes(self, ranks: tuple[int, ...]) -> int:
-        """How many nodes these ranks are on."""
+        """The number of nodes of these ranks."""
         return len({rank // self.node for rank in ranks})
 
     def traffic(self, kind: str, nbytes: int, ranks: tuple[int, ...]) -> tuple[float, float]:

@@ -25,7 +25,7 @@ class Moment:
         live: bytes of tensors on the device.
         rounded: bytes that the allocator reserves for them.
         categories: live bytes by category.
-        unit: whose operation ran last; "" for none.
+        unit: the unit whose operation ran last; "" for none.
         phase: "forward", "backward" or "optimizer".
         operation: the name of that operation.
         note: index in `Recording.notes`.
@@ -41,7 +41,7 @@ class Moment:
 
     @property
     def where(self) -> str:
-        """The moment in words."""
+        """A description of the moment."""
         if self.phase == "optimizer":
             return "the optimizer's step"
         if not self.phase:
@@ -55,7 +55,7 @@ class Memory:
     """A step's memory.
 
     Attributes:
-        peak: the moment of most live bytes.
+        peak: the moment with the most live bytes.
         before: the memory allocated between steps.
         host: the peak in CPU memory: offloaded shards and their gradients and states.
     """

@@ -50,7 +50,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Settings:
-    """How a model is trained; what `Plan.with_` changes and `Plan.fit` searches.
+    """How a model is trained: the settings that `Plan.with_` changes and `Plan.fit` varies.
 
     Attributes:
         mesh: ranks: ``(shard,)`` or ``(replicate, shard)``.
@@ -59,7 +59,7 @@ class Settings:
         reduce_each: whether they are reduced in every micro-batch, so that unsharded gradients are
             not kept.
         reshard_after_forward: as for `fully_shard`, for units below the root.
-        kept: names of units that stay unsharded from forward to backward, whatever it is.
+        kept: names of units that stay unsharded from forward to backward in any case.
         reshard_after_backward: ``False``: gathered once per step, and not resharded after forward
             either.
         window: units that are prefetched (`FSDPModule.set_prefetch_window`).
@@ -84,7 +84,7 @@ class Settings:
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """The total number of ranks."""
         return self.mesh[0] * (self.mesh[1] if len(self.mesh) > 1 else 1)
 
 

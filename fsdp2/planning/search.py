@@ -61,8 +61,8 @@ class Fit(Generic[P]):
 
     @property
     def fitting(self) -> list[P]:
-        """Those that fit, the fastest first; among those within 0.5 % of it, the one with least
-        memory first.
+        """The plans that fit, the fastest first; of those within 0.5 % of it, the one with least
+        memory comes first.
         """
         found = [plan for plan in self.tried if _peak(plan) <= self.room]
         most = max((plan.tokens_per_second for plan in found), default=0.0)
@@ -75,7 +75,7 @@ class Fit(Generic[P]):
 
     @property
     def best(self) -> P | None:
-        """The first of `fitting`; ``None`` where none fits."""
+        """The first of `fitting`; ``None`` if none fits."""
         found = self.fitting
         return found[0] if found else None
 
@@ -107,7 +107,7 @@ def search(
 
 
 class _Search(Fit[P]):
-    """A search under way."""
+    """A running search."""
 
     def __init__(self, room: int, limit: int, progress: Progress | None) -> None:
         super().__init__(room, [])

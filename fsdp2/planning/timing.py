@@ -38,19 +38,19 @@ class Timing(Replay):
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a step, of one rank.
+    """The times of a step on one rank, in seconds.
 
     Attributes:
-        step: from begin to end.
-        compute: of the user's operators, on the device.
-        copies: of the engine's casts and copies, on the lane that computes.
-        communication: of all collectives, hidden or not.
-        exposed: of communication for which compute stands still.
-        host: how long compute stands still otherwise: the host is late, or has work of its own.
-        stragglers: how long it waits for slower ranks, on average.
-        forward: of the user's operators in forward.
-        backward: the same in backward.
-        optimizer: the same in the optimizer's step.
+        step: the whole step.
+        compute: the user's operators, on the device.
+        copies: the engine's casts and copies, on the compute lane.
+        communication: all collectives, hidden or not.
+        exposed: the communication for which compute waits.
+        host: the time for which compute is idle because of the host.
+        stragglers: the time for which it waits for slower ranks, on average.
+        forward: the user's operators in forward.
+        backward: the user's operators in backward.
+        optimizer: the user's operators in the optimizer's step.
     """
 
     step: float
@@ -70,14 +70,14 @@ class UnitTimes:
     """The times of a unit per step, in seconds, over all micro-batches.
 
     Attributes:
-        name: of the unit.
-        compute: of its operators.
-        gathers: how often it is gathered.
-        gather: of its all-gathers.
-        gather_exposed: how long compute waits for them.
-        reduction: of its reduce-scatters and all-reduces.
-        reduction_exposed: how long compute waits for them.
-        nbytes: of its collectives, of full tensors.
+        name: the unit's name.
+        compute: its operators.
+        gathers: the number of its all-gathers.
+        gather: its all-gathers.
+        gather_exposed: the time for which compute waits for them.
+        reduction: its reduce-scatters and all-reduces.
+        reduction_exposed: the time for which compute waits for them.
+        nbytes: the bytes of its collectives, counted as full tensors.
     """
 
     name: str

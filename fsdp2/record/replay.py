@@ -55,7 +55,7 @@ class Stall(NamedTuple):
         on: the lane of the event.
         label: the order that this makes.
         start: when the lane came to it.
-        end: when it went on.
+        end: when it continued.
         behind: index of the span of the last operation before the event; -1: none.
         iteration: number of the step, from 0.
     """

@@ -45,11 +45,11 @@ def aliases_in(module: nn.Module) -> Iterator[tuple[Alias, nn.Parameter]]:
 
 
 def refuse_gradients(param: nn.Parameter, unit: str) -> None:
-    """Let a backward raise whose gradient comes to what a parameter was before it was sharded.
+    """Make a backward raise if its gradient reaches a parameter from before it was sharded.
 
     Args:
         param: the object from before; its own hooks are elsewhere by now.
-        unit: name of the unit that manages it, for a message where that is gone.
+        unit: name of the unit that manages it, for a message after that was deleted.
     """
     reference = weakref.ref(param)
 

@@ -56,7 +56,7 @@ def check_groups(
 
     Args:
         name: of the unit's modules.
-        plans: what is to become of their parameters.
+        plans: the plans of their parameters.
         options: of the groups to be.
         compare: whether those are told who compare what ranks have.
     """
@@ -153,7 +153,7 @@ def _smaller_group(axes: MeshAxes, size: int | None) -> SmallerGroup | None:
 
 
 def choose_reshard(record: UnitRecord, value: bool | int) -> None:
-    """Choose what a unit's forward does at its end, as ``reshard_after_forward`` says it.
+    """Set the end of a unit's forward according to ``reshard_after_forward``.
 
     Args:
         record: the unit's.
@@ -171,7 +171,7 @@ def choose_reshard(record: UnitRecord, value: bool | int) -> None:
 
 
 def process_group(group: ParamGroup) -> ProcessGroup | None:
-    """The process group of the shard axis; ``None`` where nothing is sharded."""
+    """The process group of the shard axis; ``None`` if nothing is sharded."""
     return group.collectives.group
 
 

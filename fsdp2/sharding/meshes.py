@@ -36,12 +36,12 @@ from fsdp2.core.params.param import is_extended
 
 @dataclass(frozen=True)
 class FSDPMeshInfo:
-    """A mesh and which of its dims are data parallel; what a `ShardPlacementResult` carries.
+    """A mesh and its data-parallel dims, for `ShardPlacementResult`.
 
     Args:
         mesh: 1-D or 2-D device mesh.
-        shard_mesh_dim: the dim that parameters are sharded over.
-        replicate_mesh_dim: the dim that holds copies; ``None`` (default): none.
+        shard_mesh_dim: the dim over which parameters are sharded.
+        replicate_mesh_dim: the dim over which they are replicated; ``None`` (default): none.
 
     Example::
 
@@ -158,7 +158,7 @@ def node_mesh(
         device: of this rank, on which the default process group communicates.
         unset: the ranks of a node where the variable is not set; ``None``: that is an error.
         caller: what messages begin with.
-        way_out: what they say to pass instead.
+        way_out: the alternative that the messages name.
         names: of the mesh's dims.
 
     Raises:
@@ -196,7 +196,7 @@ def _node_mesh(
 
 
 def mesh_of_groups(groups: tuple[tuple[int, ...], ...]) -> DeviceMesh:
-    """A 1-D mesh over this rank's of several groups, which know nothing of each other.
+    """A 1-D mesh over this rank's group of several independent groups.
 
     All ranks of the default process group must call it together. The same groups get one mesh.
 

@@ -41,13 +41,13 @@ PlacementFn = Callable[[nn.Parameter], Placed]
 
 
 def whole_below(numel: int, otherwise: PlacementFn | None = None) -> PlacementFn:
-    """A ``shard_placement_fn`` that leaves small parameters whole on every rank.
+    """Return a ``shard_placement_fn`` that replicates small parameters on every rank.
 
     They are never gathered, and their gradients are all-reduced together, once per backward.
 
     Args:
-        numel: parameters of fewer elements stay whole.
-        otherwise: what places the others. ``None`` (default): the default placements.
+        numel: parameters with fewer elements are replicated.
+        otherwise: the ``shard_placement_fn`` of others. ``None`` (default): default placements.
 
     Raises:
         ValueError: ``numel`` is negative.
@@ -233,7 +233,7 @@ def _check_renormalised(name: str, entries: list[NamedEntry]) -> None:
 
 
 def _check_memory(params: dict[str, torch.Tensor]) -> None:
-    """Two parameters over the same memory (`.data` assigned) would go apart once sharded."""
+    """Raise for two parameters over the same memory, which sharding would split."""
     taken: dict[int, list[tuple[int, int, str]]] = {}
     for name, param in params.items():
         if param.is_meta or not param.numel() or is_extended(param):

@@ -1,4 +1,4 @@
-"""State dicts that hold shards, whenever they are taken; and what a load has put in their place.
+"""State dicts that hold shards at any time, and parameters that a load has replaced.
 
 groups ── watch_state_dicts ──> hooks of the modules that register their parameters
   save   gathered parameters are exchanged for the shards, without communication
@@ -95,7 +95,7 @@ class _OutsideInference(threading.local):
 
 
 def _is_in_use(group: ParamGroup) -> bool:
-    """Whether a forward or a backward is under way that may read what is gathered of a group."""
+    """Whether a running forward or backward may read the unsharded parameters of a group."""
     if group.state is SHARDED and group.offload is None:
         return False
     for unit in all_units():
@@ -121,7 +121,7 @@ class _Shown:
         self._places: dict[int, list[tuple[str, ShardedParam]]] = {}  # by id of the module
 
     def put_into(self, state: dict[str, object], module: nn.Module, prefix: str) -> None:
-        """Exchange what was taken of the gathered parameters that ``module`` registers.
+        """Replace unsharded parameters of ``module`` in the state dict by shards.
 
         Another thread may take it while units are gathered and freed: not the group's state counts,
         but what each value is.

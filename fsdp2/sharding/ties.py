@@ -4,7 +4,7 @@
     strays            where units below register what the call takes
     join, take_strays one more entry of a parameter, once the call has its groups
 
-`fsdp2.core.modules.ties` has what a forward does where parameters were moved since.
+`fsdp2.core.modules.ties` handles parameters that were moved before a forward.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Simulation:
         check: called after every step with this object and what was done.
 
     Attributes:
-        active: units whose forward or backward is under way.
+        active: units whose forward or backward is running.
         calls: forwards whose backward is still to come, the oldest first.
     """
 
@@ -406,7 +406,7 @@ class Simulation:
     # ---- what is gathered
 
     def gathered_ahead(self, kept: Collection[Unit] = ()) -> list[Unit]:
-        """Units that are gathered though they are neither under way nor kept on request.
+        """Units that are gathered although they are neither running nor kept on request.
 
         Args:
             kept: more that are kept, whatever their flags say now.
@@ -429,7 +429,7 @@ class Simulation:
         return [unit for unit in ahead if unit not in kept]
 
     def _is_in_use(self, unit: Unit) -> bool:
-        """Whether it is under way, or kept."""
+        """Whether it is running, or kept."""
         # Of a backward that skips it: it takes it along all the same.
         under_way = unit in self.active or unit.phase is Phase.BACKWARD
         return under_way or not (unit.frees_after_forward and unit.reshard_after_backward)

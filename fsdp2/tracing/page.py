@@ -105,7 +105,7 @@ def _compared(letter: str, first: Summary, second: Summary) -> str:
     for name, one, other in compared(first, second):
         if name == "peak memory" and one:
             told.append(f"a peak of {amount(other)} for {amount(one)} ({other / one:.2f} x)")
-    return f"{letter} against {LETTERS[0]}, a step: {', '.join(told)}."
+    return f"{letter} against {LETTERS[0]}, per step: {', '.join(told)}."
 
 
 def _run(timeline: Timeline, number: int, compares: bool) -> dict[str, object]:

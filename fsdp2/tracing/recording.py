@@ -310,7 +310,7 @@ class Tracer(Notes):
     def awaited(
         self, event: int, label: str, wait: Callable[[], object], since: Stamp | None
     ) -> float:
-        """The host waits for a collective, and compute stands still; returns when it went on."""
+        """The host waits for a collective, and compute is idle; returns when it continued."""
         if not self._hosts:  # else compute's slice has ended
             self.close()
         start = self.clock.host() if since is None else since

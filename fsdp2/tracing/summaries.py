@@ -271,8 +271,11 @@ class Difference:
                 values = [0.0 if row is None else getattr(row, key) for row in (first, second)]
                 if any(values):
                     rows.append([f"{known.unit} {key}", *_pair(values[0], values[1], steps)])
-        head = [self.first.title or "first", self.second.title or "second", "second / first"]
-        return "\n".join([*table(["a step", *head], totals), "", *table(["unit", *head], rows)])
+        titles = [self.first.title or "first", self.second.title or "second"]
+        if titles[0] == titles[1]:
+            titles = [f"{titles[0]} ({which})" for which in ("first", "second")]
+        head = [*titles, "second / first"]
+        return "\n".join([*table(["per step", *head], totals), "", *table(["unit", *head], rows)])
 
 
 def diff(a: Source, b: Source) -> Difference:

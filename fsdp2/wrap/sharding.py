@@ -130,7 +130,7 @@ class ShardReport:
             notes += ["offloaded"] if unit.offloaded else []
             lines.append(
                 f"  {' + '.join(unit.names):{width}}  {unit.num_params:>4} parameters"
-                f"  {unit.numel:>13,} elements  {unit.shard_bytes:>13,} bytes a rank  "
+                f"  {unit.numel:>13,} elements  {unit.shard_bytes:>13,} bytes per rank  "
                 f"{', '.join(notes)}"
             )
         if self.ignored:

@@ -339,7 +339,7 @@ class XlaFullyShardedDataParallel(WrapperModule):
             The norm before clipping: shape ``()``, the same on all ranks of the group.
 
         Raises:
-            ValueError: ``groups`` are others, or as of `fsdp2.clip_grad_norm_`.
+            ValueError: ``groups`` are others, or as for `fsdp2.clip_grad_norm_`.
 
         Example::
 

@@ -33,7 +33,7 @@ def made(seed: int = 0) -> nn.Module:
     return Tied()
 
 
-def _write(folder: Path, state: dict[str, Any], files: int) -> None:
+def write_bins(folder: Path, state: dict[str, Any], files: int) -> None:
     """As ``save_pretrained(safe_serialization=False)`` does."""
     folder.mkdir()
     if files == 1:
@@ -53,7 +53,7 @@ def _write(folder: Path, state: dict[str, Any], files: int) -> None:
 def test_a_folder(tmp_path: Path, files: int, dtype: torch.dtype) -> None:
     """With an index, without, and by the file; cast, tied, with buffers and empty tensors."""
     model = made().to(dtype)
-    _write(tmp_path / "out", dict(model.state_dict()), files)
+    write_bins(tmp_path / "out", dict(model.state_dict()), files)
     paths = [tmp_path / "out"]
     paths.append(
         next(iter(sorted(paths[0].glob("*.json")))) if files > 1 else paths[0] / "pytorch_model.bin"
@@ -92,7 +92,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "view.bin")
     with raises("bins-view"):
         checkpoint.load_pretrained(model, tmp_path / "view.bin")
-    _write(tmp_path / "out", dict(model.state_dict()), 2)
+    write_bins(tmp_path / "out", dict(model.state_dict()), 2)
     (tmp_path / "out" / "pytorch_model-00002-of-00002.bin").unlink()
     with raises("tensors-missing"):
         checkpoint.load_pretrained(model, tmp_path / "out")

@@ -11,7 +11,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -29,6 +33,7 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp2 import checkpoint, fully_shard, shard_model
 from fsdp2.checkpoint.converting import kind_of
+from tests.common.errors import raises
 from tests.common.workers import run_on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -176,10 +181,15 @@ def test_a_step_of_two_ranks_is_converted(tmp_path: Path) -> None:
 
 
 def _torchs_fsdp2(folder: Path) -> dict[str, Tensor]:
-    """Saves by DCP, and a file of torch.save a rank; then loads what was converted."""
+    """Saves by DCP, a file of torch.save per rank, and one full file."""
     model, optimizer = built("torch")
     train(model, optimizer)
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    names = ("model", "optimizer")
+    full = dict(zip(names, get_state_dict(model, optimizer, options=options), strict=True))
+    state = dict(zip(names, get_state_dict(model, optimizer), strict=True))
+    if dist.get_rank() == 0:
+        torch.save(full, folder / "full.pt")
     dcp.save(state, checkpoint_id=folder / "dcp")
     if dist.get_rank() == 0:
         (folder / "ranks").mkdir()
@@ -199,13 +209,14 @@ def _torchs_fsdp2_loads(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", ["dcp", "ranks"])
+@pytest.mark.parametrize("kind", ["dcp", "ranks", "full.pt"])
 def test_torchs_fsdp2(kind: str, tmp_path: Path) -> None:
     expected = run_on_ranks(2, _torchs_fsdp2, tmp_path)[0]
-    assert kind_of(tmp_path / kind) == kind
+    assert kind_of(tmp_path / kind) == {"full.pt": "torch"}.get(kind, kind)
     checkpoint.convert(tmp_path / kind, tmp_path / "run", to_kind="steps", step=1)
-    for found in run_on_ranks(2, _loads, tmp_path / "run", "sharded"):
-        assert_same(found, expected)
+    for ranks in (2, 3):
+        for found in run_on_ranks(ranks, _loads, tmp_path / "run", "sharded"):
+            assert_same(found, expected)
     checkpoint.convert(tmp_path / "run", tmp_path / "plain", to_kind="dcp")
     for found in run_on_ranks(2, _torchs_fsdp2_loads, tmp_path / "plain"):
         assert_same(found, expected)
@@ -287,14 +298,58 @@ def test_torchs_fsdp1(kind: str, tmp_path: Path) -> None:
     expected = run_on_ranks(2, _fsdp1_saves, tmp_path)[0]
     assert kind_of(tmp_path / kind) == {"full.pt": "torch"}.get(kind, kind)
     checkpoint.convert(tmp_path / kind, tmp_path / "run", to_kind="steps", step=1)
-    for found in run_on_ranks(2, _loads, tmp_path / "run", "sharded"):
-        assert_same(found, expected)
+    for ranks in (2, 3):
+        for found in run_on_ranks(ranks, _loads, tmp_path / "run", "sharded"):
+            assert_same(found, expected)
     if kind == "ranks":
         return
     back, way = tmp_path / "back", "full" if kind == "full.pt" else "sharded"
     checkpoint.convert(tmp_path / "run", back, to_kind="fsdp1" if way == "full" else "dcp")
     for found in run_on_ranks(2, _fsdp1_loads, back, way):
         assert_same(found, expected)
+
+
+def _ddp_saves(folder: Path) -> dict[str, Tensor]:
+    """Saves what the wrapper's state dict has, names of its optimizer, and a script's own names."""
+    model, optimizer = built("whole")
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    train(wrapped, optimizer)
+    if dist.get_rank() == 0:
+        named = torch.optim.AdamW(wrapped.named_parameters(), lr=0.1)
+        named.load_state_dict(optimizer.state_dict())
+        state = {"model": wrapped.state_dict(), "optimizer": named.state_dict()}
+        torch.save(state, folder / "wrapped.pt")
+        names = dict(zip(("model", "optimizer"), get_state_dict(wrapped, optimizer), strict=True))
+        torch.save(names, folder / "names.pt")
+    return whole(model, optimizer)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("file", "prefix"), [("wrapped.pt", "module."), ("names.pt", "")])
+def test_ddp(file: str, prefix: str, tmp_path: Path) -> None:
+    """With a buffer, and with names in the optimizer."""
+    expected = run_on_ranks(2, _ddp_saves, tmp_path)[0]
+    options = {"to_kind": "steps", "step": 1, "strip_prefix": prefix}
+    checkpoint.convert(tmp_path / file, tmp_path / "run", **options)
+    for found in run_on_ranks(3, _loads, tmp_path / "run", "sharded"):
+        assert_same(found, expected)
+
+
+@pytest.mark.extended
+def test_a_full_optimizer_is_saved_by_one_process(tmp_path: Path) -> None:
+    """As the page about DDP does: what only numbers name is loaded, and saved as a step."""
+    model, optimizer = built("whole")
+    train(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a")
+    with raises("ckpt-optimizer-numbers"):
+        checkpoint.convert(tmp_path / "a", tmp_path / "run", to_kind="steps", step=1)
+    other, others = built("whole", seed=3)
+    content = torch.load(tmp_path / "a", weights_only=True)
+    other.load_state_dict(content["model"])
+    others.load_state_dict(content["optimizer"])
+    checkpoint.save(tmp_path / "run", other, others, step=1)
+    for found in run_on_ranks(3, _loads, tmp_path / "run", "sharded"):
+        assert_same(found, whole(model, optimizer))
 
 
 @pytest.mark.parametrize("how", ["sharded"])

@@ -241,7 +241,7 @@ def test_a_branch_wins(run: str, caplog: pytest.LogCaptureFixture) -> None:
     assert "step 230 of" in caplog.text
     assert "goes on from step 200 and replaces [300]" in caplog.text
     assert checkpoint.steps(run) == [100, 200, 230]
-    assert checkpoint.replaced(run) == {300: "by step 230, which goes on from step 200"}
+    assert checkpoint.replaced(run) == {300: "by step 230, which continues from step 200"}
     assert checkpoint.unfinished(run) == []
     assert loaded(run) == 230
     assert loaded(run, step=300) == 300
@@ -430,7 +430,7 @@ def test_ls_says_what_is_replaced(run: str, capsys: pytest.CaptureFixture[str]) 
     saved(run, 230, _rolled_back(run))
     main(["ls", run])
     said = capsys.readouterr().out
-    assert "replaced: step 300, by step 230, which goes on from step 200" in said
+    assert "replaced: step 300, by step 230, which continues from step 200" in said
     assert store_of(run).steps() == [100, 200, 230]
 
 

@@ -255,7 +255,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size = sum(p.stat().st_size for p in (tmp_path / "step-00000004").iterdir())
     size -= (tmp_path / "step-00000004" / "manifest.json").stat().st_size
     assert re.search(rf"^4 +{re.escape(amount(size))} +2 +1 +yes +-$", said, re.MULTILINE)
-    assert "half-done: .saving-step-00000005" in said
+    assert "unfinished: .saving-step-00000005" in said
     assert main(["ls", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["unfinished"] == [".saving-step-00000005"]

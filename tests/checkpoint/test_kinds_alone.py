@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import entries, files
@@ -27,6 +29,7 @@ from fsdp2.checkpoint.converting import KINDS, kind_of
 from fsdp2.checkpoint.entries import Entry, Piece
 from fsdp2.command.checkpoint import main
 from fsdp2.xla.shards import FORMAT
+from tests.checkpoint.test_checkpoint_binaries import write_bins
 from tests.checkpoint.test_checkpoint_crashes import Recorder, crashes
 from tests.common.errors import raises
 
@@ -177,6 +180,63 @@ def test_a_numbered_optimizer(named: bool, tmp_path: Path) -> None:
     train(other, found, seed=9)
     checkpoint.load(tmp_path / "run", other, found)
     assert_same(everything(other, found), everything(model, optimizer))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_file_of_ddp(named: bool, tmp_path: Path) -> None:
+    """Names without "module."; also those of the optimizer, if it has any."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    wrapped = nn.ModuleDict({"module": model})  # has the names of DistributedDataParallel
+    params = wrapped.named_parameters() if named else wrapped.parameters()
+    optimizer = torch.optim.AdamW(params, lr=0.1)
+    train(model, optimizer, seed=0)
+    state = {"model": wrapped.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 4}
+    torch.save(state, tmp_path / "one.pt")
+    run = ["convert", str(tmp_path / "one.pt"), str(tmp_path / "run"), "--to", "steps"]
+    assert main([*run, "--step", "7", "--strip-prefix", "module."]) == 0
+    other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    found = torch.optim.AdamW(other.parameters(), lr=0.5)
+    assert checkpoint.load(tmp_path / "run", other, found).extra == {"epoch": 4}
+    assert_same(everything(other, found), everything(model, optimizer))
+    assert found.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_weights_in_several_files(files: int, tmp_path: Path) -> None:
+    """As DeepSpeed's zero_to_fp32.py and ``save_pretrained`` write them; among other files."""
+    model, _ = made()
+    write_bins(tmp_path / "weights", dict(model.state_dict()), files)
+    if files > 1:
+        torch.save({"lr": 0.1}, tmp_path / "weights" / "training_args.bin")
+        assert kind_of(tmp_path / "weights") == "torch"
+    checkpoint.convert(tmp_path / "weights", tmp_path / "run", to_kind="steps", step=0)
+    other, _ = made(seed=1)
+    checkpoint.load(tmp_path / "run", other)
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_files_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model and optimizer apart, joined as the page about FSDP1 does: two files, or two folders."""
+    page = Path(__file__).parents[2] / "docs" / "migration" / "fsdp1.md"
+    text = page.read_text(encoding="utf-8")
+    code = text[text.index("import torch\nfrom torch.distributed.checkpoint.format_utils") :]
+    imports, full, sharded = re.split(r"^# [A-Z]+_STATE_DICT.*$", code.split("```")[0], flags=re.M)
+    model, optimizer = made()
+    train(model, optimizer, seed=0)
+    states = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    monkeypatch.chdir(tmp_path)
+    Path("old").mkdir()
+    torch.save(states["model"], "old/pytorch_model_fsdp.bin")
+    torch.save(states["optimizer"], "old/optimizer.bin")
+    dcp.save({"model": states["model"]}, checkpoint_id="old/pytorch_model_fsdp_0")
+    dcp.save({"optimizer": states["optimizer"]}, checkpoint_id="old/optimizer_0")
+    for step, part in enumerate((full, sharded)):
+        exec(imports + part, {})
+        checkpoint.convert("full.pt", "run", to_kind="steps", step=step)
+        Path("full.pt").unlink()
+        other, others = made(seed=5)
+        checkpoint.load("run", other, others, step=step)
+        assert_same(everything(other, others), everything(model, optimizer))
 
 
 def test_a_step_by_its_path_and_by_its_number(saved: Any, tmp_path: Path) -> None:
@@ -418,7 +478,7 @@ def wrong_sources(entry: str) -> Callable[[Make], Make]:
     return add
 
 
-@pytest.mark.parametrize("number", range(19))
+@pytest.mark.parametrize("number", range(22))
 def test_wrong_sources(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written, and no code is run."""
     monkeypatch.chdir(tmp_path)
@@ -431,7 +491,7 @@ def test_wrong_sources(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_all_wrong_sources_are_tried() -> None:
-    assert len(WRONG) == 19
+    assert len(WRONG) == 22
 
 
 @wrong_sources("ckpt-kind-none")
@@ -502,6 +562,24 @@ def _two_models(source: Path) -> None:
 @wrong_sources("ckpt-names-clash")
 def _clash(source: Path) -> None:
     torch.save({"_orig_mod.w": torch.zeros(2), "w": torch.zeros(2)}, source)
+
+
+@wrong_sources("ckpt-names-clash")
+def _clash_without_the_prefix(source: Path) -> Any:
+    torch.save({"module.w": torch.zeros(2), "w": torch.zeros(2)}, source)
+    return {"strip_prefix": "module."}
+
+
+@wrong_sources("ckpt-no-prefix")
+def _no_prefix(source: Path) -> Any:
+    torch.save({"w": torch.zeros(2)}, source)
+    return {"strip_prefix": "module."}
+
+
+@wrong_sources("bins-index")
+def _index_of_nothing(source: Path) -> None:
+    source.mkdir()
+    (source / "pytorch_model.bin.index.json").write_text("{}")
 
 
 @wrong_sources("ckpt-optimizer-numbers")

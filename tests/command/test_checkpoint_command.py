@@ -40,7 +40,7 @@ def test_steps_are_removed(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert json.loads(capsys.readouterr().out) == {"removed": [".saving-step-00000004"]}
     assert checkpoint.unfinished(run) == []
     assert main(["rm", str(run), "--unfinished", "--yes"]) == 2
-    assert "has nothing that is half-done" in capsys.readouterr().err
+    assert "has no unfinished data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_ls_goes_on_after_a_broken_step(run: Path, capsys: pytest.CaptureFixture
 
 def test_verify_in_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(run)]) == 0
-    assert capsys.readouterr().out == "3 steps, every byte as it was saved\n"
+    assert capsys.readouterr().out == "3 steps, every byte is unchanged\n"
     (run / "step-00000002" / "__0_0.distcp").unlink()
     assert main(["verify", str(run), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)

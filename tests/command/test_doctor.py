@@ -40,7 +40,7 @@ def test_the_table(
         assert "A first step" not in said
     else:
         assert "2 ranks on cpu over gloo  pass    parameters differ by 2e-08 from" in said
-        assert "each gather is one all-gather and a copy into place" in said
+        assert "each unit takes one all-gather and one copy" in said
         assert "gathered 4.16 kB and reduced 2.04 kB per rank" in said
     assert doctor.main(["--json"]) == code
     found = json.loads(capsys.readouterr().out)

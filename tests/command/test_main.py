@@ -94,7 +94,10 @@ def test_wrong_usage_is_one_sentence(
     [
         (["plan", "tiny", "--trace", "/no/such/step.json"], "fsdp2 plan: [Errno 2] No such file"),
         (["plan", "tiny", "--hardware", "abacus"], "fsdp2 plan: hardware='abacus' is neither one"),
-        (["calibrate", "--output", "/no/such/m.json"], "fsdp2 calibrate: '/no/such' is no folder"),
+        (
+            ["calibrate", "--output", "/no/such/m.json"],
+            "fsdp2 calibrate: '/no/such' is not a folder",
+        ),
         (["trace", "summary", "/no/such.json"], "fsdp2 trace summary: [Errno 2] No such file"),
     ],
 )

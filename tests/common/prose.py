@@ -115,6 +115,14 @@ RULES = (
         "The root is not a unit.",
     ),
     _rule(
+        "old phrase",
+        r"\bunder way\b|\b(?:go(?:es)?|went) on\b(?! to)|\bas of X|\bfor good\b"
+        r"|\b[Mm]end(?:s|ed)?\b|\bbut for\b(?! (?:any|the|an?)\b)|\bthread\(s\)",
+        "is running, continues, as in, permanently, except, correct",
+        "An all-gather is under way.",
+        "An all-gather is running.",
+    ),
+    _rule(
         "dropped verb",
         r"\bnext to none\b"
         r"|\bor cannot do without\b|\bas a `?\w+`? does that\b|\bnewer than its\.",

@@ -327,7 +327,7 @@ def test_ranks_that_know_other_writes_are_named() -> None:
         formats.loss_of(model, formats.batch()).backward()
         if dist.get_rank() == 1:
             model[0].reshard()
-        with pytest.raises(fsdp2.RankMismatchError, match="rows of an earlier gather"):
+        with pytest.raises(fsdp2.RankMismatchError, match="rows of an earlier all-gather"):
             formats.loss_of(model, formats.batch())
 
 

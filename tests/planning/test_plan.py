@@ -670,11 +670,11 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert "clip_grad_norm_(model.parameters(), 1.0)" in printed.out
     assert main(["tiny-moe", "--ranks", "4", "--replicate", "2", "--hardware", "a100"]) == 0
     assert main(["no-such-model"]) == 2
-    assert "fsdp2 plan: 'no-such-model' is no preset" in capsys.readouterr().err
+    assert "fsdp2 plan: 'no-such-model' is not a preset" in capsys.readouterr().err
     assert main(["tiny", "--ranks", "4", "--replicate", "3"]) == 2
     assert main(["tests.planning.test_plan:some"]) == 2
     assert main(["no_such_module:some"]) == 2
-    assert "names no function that returns a Plan" in capsys.readouterr().err
+    assert "is not a function that returns a Plan" in capsys.readouterr().err
     assert main([]) == 2
 
 

@@ -227,7 +227,7 @@ def test_more_work_before_the_wait_is_refused() -> None:
     handle = model.finalize_backward(async_op=True)
     with pytest.raises(ShardingStateError, match=r"forward of '\(root\)' was called before"):
         model(_one()[0])
-    with pytest.raises(RuntimeError, match="before the handle of the last one was waited for"):
+    with pytest.raises(RuntimeError, match="called again before wait"):
         model.finalize_backward()
     handle.wait()
     model.zero_grad()

@@ -134,7 +134,7 @@ def test_forward_before_the_wait_raises() -> None:
     sim.scheduler.manual = True
     sim.iteration(step=False)
     sim.scheduler.finalize(wait=False)
-    with pytest.raises(ShardingStateError, match=r"call wait\(\) on the handle"):
+    with pytest.raises(ShardingStateError, match=r"call wait\(\) on that handle"):
         sim.forward()
     sim.scheduler.wait_for_reductions()
     sim.iteration()

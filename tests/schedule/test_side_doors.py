@@ -333,7 +333,7 @@ def test_a_door_that_opens_later_is_named() -> None:
     model = compare(Routed, aux_too)
     with raises("entered-by-a-side-door") as error:
         aux_only(model, torch.ones(2, models.DIM)).backward()
-    assert "unit 'blocks.1' by a tensor" in str(error.value)
+    assert "unit 'blocks.1' through a tensor" in str(error.value)
     assert "parameter 'blocks.1.gate.weight'" in str(error.value)
     model.zero_grad()
     aux_only(model, torch.ones(2, models.DIM)).backward()

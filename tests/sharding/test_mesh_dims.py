@@ -217,7 +217,9 @@ def test_what_is_refused() -> None:
     copies = (Replicate(), Replicate())
     refused(layer(*copies), "names the mesh dim 'data'", dims("data"))
     refused(nn.Linear(models.DIM, models.DIM), "is a plain tensor", dims("shard"))
-    refused(layer(Replicate(), Shard(0)), "must be Replicate", dims("shard"))
+    refused(
+        layer(Replicate(), Shard(0)), r"redistribute it to Replicate\(\) on that dim", dims("shard")
+    )
     refused(layer(Shard(0), Replicate()), "dim 'replicate'", dims("shard", "replicate"))
     other = meshes.mesh("a", "b", shape=(2, 2))
     refused(layer(*copies, on=other), "not on the mesh", dims("shard"))

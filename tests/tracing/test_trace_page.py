@@ -77,7 +77,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "blocks.0 gather" in out
     (tmp_path / "a.json").write_text("{}")
     assert main(["summary", first]) == main(["summary", "nowhere.json"]) == 2
-    assert "no timeline of fsdp2" in capsys.readouterr().err
+    assert "not a timeline of fsdp2" in capsys.readouterr().err
 
 
 def test_show_refuses() -> None:

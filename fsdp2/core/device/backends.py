@@ -91,12 +91,12 @@ class Group(Protocol):
 
 
 def know(kind: str, traits: Traits) -> None:
-    """Say what a backend does that is not in the table, such as one that a test brings.
+    """Add the properties of a backend that is not in the table, for example one of a test.
 
     Args:
         kind: name of the class of its backend object; or of the process group, where that
             is written in Python.
-        traits: what it does.
+        traits: its properties.
 
     Example::
 

@@ -9,7 +9,7 @@ views of gathered parameters for backward; when the storage is filled again, tho
 again (I3, decision 4). A single storage means one allocation and one free per gather, for any
 number of parameters.
 
-Each view has a version counter of its own (`_aliased`): collectives and copies increase the counter
+Each view has its own version counter (`_aliased`): collectives and copies increase the counter
 of the view that they write to, never that of the parameter that autograd saved (invariant I4).
 """
 
@@ -44,7 +44,7 @@ def _aliased(
     shape: tuple[int, ...],
     strides: tuple[int, ...] | None,
 ) -> torch.Tensor:
-    """A view of ``raw``'s storage with a version counter of its own."""
+    """A view of ``raw``'s storage with its own version counter."""
     typed = torch.empty(0, dtype=dtype, device=raw.device)
     if strides is None:
         strides = contiguous_strides(shape)
@@ -70,9 +70,9 @@ def _separated(flat: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.
 
 
 def separate(tensor: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """A part of a contiguous tensor, with a storage of its own over that part of the memory.
+    """A part of a contiguous tensor, with its own storage over that part of the memory.
 
-    See `FlatBuffer.piece` for what that is good for.
+    See `FlatBuffer.piece` for its purpose.
 
     Args:
         tensor: contiguous.
@@ -123,7 +123,7 @@ class Buffer(Protocol):
     def views(
         self, dtype: torch.dtype, byte_offset: int, places: Sequence[Strided]
     ) -> list[torch.Tensor]:
-        """Several, each in its place in a part of the buffer; as `view` makes one."""
+        """Several views, each at its position in a part of the buffer; see `view` for one."""
 
     def keep_valid(self, tensor: torch.Tensor) -> None:
         """Let ``tensor``, made of a view of the buffer, be as valid as the view is."""
@@ -214,7 +214,7 @@ class FlatBuffer(_OneStorage):
 
         Args:
             dtype: of the part.
-            byte_offset: where it begins.
+            byte_offset: its offset.
             numel: its elements.
             places: where each piece begins in it, in elements, and its shape.
         """
@@ -275,7 +275,7 @@ class TransientBuffer(_OneStorage):
         """Return the memory to the current stream's allocator.
 
         It stays if ``numpy()`` of a tensor over it was called, which torch reports by an exception:
-        the storage can no longer be resized, even if the array is gone.
+        the storage can no longer be resized, even if the array was freed.
         """
         self.allocated = not self.nbytes  # first: an interrupt in between costs a copy at most
         try:
@@ -315,7 +315,7 @@ class SavedPlace(NamedTuple):
     place: _Place
 
     def tensor(self) -> torch.Tensor | None:
-        """The same part of what is gathered now; ``None`` while nothing is."""
+        """The same part of the present gathered memory; ``None`` if there is none."""
         if not self.buffer.allocated:
             return None
         with _plainly():
@@ -370,7 +370,7 @@ class SwappedBuffer(TransientBuffer):
     def views(
         self, dtype: torch.dtype, byte_offset: int, places: Sequence[Strided]
     ) -> list[torch.Tensor]:
-        """Several, each in its place in a part of the buffer."""
+        """Several views, each at its position in a part of the buffer."""
         made = super().views(dtype, byte_offset, places)
         for each in made:
             self.keep_valid(each)

@@ -1,4 +1,4 @@
-"""Collectives of a step: bound once to what they move, and called by the backend's own methods.
+"""Collectives of a step: bound once to their tensors, and called by the backend's own methods.
 
     Collectives ── bind_all_gather(out, in)(), …_many(outs, ins)()          shard axis
                 ── bind_reduce_scatter(kind)(out, in), …_many(kind)(outs, ins)
@@ -45,7 +45,7 @@ _SCATTER_MANY = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coale
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A running collective."""
 
     def wait(self) -> object:
         """Wait for it: the host on a CPU, the current stream elsewhere."""
@@ -61,7 +61,7 @@ class ReduceKind:
     Attributes:
         average: sum divided by the number of ranks, inside the collective.
         factor: where not ``None``, the collective divides by it (NCCL's premultiplied sum).
-        op: what c10d calls it: a member of the enum where it has one.
+        op: c10d's name of the operation: a member of its enum, if there is one.
     """
 
     __slots__ = ("all_reduce_options", "average", "factor", "op", "options")
@@ -155,7 +155,7 @@ class Replicas(Protocol):
 def run_all_gather(
     group: dist.ProcessGroup, output: torch.Tensor, input_: torch.Tensor
 ) -> dist.Work | None:
-    """One all-gather of a flat tensor over ``group``; for collectives in memory of their own."""
+    """One all-gather of a flat tensor over ``group``, for collectives in separate memory."""
     options = AllgatherOptions()
     options.asyncOp = False
     work: dist.Work | None = _method(group, _GATHER)(output, input_, options)

@@ -48,7 +48,7 @@ class Kernels(Protocol):
         """A new tensor in CPU memory, page-locked if ``pin``."""
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy to CPU memory, where it is available once the lane has run this call."""
+        """Copy to CPU memory; the result is available after the lane has run this call."""
 
     def from_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy from CPU memory."""

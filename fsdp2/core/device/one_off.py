@@ -40,7 +40,7 @@ def largest_over(lines: Iterable[Collectives], numbers: Sequence[int]) -> list[i
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of a functional collective, waited for; any other tensor as it is."""
+    """Wait for the result of a functional collective; return any other tensor unchanged."""
     if isinstance(tensor, AsyncCollectiveTensor):
         result: torch.Tensor = tensor.wait()
         return result

@@ -36,12 +36,12 @@ def default_group() -> dist.ProcessGroup:
 
 
 def current_world() -> dist.ProcessGroup | None:
-    """The default process group as it is; ``None`` where there is none."""
+    """The present default process group; ``None`` if there is none."""
     return dist.group.WORLD
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This rank and their number in the default process group; (0, 1) where there is none."""
+    """This rank, and the number of ranks in the default process group; (0, 1) if there is none."""
     if not dist.is_available() or not dist.is_initialized():
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
@@ -110,7 +110,7 @@ def with_own_group(collectives: Collectives, device: torch.device) -> Collective
 
     Args:
         collectives: of several ranks.
-        device: of what they move.
+        device: the device of their tensors.
     """
     assert collectives.group is not None
     ranks = ranks_of(collectives.group)
@@ -186,7 +186,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def _chosen_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The time-out that ``group`` was made with, where its backend tells."""
+    """The time-out of ``group``, if its backend has it as an attribute."""
     options = getattr(_inside(backend_of(group, device)), "options", None)
     timeout: timedelta | None = getattr(options, "_timeout", None)
     return timeout

@@ -44,7 +44,7 @@ def rehearsing(on: Stage) -> Iterator[None]:
     """Let groups that are made inside run on a stage.
 
     Raises:
-        RuntimeError: another rehearsal is under way in this process.
+        RuntimeError: another plan is being made in this process.
     """
     global stage
     if stage is not None:

@@ -38,7 +38,7 @@ class Lane(IntEnum):
 
 
 COMPUTE, COPY_IN, ALL_GATHER, REDUCE, ALL_REDUCE = Lane
-"""For the hot path: to ask an enum for a member costs Python 3.11 more than a call."""
+"""For the hot path: in Python 3.11, access to an enum's member costs more than a call."""
 
 SIDE_LANES = (COPY_IN, ALL_GATHER, REDUCE, ALL_REDUCE)
 
@@ -48,27 +48,27 @@ before its end. The same as torch's FSDP2 (2.13, `FSDPCommContext.lazy_init`).""
 
 
 Event = torch.Event | None
-"""``None`` where there is one lane: what was issued has run."""
+"""``None`` if there is one lane: all launched operations have run."""
 
 
 class Streams(Protocol):
     """The interface of a device's streams for the scheduler."""
 
     asynchronous: bool
-    """Whether lanes run apart from the host, so that a collective must be ordered by events."""
+    """Whether lanes run asynchronously to the host, so that events must order collectives."""
 
     captures: Callable[[], bool] | None
-    """Whether the current stream records a CUDA graph; ``None`` where none can be recorded."""
+    """Whether the current stream records a CUDA graph; ``None`` if it cannot."""
 
     def make_event(self) -> Event:
-        """Return an event for the caller to `record` again and again; ``None`` where none is."""
+        """Return an event that the caller may `record` repeatedly; ``None`` without streams."""
 
     def record(self, lane: Lane, label: str, event: Event = None) -> Event:
         """Return an event after everything issued on ``lane`` so far; ``label`` names it.
 
         Args:
             lane: the lane.
-            label: what has happened then.
+            label: the operation before it.
             event: what to record, of `make_event`; by default an event that is soon reused, for a
                 waiter that waits for it at once.
         """
@@ -80,7 +80,7 @@ class Streams(Protocol):
         """Block the host until ``event`` has happened; ``label`` names the order made."""
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
-        """Issue what is inside the ``with`` on ``lane``."""
+        """Run the operations inside the ``with`` on ``lane``."""
 
 
 class _Stay:
@@ -104,7 +104,7 @@ class InlineStreams:
         """There are no events."""
 
     def record(self, lane: Lane, label: str, event: Event = None) -> None:
-        """Nothing to record: what was issued has run."""
+        """Record nothing: all launched operations have run."""
 
     def wait(self, lane: Lane, event: Event, label: str) -> None:
         """Nothing to wait for."""
@@ -202,7 +202,7 @@ class DeviceStreams:
 
 
 def make_streams(device: torch.device) -> Streams:
-    """The lanes of ``device``: on streams, or one for all where it has none: it is tried."""
+    """The lanes of ``device``: streams, or a single lane if creating a stream fails."""
     if device.type in ("cpu", "meta"):
         return InlineStreams()
     try:
@@ -220,7 +220,7 @@ class OnStream:
 
     Attributes:
         function: the user's.
-        stream: where it runs.
+        stream: its stream.
     """
 
     function: Callable[[torch.Tensor], None]

@@ -110,7 +110,7 @@ class DifferenceGather(KeptTransport):
         self._messages.memory.release()
 
     def _arrive(self) -> None:
-        """Let what was gathered become part of the reference, used or not."""
+        """Add the gathered rows to the reference, whether they were used or not."""
         if self._codes:
             self.kernels.transform(self.add, self._reference, self._messages.every)
         if self._codes or self._exact:
@@ -118,7 +118,7 @@ class DifferenceGather(KeptTransport):
         self._exact = self._codes = False
 
     def add(self, reference: Tensor, messages: Tensor) -> None:
-        """Add decoded messages, in fp32, some rows at a time: they take memory of their own."""
+        """Add decoded messages, in fp32, some rows at a time, because they need separate memory."""
         ranks, width = reference.shape
         rows = max(AT_A_TIME // width, 1) if width else ranks
         for start in range(0, ranks, rows):
@@ -182,7 +182,7 @@ def subtract(numbers: Tensor, reference: Tensor) -> None:
 
 
 class _Both:
-    """Two collectives under way."""
+    """Two running collectives."""
 
     def __init__(self, first: Work, second: Work) -> None:
         self._works = first, second

@@ -1,11 +1,11 @@
-"""Parameters whose tensor subclass defines what is sent, and how the result is built.
+"""Parameters whose tensor subclass defines the sent tensors, and builds the result.
 
     shard ── fsdp_pre_all_gather ──> inputs ── copy ──> own row of [ranks, n bytes]
           ══ one all-gather of bytes ══> rows ── copy ──> outputs
           ── fsdp_post_all_gather ──> the gathered parameter
 
     own row   [ a: int8 … | pad | a: float32 … | pad | b: bfloat16 … | pad ]     16 bytes aligned
-    outputs   [ranks * rows, …] of every input, each in a storage of its own
+    outputs   [ranks * rows, …] of every input, each in a separate storage
 
 The subclass's methods, as torch's FSDP2 calls them:
 
@@ -80,7 +80,7 @@ class Input(NamedTuple):
 def check_hooks(name: str, local: torch.Tensor, cut: Cut, even: bool) -> None:
     """Raise, naming the parameter, if its subclass cannot be gathered through its hooks.
 
-    One that wraps other tensors must have them: gathered as it is, it would become one plain
+    A subclass that wraps other tensors must have them: without them, it would become one plain
     tensor. On the meta device it may get them later.
 
     Args:
@@ -176,7 +176,7 @@ class ExtendedParam:
     # ---- before the all-gather
 
     def pre(self) -> list[torch.Tensor]:
-        """Run the pre hook on this rank's rows, as they are now."""
+        """Run the pre hook on the present rows of this rank."""
         param, context = self.param, self._context
         local: Any = param.local
         if context.offload is not None:
@@ -328,7 +328,7 @@ class ExtensionTransport(GatherTransport):
         params: the group's parameters.
         collectives: of the shard axis.
         kernels: memory and copies.
-        context: what the hooks need.
+        context: the arguments of the hooks.
 
     Attributes:
         comm: the user's all-gather, if there is one.
@@ -429,7 +429,7 @@ class ExtensionTransport(GatherTransport):
         ]
 
     def _learn(self) -> None:
-        """Run the pre hooks for the first time, and lay out what they return.
+        """Run the pre hooks for the first time, and lay out their results.
 
         On COMPUTE: memory is allocated. The inputs are those of the gather that follows.
         """

@@ -37,7 +37,7 @@ class KeptTransport(PackedTransport):
             self.kernels.copy(self.output, former.output)
 
     def inherit(self, former: KeptTransport) -> None:
-        """Take over what counts of one that was bound to what were other shards, maybe: nothing."""
+        """Take over nothing from one that may have been bound to other shards."""
 
     @property
     def holds_rows(self) -> bool:
@@ -67,7 +67,7 @@ class Nearby(Protocol):
         """A gather that fills them first."""
 
     def free(self) -> None:
-        """Free them, where they are there."""
+        """Free them, if they exist."""
 
 
 class Keeping(GatherTransport):
@@ -114,7 +114,7 @@ class Keeping(GatherTransport):
         return sum(transport.output.nbytes for transport in self._kept)
 
     def acquire(self) -> None:
-        """A gather begins: what it brings counts, unless it is forgotten before."""
+        """An all-gather begins: its result counts, unless `forget` is called before."""
         self._counts = True
 
     def copy_out(self) -> None:
@@ -140,7 +140,7 @@ class Keeping(GatherTransport):
             transport.lose()
 
     def follow(self, former: Keeping) -> None:
-        """Take over what was bound before to the same segments."""
+        """Take over the rows of the earlier binding to the same segments."""
         known = self._known_to(former)
         for kept, before in known:
             kept.follow(before)
@@ -149,7 +149,7 @@ class Keeping(GatherTransport):
             self._choose(self.again)
 
     def inherit(self, former: Keeping) -> None:
-        """Take over what counts where shards may be others, as values and in memory."""
+        """Take over what remains valid if shards may have other values and memory."""
         for kept, before in self._known_to(former):
             kept.inherit(before)
 

@@ -1,6 +1,6 @@
 """Which transport a segment has: the table of all, and what chooses.
 
-Formats of fewer bytes have a table of their own, `fsdp2.core.gather.coded.CODED`.
+Formats of fewer bytes have a separate table, `fsdp2.core.gather.coded.CODED`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def make_transports(
 
 
 def coded_gather(name: str | None, differences: bool = False) -> type[SegmentTransport]:
-    """The transport of a format; who does not use one does not load it."""
+    """The transport of a format, which is loaded at its first use."""
     assert name is not None
     if differences:
         from fsdp2.core.gather.differences import DIFFERENCES
@@ -102,7 +102,7 @@ def coded_gather(name: str | None, differences: bool = False) -> type[SegmentTra
 
 
 def _launch_together(transports: Sequence[SegmentTransport]) -> None:
-    """Let what is packed go along with what is coalesced, where dtypes on the wire agree."""
+    """Join packed segments with coalesced ones if their dtypes on the wire are equal."""
     coalesced = [t for t in transports if isinstance(t, CoalescedTransport)]
     for packed in transports:
         if type(packed) is BoundPackedTransport and packed.communicates:

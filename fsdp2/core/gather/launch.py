@@ -1,4 +1,4 @@
-"""A gather's collectives, launched: on lanes of their own, or one after the other.
+"""Launches the collectives of an all-gather: on separate lanes, or one after the other.
 
 on lanes   COMPUTE ──> COPY_IN     load from the host, cast
                          └──> ALL_GATHER   the collectives      ──> event
@@ -66,7 +66,7 @@ def gather_inline(
 
     Args:
         streams: the lanes.
-        route: what is gathered; its memory is there.
+        route: the transports, whose memory is allocated.
         name: the group's, for messages.
         works: as for `gather_on_lanes`.
         copied: whether the copies in front of the collectives have been launched.

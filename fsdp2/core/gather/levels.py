@@ -78,7 +78,7 @@ class NodeRows(GatherTransport):
         return route
 
     def fill_gaps(self, segments: Sequence[Segment], rank: int) -> None:
-        """Let what is in node rows besides parameters be zeros, as codecs of blocks read it, too.
+        """Set the padding of node rows to zero, because block codecs read it.
 
         Args:
             segments: of node rows, those that are coded inside.
@@ -120,7 +120,7 @@ class NodeRows(GatherTransport):
             self.free()
 
     def free(self) -> None:
-        """Free the rows, where they are there."""
+        """Free the rows, if they exist."""
         if self.rows.allocated:
             self.rows.release()
 
@@ -129,7 +129,7 @@ class _Following:
     """A gather inside that follows one between nodes, which the host waits for.
 
     Attributes:
-        works: what it waits for next.
+        works: the collectives for which it waits next.
     """
 
     __slots__ = ("_inside", "_landing", "works")
@@ -156,7 +156,7 @@ class _Following:
             self.works.pop()
 
     def go_on(self) -> None:
-        """Put what has arrived into node rows, and gather inside."""
+        """Copy received pieces into node rows, and gather inside the node."""
         while self._landing:
             self._landing[0]()
             self._landing.pop(0)

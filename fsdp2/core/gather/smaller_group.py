@@ -6,7 +6,7 @@ With 4 ranks and smaller groups of 2, a parameter of 8 rows:
     sharded            0-1    2-3    4-5    6-7
     between            0-3    4-7    0-3    4-7      gathered in backward by {0, 1} and by {2, 3}
 
-After forward each rank copies its rows out of the gathered buffer into a buffer of its own, in the
+After forward each rank copies its rows out of the gathered buffer into a separate buffer, in the
 compute dtype, and the gathered buffer is freed. Backward gathers from there, over few ranks that
 are near each other, straight into the same slots. The gathered form of the smaller group fits into
 the slots of the larger one: its padding is never longer.
@@ -70,7 +70,7 @@ def smaller_segment(
         world_size: ranks of the smaller group.
         coalesces: whether its backend gathers many tensors in one launch.
         shard_byte_offset: where its rows begin.
-        pack_below: bytes of a piece below which what is packed stays so. Default 0: none does.
+        pack_below: packed parameters stay packed if their piece has fewer bytes. Default 0: none.
     """
     itemsize = segment.full_dtype.itemsize
     cut = [replace(slot, cut=Cut(slot.dim), world_size=world_size) for slot in segment.slots]
@@ -186,13 +186,13 @@ class SmallerRows:
             self.kept()
 
     def release(self) -> None:
-        """Free them, where they are there and do not stay."""
+        """Free them, if they exist and are not kept."""
         if self._rows.allocated and not self.stays:
             self._rows.release()
 
 
 class KeepingSmaller(Keeping):
-    """As `Keeping`, of rows of a smaller group: what a forward has left there is gathered again.
+    """As `Keeping`, for rows of a smaller group: the rows that a forward kept are gathered again.
 
     Args:
         transports: of the group.

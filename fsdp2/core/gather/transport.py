@@ -61,7 +61,7 @@ class GatherTransport:
     gather: Launch
 
     def parameters(self) -> list[tuple[Slot, torch.Tensor]]:
-        """Every slot and the tensor of its gathered parameter, as far as they are there."""
+        """Every slot, and the tensor of its gathered parameter, if it exists."""
         return []
 
     def acquire(self) -> None:
@@ -157,11 +157,11 @@ class SegmentTransport(GatherTransport):
 
 
 WASTED_AT_MOST = 16
-"""One of so many bytes of the gathered segment may be copied for nothing, to copy in one kernel."""
+"""The part of a segment's bytes that may be copied needlessly, so that one kernel suffices."""
 
 
 class CoalescedTransport(SegmentTransport):
-    """Every parameter is gathered straight into its slot; what is cast, from its place there."""
+    """Every parameter is gathered directly into its slot; a cast shard is already there."""
 
     early = True
     stages = False
@@ -282,7 +282,7 @@ class PackedTransport(SegmentTransport):
         self._packed.release()
 
     def _split_rows(self, rows: Sequence[Slot], wasted: int) -> None:
-        """One kernel, which makes views of its own of what it splits."""
+        """One kernel, which creates its own views of the tensor that it splits."""
         ranks, width = self.collectives.size, self.segment.shard_numel
         self._rows = self._rows_of(rows)
         if wasted:
@@ -314,7 +314,7 @@ class PackedTransport(SegmentTransport):
 
 
 class BoundPackedTransport(PackedTransport):
-    """The same with no call between a gather and what it comes to.
+    """The same, without a call between an all-gather and its result.
 
     A codec derives from `PackedTransport`, whose verbs are methods to override.
     """
@@ -335,7 +335,7 @@ class BoundPackedTransport(PackedTransport):
 
 
 class OneSlotTransport(SegmentTransport):
-    """A segment of one parameter in order: what all ranks send is its slot, no copy afterwards."""
+    """A segment of one contiguous parameter: the gathered pieces are its slot, without a copy."""
 
     early = True
     stages = False
@@ -499,8 +499,8 @@ class Load:
     """The copy of offloaded shards to the device, in front of a gather.
 
     Args:
-        mirror: where they are gathered from, a buffer that comes and goes; allocated.
-        shard: where they live, in CPU memory.
+        mirror: the transient buffer from which they are gathered; allocated.
+        shard: their memory on the CPU.
         nbytes: of either.
         kernels: memory and copies.
     """

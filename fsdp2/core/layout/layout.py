@@ -40,8 +40,8 @@ COLLECTIVE_ALIGN_BYTES = 16
 """NCCL moves chunks of a multiple of 16 bytes with vector loads, others element by element."""
 
 SLOT_ALIGN_BYTES = 256
-"""Gathered parameters start at such a multiple: no two of them share a cache line, and cuBLAS,
-which asks up to 256 bytes of alignment of pointers, takes the kernels that it takes anywhere."""
+"""Gathered parameters start at a multiple of this, so that no two share a cache line, and cuBLAS,
+which checks pointers for alignment up to 256 bytes, selects its usual kernels."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class Segment:
 
     @functools.cached_property
     def gathered_places(self) -> list[Strided]:
-        """The place of each gathered parameter in the segment's part of the gathered buffer."""
+        """The position of each gathered parameter in the segment's part of the gathered buffer."""
         return [row_major(slot.shape, slot.full_offset) for slot in self.slots]
 
     @functools.cached_property
@@ -353,7 +353,7 @@ class GroupLayout:
         """A fact that all groups of this layout share besides, under ``key``.
 
         Args:
-            key: what it depends on, but for the layout; whose it is, first.
+            key: what it depends on except the layout; its owner comes first.
             make: makes it, for the first group that asks. It refers to no group.
         """
         if key not in self._common:
@@ -377,7 +377,7 @@ class GroupLayout:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes while it is gathered: of the shard itself, where that is the gathered form."""
+        """Bytes while it is gathered: those of the shard, if that is the gathered form."""
         return self.full_bytes or self.shard_bytes
 
     @property

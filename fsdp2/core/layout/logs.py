@@ -26,7 +26,7 @@ class BindReason:
 
     Attributes:
         before: the layout that it had when it was bound last; ``None``: never bound.
-        shapes: its parameters as they are now.
+        shapes: the present shapes of its parameters.
         moved: names of those whose rows are not where the group put them.
     """
 

@@ -95,7 +95,7 @@ class MeshAxes:
         return (*copies, *bands, Shard(cut.dim))
 
     def mesh_of(self, cut: Cut) -> DeviceMesh:
-        """The mesh that a parameter which is so cut lies on: with two shard dims for bands.
+        """The mesh of a parameter with this cut: it has two shard dims if there are bands.
 
         Makes process groups the first time (`new_groups`), which all ranks of the shard axis must
         do together.

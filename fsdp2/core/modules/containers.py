@@ -2,7 +2,7 @@
 
 Known containers: tuple, named tuple, list, dict (and ordered or default dict), set, dataclass
 instance, `torch.nn.utils.rnn.PackedSequence`, `types.SimpleNamespace`, `collections.UserDict`, and
-what is registered with `torch.utils._pytree`. Anything else is left as it is. The common case, a
+what is registered with `torch.utils._pytree`. Other objects are left unchanged. The common case, a
 tuple of tensors, costs one `type` test an element.
 """
 
@@ -110,9 +110,9 @@ def unbatched(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def outlives_transform(tensor: torch.Tensor) -> bool:
-    """Whether what a derivative of ``torch.func`` computes of a tensor has a graph afterwards.
+    """Whether the result of a derivative of ``torch.func`` for a tensor has a graph afterwards.
 
-    A transform records a graph of its own, which goes with it. Only one around it, or none, may
+    A transform records its own graph, which ends with it. Only one around it, or none, may
     record another, if the tensor requires grad there, too.
     """
     functorch = torch._C._functorch

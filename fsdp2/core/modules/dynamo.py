@@ -28,7 +28,7 @@ def uncompiled(function: F) -> F:
     """Keep ``torch.compile`` out of ``function`` and of everything that it calls.
 
     Args:
-        function: a Python function, as it is defined: not a bound method.
+        function: a Python function, at its definition: not a bound method.
 
     Returns:
         ``function`` itself, marked. (A version of torch that has no such mark gets the wrapper of
@@ -52,9 +52,9 @@ def uncompiled_methods(cls: C) -> C:
 
 
 def see_through(function: F) -> F:
-    """Leave ``function`` itself to Python, and what it calls to ``torch.compile``.
+    """Run ``function`` itself in Python, and leave the functions it calls to ``torch.compile``.
 
-    For a wrapper around a user's method: the method is compiled as a graph of its own.
+    For a wrapper around a user's method: the method is compiled as a separate graph.
     """
     _skip(function, recursive=False)
     return function

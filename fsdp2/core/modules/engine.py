@@ -170,7 +170,7 @@ def schedulers() -> list[Scheduler]:
 
 
 def _finish_unseen(ends: Ends) -> None:
-    """No hook has seen this backward: reduce what gradients it has left all the same.
+    """No hook ran in this backward: reduce the gradients that it has left.
 
     So it is where a value was used that a unit kept, and that unit stays gathered.
     """

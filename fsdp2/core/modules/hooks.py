@@ -77,7 +77,7 @@ which autograd then copies around each node that it runs: 300 instructions a tim
 
 
 class _ExitBackward(torch.autograd.Function):
-    """Identity whose backward tells the unit that its own backward is over."""
+    """Identity whose backward marks the end of the unit's backward."""
 
     @staticmethod
     @uncompiled
@@ -96,7 +96,7 @@ class _ExitBackward(torch.autograd.Function):
 
 @uncompiled_methods
 class UnitHooks(UnitRecord):
-    """The hooks of one unit, and what else a call of `fully_shard` left on its modules."""
+    """The hooks of one unit, and other changes of its modules by `fully_shard`."""
 
     __slots__ = (
         "_cast_to",
@@ -308,7 +308,7 @@ class UnitHooks(UnitRecord):
         return output if dtype is None else cast(output, dtype)
 
     def forward_raised(self, failure: BaseException) -> None:
-        """Tell of it. If a caller catches it, the forward around this one may go on."""
+        """Report the exception. If a caller catches it, the enclosing forward may continue."""
         scheduler = self.scheduler
         if scheduler is None:
             return
@@ -513,7 +513,7 @@ class UnitHooks(UnitRecord):
                     full.register_post_accumulate_grad_hook(on_parameter)
 
     def _on_parameter_grad(self) -> None:
-        """Its end reduces what it brings, whether or not it reaches a unit's output."""
+        """Its end reduces its gradients, whether or not it reaches a unit's output."""
         scheduler = self.scheduler
         if scheduler is not None and not scheduler.iteration.in_backward:
             self._begin_backward(scheduler, torch.is_grad_enabled())
@@ -555,7 +555,7 @@ def _is_base(tensor: torch.Tensor, views: object) -> bool:
 
 
 def _on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], object], key: object) -> None:
-    """As ``tensor.register_hook(hook)``, for good: a third of the work, as there is no handle.
+    """As ``tensor.register_hook(hook)``, but permanent: a third of the work, without a handle.
 
     Args:
         tensor: requires grad.

@@ -50,7 +50,7 @@ def watch_optimizers() -> None:
 
 @functools.cache
 def watch_steps() -> None:
-    """From the first call on, tell of every optimizer's steps."""
+    """Count the steps of all optimizers, from the first call on."""
     seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, bool]]
     seen = weakref.WeakKeyDictionary()
 

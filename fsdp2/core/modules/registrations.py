@@ -105,10 +105,10 @@ def follow_replaced(group: ParamGroup, known: set[int]) -> None:
 
 
 def is_registered(group: ParamGroup) -> bool:
-    """Whether the first entry of a group holds what the group has put there.
+    """Whether the first entry of a group holds the parameter that the group registered.
 
-    One look stands for all entries: `torch.func.functional_call` fills every one that it is given a
-    tensor for, and no registration tells of it.
+    One check covers all entries: `torch.func.functional_call` fills every one that it is given a
+    tensor for, without a registration.
     """
     param = group.params[0]
     expected = _expected(group, param)
@@ -117,9 +117,9 @@ def is_registered(group: ParamGroup) -> bool:
 
 
 def put_back(group: ParamGroup) -> None:
-    """Fill a group's entries by its state, where they hold another form of its parameters.
+    """Fill a group's entries by its state, if they hold another form of its parameters.
 
-    `torch.func.functional_call` leaves what it found before the forward, which has gathered since.
+    `torch.func.functional_call` restores entries from before the forward, which has gathered since.
     """
     for param in group.params:
         expected = _expected(group, param)
@@ -140,7 +140,7 @@ def _expected(group: ParamGroup, param: ShardedParam) -> nn.Parameter | None:
 
 
 class Move(NamedTuple):
-    """A managed parameter that was registered where it was not.
+    """A managed parameter that was registered at a new entry.
 
     Attributes:
         name: the name that it has there.
@@ -176,7 +176,7 @@ class Unexpected(NamedTuple):
 
 
 unexpected: Notice[[Unexpected]] = Notice()
-"""Called with what was registered otherwise than by an assignment that ties two parameters."""
+"""Called with a parameter that was registered in another way than by a tying assignment."""
 
 
 def find_moves(

@@ -2,7 +2,7 @@
 
     fully_shard ──> module.__dict__[RECORD] = a UnitRecord ──> record_of, records_below
 
-Selection, reports and setters ask here. Nothing here knows how hooks are installed, nor the
+Selection, reports and setters use this. This module does not know how hooks are installed, nor the
 autograd engine: `UnitHooks`, which does, is the record's subclass that `fully_shard` makes.
 """
 
@@ -138,7 +138,7 @@ def record_of(module: object) -> UnitRecord | None:
 
 
 def record_of_unit(unit: Unit) -> UnitRecord | None:
-    """The record of a unit; ``None`` where its modules are gone."""
+    """The record of a unit; ``None`` if its modules were deleted."""
     return _records.get(unit)
 
 

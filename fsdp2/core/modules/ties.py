@@ -39,7 +39,7 @@ gained: Notice[[set[nn.Module], ParamGroup]] = Notice()
 
 
 class Owned(NamedTuple):
-    """A parameter, and what it belongs to."""
+    """A parameter, and its group and unit."""
 
     param: ShardedParam
     group: ParamGroup

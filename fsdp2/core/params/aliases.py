@@ -23,7 +23,7 @@ class Alias:
         module: the module, which it does not keep alive.
         attribute: the attribute's name.
         key: where in the attribute, if that is a list or a dict; ``None``: the attribute itself.
-        value: what is there. Once the user puts something else there, it stays.
+        value: the referenced object. If the user assigns another one, that stays.
     """
 
     __slots__ = ("_attribute", "_key", "_module", "_value")

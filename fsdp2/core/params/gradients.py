@@ -54,7 +54,7 @@ class Gradients(Protocol):
         """The parameters (`ShardedParam`, or others that exist on paper)."""
 
     def take(self, summed: bool) -> list[torch.Tensor | None]:
-        """Take the full gradients away; ``None`` where there is none.
+        """Take the full gradients; ``None`` for a parameter without one.
 
         Args:
             summed: whether gradients of several backwards are among them.
@@ -87,10 +87,10 @@ class Gradients(Protocol):
         """Objects that can become ``.grad`` of each parameter, over its rows."""
 
     def place(self, objects: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
-        """Let objects of `objects_over` be ``.grad`` where there is none; run users' hooks."""
+        """Set objects of `objects_over` as ``.grad`` if there is none; run users' hooks."""
 
     def keep_apart(self) -> None:
-        """Use no DTensor again: rows have memory of their own, which must not wait for others."""
+        """Use no DTensor again: rows have separate memory, which must not wait for others."""
 
 
 class ShardedGradients:
@@ -374,7 +374,7 @@ class _Watch(weakref.ref[object]):
 
     Attributes:
         lent: the others.
-        free: where they go if they are unreferenced.
+        free: the list that receives unreferenced ones.
         last: the member of the watched gradient, in a list of one; changed if others are
             referenced.
     """
@@ -393,7 +393,7 @@ def _watch_later(last: list[int], counts: list[int]) -> None:
 
 
 def _look(watch: _Watch) -> None:
-    """The last gradient's rows are gone: keep the others if all are unreferenced, or none."""
+    """The last gradient's rows were freed: keep the others if all are unreferenced, or none."""
     lent, watch.lent = watch.lent, []
     counts = list(map(_refcount, lent))
     if set(counts) != {_ALONE}:

@@ -60,7 +60,7 @@ WHOLE = "_fsdp2_whole"
 """Attribute of a full parameter that `fsdp2.gathered` has registered: its name."""
 
 PRE_HOOK, POST_HOOK = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-"""Methods of tensor subclasses that define what is sent, and how the result is built."""
+"""Methods of tensor subclasses that define the sent tensors and build the result."""
 
 # Inside `DisableTorchFunctionSubclass` a look at a DTensor (`.grad`, `.requires_grad`) takes half
 # the time: otherwise torch first asks whether its class wants to answer instead, which it does not.
@@ -81,7 +81,7 @@ Swap = tuple[ParamStore, str, nn.Parameter]
 
 
 class ModuleEntries:
-    """Places that modules own: they are not kept alive, and those of deleted modules are gone.
+    """Entries of modules: they do not keep modules alive, and end with them.
 
     A model refers to its parameters; were there a way back, only the collector could free it.
     """
@@ -323,7 +323,7 @@ class ShardedParam:
 
     @property
     def is_extended(self) -> bool:
-        """Whether its local tensor has all-gather hooks, as it is now."""
+        """Whether its present local tensor has all-gather hooks."""
         return is_extended(self.local if self._whole is None else self._whole)
 
     def adopt(self, slot: Slot, target: torch.Tensor) -> None:
@@ -420,7 +420,7 @@ class ShardedParam:
         self.register(chosen)
 
     def absorb(self, other: ShardedParam) -> None:
-        """Stand for one that no module registers any more, as it was tied to this one."""
+        """Represent a parameter that is no longer registered, because it was tied to this one."""
         if other.sharded is not self.sharded:  # a state dict may have assigned one to both
             other.sharded.__dict__.update({REPLACED: weakref.ref(self), TIED: other.name})
         self.absorbed += [other, *other.absorbed]
@@ -433,7 +433,7 @@ class ShardedParam:
         """Whether, while sharded, an entry was given a DTensor that can take this one's place.
 
         Args:
-            known: ids of those that cannot, as they are managed.
+            known: ids of parameters that cannot, because they are managed.
         """
         found = [module._parameters.get(name) for module, name in self.entries]
         others = [param for param in found if param is not self.sharded and self._fits(param)]
@@ -449,10 +449,10 @@ class ShardedParam:
         )
 
     def check_usable(self, device: torch.device, offloaded: bool = False) -> None:
-        """Raise, naming the parameter, if it has no memory or lies on another device.
+        """Raise, naming the parameter, if it has no memory or is on another device.
 
         Args:
-            device: where it must be.
+            device: the required device.
             offloaded: whether that is CPU memory because it is offloaded.
         """
         if self._whole is None and self.local.device == device:
@@ -648,7 +648,7 @@ class HasDtype(Protocol):
 
 
 def compute_dtype(options: GroupOptions, param: HasDtype) -> torch.dtype:
-    """The dtype that a parameter is gathered in; integers are gathered as they are."""
+    """The dtype in which a parameter is gathered; integers are gathered without a cast."""
     dtype = param.dtype
     chosen = param.dtype_override or options.precision.param_dtype
     return chosen if chosen is not None and dtype.is_floating_point else dtype
@@ -683,7 +683,7 @@ def _users_attributes(param: nn.Parameter) -> dict[str, object]:
 
 
 def _shard_of(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
-    """This rank's rows of a tensor subclass, in memory of their own.
+    """This rank's rows of a tensor subclass, in separate memory.
 
     With the operators that torch's FSDP2 uses, so that a subclass made for it has them: split,
     new_zeros, slice and copy_.

@@ -70,7 +70,7 @@ def make_reductions(
         collectives: of the shard axis.
         replicas: of the replicate axis, if there is one.
         kernels: memory and copies.
-        once: what the group shares with alike ones (`GroupLayout.once`).
+        once: objects that the group shares with equal groups (`GroupLayout.once`).
         pieces: what of the rows this rank keeps, with masters sharded over two levels. Default:
             all.
     """
@@ -119,7 +119,7 @@ def bind_reduction(
         collectives: of the shard axis.
         replicas: of the replicate axis, if there is one.
         kernels: memory and copies.
-        once: what the group shares with alike ones; nothing by default.
+        once: objects shared with equal groups; none by default.
         pieces: as for `make_reductions`.
     """
     collectives = collectives_of(spec.reduce_dtype, collectives)
@@ -198,8 +198,8 @@ def hand_over(former: Sequence[Reduction], made: Sequence[Reduction]) -> None:
     """Give residuals of error feedback to the reductions that are bound in place of others.
 
     Args:
-        former: what was bound until now.
-        made: what is bound in place of any of them.
+        former: the earlier reductions.
+        made: the reductions that replace them.
     """
     fed = [(r.members, feedback) for r in former if (feedback := r.transport.feedback) is not None]
     if fed:

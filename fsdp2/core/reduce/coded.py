@@ -3,9 +3,9 @@
     gradients ── pad, cast, interleave ──> [ranks, n] ── encode ──> a message for each rank
       ══ one all-to-all ══> a message of each rank ── decode, sum in fp32 ──> flat result
 
-A collective that reduces would have to add what is coded. Each rank decodes and adds instead, in
+A collective cannot add encoded numbers. Each rank decodes and adds instead, in
 fp32 and in the order of ranks, so that a sum does not depend on who sent first. Marks, whose sums
-must be whole numbers, have a collective of their own.
+must be whole numbers, have a separate collective.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class CodedPieces(PiecesReduce):
         job.messages = (self._new_messages(), self._new_messages())
 
     def send(self, job: Crossing, rows: torch.Tensor, flat: torch.Tensor) -> None:
-        """Exchange messages, and add up what they hold."""
+        """Exchange messages, and sum their contents."""
         sent, received = job.messages
         self.kernels.transform(self._codec.encode, sent, rows)
         work = self.collectives.bind_all_to_all(received, sent)()

@@ -36,7 +36,7 @@ class Units(NamedTuple):
 
     Attributes:
         ranks: how many ranks gradients are sent to.
-        before: what they were divided by before.
+        before: the divisor before.
     """
 
     ranks: int
@@ -80,12 +80,12 @@ class Feedback:
         return self._residual is None or self._torn
 
     def columns(self) -> list[Tensor]:
-        """The residuals of each member, [ranks, n]: views of what the next reduction adds."""
+        """The residuals of each member, [ranks, n]: views of the next reduction's addends."""
         residual = self.hold()
         return [residual.narrow(1, start, numel) for start, numel in self.places]
 
     def hold(self) -> Tensor:
-        """The memory of residuals, on COMPUTE: made where it is not there."""
+        """The memory of residuals, allocated on COMPUTE if it does not exist."""
         if self._residual is None or self._torn:
             shape = (self.units.ranks, self._width)
             with torch.inference_mode(False):
@@ -94,7 +94,7 @@ class Feedback:
         return self._residual
 
     def take_over(self, members: Sequence[object], former: Sequence[Fed]) -> None:
-        """Have the residuals of reductions that were bound before, as far as they are of members.
+        """Take over the residuals of earlier reductions for the same members.
 
         Args:
             members: of this reduction.
@@ -116,11 +116,11 @@ class Feedback:
                 self._kernels.copy(self.hold().narrow(1, start, numel), source)
 
     def encode(self, message: Tensor, rows: Tensor) -> None:
-        """Encode gradients and residuals, on REDUCE, and keep what is left out.
+        """Encode gradients and residuals, on REDUCE, and keep the rounding errors.
 
         Args:
             message: [ranks, bytes], to be sent.
-            rows: [ranks, n], the gradients; what is left of them and of the residuals, then.
+            rows: [ranks, n], the gradients; afterwards, the rounding errors.
         """
         residual, transform = self._residual, self._kernels.transform
         assert residual is not None
@@ -133,7 +133,7 @@ class Feedback:
 
 
 def keep_finite(residual: Tensor, rest: Tensor) -> None:
-    """Keep what is left; 0 where that is not finite."""
+    """Keep the rounding errors; 0 for those that are not finite."""
     residual.copy_(rest).nan_to_num_(0.0, 0.0, 0.0)
 
 

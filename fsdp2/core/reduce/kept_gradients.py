@@ -1,4 +1,4 @@
-"""Gradients in memory that stays: what a reduction fills and hands out in every step.
+"""Gradients in permanent memory, which a reduction fills and delivers in every step.
 
     flat     [ rows of A | rows of B | pad ]   where the reduction leaves its result
     rows       └ view      └ view
@@ -52,7 +52,7 @@ class KeptGradients:
         self._taken = False  # by a reduction on its way, which fills it and hands it out
 
     def _take(self) -> KeptMemory | None:
-        """The kept memory, unless what it holds is a gradient, or will be."""
+        """The kept memory, unless it holds a gradient, or will hold one."""
         if self._taken or self._gradients.delivered():
             return None
         if self._kept is None:

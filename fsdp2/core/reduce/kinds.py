@@ -1,6 +1,6 @@
 """Which transport a reduction has: the table of all, and what chooses.
 
-Formats of fewer bytes have a table of their own, `fsdp2.core.reduce.coded.CODED`.
+Formats of fewer bytes have a separate table, `fsdp2.core.reduce.coded.CODED`.
 """
 
 from __future__ import annotations

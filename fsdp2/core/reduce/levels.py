@@ -118,11 +118,11 @@ class PiecesReduce(PackingReduce):
         self.send(job, job.rows, job.flat)
 
     def send(self, job: Crossing, rows: torch.Tensor, flat: torch.Tensor) -> None:
-        """Reduce and scatter what is packed.
+        """Reduce and scatter packed rows.
 
         Args:
             job: the job.
-            rows: what is sent to each node.
+            rows: the rows that are sent to each node.
             flat: where the sums go.
         """
         work = self.scatter(flat, rows.view(-1))
@@ -157,7 +157,7 @@ class BetweenNodes:
         self._hold = transport.allocate if kept is None else kept.hold_flat
 
     def allocate_pieces(self, job: Job) -> None:
-        """Memory for what the collective reads and writes, on COMPUTE."""
+        """Allocate the collective's input and output, on COMPUTE."""
         job.between = crossing = Crossing([], job.present)
         self._hold(crossing)
         job.kept = crossing.kept

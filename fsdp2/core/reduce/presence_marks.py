@@ -122,7 +122,7 @@ class PresenceMarks:
         return [number != 0 for number, _ in zip(numbers, job.present, strict=False)]
 
     def within(self, flat: torch.Tensor | None) -> torch.Tensor:
-        """The place of their sums in the flat result."""
+        """The position of their sums in the flat result."""
         assert flat is not None
         assert self.start is not None
         return flat.narrow(0, self.start, self.width)

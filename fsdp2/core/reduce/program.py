@@ -1,4 +1,4 @@
-"""A reduction's steps by lane, and what one run of them leaves from step to step.
+"""A reduction's steps by lane, and the state that one run passes between them.
 
     Program   compute | reduce | all_reduce | host     tuples of steps, bound once (decision 6)
     Job       one run: gradients in, this rank's rows out
@@ -75,7 +75,7 @@ class Job:
     sums: Tensors = field(default=(), init=False)
 
     def to_deliver(self) -> torch.Tensor:
-        """The flat result: in the gradient's dtype, where that is another one."""
+        """The flat result, in the gradient's dtype if that differs."""
         found = self.flat if self.result is None else self.result
         assert found is not None
         return found

@@ -156,12 +156,12 @@ class ReduceTransport:
         return views
 
     def allocate(self, job: Job) -> None:
-        """Memory for what the collective writes, on COMPUTE."""
+        """Allocate the collective's output, on COMPUTE."""
         job.flat = flat = self._new_flat()
         job.outputs = self.views(flat)
 
     def stage(self, job: Job) -> None:
-        """Let the collective find what it reads, on COMPUTE."""
+        """Prepare the collective's input, on COMPUTE."""
         dtype = self.grad_dtype
         for grad in job.grads:
             if grad.dtype is not dtype or not grad.is_contiguous():
@@ -172,7 +172,7 @@ class ReduceTransport:
             self._as_pieces(job)
 
     def divide(self, job: Job) -> None:
-        """Divide what the collective reads, on REDUCE."""
+        """Divide the collective's input, on REDUCE."""
         assert self.before is not None
         for grad in job.grads:
             self.kernels.divide(grad, self.before)
@@ -185,7 +185,7 @@ class ReduceTransport:
             work.wait()
 
     def unstage(self, job: Job) -> None:
-        """Put what the collective wrote where the rows belong, on REDUCE."""
+        """Copy the collective's output to the rows, on REDUCE."""
 
     def release(self) -> None:
         """Free the input of the collective, once COMPUTE has waited for it."""
@@ -222,7 +222,7 @@ class Delivery:
 
     Args:
         gradients: of the members.
-        marks: who had a gradient; ``None`` where one rank knows.
+        marks: which ranks had a gradient; ``None`` with one rank.
         kernels: memory and copies.
     """
 
@@ -502,7 +502,7 @@ COLLECTIVES = {
     "all_reduce": "all-reduce",
     "scatter_between": "reduce-scatter between nodes",
 }
-"""Names of the steps that communicate, and what they do."""
+"""Names and purposes of the steps that communicate."""
 
 
 def _run(steps: Sequence[Step], reduction: Reduction, job: Job, name: str) -> None:

@@ -1,4 +1,4 @@
-"""From the flat sums to what is delivered: hook, division, cast, copy to the host.
+"""From the flat sums to the delivered gradients: hook, division, cast, copy to the host.
 
 flat   [ rows of A | rows of B | marks ]    reduce dtype
          ── hook ── divide ──> the same

@@ -72,7 +72,7 @@ def runs(shapes: Sequence[tuple[int, ...]], starts: Sequence[int]) -> list[Run]:
 
 
 def whole_run(shapes: Sequence[tuple[int, ...]]) -> Run | None:
-    """The run of views that are all of a tensor; ``None`` where they differ beyond dim 0.
+    """The run of views that cover a tensor; ``None`` if they differ in other dims than 0.
 
     Args:
         shapes: of each view, one dim at least.
@@ -110,7 +110,7 @@ class FlatPlan:
         starts: where each member's begin.
         rows_width: elements of all rows, filled up to what collectives want.
         width: elements of the result, marks included.
-        marks: where these are; ``None`` where one rank knows who had a gradient.
+        marks: their position; ``None`` with one rank.
         shape: in which it is made.
         runs: of the views of the members' rows.
     """

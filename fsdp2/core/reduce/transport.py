@@ -33,7 +33,7 @@ RANK_MAJOR = "rank-major gradient"
 
 
 class DirectReduce(ReduceTransport):
-    """The collective reads autograd's gradients where they are."""
+    """The collective reads autograd's gradients in place."""
 
     def _bind(self, context: ReduceContext) -> None:
         self.scatter = self.collectives.bind_reduce_scatter_many(context.division.kind)
@@ -242,7 +242,7 @@ class JoinedReduce(PackingReduce, DirectReduce):
 
 
 class CustomReduce(PackingReduce):
-    """Packed, by the user's collective, which may do anything: marks have one of their own."""
+    """Packed, with the user's collective, which may do anything: marks have a separate one."""
 
     carries_marks = False
     unstages = True
@@ -309,7 +309,7 @@ class LocalReduce(ReduceTransport):
 
 
 class AdoptedReduce(ReduceTransport):
-    """One rank that has nothing to do: a gradient becomes ``.grad`` as it is."""
+    """One rank without other steps: autograd's gradient becomes ``.grad``."""
 
     communicates = stages = False
 

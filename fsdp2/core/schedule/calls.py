@@ -22,7 +22,7 @@ from fsdp2.core.schedule.unit import Unit
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a unit: nodes of two calls are apart, as nodes of two units."""
+    """One call of a unit: the nodes of two calls are distinguished like those of two units."""
 
     unit: Unit
 
@@ -32,18 +32,18 @@ class Calls:
 
     Attributes:
         used: whether a backward entered through a node that was not an output's.
-        looked: whether a backward has looked at a call.
+        looked: whether a backward has read a call.
         whole: whether a forward of the root is among them, not only forwards of units below.
     """
 
-    REMEMBERED = 65536  # changes of owner: who knows how many backwards of a forward are to come
+    REMEMBERED = 65536  # changes of owner: any number of backwards may follow
 
     def __init__(self) -> None:
         self.used = self.looked = self.whole = False
         self._starts: list[int] = []  # autograd's next node where the owner of nodes changed
-        self._owners: list[Call | None] = []  # which it was from there on
+        self._owners: list[Call | None] = []  # the owner from there on
         self._open: list[Call] = []  # that have begun, outermost first
-        self._thread = 0  # each has numbers of its own
+        self._thread = 0  # each has its own numbers
 
     def begin(self, unit: Unit) -> None:
         """A call of ``unit`` begins."""
@@ -58,7 +58,7 @@ class Calls:
         self._note(call)
 
     def end(self, unit: Unit) -> None:
-        """It has ended, and with it what is still open inside."""
+        """It has ended, and with it the calls inside that are still open."""
         if any(call.unit is unit for call in self._open):
             while self._open.pop().unit is not unit:
                 pass
@@ -73,12 +73,12 @@ class Calls:
         return bool(self._starts) and self._thread == threading.get_ident()
 
     def owner(self, number: int) -> Call | None:
-        """The innermost call in which the node of that sequence number was made."""
+        """The innermost call that created the node of that sequence number."""
         position = bisect_right(self._starts, number) - 1
         return self._owners[position] if position >= 0 else None
 
     def forget(self) -> None:
-        """They were given up."""
+        """Discard all calls."""
         self._starts.clear()
         self._owners.clear()
         self._open.clear()

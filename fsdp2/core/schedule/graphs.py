@@ -14,7 +14,7 @@ class Holder(Protocol):
     """Keeps parameters in memory for graphs: a scheduler."""
 
     def let_go(self) -> None:
-        """A graph is gone: free what was kept for it, unless forward or backward is under way."""
+        """A graph was freed: free what was kept for it, unless a forward or backward is running."""
 
 
 class Graph:

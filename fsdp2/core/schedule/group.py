@@ -1,7 +1,7 @@
 """One communication unit: a group of parameters that are gathered and reduced together.
 
     state    GroupState       see `fsdp2.core.schedule.states`
-    shard    FlatBuffer       [segment | segment …]   this rank's rows, for good
+    shard    FlatBuffer       [segment | segment …]   this rank's rows, permanently
     bound    Bound            buffers, transports, gathered parameters, reductions, once it is used
 
 The group owns this state and nothing else does; the scheduler decides when to move it.
@@ -337,7 +337,7 @@ class ParamGroup:
     def run_on(self, runtime: Runtime, reducers: Collectives) -> None:
         """Run on other objects for the same device and ranks, such as those of a trace.
 
-        Reductions follow now, gathers when the next one binds; what is under way ends as it began.
+        Reductions follow now, all-gathers at their next bind; running ones end unchanged.
 
         Args:
             runtime: those.

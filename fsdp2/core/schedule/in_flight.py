@@ -1,4 +1,4 @@
-"""Reductions in flight, and the window of memory that they may hold (invariant I7).
+"""Running reductions, and the window of memory that they may hold (invariant I7).
 
 holding ── COMPUTE waits for the reduce-scatter ──> summing ── COMPUTE waits for the all-reduce
    └────── those that end in CPU memory ──────────> arriving ── the host waits, and delivers
@@ -12,17 +12,17 @@ from fsdp2.core.reduce.reduction import PendingReduction
 
 
 class InFlight:
-    """A scheduler's reductions on their way.
+    """A scheduler's running reductions.
 
     Args:
         streams: lanes of the device.
 
     Attributes:
         streams: lanes of the device.
-        window: of how many units the reductions may hold their inputs at a time.
+        window: the number of units whose reductions may hold their inputs at a time.
         holding: reductions whose inputs are alive, the oldest first.
-        summing: those whose all-reduces may still run.
-        arriving: those on their way to the host.
+        summing: reductions whose all-reduces may still run.
+        arriving: reductions whose results are being copied to the host.
     """
 
     __slots__ = ("arriving", "holding", "streams", "summing", "window")
@@ -35,12 +35,12 @@ class InFlight:
         self.arriving: list[PendingReduction] = []
 
     def make_room(self, params: list[ShardedParam], first: bool) -> None:
-        """Before a group reduces: the window's reductions hold inputs, none of them its.
+        """Before a group reduces: limit the reductions that hold inputs, and end its own last one.
 
-        A group stages its gradients in one buffer, which its own reduction before may still read.
+        A group stages its gradients in one buffer, which its last reduction may still read.
 
         Args:
-            params: the group's.
+            params: the group's parameters.
             first: whether it is the first of its unit, whose groups count as one.
         """
         if first:
@@ -63,7 +63,7 @@ class InFlight:
                 self.summing.append(pending)
 
     def finish_all_reduces(self) -> None:
-        """Let COMPUTE wait for the all-reduces under way; what they read may be freed then."""
+        """Let COMPUTE wait for running all-reduces, whose inputs may then be freed."""
         while self.summing:
             pending = self.summing.pop(0)
             self.streams.wait(COMPUTE, pending.done, "compute after all-reduce")
@@ -79,7 +79,7 @@ class InFlight:
                 self.streams.wait(COMPUTE, pending.done, "compute after hooks on gradients")
 
     def deliver(self) -> None:
-        """Let the host wait for what is copied to it, and hand that over."""
+        """Let the host wait for copies to it, and deliver them."""
         arriving, self.arriving = self.arriving, []
         for pending in arriving:
             self.streams.synchronize(pending.done, "host after gradients")

@@ -6,7 +6,7 @@
                             entered = 2
 
 Only the scheduler writes it. An abandoned iteration is dropped, and another one replaces it
-(`Scheduler.reset`), so that nothing of it remains.
+(`Scheduler.reset`), so that none of its state remains.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Iteration:
         forward_root: the unit whose forward encloses the running one; ``None`` outside.
         records: whether autograd records the forward that began last, so that it has a backward.
         failed: whether the forward of ``forward_root`` raised.
-        in_backward: whether a backward has begun whose end was not seen.
-        ending: the function that that backward calls at its end; ``None`` if it has ended without.
+        in_backward: whether a backward has begun that has not ended.
+        ending: the function that this backward calls at its end, or ``None``.
         entered: position in ``finished`` of the call whose backward began last.
         starts: first position in ``finished`` of each forward.
         finished: units in the order in which their calls ended; ``None`` if backward has begun.
@@ -85,9 +85,9 @@ class Iteration:
         self.retracing: Retracing | None = None
 
     def retrace(self, wanted: bool) -> None:
-        """Follow the calls of units from now on, or no longer.
+        """Start or stop following the calls of units.
 
-        For earlier calls, the order in which they ended is known.
+        For earlier calls, only the order in which they ended is known.
         """
         if not wanted:
             self.retracing = None
@@ -95,7 +95,7 @@ class Iteration:
             self.retracing = Retracing(self.finished, self.starts)
 
     def forget_calls(self) -> None:
-        """The calls whose backward did not come: most often there are none."""
+        """Drop calls whose backward did not run: usually there are none."""
         for unit in self.without_groups.union(filter(None, self.finished)):
             unit.visits.clear()
         self.finished.clear()
@@ -105,6 +105,6 @@ class Iteration:
             self.retracing.forget()
 
     def succeed(self, former: Iteration) -> None:
-        """Take over from the iteration of a root that is part of a larger model now."""
+        """Take over from the iteration of a root that is now part of a larger model."""
         self.kept.succeed(former.kept)
         self.holds = self.holds or former.holds

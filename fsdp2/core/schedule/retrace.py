@@ -1,10 +1,10 @@
-"""A backward that misses no unit, whatever this rank's loss uses (invariant I11).
+"""A backward that runs every unit, also those that this rank's loss does not use (invariant I11).
 
 If ranks use different outputs, or parameters, all must run the same collectives in one order: that
 of the forward in reverse. This module handles two differences between ranks. A unit that receives
-no gradient is entered and left at its position. A unit whose end is not seen, because none of its
-inputs requires grad, is left before anything older is entered. That is not before its actual end:
-autograd runs new nodes first, so everything inside it has run before anything older does.
+no gradient is entered and left at its position. A unit whose end has no hook, because none of its
+inputs requires grad, is left before any older unit is entered. This is not before its actual end:
+autograd runs newer nodes first, so all nodes inside it have run before any older node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def running_node() -> int | None:
-    """Sequence number of the node that autograd runs; ``None`` outside of backward."""
+    """Sequence number of the node that autograd runs; ``None`` outside backward."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
@@ -34,9 +34,9 @@ class _Begin(NamedTuple):
     """When a unit's call began.
 
     Attributes:
-        call: how many calls had begun before it.
-        node: autograd's next node then.
-        ended: how many calls had ended before it: the first position that is inside of it.
+        call: the number of calls that had begun before it.
+        node: autograd's next node at that time.
+        ended: the number of calls that had ended before it: the first position inside it.
     """
 
     call: int
@@ -57,21 +57,21 @@ class Follower(Protocol):
 
 
 class Retracing:
-    """How far a backward has come in the forwards that it follows.
+    """The progress of a backward in the forwards that it follows.
 
     Args:
         finished: units in the order in which their calls ended; ``None`` where backward began.
         starts: first positions in it of each forward.
 
     Attributes:
-        inside: units whose backward has begun and is not over, and when the call began whose it is.
+        inside: units whose backward is running, and when the call of that backward began.
         filled: units whose absent gradients were taken as zeros.
     """
 
     def __init__(self, finished: Sequence[Unit | None], starts: Sequence[int]) -> None:
         self._finished, self._starts = finished, starts
         self._floor: int | None = None  # of the forward whose backward runs
-        self._reached = 0  # the position that it is at; what is behind is taken
+        self._reached = 0  # its position; later positions are taken
         self._calls = 0  # begun so far
         self._begins: dict[Unit, list[_Begin]] = {}  # of the calls whose backward is to come
         self._ends: list[int] = []  # autograd's next node when each of `finished` ended
@@ -94,7 +94,7 @@ class Retracing:
             calls.pop()
 
     def forward_ends(self) -> None:
-        """The call ends that was finished last."""
+        """The last finished call has ended."""
         self._ends.append(next_node())
 
     def comes_to(self, unit: Unit, recomputed_for: int | None, follower: Follower) -> bool:
@@ -103,10 +103,10 @@ class Retracing:
         Args:
             unit: the unit.
             recomputed_for: sequence number of autograd's node for which its forward runs again.
-            follower: what enters and leaves units.
+            follower: enters and leaves units.
 
         Returns:
-            Whether ``unit`` is entered now: not where its forward runs again before its turn.
+            Whether ``unit`` is entered now; not if its forward runs again before its position.
         """
         if not unit.visits or unit.visits[-1] == NOWHERE:
             return True
@@ -117,11 +117,11 @@ class Retracing:
         return True
 
     def backward_begins(self, unit: Unit, node: int | None) -> None:
-        """The backward of a call of ``unit`` begins: of the last one, or else see `_of_node`.
+        """The backward of a call of ``unit`` begins: of the last call, or of another (`_of_node`).
 
         Args:
             unit: the unit.
-            node: sequence number of autograd's node for which; ``None``: it was skipped.
+            node: sequence number of its autograd node; ``None``: it was skipped.
         """
         if unit.phase is IDLE:
             self.filled.discard(unit)
@@ -136,7 +136,7 @@ class Retracing:
 
     @staticmethod
     def _of_node(node: int, last: _Begin, calls: list[_Begin]) -> _Begin:
-        """The backwards of several forwards run first to last: the call that has ``node`` in it.
+        """If backwards of several forwards run first to last: the call that contains ``node``.
 
         All ranks count positions as if the last call's came first. Nodes are a rank's own: they
         are the ones of the call that it is, which takes the last one's place.

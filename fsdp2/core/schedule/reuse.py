@@ -48,7 +48,7 @@ class Reuse:
         Args:
             records: whether autograd records it.
             pending: whether forwards have run whose backward is to come.
-            reducing: whether reductions are under way, as the last backward is to come.
+            reducing: whether reductions are running, because the last backward is to come.
         """
         stepped, zeroed = self._steps != OptimizerSteps.count, self.zeroed
         versions = [param.sharded._version for group in self.groups for param in group.params]

@@ -3,9 +3,9 @@
 One scheduler serves all units below a root. It records the order of units in each forward and uses
 it in the next; backward follows this iteration's forward in reverse.
 
-    enter i   COMPUTE waits for gather i; issue gather i+1 (in backward i-1)
+    enter i   COMPUTE waits for all-gather i; launch all-gather i+1 (in backward i-1)
               … compute i …
-    exit i    free i; in backward wait for the reduction before, and reduce i
+    exit i    free i; in backward wait for the last reduction, and reduce i
 
 All-gather i+1 is launched before compute i, and its side lane waits for everything on COMPUTE so
 far: for compute i-1, whose buffer was freed with unit i-1. In addition to units whose forward (or
@@ -58,16 +58,16 @@ _BEFORE = PrefetchTime.BEFORE
 
 
 class ForwardOrder:
-    """In which order a root's forwards run its units: learned from one, used in the next.
+    """The order in which a root's forwards run its units: recorded in one, used in the next.
 
-    A first guess costs little if it is wrong: modules run as they are registered.
+    For the first forward, it is the order of registration; a wrong guess costs little.
 
     Args:
-        units: all units, as they are registered.
+        units: all units, in the order of registration.
 
     Attributes:
-        entered: the units of the forward that began last, in the order in which they were entered,
-            until it is over.
+        entered: the units of the last forward in the order in which they were entered, until it
+            ends.
     """
 
     __slots__ = ("_cursor", "_expected", "_known", "_units", "entered")
@@ -89,7 +89,7 @@ class ForwardOrder:
         return [unit for unit in self._units if unit.groups] if root.is_root else []
 
     def enter(self, unit: Unit) -> bool:
-        """Note that ``unit`` is entered; returns whether that was expected, at any time."""
+        """Record that ``unit`` is entered; returns whether it was expected at any time."""
         self.entered.append(unit)
         expected = self._expected
         following = self._cursor + 1
@@ -104,12 +104,12 @@ class ForwardOrder:
         return False
 
     def following(self, count: int) -> Sequence[Unit]:
-        """The units that are expected next, ``count`` at most; one may be among them twice."""
+        """The units that are expected next, ``count`` at most; one may occur twice."""
         following = self._cursor + 1
         return self._expected[following : following + count]
 
     def end(self, root: Unit) -> None:
-        """The forward of ``root`` is over."""
+        """The forward of ``root`` has ended."""
         self._known[root] = self.entered
         self.entered = []
 
@@ -152,13 +152,13 @@ class Scheduler:
         self.window = 1
         self.calls: Calls | None = None
         self.ranges = False
-        self.unreduced = True  # so that somebody looks
+        self.unreduced = True  # so that the first check looks
         self._order = ForwardOrder(self.units)
         self._in_flight = InFlight(streams)
         self.refresh()
 
     def refresh(self) -> None:
-        """Take up what counts for all units: their flags, and which groups they have."""
+        """Read again what applies to all units: their flags, and their groups."""
         self.groups = [group for unit in self.units for group in unit.own_groups]
         self.connected = False
         keeping = [group for group in self.groups if group.keeps_rows]
@@ -179,7 +179,7 @@ class Scheduler:
         return any(group.options.reduce_unused for group in self.groups)
 
     def succeed(self, former: Scheduler) -> None:
-        """Take over from ``former``, whose root is part of a larger model now."""
+        """Take over from ``former``, whose root is now part of a larger model."""
         self.iteration.succeed(former.iteration)
         Graph.hand_over(former, self)
 
@@ -192,11 +192,11 @@ class Scheduler:
         self.ranges = profiler._is_profiler_enabled
         put_around(self.units, ProfiledGroup, self.ranges)
 
-    # ---- what is under way
+    # ---- the running forward or backward
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward or backward is under way, or was when an exception came."""
+        """Whether a forward or backward is running, or was when an exception was raised."""
         return self.iteration.in_backward or self.iteration.forward_root is not None
 
     @property
@@ -207,7 +207,7 @@ class Scheduler:
 
     @property
     def has_calls_to_come(self) -> bool:
-        """Whether forwards have run whose backward did not come yet."""
+        """Whether forwards have run whose backward is still to come."""
         return bool(self.iteration.finished)
 
     @property
@@ -226,7 +226,7 @@ class Scheduler:
         Args:
             root: the unit.
             expects_backward: whether autograd records it.
-            anew: whether units that earlier forwards have left unsharded are gathered again.
+            anew: whether units that earlier forwards left unsharded are gathered again.
 
         Raises:
             ShardingStateError: the reductions of the last `finalize` were not waited for, or a CUDA
@@ -263,16 +263,16 @@ class Scheduler:
         self._order.begin(root)
         now.records = expects_backward
         if now.in_backward and (self._in_flight.holding or self._in_flight.summing):
-            self._in_flight.order_after_hooks()  # else the last backward has, at its end
+            self._in_flight.order_after_hooks()  # otherwise the last backward did, at its end
         if len(now.finished) > self.FORWARDS_REMEMBERED * len(self.units):
             now.forget_calls()  # forwards whose backward never came
         if expects_backward:
             now.starts.append(len(now.finished))
 
     def _check_capture(self, root: Unit, expects_backward: bool) -> None:
-        """A CUDA graph replays addresses, and memory that comes and goes has others by then.
+        """Raise for a CUDA graph over memory that moves: a replay uses the recorded addresses.
 
-        It also replays the gathers that are recorded, or their absence.
+        It also replays the recorded all-gathers, or their absence.
         """
         if self.reuse is not None:
             self.reuse.forget()
@@ -290,12 +290,12 @@ class Scheduler:
                 )
 
     def let_go(self) -> None:
-        """A graph is gone: free what was kept for it, unless forward or backward is under way."""
+        """A graph was freed: free what was kept for it, unless a forward or backward is running."""
         if not self.is_running:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Free what is held for graphs that are gone."""
+        """Free what was kept for graphs that were freed."""
         self.iteration.holds = False
         for unit in self.units:
             for group in unit.groups:
@@ -307,12 +307,12 @@ class Scheduler:
                     group.reshard()
 
     def _order_after_optimizer(self) -> None:
-        """Let gathers wait for the optimizer on a user's stream, who drops gradients next."""
+        """Let all-gathers wait for an optimizer on a user's stream, who drops gradients next."""
         event, self.post_optim_event = self.post_optim_event, None
         self.streams.wait(COMPUTE, event, "compute after the optimizer")
 
     def enter_forward(self, unit: Unit) -> None:
-        """Gather ``unit`` and start on those that should be next."""
+        """Gather ``unit``, and prefetch the next ones."""
         now = self.iteration
         unit.phase = FORWARD
         if not unit.groups:
@@ -336,7 +336,7 @@ class Scheduler:
             self._gather_ahead(self._order.following(self.window))
 
     def exit_forward(self, unit: Unit, keep: bool = False) -> None:
-        """Free ``unit`` unless it is kept, or comes again within the window.
+        """Free ``unit``, unless it is kept or used again within the window.
 
         Args:
             unit: the unit.
@@ -348,7 +348,7 @@ class Scheduler:
         unit.phase = IDLE
         is_root = unit is now.forward_root
         if is_root:
-            for inside in self.units:  # a list of modules of which some did not run
+            for inside in self.units:  # of a list of modules, some did not run
                 if inside.phase is FORWARD:
                     self.exit_forward(inside)
         if unit.groups:
@@ -374,9 +374,9 @@ class Scheduler:
             self._end_forward(unit)
 
     def _note_exit(self, unit: Unit, calls: Calls) -> None:
-        """Note where the call ends, in the first iteration, and refuse a forward that writes.
+        """Record the end of the call, in the first iteration, and raise if the forward has written.
 
-        It does so from the first on, so that later ones need no look.
+        It does so from the first call on, so that later ones need no check.
         """
         for group in unit.groups:
             if written := group.written:
@@ -392,7 +392,7 @@ class Scheduler:
             calls.end(unit)
 
     def _retrace_exit(self, unit: Unit, is_root: bool) -> None:
-        """Note that a call has ended, for backwards that miss none."""
+        """Record that a call has ended, for backwards that miss no unit."""
         now = self.iteration
         assert now.retracing is not None
         if unit.groups:
@@ -402,12 +402,12 @@ class Scheduler:
             now.without_groups.add(unit)
 
     def give_up_forward(self, unit: Unit) -> None:
-        """A call of ``unit`` raised, inside of a forward that may go on: it has no backward."""
+        """A call of ``unit`` raised, inside a forward that may continue: it has no backward."""
         now = self.iteration
         unit.phase = IDLE
         if unit.frees_after_forward and not now.holds:
             for group in unit.groups:
-                if group.state is UNSHARDED:  # else it was a gather that raised
+                if group.state is UNSHARDED:  # otherwise an all-gather raised
                     group.reshard()
         if self.calls is not None:
             self.calls.end(unit)
@@ -428,8 +428,8 @@ class Scheduler:
             if self.reuse is not None:
                 self.reuse.forget()
         self._order.end(root)
-        self._drop_unused()  # at the loss, only what is kept on request is gathered
-        if not now.records:  # whoever evaluates may write shards next, by hand
+        self._drop_unused()  # at the loss, only units kept on request are unsharded
+        if not now.records:  # after an evaluation, users may write shards
             self.settle()
         if self.post_optim_event is not None:  # nothing was gathered
             self._order_after_optimizer()
@@ -438,11 +438,11 @@ class Scheduler:
     # ---- backward
 
     def begin_backward(self, ending: Callable[[], object], records: bool) -> None:
-        """The first gradient of a backward comes.
+        """The first gradient of a backward arrives.
 
         Args:
-            ending: gives what that backward calls at its end; ``None`` where it is over without.
-            records: whether it records a graph, which reads parameters unseen.
+            ending: returns the function that this backward calls at its end, or ``None``.
+            records: whether it records a graph, which reads parameters without hooks.
         """
         self.iteration.in_backward = True
         self.iteration.ending = ending
@@ -452,19 +452,19 @@ class Scheduler:
             self.iteration.graph, self.iteration.holds = Graph(self), True
 
     def end_unseen_backward(self) -> None:
-        """A backward is over whose gradients came by no hook of a unit: reduce what it has left."""
+        """A backward ended whose gradients passed no hook of a unit: reduce what it has left."""
         self.iteration.in_backward = True
         self.end_backward()
 
     def enter_backward(
         self, unit: Unit, recomputed_for: int | None = None, skipped: bool = False
     ) -> None:
-        """Gather ``unit`` for its backward and start on those that should be next.
+        """Gather ``unit`` for its backward, and prefetch the next ones.
 
         Args:
             unit: the unit.
             recomputed_for: sequence number of autograd's node for which its forward runs again.
-            skipped: whether no gradient comes to it, and its turn has come.
+            skipped: whether it gets no gradient, and its position in the order is reached.
         """
         if unit.phase is BACKWARD:
             return
@@ -504,7 +504,7 @@ class Scheduler:
                 self._postpone(unit, before)
 
     def _postpone(self, unit: Unit, before: Sequence[Unit | None]) -> None:
-        """Let the end of ``unit`` gather the next one, not its begin (`exit_backward`)."""
+        """Gather the next unit at the end of ``unit`` instead of at its begin (`exit_backward`)."""
         following = next((each for each in before if each and each.unshard_in_backward), None)
         if following is not None:
             self.iteration.postponed = unit, following
@@ -526,30 +526,30 @@ class Scheduler:
         return True
 
     def enter_recomputation(self, unit: Unit) -> None:
-        """Gather ``unit``, in backward, for a forward that runs again."""
+        """Gather ``unit`` in backward for a recomputed forward."""
         if unit.is_sharded or self.iteration.holds:
             self._gather(unit)
 
     def exit_backward(self, unit: Unit, _: object = None) -> None:
-        """Free ``unit``, unless it is itself the next one, and reduce the gradients it has.
+        """Free ``unit``, unless it is its own successor, and reduce its gradients.
 
         It may be called as a gradient's hook, with the gradient of one of the unit's inputs.
         """
-        if unit.phase is not BACKWARD:  # a derivative by its inputs, inside of it or without it
+        if unit.phase is not BACKWARD:  # a derivative with respect to its inputs
             return
         if not self.iteration.holds:  # else a graph may read parameters: its end finishes the unit
             self._finish(unit, unit.reshard_after_backward)
 
     def _finish(self, unit: Unit, reshard: bool, over: bool = False) -> None:
-        """Reshard and reduce: at the end of a call's backward, and again when all have run.
+        """Reshard and reduce: at the end of a call's backward, and again at the end of backward.
 
         Args:
             unit: the unit.
             reshard: whether to reshard it.
-            over: whether the whole backward has run, not only this call's.
+            over: whether the whole backward has ended, not only that of this call.
         """
         now = self.iteration
-        fill = False  # whether absent gradients count as zeros, where that was asked for
+        fill = False  # whether absent gradients count as zeros, on request
         if now.retracing is not None:
             if not over and unit in now.retracing.inside:
                 now.retracing.exit(unit, self)
@@ -569,28 +569,28 @@ class Scheduler:
         if not unit.all_reduce:
             self.unreduced = True
         first = True
-        # Gradients are taken while the gathered parameters have them. The memory of these is freed
-        # before the reduction allocates, which may take it: both are COMPUTE's (decision 1).
+        # Gradients are taken from the unsharded parameters, whose memory is freed before the
+        # reduction allocates, so that it can reuse it: both are on COMPUTE (decision 1).
         for group in unit.groups:
             jobs = group.collect(unit.all_reduce, fill, again)
             if reshard and group.state is not SHARDED:
                 group.reshard()
             if jobs:
                 if group.state is GATHERING and group.base.has_grad_hooks:
-                    group.reshard()  # what is gathered ahead, and a hook writes
-                if self._in_flight.holding:  # the window's inputs are all that may be alive
+                    group.reshard()  # prefetched, and written by a hook
+                if self._in_flight.holding:  # only the window's inputs may be alive
                     self._in_flight.make_room(group.params, first)
                 first = False
                 pending = group.reduce(jobs, unit.all_reduce)
                 if pending is not None:
                     self._in_flight.holding.append(pending)
-                    if unit.visits:  # gathered again for an earlier call, maybe at once
+                    if unit.visits:  # gathered again for an earlier call
                         self._in_flight.order_after_hooks()
 
     def _is_reduced_later(self, unit: Unit, reshard: bool) -> bool:
-        """Free a unit of which more calls are to come, if one reduction is to take them all.
+        """Free a unit with more calls to come, if one reduction is to sum them all.
 
-        Ranks differ in which gradients they have (invariant I11).
+        Ranks may have gradients for different parameters (invariant I11).
         """
         if not any(group.base.options.reduce_unused for group in unit.groups):
             return False
@@ -600,7 +600,7 @@ class Scheduler:
         return True
 
     def _gather_postponed(self, postponed: tuple[Unit, Unit], reshard: bool, over: bool) -> None:
-        """Behind the end of a unit, gather what comes next, if the unit asks for it there."""
+        """After the end of a unit, gather the next one, if the unit requests it there."""
         unit, following = postponed
         self.iteration.postponed = None
         if unit.prefetches is PrefetchTime.AFTER and not over and following is not unit:
@@ -609,7 +609,7 @@ class Scheduler:
             self._gather_ahead([following])
 
     def _stays_for_next(self, unit: Unit) -> bool:
-        """Whether a call of the same unit is within the window: it is kept for that backward."""
+        """Whether the window contains a call of the same unit, for whose backward it is kept."""
         now = self.iteration
         within = now.entered - self.window <= unit.visits[-1] < now.entered
         if not within or len(now.ahead) >= self.window or not unit.groups:
@@ -627,19 +627,19 @@ class Scheduler:
                 group.reshard()
 
     def end_backward(self) -> None:
-        """The whole backward has run: finish units whose own end was not seen, and clean up."""
-        Backwards.ended += 1  # so that the engine sees that a hook was there
+        """The whole backward has run: finish units whose end had no hook, and clean up."""
+        Backwards.ended += 1  # so that the engine knows that a hook ran
         now = self.iteration
         if now.retracing is not None:
             if now.forward_root is None:
                 now.retracing.end(self)
-            else:  # a derivative inside a forward: its backward is to come
+            else:  # a derivative inside a forward: the backward of that is to come
                 now.retracing.interrupt()
         if now.holds:
             now.holds = Graph.any_held_by(self)
         last = self.is_last_backward and not self.manual
         # Left over are units none of whose inputs required grad (often the root), units that got
-        # gradients behind their own end, and units that this backward never came to.
+        # gradients after their own end, and units that this backward did not reach.
         for unit in self.units:
             if unit.phase is REDUCED and self._is_done(unit):  # as most are
                 unit.phase = IDLE
@@ -655,7 +655,7 @@ class Scheduler:
                     unit.hide()
             if now.graph is None:
                 self._let_go()
-        if last:  # else more is to come: reductions run beside it, and guesses stay for it
+        if last:  # otherwise backward continues: reductions and prefetched units stay
             self._drop_unused()
             self._drain()
             now.kept.end_iteration()
@@ -663,7 +663,7 @@ class Scheduler:
                 now.retracing.filled.clear()  # what the next iteration never calls counts again
         elif self._in_flight.holding or self._in_flight.summing:
             self._in_flight.order_after_hooks()  # the next backward may gather what they write
-        # A forward around this backward goes on, and its own backward is to come.
+        # A forward around this backward continues, and its own backward is to come.
         if now.forward_root is None and (last or not any(unit.visits for unit in self.units)):
             now.forget_calls()
         now.entered = 0
@@ -671,7 +671,7 @@ class Scheduler:
         now.in_backward = False
 
     def _is_done(self, unit: Unit) -> bool:
-        """Whether a unit whose own end was seen is sharded, and nothing is there to reduce."""
+        """Whether a unit whose end had a hook is sharded, and has nothing to reduce."""
         retracing = self.iteration.retracing
         if retracing is not None and unit not in retracing.filled:
             return False
@@ -681,24 +681,24 @@ class Scheduler:
         return True
 
     def _is_to_finish(self, unit: Unit, last: bool) -> bool:
-        """Whether this backward's end is the unit's."""
+        """Whether the end of this backward is also the end of the unit's."""
         if unit.phase is FORWARD and self.iteration.forward_root is not None:
             return False  # a backward inside a forward: its parameters are in use
         if unit.phase is not IDLE or last:
             return True
-        return any(group.is_owed for group in unit.groups)  # else its backward is to come
+        return any(group.is_owed for group in unit.groups)  # otherwise its backward is to come
 
     def _keeps(self, unit: Unit, last: bool) -> bool:
-        """Whether the unit stays gathered: for a later backward, or for a graph of this one."""
+        """Whether the unit stays unsharded: for a later backward, or for a graph of this one."""
         now = self.iteration
         ahead = unit in now.ahead or unit in now.requested or unit.phase is IDLE
         return (ahead and not last) or now.holds
 
     def finalize(self, wait: bool) -> None:
-        """End an iteration's backwards: reduce what waits, free as units' flags say, clean up.
+        """End an iteration's backwards: reduce waiting gradients, reshard by flags, clean up.
 
         Args:
-            wait: whether gradients are there on return; else after `wait_for_reductions`.
+            wait: whether gradients are complete on return; otherwise `wait_for_reductions` waits.
         """
         now = self.iteration
         now.in_backward = True
@@ -718,14 +718,14 @@ class Scheduler:
         now.in_backward = False
 
     def finalize_unit(self, unit: Unit) -> None:
-        """As `finalize`, for one unit; gradients are there on return."""
+        """As `finalize`, for one unit; gradients are complete on return."""
         self._finish(unit, unit.reshard_after_backward, over=True)
         if self._whole is not None:
             self._whole.reduce(self._in_flight)
         self._drain()
 
     def wait_for_reductions(self) -> None:
-        """Let COMPUTE, and the host for offloaded gradients, wait for what is under way."""
+        """Let COMPUTE, and the host for offloaded gradients, wait for running reductions."""
         self._drain()
         self.iteration.unawaited = False
 
@@ -735,7 +735,7 @@ class Scheduler:
             group.settle()
 
     def _drain(self) -> None:
-        """Wait for all reductions, and hand over what was copied to the host."""
+        """Wait for all reductions, and deliver gradients that were copied to the host."""
         self._in_flight.retire(keep=0)
         self._in_flight.finish_all_reduces()
         self.settle()
@@ -745,7 +745,7 @@ class Scheduler:
     # ---- on request
 
     def unshard(self, unit: Unit) -> bool:
-        """Issue the all-gathers of a unit; `wait` or its forward finishes them.
+        """Launch the all-gathers of a unit; `wait` or its forward finishes them.
 
         Returns:
             Whether there were any.
@@ -756,7 +756,7 @@ class Scheduler:
                 if self.post_optim_event is not None:
                     self._order_after_optimizer()
                 try:
-                    # Programs are bound here, where shards are registered and nothing is under way.
+                    # Programs are bound here, where shards are registered and no collective runs.
                     # In a backward, autograd holds what forward has bound: it stays as it is, but
                     # for another way to gather, which leaves the gathered parameters alone.
                     if group.stale or not self.iteration.in_backward:
@@ -769,7 +769,7 @@ class Scheduler:
         return issued
 
     def claim(self, unit: Unit) -> None:
-        """As `unshard`, for a user: what was a guess until now stays until he reshards it."""
+        """As `unshard`, for a user: a prefetched unit stays until the user reshards it."""
         now = self.iteration
         for ahead in (now.ahead, now.requested):
             if unit in ahead:
@@ -781,12 +781,12 @@ class Scheduler:
         self.unshard(unit)
 
     def hand_over(self, unit: Unit) -> None:
-        """As `wait`, for a user: it stays unsharded until he reshards it."""
+        """As `wait`, for a user: it stays unsharded until the user reshards it."""
         self.wait(unit)
         unit.claimed = True
 
     def wait(self, unit: Unit) -> None:
-        """Make COMPUTE wait for a unit's all-gathers and register its gathered parameters."""
+        """Make COMPUTE wait for a unit's all-gathers, and register its unsharded parameters."""
         for group in unit.groups:
             if group.state is GATHERING:
                 try:
@@ -800,7 +800,7 @@ class Scheduler:
                 group.take_back()
 
     def _abandon(self, group: GroupOperations) -> None:
-        """Free everything of an all-gather that failed, because memory or a peer was missing."""
+        """Free all memory of an all-gather that failed, because memory or a peer was missing."""
         self._join_lanes()
         group.abandon()
 
@@ -811,10 +811,10 @@ class Scheduler:
             self.streams.wait(COMPUTE, behind, "compute after what was interrupted")
 
     def reset(self) -> None:
-        """Forget a forward or backward that an exception ended half way.
+        """Discard a forward or backward that an exception ended.
 
-        Everything is freed, gradients that were not reduced are dropped, reductions that were
-        under way are waited for.
+        Unsharded memory is freed, gradients that were not reduced are dropped, and the host waits
+        for running reductions.
         """
         self.resets += 1
         SCHEDULE.debug("an iteration was given up, everything is freed: %s", self.units)
@@ -847,21 +847,21 @@ class Scheduler:
         self.wait(unit)
 
     def _gather_anew(self, unit: Unit) -> None:
-        """Free hidden parameters: their shards, which are registered, may have been written since.
+        """Free hidden parameters, because their registered shards may have been written since.
 
-        The memory that a graph reads is filled again, as by an operation through ``.data``.
+        The memory that a graph reads is filled again, as by a write through ``.data``.
         """
         for group in unit.groups:
             if group.state is HIDDEN:
                 group.reshard()
 
     def _gather_ahead(self, units: Sequence[Unit | None], backward: bool = False) -> None:
-        """Gather units ahead; guesses that are still unused make room for them (invariant I6).
+        """Prefetch units; prefetched units that are still unused make room (invariant I6).
 
         Args:
-            units: those that should be next, the first one first; as many as the window has places
-                at most. ``None`` stands for one that is through.
-            backward: whether those are left out that gather nothing in backward.
+            units: the next units in their order, at most as many as the window allows. ``None``
+                represents one that has ended.
+            backward: whether to leave out units that gather nothing in backward.
         """
         ahead = self.iteration.ahead
         for unit in units:
@@ -884,7 +884,7 @@ class Scheduler:
                 now.requested.append(unit)
 
     def _free_guess(self, guess: Unit) -> None:
-        """Free a unit that was gathered ahead, unless it has come into use since."""
+        """Free a prefetched unit, unless it has since been used."""
         if guess.phase in (IDLE, REDUCED):
             if not guess.is_sharded:
                 SCHEDULE.debug("gathered ahead and not used, so it is freed: %s", guess)
@@ -908,7 +908,7 @@ class Scheduler:
 
 
 def window_of(units: Iterable[Unit]) -> int:
-    """How many units a scheduler of these gathers ahead: the most that one of them asks for."""
+    """The number of units that a scheduler of these prefetches: the largest that one requests."""
     return max((unit.prefetch_window for unit in units), default=1)
 
 
@@ -917,7 +917,7 @@ offloading: list[weakref.ref[Scheduler]] = []
 
 
 def settle_all() -> None:
-    """Block the host until it may write any offloaded shards of this process: an optimizer does."""
+    """Block the host until an optimizer may write any offloaded shards of this process."""
     for reference in tuple(offloading):
         scheduler = reference()
         if scheduler is not None:

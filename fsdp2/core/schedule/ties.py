@@ -1,16 +1,16 @@
-"""Groups that several units use, as parameters of theirs are tied (decision 21).
+"""Groups that several units use, because their parameters are tied (decision 21).
 
     embed  unit ── groups ──>               TiedGroup ──> ParamGroup   [embed.weight]
     head   unit ── groups ──> GroupAlias ──────┘
 
-The group belongs to one unit, whose flags count: it holds the shards and reduces the gradients. In
-every other unit that has one of its parameters an alias stands for it. So each of them gathers the
-group when it runs, and frees it if no other unit that uses it is under way. Autograd leaves the
-gradient of a parameter when all its uses have been run through, and it is reduced once: when the
-owner's backward ends, or at the end of backward if a unit that uses it is still to come then, or if
-the owner takes no part in it.
+The group belongs to one unit, its owner, whose flags count: it holds the shards and reduces the
+gradients. In every other unit that has one of its parameters, an alias represents the group. Each
+of these units therefore gathers the group when it runs, and frees it unless another unit that uses
+it is running. Autograd delivers the gradient of a parameter after all its uses have run. It is
+reduced once: when the owner's backward ends, or at the end of backward if the backward of another
+unit that uses it is still to come, or if the owner has no backward.
 
-Both are layers (`fsdp2.core.schedule.layers`), below all that is put around groups on request.
+Both are layers (`fsdp2.core.schedule.layers`), below all layers that are added on request.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from fsdp2.core.schedule.unit import BACKWARD, FORWARD, REDUCED, Unit
 
 
 class TiedGroup(Layer):
-    """A group that other units use, too.
+    """A group that other units also use.
 
     Args:
         below: the group.
-        owner: the unit that it belongs to.
+        owner: the unit to which it belongs.
 
     Attributes:
         owner: the same.
         users: the other units.
-        leaving: the one of ``users`` that frees it at this moment.
-        fills: whether its absent gradients are to be taken as zeros when it is reduced.
+        leaving: the one of ``users`` that is freeing it.
+        fills: whether its absent gradients count as zeros when it is reduced.
     """
 
     __slots__ = ("fills", "leaving", "owner", "users")
@@ -54,42 +54,42 @@ class TiedGroup(Layer):
 
     @property
     def units(self) -> set[Unit]:
-        """All that use it."""
+        """All units that use it."""
         return {unit for unit in (self.owner(), *self.users) if unit is not None}
 
     @property
     def _in_use(self) -> bool:
-        """Whether a unit is under way besides the one that frees it."""
+        """Whether another unit is running than the one that frees it."""
         leaving = self.leaving or self.owner()
         return any(u.phase in (FORWARD, BACKWARD) for u in self.units if u is not leaving)
 
     @property
     def _to_come(self) -> bool:
-        """Whether backward may still come to another unit than the owner, or is in one."""
+        """Whether backward may still reach another unit than the owner, or is in one."""
         return any(unit.phase is BACKWARD or unit.visits for unit in self.users)
 
     def reshard(self) -> None:
-        """Free it, but not while another unit is under way that uses it."""
+        """Free it, unless another unit that uses it is running."""
         if not self._in_use:
             self.below.reshard()
 
     def shard_smaller(self) -> None:
-        """Keep a smaller group's rows, but not while another unit is under way that uses it."""
+        """Keep a smaller group's rows, unless another unit that uses it is running."""
         if not self._in_use:
             self.below.shard_smaller()
 
     def hide(self) -> None:
-        """Register the shards, but not while another unit is under way that uses it."""
+        """Register the shards, unless another unit that uses it is running."""
         if not self._in_use:
             self.below.hide()
 
     def forbid_reading(self) -> None:
-        """Nothing: another unit's backward may be to come, which gathers it, and reads it."""
+        """Do nothing: another unit's backward may still gather and read it."""
 
     def collect(
         self, all_reduce: bool, fill: bool, again: bool = False
     ) -> list[tuple[Reduction, Job]]:
-        """Take the gradients, but not at the owner's own end while others are to come."""
+        """Take the gradients, unless this is the owner's end and other units are still to come."""
         owner = self.owner()
         at_its_end = owner is not None and owner.phase is REDUCED and not again
         if at_its_end and self._to_come:
@@ -100,7 +100,7 @@ class TiedGroup(Layer):
 
     @property
     def is_over(self) -> bool:
-        """Whether it is sharded, and nothing is there to reduce."""
+        """Whether it is sharded, and has nothing to reduce."""
         return not self.fills and self.below.is_over
 
     @property
@@ -135,26 +135,26 @@ class GroupAlias(Layer):
 
     @property
     def is_alias(self) -> bool:
-        """Yes."""
+        """It is one."""
         return True
 
     @property
     def params(self) -> list[ShardedParam]:
-        """None of its own."""
+        """It has none."""
         return []
 
     # ---- free
 
     def reshard(self) -> None:
-        """Free the group, if no other unit is under way that uses it."""
+        """Free the group, unless another unit that uses it is running."""
         self._leave(self._tied.reshard)
 
     def shard_smaller(self) -> None:
-        """As `reshard`, but for a smaller group's rows."""
+        """As `reshard`, but keep a smaller group's rows."""
         self._leave(self._tied.shard_smaller)
 
     def hide(self) -> None:
-        """As `reshard`, but what is gathered stays in memory."""
+        """As `reshard`, but keep unsharded parameters in memory."""
         self._leave(self._tied.hide)
 
     def _leave(self, free: Callable[[], None]) -> None:
@@ -164,21 +164,21 @@ class GroupAlias(Layer):
         finally:
             self._tied.leaving = None
 
-    # ---- what the owner does
+    # ---- operations that only the owner performs
 
     @property
     def is_over(self) -> bool:
-        """Nothing is left to do here."""
+        """Always: the owner has the gradients."""
         return True
 
     @property
     def is_owed(self) -> bool:
-        """Nothing is reduced here."""
+        """Never: the owner reduces."""
         return False
 
     @property
     def accumulates(self) -> bool:
-        """Nothing waits here."""
+        """Never: the owner accumulates."""
         return False
 
     def accumulate(self) -> None:
@@ -195,12 +195,12 @@ class GroupAlias(Layer):
 
 
 def tied_group(group: GroupOperations) -> TiedGroup | None:
-    """The layer of a group that other units use, too; ``None`` where there is none."""
+    """The layer of a group that other units also use; ``None`` if no other unit uses it."""
     return next((layer for layer in layers_of(group) if isinstance(layer, TiedGroup)), None)
 
 
 def lend(group: ParamGroup, owner: Unit, unit: Unit) -> None:
-    """Let ``unit`` use a group of ``owner``, too."""
+    """Let ``unit`` also use a group of ``owner``."""
     place = owner.place_of(group)
     tied = tied_group(owner.groups[place])
     if tied is None:
@@ -212,13 +212,13 @@ def lend(group: ParamGroup, owner: Unit, unit: Unit) -> None:
         tied.users.add(unit)
         alias: GroupOperations = GroupAlias(tied, unit)
         for layer in reversed(layers_of(owner.groups[place])):
-            if layer is not tied:  # what stands around the group on request
+            if layer is not tied:  # layers that were added on request
                 alias = type(layer)(alias)
         unit.groups.append(alias)
 
 
 def give_back(group: ParamGroup, unit: Unit) -> None:
-    """Let ``unit`` use another unit's group no longer."""
+    """End the use of another unit's group by ``unit``."""
     alias = next(each for each in unit.groups if each.is_alias and each.base is group)
     unit.groups.remove(alias)
     tied = tied_group(alias)
@@ -231,7 +231,7 @@ def give_back(group: ParamGroup, unit: Unit) -> None:
 
 
 def inherit(unit: Unit, is_gone: Callable[[Unit], bool]) -> None:
-    """Let groups belong to ``unit`` that it uses, and whose own unit has no module any more."""
+    """Make ``unit`` the owner of groups that it uses and whose owner no longer has a module."""
     for alias in [group for group in unit.groups if group.is_alias]:
         tied = tied_group(alias)
         assert tied is not None

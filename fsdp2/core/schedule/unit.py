@@ -1,7 +1,7 @@
-"""The result of one call of ``fully_shard``, as the scheduler sees it: groups and flags.
+"""The result of one call of ``fully_shard`` for the scheduler: groups and flags.
 
 IDLE ──enter_forward──> FORWARD ──exit_forward──> IDLE
- ^                         ·  derivative of an earlier call, inside of this one
+ ^                         ·  derivative of an earlier call, inside this one
  |                         v
  | <──end_backward── BACKWARD <──enter_backward── IDLE
  |                       |  ^
@@ -9,7 +9,7 @@ IDLE ──enter_forward──> FORWARD ──exit_forward──> IDLE
  |                       v  |
  └────end_backward── REDUCED
 
-A unit that is given up becomes IDLE. `MOVES` is this picture as a table.
+After `give_up`, a unit is IDLE. `MOVES` is this diagram as a table.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Phase(Enum):
 
 
 class PrefetchTime(Enum):
-    """When a unit's backward gathers the unit that comes next."""
+    """When a unit's backward prefetches the next unit."""
 
     BEFORE = "before"
     AFTER = "after"
@@ -54,8 +54,8 @@ MOVES: Mapping[Phase, frozenset[Phase]] = {
     BACKWARD: frozenset({IDLE, REDUCED}),
     REDUCED: frozenset({IDLE, BACKWARD}),
 }
-"""Which phases may follow each. `fsdp2.testing.phases` refuses all others, by a watcher of
-`fsdp2.core.schedule.moves`; `Unit` itself asks nothing, so that a phase costs a step one store."""
+"""The phases that may follow each one. `fsdp2.testing.phases` raises for others, with a watcher of
+`fsdp2.core.schedule.moves`. `Unit` itself has no check, so that a phase costs a step one store."""
 
 
 class Unit:
@@ -74,7 +74,7 @@ class Unit:
         unshard_in_backward: whether backward needs the unsharded parameters.
         input_buffers: number of reductions whose inputs may be alive at the same time.
         prefetches: when its backward prefetches the next unit: before it computes, after, or never.
-        prefetch_window: how many units are prefetched; the largest number of all units counts.
+        prefetch_window: the number of units to prefetch; the largest number of all units counts.
         forward_prefetch: units to gather when this one's forward starts; empty for the recorded
             order.
         backward_prefetch: the same for backward.
@@ -137,7 +137,7 @@ class Unit:
         return [group.base for group in self.groups if not group.is_alias]
 
     def place_of(self, group: ParamGroup) -> int:
-        """The place in ``groups`` of a group that belongs to it."""
+        """The index in ``groups`` of a group that belongs to it."""
         return next(
             place
             for place, found in enumerate(self.groups)
@@ -149,7 +149,7 @@ class Unit:
         return self.groups[self.place_of(group)]
 
     def put_around(self, layer: type[Layer], wanted: bool) -> None:
-        """Put a layer around its groups, or take it off."""
+        """Add a layer around its groups, or remove it."""
         self.groups = layered(self.groups, layer, wanted)
 
     @property
@@ -166,7 +166,7 @@ class Unit:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a group of it has to be gathered before use."""
+        """Whether a group of it must be gathered before use."""
         for group in self.groups:  # noqa: SIM110  # asked in every prefetch
             if group.state.needs_gather:
                 return True
@@ -174,7 +174,7 @@ class Unit:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether a group of it is gathered, or on its way."""
+        """Whether a group of it is gathered, or being gathered."""
         return any(not group.state.needs_gather for group in self.groups)
 
     def change(self, **options: Any) -> None:
@@ -183,12 +183,12 @@ class Unit:
         self._hand_options_on()
 
     def set_comms(self, comms: dict[ProcessGroup, MemoryComms]) -> None:
-        """Put buffers of all-gathers and reductions only in memory of these process groups."""
+        """Allocate buffers of all-gathers and reductions only in memory of these process groups."""
         self.comms = comms
         self._hand_options_on()
 
     def options_of(self, group: ParamGroup) -> GroupOptions:
-        """The options of a group that belongs to it; the user's collectives go before ``comms``."""
+        """The options of a group that belongs to it; the user's collectives precede ``comms``."""
         options, shared = self.options, group.collectives.group
         if shared is None or shared not in self.comms:
             return options
@@ -205,12 +205,12 @@ class Unit:
             group.set_options(self.options_of(group))
 
     def reshard(self) -> None:
-        """Free its gathered parameters; no-op where they are sharded."""
+        """Free its unsharded parameters; no-op if they are sharded."""
         for group in self.groups:
             group.reshard()
 
     def give_up(self) -> None:
-        """Free it for a user, who may have had its gathered parameters at hand."""
+        """Free it for a user, who may have used its unsharded parameters."""
         for group in self.groups:
             group.take_back(stays=False)
             group.base.forget_rows()
@@ -218,7 +218,7 @@ class Unit:
         self.reshard()
 
     def give_up_iteration(self) -> None:
-        """Free it and drop what no reduction has taken, wherever an exception has left it."""
+        """Free it and drop unreduced gradients, in any state in which an exception left it."""
         self.phase = IDLE
         self.claimed = False
         self.visits.clear()
@@ -227,7 +227,7 @@ class Unit:
             group.discard_gradients()
 
     def hide(self) -> None:
-        """Register its sharded parameters; what is gathered stays in memory."""
+        """Register its sharded parameters; unsharded ones stay in memory."""
         for group in self.groups:
             group.hide()
 
@@ -237,16 +237,16 @@ class Unit:
             group.settle()
 
     def forbid_reading(self) -> None:
-        """Let a backward raise that reads parameters which are not gathered.
+        """Make a backward raise if it reads parameters that are not gathered.
 
-        They have no memory then; the backward of an embedding and the like does not read it.
+        They have no memory then; some backwards, such as that of an embedding, do not read it.
         """
         for group in self.groups:
             if group.state.needs_gather:
                 group.forbid_reading()
 
     def reshard_if_outdated(self) -> None:
-        """Free what was gathered before an optimizer step."""
+        """Free parameters that were gathered before an optimizer step."""
         for group in self.groups:
             if group.state is not SHARDED:
                 free_if_outdated(group)
@@ -262,7 +262,7 @@ _enlisted: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def enlist(unit: Unit) -> None:
-    """A module is sharded: what is switched on for all groups finds its unit, while it lives."""
+    """Record the unit of a sharded module, so that layers for all groups find it."""
     _enlisted.add(unit)
 
 
@@ -292,23 +292,23 @@ def _owner_of(group: ParamGroup) -> Unit | None:
 
 
 def unit_of(group: ParamGroup) -> Unit:
-    """The unit of a sharded module that ``group`` belongs to."""
+    """The unit to which ``group`` belongs."""
     unit = _owner_of(group)
     assert unit is not None
     return unit
 
 
 def operations_of(group: ParamGroup) -> GroupOperations:
-    """A group of a sharded module, with the layers around it, which see each gather and free.
+    """A group of a sharded module, with the layers around it, which see each all-gather and free.
 
-    A group whose unit is gone, or has dropped it, has none.
+    A group whose unit was deleted, or has dropped it, has no layers.
     """
     unit = _owner_of(group)
     return group if unit is None else unit.operations_of(group)
 
 
 def free_if_outdated(group: GroupOperations) -> None:
-    """Free parameters that were gathered before an optimizer step: they have changed since."""
+    """Free parameters that were gathered before an optimizer step, because they are out of date."""
     if group.is_outdated:
         if group.state is HIDDEN:  # a graph that reads them raises, as it would without sharding
             group.forbid_reading()
@@ -316,6 +316,6 @@ def free_if_outdated(group: GroupOperations) -> None:
 
 
 def put_around(units: Iterable[Unit], layer: type[Layer], wanted: bool) -> None:
-    """Put a layer around the groups of units, or take it off."""
+    """Add a layer around the groups of units, or remove it."""
     for unit in units:
         unit.put_around(layer, wanted)

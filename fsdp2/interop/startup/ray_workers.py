@@ -75,7 +75,7 @@ def _setup(theirs: Setup | str | None) -> Setup:
 
 
 def _set_up(theirs: Setup | str | None, folder: str) -> None:
-    """Runs in the worker: needs nothing but what it imports."""
+    """Runs in the worker, and needs only its own imports."""
     import importlib
     import importlib.util
     import os

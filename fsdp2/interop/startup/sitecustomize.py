@@ -3,7 +3,7 @@
     import torch.distributed.fsdp   ──>  import fsdp2, the one that this file belongs to
     import fsdp2                    ──>  fsdp2.install()
 
-A process that imports neither pays for two comparisons an import. ``sys.path`` is what it would be
+A process that imports neither pays for two comparisons per import. ``sys.path`` is what it would be
 without us, and another ``sitecustomize`` that this one hides runs after it. Any Python may come
 here, so that this file needs nothing but the standard library.
 """
@@ -25,7 +25,7 @@ TORCHS, OURS = "torch.distributed.fsdp", "fsdp2"
 
 
 class Watch:
-    """A finder that finds what others do, and acts when torch's FSDP or fsdp2 was imported."""
+    """A finder that delegates to others, and acts when torch's FSDP or fsdp2 was imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -107,7 +107,7 @@ def count_of(what: str) -> int:
 
 
 def take_away() -> None:
-    """Let it have no streams and events any more, and no storages that can be emptied; for good."""
+    """Remove its streams and events, and the ability to empty storages, permanently."""
     torch.ops.stand_in.take_away()
 
 
