@@ -126,6 +126,7 @@ def test_trl(case: str) -> None:
         ("sentences", "sentence_transformers"),
         ("int8", "torchao"),
         ("bitnet", "torchao"),
+        ("float8", "torchao"),
         ("heavyball_adamw", "heavyball"),
         ("heavyball_soap", "heavyball"),
         ("heavyball_muon", "heavyball"),

@@ -74,6 +74,29 @@ def bitnet(case):
     _quantized(case, bitnet_training())
 
 
+def float8(case):
+    """All-gathers of 8-bit floats. Their products are emulated, because CPUs have none."""
+    from torchao.float8 import (
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+
+    def prepare(model):
+        convert_to_float8_training(model.model.layers, config=config)
+
+    model = llama(MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32), prepare)
+
+    def around(training):
+        if not training:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    language(case, model, optimizer, around=around)
+
+
 def torchdata(case):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
