@@ -49,7 +49,7 @@ def _methods(cls: type) -> dict[str, Any]:
 # -- identity -------------------------------------------------------------------------------------
 
 
-def test_torchs_class_is_recognised() -> None:
+def test_torchs_class_is_recognized() -> None:
     model = fsdp2.fully_shard(_pair())
     assert isinstance(model, torchs.FSDPModule)
     assert not isinstance(model[0], torchs.FSDPModule)
