@@ -23,6 +23,7 @@ the calls.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import secrets
@@ -73,6 +74,9 @@ LOG = logging.getLogger("fsdp2.checkpoint")
 
 Facts = tuple[str, int, Keep | None, tuple[object, ...]]
 """Facts on which ranks must agree: folder, step, keep, DTensors in ``extra``."""
+
+Stepped = tuple[str, bytes]
+"""The first parameter that an optimizer steps, and a digest of the names of all."""
 
 Layout = list[tuple[str, object]]
 """By name, what a plan depends on: of a DTensor its spec, of a tensor its shape and dtype."""
@@ -488,6 +492,7 @@ class _Written:
 
     Attributes:
         facts: see `Facts`.
+        stepped: see `Stepped`; of a save without an optimizer, ``None``.
         token: of the plan that it has followed; ``None``: it has none for its layout.
         results: DCP's, for each item.
         files: by name, bytes and checksum.
@@ -496,6 +501,7 @@ class _Written:
     """
 
     facts: Facts
+    stepped: Stepped | None
     token: str | None
     results: list[WriteResult]
     files: dict[str, files.Fact]
@@ -543,7 +549,7 @@ class _Save:
         self._cause: Exception | None = None
         self._content: Json = None
         self._shared: tuple[object, ...] = ()
-        self._has_optimizer = False
+        self._stepped: Stepped | None = None
         self._planner = DefaultSavePlanner()
         self._state: Nested = {}
         self._layout: Layout = []
@@ -573,8 +579,9 @@ class _Save:
         self._store = store_of(self._folder)
         extra, own = _packed("extra", asked.extra), _packed("rank_extra", asked.rank_extra)
         self._content, self._shared = extra.content, tuple(extra.shared)
-        self._has_optimizer = bool(asked.optimizers)
         state = state_of(asked)
+        if asked.optimizers:
+            self._stepped = _stepped_by(state["optimizer"]["param_groups"])
         if wire := self._of_these_ranks(wire_state(asked.model).state_dict()):
             state["wire"] = wire
         state["extra"] = {
@@ -686,7 +693,8 @@ class _Save:
         self._begin()
         tried = self._tried
         if self._local or self._plan is None or tried is None:
-            return _Written(facts, None, [], {}, self._planner.create_local_plan())
+            local = self._planner.create_local_plan()
+            return _Written(facts, self._stepped, None, [], {}, local)
         source = _Source()
         tried.begin()
         staged = self._state if self._copy is None else self._copy.staged
@@ -694,7 +702,8 @@ class _Save:
         source.state_dict = {i.index.fqn: plain(staged[i.index.fqn]) for i in mine.items}
         results = write_items(self.rank, mine, source, tried)
         before = None if self._untold is None else str(self._untold.error)
-        return _Written(facts, self._plan.token, results, tried.written, before=before)
+        token = self._plan.token
+        return _Written(facts, self._stepped, token, results, tried.written, before=before)
 
     def _begin(self) -> None:
         """See that the step may be written; rank 0 holds the folder, and clears it of old tries."""
@@ -722,6 +731,7 @@ class _Save:
                 f"save() got different steps, folders, keep or DTensors in extra on different "
                 f"ranks ({facts}); pass the same on all ranks",
             )
+        _require_one_optimizer([written.stepped for written in told])
         plans = [written.local for written in told]
         if all(plan is not None for plan in plans):
             return self._plan_for([plan for plan in plans if plan is not None])
@@ -759,7 +769,7 @@ class _Save:
             ranks=len(told),
             files={inside + name: fact for name, fact in sorted(listed.items())},
             extra=self._content,
-            has_optimizer=self._has_optimizer,
+            has_optimizer=self._stepped is not None,
             torch=torch.__version__,
             metric=self._stay.metric,
         )
@@ -857,6 +867,26 @@ def _packed(argument: str, value: Value) -> Packed:
             f"containers of them",
         )
     return found
+
+
+def _stepped_by(groups: Sequence[Nested]) -> Stepped:
+    names = [name for group in groups for name in group["params"]]
+    digest = hashlib.sha256("\n".join(names).encode()).digest()
+    return (names[0] if names else "none", digest)
+
+
+def _require_one_optimizer(stepped: Sequence[Stepped | None]) -> None:
+    """A step has one list of groups: of another one, no states could be loaded."""
+    for rank, other in enumerate(stepped):
+        if other != stepped[0]:
+            firsts = [None if each is None else each[0] for each in (stepped[0], other)]
+            raise coded(
+                CheckpointError,
+                "ckpt-optimizers-differ",
+                f"save() got optimizers over different parameters: the first one is '{firsts[0]}' "
+                f"on rank 0 and '{firsts[1]}' on rank {rank}; save the ranks of each pipeline "
+                f"stage in a folder of their own, with process_group=…",
+            )
 
 
 def _facts_of(value: object) -> object:

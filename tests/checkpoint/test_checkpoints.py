@@ -361,6 +361,11 @@ def test_save_refuses(tmp_path: Path) -> None:
         save(step=2, extra={"it": object() if rank else 1})  # on rank 1 alone
     with raises("ckpt-ranks-differ"):
         save(step=2 + rank)
+    layers = [*model.children()]
+    stage = torch.optim.AdamW([p for p in layers[-rank].parameters() if p.requires_grad])
+    for wrong in (stage, None if rank else optimizer):
+        with raises("ckpt-optimizers-differ"):
+            checkpoint.save(run, model, wrong, step=2)
     with raises("ckpt-step-there"):
         save(step=1)
     with raises("ckpt-is-file"):
