@@ -31,13 +31,13 @@ you have no code, search for a part of the message without names. Slanted words 
 varies.
 
 - A message names the parameter or the module, and says after the semicolon what to do.
-- When an error is raised, nothing has been changed or sent. Exceptions are errors of a
-  collective, of values such as NaN, and of initialisation.
-- If all ranks share the fact that is wrong, all of them raise.
+- When an error is raised, fsdp2 has not changed or sent anything. There are three exceptions:
+  errors of a collective, errors of values such as NaN, and errors during initialization.
+- If all ranks share the cause of an error, all of them raise.
 - `ShardingStateError` is a `RuntimeError`.
 
-Two things look like misuse and are not. You may change `requires_grad` at any time: the next
-forward follows it. A forward inside backward is a recomputation, which activation checkpointing
+Two operations look like misuse but are supported. You may change `requires_grad` at any time: the
+next forward follows it. A forward inside backward is a recomputation, which activation checkpointing
 needs.
 
 ## The most likely errors
