@@ -155,6 +155,7 @@ def test_copies_have_bytes(tmp_path: Path) -> None:
 
 def test_memory_is_that_of_the_buffers(tmp_path: Path) -> None:
     """Of two units at a time: the next one's arrives packed; its copy-out finds both of its own."""
+    gc.collect()  # models of earlier tests are in cycles, and count for as long as they live
     found = traced(tmp_path / "step.json")
     size = (64 * 64 + 64) * 4
     assert {sample.bytes["shards"] for sample in found.memory} == {BLOCKS * size // 8}
