@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 150
 
 _SCRIPT = re.compile(
-    r"^<!-- script: (?P<name>\w+\.py), (?P<ranks>\d) ranks? -->\n"
+    r"^<!-- script: (?P<name>\w+\.py), (?P<ranks>\d(?: then \d)*) ranks? -->\n"
     r"```python\n(?P<code>.*?)^```\n(?P<between>.*?)^```text\n(?P<output>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -31,11 +31,11 @@ _NUMBER = re.compile(r"\d+\.\d+")
 
 @dataclass(frozen=True)
 class Script:
-    """A script of a page, the command that the page gives for it, and what that prints."""
+    """A script of a page, the commands that the page gives for it, and what they print."""
 
     page: str
     name: str
-    ranks: int
+    ranks: tuple[int, ...]
     code: str
     command: str
     output: str
@@ -53,7 +53,11 @@ def _scripts(page: Path) -> list[Script]:
     return found
 
 
-KINDS = (str, int, str, str, str)
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(" then "))
+
+
+KINDS = (str, _numbers, str, str, str)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SCRIPTS = {f"{script.page}:{script.name}": script for page in PAGES for script in _scripts(page)}
 
@@ -62,7 +66,8 @@ SCRIPTS = {f"{script.page}:{script.name}": script for page in PAGES for script i
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_page_has_the_command(name: str) -> None:
     script = SCRIPTS[name]
-    assert f"torchrun --nproc-per-node {script.ranks} {script.name}" in script.command
+    for ranks in script.ranks:
+        assert f"torchrun --nproc-per-node {ranks} {script.name}" in script.command
 
 
 @pytest.mark.extended
@@ -71,13 +76,16 @@ def test_the_script_prints_what_the_page_says(name: str, tmp_path: Path) -> None
     script = SCRIPTS[name]
     (tmp_path / script.name).write_text(script.code, encoding="utf-8")
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    command = [*launcher, "--nproc-per-node", str(script.ranks), script.name]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-    )
-    assert done.returncode == 0, done.stderr
-    assert _NUMBER.sub("#", done.stdout) == _NUMBER.sub("#", script.output)
+    stdout = ""
+    for ranks in script.ranks:
+        command = [*launcher, "--nproc-per-node", str(ranks), script.name]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        )
+        assert done.returncode == 0, done.stderr
+        stdout += done.stdout
+    assert _NUMBER.sub("#", stdout) == _NUMBER.sub("#", script.output)
     # Processors round differently, and training enlarges that.
     expected = [float(number) for number in _NUMBER.findall(script.output)]
-    printed = [float(number) for number in _NUMBER.findall(done.stdout)]
+    printed = [float(number) for number in _NUMBER.findall(stdout)]
     assert printed == pytest.approx(expected, abs=0.1, rel=0.05)
