@@ -293,10 +293,10 @@ class TestInABrowser:
         page = chromium.open(show(step(40, "before"), step(90, "after"), to=tmp_path / "two.html"))
         assert page.texts("h2") == ["A: before", "B: after", "Units"]
         assert page.text(".compared") == (
-            "B against A, a step: 490 µs in all for 440 µs (1.11 x), 90 µs of exposed "
+            "B against A, per step: 490 µs in all for 440 µs (1.11 x), 90 µs of exposed "
             "communication for 40 µs (2.25 x), a peak of 4.00 MB for 4.00 MB (1.00 x)."
         )
-        assert page.text("#units-told").endswith("A is before. B is after. Times are of a step.")
+        assert page.text("#units-told").endswith("A is before. B is after. Times are per step.")
         assert page.texts(".lane") == ["compute", "all-gather"] * 2
         assert page.texts("th")[:3] == ["unit", "compute", "copies"]
         assert page.texts("th.run")[:2] == ["A", "B"]
