@@ -20,7 +20,7 @@ types: ## mypy, strict
 	$(PYTHON) -m mypy
 
 quick: ## the loop of a change: tests without ranks
-	$(PYTHON) -m pytest -m 'alone and not extended and not exhaustive'
+	$(PYTHON) -m pytest -m 'alone and not slow and not extended and not exhaustive'
 
 test: ## the default tests
 	$(PYTHON) -m pytest

@@ -94,6 +94,7 @@ if sys.argv[2] == "raises":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["late", "raises"])
 def test_the_end_of_the_process(how: str, tmp_path: Path) -> None:
     """It waits for both saves, which are whole, and then ends, with nothing left running."""

@@ -178,6 +178,7 @@ def test_the_import_alone_loads_nothing() -> None:
     assert _alone(_new("import importlib, typing", "import fsdp2")) == ["fsdp2"]
 
 
+@pytest.mark.slow
 def test_fully_shard_loads_what_it_needs() -> None:
     """No room above, nothing of torch that its FSDP2 has not loaded, and nothing of Python."""
     new = _printed(NEEDED)
@@ -196,6 +197,7 @@ def test_each_room_is_loaded_or_loads_later() -> None:
     assert {*fsdp2._ROOMS} >= LOADED
 
 
+@pytest.mark.slow
 def test_what_fully_shard_loads_of_torch() -> None:
     """FSDP2, for its classes are bases of ours, but not DCP or dynamo."""
     new = set(_alone(_new("import torch", "from fsdp2 import fully_shard")))

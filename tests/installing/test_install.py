@@ -242,6 +242,7 @@ def _start(folder: Path, *command: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_processes_that_are_started_meanwhile_install_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,6 +415,7 @@ def test_a_link_runs_beside_the_neighbours_of_its_script(
     assert _run(monkeypatch, "link.py") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has had -P since 3.11")
 def test_a_safe_path_stays_one(folder: Path) -> None:
     """There the script's folder is not searched; what is first is the user's."""

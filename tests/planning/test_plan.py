@@ -651,6 +651,7 @@ def test_a_plan_in_print_and_as_a_file(tmp_path: Path) -> None:
     assert len(gathers) == sum(u.gathers for u in made.units)
 
 
+@pytest.mark.slow
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     main, tiny = command.main, ["tiny", "--ranks", "4"]
     assert main([*tiny, "--trace", str(tmp_path / "t.json")]) == 0
@@ -678,6 +679,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert main([]) == 2
 
 
+@pytest.mark.slow
 def test_the_command_line_in_json(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ["tiny", "--ranks", "4", "--json"]
     assert command.main([*tiny, "--activation-checkpointing"]) == 0

@@ -40,6 +40,7 @@ def _check_seeds(scenario: str, seeds: range) -> None:
         assert watch.sim.scheduler.iteration.forward_root is None, f"seed {seed}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_random_models(scenario: str) -> None:
     _check_seeds(scenario, range(SEEDS))
@@ -173,6 +174,7 @@ def test_every_needed_wait_is_missed_and_no_other() -> None:
     assert set(dropped.found) == labels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutate", "schedules"),
     combinations.often(

@@ -289,6 +289,7 @@ print(ended)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 def test_memory_is_pages_of_files(tmp_path: Path) -> None:
     """A process that may not hold the model writes it; one that is to return it fails.
@@ -312,6 +313,7 @@ def test_memory_is_pages_of_files(tmp_path: Path) -> None:
     assert (found["p3"][0], found["p3"][-1]) == (3, 4)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     """As the document calls it."""
     prefix, target = save(tmp_path, 2), tmp_path / "full.pth"
