@@ -100,18 +100,22 @@ def test_whole_at_a_time(world_size: int) -> None:
         finish(wave, message, step)
         whole.remove(wave)
 
+    peaks = []
     with (
         mock.patch.object(exchange.Wave, "start", started),
         mock.patch.object(exchange.Wave, "finish", finished),
-        Live() as live,
     ):
-        optimizer.step()
-    assert not whole
+        for _ in range(5):
+            with Live() as live:
+                optimizer.step()
+            assert not whole
+            peaks.append(live.peak)
+            dist.barrier()
     assert most == 2
     assert optimizer.owners()[0].waves == UNITS
-    # A wave holds received rows, matrices and updates; this rank's rows have as many bytes. That is
-    # 2.56 and 1.39 units. A thread of gloo may hold a message for a moment after it was sent.
-    assert UNIT_BYTES < live.peak < {2: 3.5, 4: 2.0}[world_size] * UNIT_BYTES
+    # A wave holds received rows, matrices and updates; this rank's rows have as many bytes. A gloo
+    # thread may hold a message for a moment after it was sent, and then a step has a higher peak.
+    assert UNIT_BYTES < min(peaks) < {2: 3.0, 4: 1.5}[world_size] * UNIT_BYTES
 
 
 @ranks(2, 4)
