@@ -92,7 +92,7 @@ def _scaling(times: Any, blocks: Any, counts: Any) -> Bars:
             shown = bars.setdefault(f"{series}, {path}", {})
             for case in scaling.CASES:
                 for each in results:
-                    label = f"{case}: ({variant} - none) / (torch - none)"
+                    label = f"{case}: {targets.ADDED.format(variant)}"
                     if label in each["ratios"]:
                         found = targets.as_summary(each["ratios"][label])
                         shown[CASES[case]] = (found.median, found.min, found.max)

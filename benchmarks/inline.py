@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import stats, targets
+from benchmarks import targets
 from benchmarks.files import RESULTS, newest
 
 SOURCED = (
@@ -47,12 +47,8 @@ class Figure:
     text: Callable[[Any], str]
 
 
-def _over(variant: str, results: Any) -> str:
-    """Median of a compiled step over torch FSDP2's."""
-    rounds = results["rounds"]
-    return (
-        f"{stats.ratio(*(rounds[f'{v} compiled']['wall'] for v in (variant, 'torch'))).median:.2f}"
-    )
+def _compiled(variant: str, results: Any) -> str:
+    return f"{targets.compiled(variant, results).median:.2f}"
 
 
 def _ratio(label: str, results: Any) -> str:
@@ -67,15 +63,15 @@ def _padding(kind: str, ranks: int, results: Any) -> str:
     return f"{100 * found:.{1 if found < 0.1 else 0}f} %"
 
 
-_ADDED = "llama: (fsdp2 - none) / (torch - none)"
+_ADDED = f"llama: {targets.ADDED.format('fsdp2')}"
 
 FIGURES: Mapping[str, Figure] = {
     "added-fp32": Figure("blocks", partial(_ratio, _ADDED)),
     "added-mixed": Figure("blocks-mixed", partial(_ratio, _ADDED)),
     "gloo": Figure("gloo", partial(_ratio, "fsdp2 / torch")),
-    "compiled-small": Figure("compile", partial(_over, "fsdp2")),
-    "compiled-small-not-sharded": Figure("compile", partial(_over, "none")),
-    "compiled-large": Figure("compile-kernels", partial(_over, "fsdp2")),
+    "compiled-small": Figure("compile", partial(_compiled, "fsdp2")),
+    "compiled-small-not-sharded": Figure("compile", partial(_compiled, "none")),
+    "compiled-large": Figure("compile-kernels", partial(_compiled, "fsdp2")),
     **{
         f"padding-{kind}-{ranks}": Figure("padding", partial(_padding, kind, ranks))
         for kind in ("ours", "two_dims", "torch")

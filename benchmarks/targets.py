@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from benchmarks.files import RESULTS, File, newest
 from benchmarks.stats import Summary
 
 COALESCED, PACKED = "coalesced", "packed"
-_ADDED = "({} - none) / (torch - none)"
+ADDED = "({} - none) / (torch - none)"
+"""What a variant adds over what torch FSDP2 adds: how results call that ratio."""
+
 TORCH = "torch FSDP2's"
 PLAIN = "plain tensors'"
 ABSENT = "no file"
@@ -70,8 +73,9 @@ def as_summary(found: float | dict[str, float]) -> Summary:
     return Summary(found, found, found)
 
 
-def _compiled(results: Any) -> Summary:
-    ours, torchs = (results["rounds"][f"{name} compiled"]["wall"] for name in ("fsdp2", "torch"))
+def compiled(variant: str, results: Any) -> Summary:
+    """A compiled step of a variant over torch FSDP2's."""
+    ours, torchs = (results["rounds"][f"{name} compiled"]["wall"] for name in (variant, "torch"))
     return stats.ratio(ours, torchs)
 
 
@@ -109,7 +113,7 @@ def _blocks() -> tuple[Target, ...]:
             TORCH,
             limit,
             "blocks" + PRECISIONS[precision],
-            _given("ratios", f"{case}: {_ADDED.format(VARIANTS[path])}"),
+            _given("ratios", f"{case}: {ADDED.format(VARIANTS[path])}"),
             path,
         )
         for case, name in BLOCKS.items()
@@ -126,7 +130,7 @@ TARGETS = (
             TORCH,
             limit,
             "host_cost",
-            _given(index, "ratios", f"{_ADDED.format('fsdp2')}, world size 8"),
+            _given(index, "ratios", f"{ADDED.format('fsdp2')}, world size 8"),
             COALESCED,
         )
         for index, (precision, limit) in enumerate((("fp32", 0.09), ("mixed", 0.15)))
@@ -137,7 +141,7 @@ TARGETS = (
             TORCH,
             0.10,
             "scaling",
-            _given("ratios", f"{case}: {_ADDED.format('fsdp2')}"),
+            _given("ratios", f"{case}: {ADDED.format('fsdp2')}"),
             COALESCED,
         )
         for case, name in (
@@ -252,7 +256,7 @@ TARGETS = (
             TORCH,
             limit,
             run,
-            _compiled,
+            partial(compiled, "fsdp2"),
             PACKED,
             pages=("docs/compile.md",),
         )
@@ -334,7 +338,7 @@ def blocks(run: str, folder: Path = RESULTS) -> str:
         cells = []
         for path, precision in columns:
             file = newest(run + PRECISIONS[precision], folder)
-            label = f"{case}: {_ADDED.format(VARIANTS[path])}"
+            label = f"{case}: {ADDED.format(VARIANTS[path])}"
             cells.append(_text(as_summary(file.results["ratios"][label])) if file else ABSENT)
         rows.append((name, *cells))
     return stats.markdown(header, rows)

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
             made = of_function(given) if ":" in given.model else of_preset(given)
             room = None if given.memory is None else given.memory * 1e9
             found = made.fit(room, progress=line.say) if given.fit else None
-            # What is shown may rehearse once more: what would fit.
+            # Printing may rehearse once more, to name the change that would fit.
             shown = _facts_of(made, found) if given.json else str(made if found is None else found)
             files = _write(made if found is None else found.best or made, given)
     except (ValueError, TypeError, RuntimeError, OSError) as error:

@@ -468,7 +468,7 @@ def _reduce(families: Sequence[_Family], parts: list[torch.Tensor], p: float) ->
 
     Each rank writes its values into its own line of a table of zeros, so that the all-reduce is
     exact in any order of its sums. All ranks then add the lines in the same order and get the same
-    bits; so do replicas, although they do not communicate here.
+    bits. Replicas do not communicate here, but add the same lines and get the same bits, too.
     """
     for axis in dict.fromkeys(axis for family in families for axis in family.axes):
         mine = [i for i, family in enumerate(families) if axis in family.axes]

@@ -26,6 +26,7 @@ Comparing
     parity          one model trained in several ways, compared step by step
     combinations    values of arguments: each once by default, then all
     errors          the catalogue of errors: ``with raises("its-id")``
+    page_scripts    whole scripts of pages, and what they print
     prose           rules of plain technical English, and what breaks them
     upper_bounds    numbers that may only fall, in one table
     perfetto        trace events as Perfetto reads them

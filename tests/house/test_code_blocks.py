@@ -7,8 +7,7 @@ change. A comment right before a block says what it needs besides, or why it doe
     <!-- given: nodes = 8 -->
     <!-- not run: it needs four GPUs -->
 
-A whole script, marked ``<!-- script: train.py, 2 ranks -->``, is run by
-`tests.jobs.test_page_scripts`.
+A whole script, marked ``<!-- script: train.py, 2 ranks -->``, is for `tests.common.page_scripts`.
 """
 
 from __future__ import annotations
