@@ -250,7 +250,8 @@ class FSDPModule(TorchIdentity):
         Args:
             is_last_backward: with ``True`` (the initial value), backward waits for its reductions
                 and frees prefetched units. With ``False``, reductions may still run when it
-                returns, and a unit may stay unsharded for the next backward. On a device with
+                returns, and a unit may stay unsharded for the next backward; a forward in between
+                does not check whether shards were written, so do not write any. On a device with
                 streams, do not read ``.grad``, or values written by gradient hooks, before the last
                 backward.
         """
@@ -385,10 +386,11 @@ class FSDPModule(TorchIdentity):
         """Choose whether backward reshards the parameters at its end.
 
         Args:
-            reshard_after_backward: ``False`` keeps them unsharded. The next micro-batch then needs
-                no all-gathers, and the unsharded parameters take memory permanently. An optimizer
-                step makes them out of date, so the next forward gathers them again. The initial
-                value is ``True``.
+            reshard_after_backward: ``False`` retains them in memory. The next micro-batch then
+                needs no all-gathers, if no shard was written meanwhile, which fsdp2 checks. The
+                sharded parameters are registered after backward, with their gradients. An optimizer
+                step makes retained ones out of date, so that the next forward gathers again. The
+                initial value is ``True``.
             recurse: whether the call applies to units below. Default ``True``.
         """
         for record in records_below(self, recurse):
@@ -829,9 +831,8 @@ class FSDPModule(TorchIdentity):
         With ``differences``, messages hold the differences between parameters and the values
         gathered last, which stay on each rank. Errors are then relative to a step's change of the
         weights, and do not accumulate. Kept rows are also reused: parameters are sent once per
-        optimizer step, not again in backward or in further micro-batches, until they may have been
-        written (see the guide on slow networks, and call ``zero_grad()`` or ``reshard()`` after
-        writes through ``.data``).
+        optimizer step, not again in backward or in further micro-batches, unless they were written
+        (see the guide on slow networks).
 
         It takes effect in the next all-gather. All ranks must make the same choice. Parameters that
         stay exact use separate collectives.
@@ -937,10 +938,9 @@ class FSDPModule(TorchIdentity):
         Parameters are then sent over the outer network once per optimizer step. Rows that are not
         kept are freed after each all-gather.
 
-        fsdp2 reuses kept rows until shards may have changed: an optimizer steps, gradients are
-        dropped, a forward without gradients begins or ends, a state dict is loaded, a parameter's
-        version counter shows a write, or you call ``reshard()``. If you write shards in any other
-        way in between (``.data``, a collective), call ``reshard()``.
+        fsdp2 reuses kept rows while shards are unchanged: as a forward begins, it compares a
+        fingerprint of them, and ranks agree by one all-reduce of a few numbers. After an optimizer
+        step it gathers without that question. ``reshard()`` frees the rows.
 
         Args:
             keep: whether they are kept.
@@ -1068,8 +1068,6 @@ class FSDPModule(TorchIdentity):
         if unreduced and record.scheduler is not None:
             # They may still add to partial sums, and deliver gradients, which must go as well.
             record.scheduler.wait_for_reductions()
-        if record.scheduler is not None and record.scheduler.reuse is not None:
-            record.scheduler.reuse.zeroed = True
         original = self._fsdp2_original
         as_torch = all(getattr(original, name) is getattr(nn.Module, name) for name in _WALKS)
         if set_to_none and as_torch:

@@ -206,9 +206,7 @@ class CheckedGroup(Layer):
         """Check for writes, agree on the all-gather, then launch it."""
         if self.state is GroupState.RESHARDED:
             self._refuse_written(stays=True)
-        elif self.base.reuses_rows:
-            self._refuse_lost()
-        elif self.base.keeps_rows:
+        elif self.base.keeps_rows and not self.base.reuses_rows:
             Checks.contents.pop(self.base, None)  # what the gather brings counts from now on
         if Checks.current().check_ranks:
             smaller = self.base.smaller_group if self.state is GroupState.RESHARDED else None
@@ -279,6 +277,11 @@ class CheckedGroup(Layer):
         self._refuse_written()
         self.below.hide()
 
+    def retain(self, granted: bool = False) -> None:
+        """Check for writes, then register the shards."""
+        self._refuse_written()
+        self.below.retain(granted)
+
     def abandon(self) -> None:
         """Free, whatever was written."""
         Checks.contents.pop(self.base, None)
@@ -301,26 +304,6 @@ class CheckedGroup(Layer):
         else:
             Checks.contents[self.base] = now
         return now
-
-    def _refuse_lost(self) -> None:
-        """Raise on all ranks if a forward computes with rows of older shards."""
-        before, scheduler = Checks.contents.get(self.base), scheduler_of(unit_of(self.base))
-        if before is None or scheduler is None or scheduler.iteration.in_backward:
-            return  # backward computes with what forward has used
-        params = self._compared_params()
-        sums = [_checksum(param.local) for param in params]
-        own = list(map(int, map(operator.ne, before.shards, sums)))
-        for param, by_rank in zip(
-            params, zip(*self.base.collectives.exchange(own), strict=True), strict=True
-        ):
-            if any(by_rank):
-                raise coded(
-                    ShardingStateError,
-                    "written-kept-rows",
-                    f"parameter '{param.name}' was written in a way that its version counter does "
-                    f"not show, while its unit keeps rows of an earlier all-gather; call "
-                    f"reshard() on its module after you write",
-                )
 
     def _compared_params(self) -> list[ShardedParam]:
         """For other parameters, an all-gather may return any values."""

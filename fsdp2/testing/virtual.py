@@ -437,6 +437,15 @@ class VirtualDevice(Notes):
     ) -> None:
         self.run(function.__name__, [source], [target])
 
+    def fingerprints(self, contents: Sequence[Sequence[VirtualTensor]]) -> list[object]:
+        """The last write to each: contents are not simulated."""
+        self.run("fingerprint", [tensor for tensors in contents for tensor in tensors], [])
+        lives = [[tensor.allocation for tensor in tensors] for tensors in contents]
+        return [[life.write for life in each if life is not None] for each in lives]
+
+    def differ(self, now: Sequence[object], before: Sequence[object]) -> list[int]:
+        return [int(one != other) for one, other in zip(now, before, strict=True)]
+
     def add_many(self, targets: Sequence[VirtualTensor], sources: Sequence[VirtualTensor]) -> None:
         self.run("add", [*targets, *sources], targets)
 
@@ -497,6 +506,9 @@ class VirtualCollectives:
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         return [list(numbers)] * self.size
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)
 
 
 class VirtualReplicas:

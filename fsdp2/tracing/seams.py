@@ -147,6 +147,7 @@ class TracedKernels:
         self.host_flat, self.host_empty = plain.host_flat, plain.host_empty
         self.bind_empty, self.zeros, self.constant = plain.bind_empty, plain.zeros, plain.constant
         self.numbers, self.pieces, self.add_many = plain.numbers, plain.pieces, plain.add_many
+        self.fingerprints, self.differ = plain.fingerprints, plain.differ
 
     def transient(self, nbytes: int, name: str) -> TransientBuffer:
         """Made, and looked at from now on."""
@@ -228,7 +229,7 @@ class TracedCollectives:
         self.plain = plain
         self.size, self.rank, self.group = plain.size, plain.rank, plain.group
         self.coalesces, self.premultiplies = plain.coalesces, plain.premultiplies
-        self.exchange = plain.exchange
+        self.exchange, self.largest = plain.exchange, plain.largest
 
     def over(self, group: ProcessGroup) -> Collectives:
         """The same over another process group: told, too."""

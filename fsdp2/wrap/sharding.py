@@ -10,7 +10,6 @@ A strategy is a set of unit settings: `fully_shard` and setters have the same ef
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -24,8 +23,6 @@ from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import device_of
 from fsdp2.core.modules.registry import record_of, require_record
-from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.unit import operations_of
 from fsdp2.interop import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.sharding.meshes import Levels, default_mesh, node_mesh
@@ -258,8 +255,6 @@ def shard_model(
         for member in plan.modules:
             if isinstance(member, FSDPModule):
                 member.set_reshard_after_backward(settings.frees_backward, recurse=False)
-        if not settings.frees_backward:
-            _show_gradients(plan.modules[0])
     names = tuple(name for name, param in model.named_parameters() if param in params)
     shape = tuple(chosen.shape)
     return ShardReport(strategy, shape, tuple(_report(plan) for plan in plans), names)
@@ -427,25 +422,6 @@ def _planned(units: Sequence[_PlannedUnit], ignored: set[nn.Parameter]) -> list[
                 unit.modules, ignored_params=ignored, pending=pending, **unit.options
             )
     return [unit for unit in units if unit.call is not None]
-
-
-def _show_gradients(module: nn.Module) -> None:
-    """Register sharded parameters once they have gradients, although unsharded ones are kept.
-
-    Otherwise ``model.parameters()`` would return unsharded ones, without gradients, and clipping
-    would have no effect.
-    """
-    for group in require_record(module).unit.own_groups:
-        reference = weakref.ref(group)
-
-        def hide(_: torch.Tensor, reference: weakref.ref[ParamGroup] = reference) -> None:
-            found = reference()
-            if found is not None:
-                operations_of(found).hide()
-
-        for param in group.params:
-            if param.sharded.requires_grad:
-                param.sharded.register_post_accumulate_grad_hook(hide)
 
 
 def _report(plan: _PlannedUnit) -> UnitReport:

@@ -524,6 +524,10 @@ class Watch:
         """
         live, wanted = self.live(), Counter(self._kept_for_good)
         del live[kept_rows.ROWS]
+        for group in self.sim.scheduler.groups:
+            if group.is_retained:
+                live[f"gathered {group.name}"] -= 1
+        live += Counter()  # without zeros
         for name in list(live):
             if name.startswith("gathered") and self._keeps_storage:
                 del live[name]

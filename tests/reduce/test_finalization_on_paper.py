@@ -108,9 +108,9 @@ def test_parameters_that_backward_kept_are_freed_if_flags_say_so() -> None:
     for unit in sim.scheduler.units:
         unit.reshard_after_backward = False
     sim.iteration(step=False)
-    assert all(group.is_unsharded for group in schedules.groups(sim))
+    assert all(group.is_retained for group in schedules.groups(sim))
     sim.scheduler.finalize(wait=True)
-    assert all(group.is_unsharded for group in schedules.groups(sim))
+    assert all(group.is_retained for group in schedules.groups(sim))
     for unit in sim.scheduler.units:
         unit.reshard_after_backward = True
     sim.scheduler.finalize(wait=True)

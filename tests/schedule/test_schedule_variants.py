@@ -179,12 +179,12 @@ def test_offload_after_an_evaluation() -> None:
 compute:
   alloc root
   forward root                after all_gather root
-  free root
 copy_in:
   load root                   after compute gradient root
 all_gather:
   all_gather root             after load root
 host:
+  fingerprint root
   load_state_dict root        after load root""",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -533,8 +534,8 @@ def test_units_that_a_user_has_unsharded_stay(
 
 @ranks(2)
 @pytest.mark.parametrize("trains", [False, True])
-def test_one_gather_more_per_evaluation(trains: bool) -> None:
-    """Of units that stayed unsharded before: the root, by default."""
+def test_a_kept_unit_is_gathered_once_for_all_evaluations(trains: bool) -> None:
+    """The root, by default."""
     model, _ = _pair()
     _train(model)
     with nullcontext() if trains else torch.no_grad():
@@ -543,4 +544,133 @@ def test_one_gather_more_per_evaluation(trains: bool) -> None:
             loss = parity.regression_loss(model, gradients.part(0))
             if trains:
                 loss.backward()
-    assert gathers.count("all_gather") == (2 * 7 if trains else 2 * 4)
+    assert gathers.count("all_gather") == (2 * 7 if trains else 4 + 3)
+
+
+# -- what is used again ---------------------------------------------------------------------------
+
+
+def _use(kind: str, model: Any) -> Tensor:
+    """Compute in one of the ways that programs do; returns the last output."""
+    if kind == "evaluation":
+        with torch.no_grad():
+            return model(_x())
+    if kind == "generation":
+        with torch.inference_mode():
+            return [model(_x()) for _ in range(3)][-1].clone()
+    if kind == "dropped graph":
+        return model(_x()).detach()
+    if kind == "after an exception":
+        with pytest.raises(RuntimeError):
+            model(_x()[:, :1])
+        if isinstance(model, fsdp2.FSDPModule):
+            model.reset_iter_state()
+        return _use("evaluation", model)
+    for _ in range(2 if kind == "micro-batches" else 1):
+        out = model(_x())
+        out.square().mean().backward()
+    if kind == "training":
+        model.zero_grad()
+    return out.detach()
+
+
+USES = (
+    "evaluation",
+    "generation",
+    "dropped graph",
+    "after an exception",
+    "micro-batches",
+    "training",
+)
+
+
+def _keeping(keeps: str) -> tuple[Any, nn.Module]:
+    if keeps == "levels":
+        names = ("node", "local")
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=names)
+        return _pair(mesh=fsdp2.Levels(mesh))
+    model, plain = _pair(reshard_after_forward=False if keeps == "after forward" else None)
+    if keeps == "rows":
+        model.set_keep_rows(True)
+    if keeps == "after backward":
+        model.set_reshard_after_backward(False)
+    return model, plain
+
+
+@ranks(2)
+@pytest.mark.parametrize("keeps", ["after forward", "after backward", "rows", "levels"])
+def test_a_write_between_any_two_uses(keeps: str) -> None:
+    model, plain = _keeping(keeps)
+    held = list(model.parameters())
+    ways = itertools.cycle(WAYS)
+    for first, second in itertools.product(USES, USES):
+        way = next(ways)
+        for each, params in ((model, held), (plain, list(plain.parameters()))):
+            _use(first, each)
+            with torch.no_grad():
+                way(params)
+        found, expected = _use(second, model), _use(second, plain)
+        assert torch.equal(found, expected), (first, way.__name__, second)
+        for each, params in ((model, held), (plain, list(plain.parameters()))):
+            each.zero_grad()
+            with torch.no_grad():  # numbers stay what they are to the bit
+                torch._foreach_mul_(params, 0.5)
+    parity.assert_equal(parity.full_params(model), dict(plain.named_parameters()))
+
+
+@ranks(2)
+@pytest.mark.parametrize("which", ["", "offloaded", "mixed", "replicas", "inference"])
+def test_what_no_one_has_written_is_gathered_once(which: str) -> None:
+    model, _ = _of(which) if which in ("offloaded", "mixed", "replicas") else _pair()
+    model.set_reshard_after_forward(False)
+    for module in models.units(model):
+        module.set_reshard_after_forward(False)
+    _train(model)
+    gathers = _counting(model)
+    with torch.inference_mode() if which == "inference" else torch.no_grad():
+        outputs = [model(_x()) for _ in range(3)]
+    alone = which == "replicas"  # nothing to gather, but copies in the compute dtype
+    assert gathers.count("all_gather") == (0 if alone else 4)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    gathers.clear()
+    if dist.get_rank() == 0:  # who alone knows of it
+        next(model.parameters())._local_tensor.numpy()[0] = 3.0
+    with torch.no_grad():
+        model(_x())
+    assert gathers.count("all_gather") == (0 if alone else 1)
+    _train(model)
+
+
+@ranks(2)
+def test_several_roots_and_a_step_of_another() -> None:
+    """A teacher is gathered once, however often the student steps."""
+    teacher, plain = _pair(reshard_after_forward=False)
+    student, _ = _pair()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    _evaluate(teacher)
+    gathers = _counting(teacher)
+    for _ in range(3):
+        _train(student)
+        optimizer.step()
+        with torch.no_grad():
+            assert torch.equal(teacher(_x()), plain(_x()))
+    assert "all_gather" not in gathers
+
+
+@ranks(2)
+def test_gradients_are_shown_by_units_that_stay_gathered() -> None:
+    """Clipping and averages read ``model.parameters()`` after backward and after a step."""
+    model, _ = _pair()
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        parity.regression_loss(model, gradients.part(0)).backward()
+        assert all(param.grad is not None for param in model.parameters())
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor() > 0
+        optimizer.step()
+        for held, shown in zip(
+            optimizer.param_groups[0]["params"], model.parameters(), strict=True
+        ):
+            assert held is shown
+        optimizer.zero_grad()

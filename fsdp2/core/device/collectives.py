@@ -3,7 +3,7 @@
     Collectives ── bind_all_gather(out, in)(), …_many(outs, ins)()          shard axis
                 ── bind_reduce_scatter(kind)(out, in), …_many(kind)(outs, ins)
                 ── bind_all_to_all(out, in)()
-                ── the user's own of both; exchange(numbers)
+                ── the user's own of both; exchange(numbers), largest(numbers)
     Replicas    ── all_reduce(tensor, op)                                   replicate axis
 
 From torch 2.13 the process group's methods are ``all_gather_single`` and
@@ -137,6 +137,9 @@ class Collectives(Protocol):
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's ``numbers`` (64 bits, equally many), by rank; blocks the host."""
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of each of the ranks' ``numbers`` (64 bits); blocks the host."""
 
 
 class Replicas(Protocol):
@@ -300,6 +303,18 @@ class GroupCollectives:
         found: list[list[int]] = everyones.view(self.size, len(numbers)).tolist()
         return found
 
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """One small all-reduce, waited for."""
+        device = "cpu" if self.device.type == "meta" else self.device  # numbers need memory
+        found = torch.tensor(numbers, dtype=torch.int64, device=device)
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp(ReduceOp.MAX)
+        work = self.group.allreduce([found], options)
+        if work is not None:
+            work.wait()
+        largest: list[int] = found.tolist()
+        return largest
+
     def _ordered(self, work: Work | None) -> Work | None:
         """If lanes are streams, make the current one wait; the host need not then."""
         if work is not None and self._asynchronous:
@@ -333,7 +348,7 @@ class SoloCollectives:
 
     over = all_gather = bind_all_gather = bind_all_gather_many = _refuse
     bind_reduce_scatter = bind_reduce_scatter_many = bind_all_to_all = _refuse
-    custom_all_gather = custom_reduce_scatter = exchange = _refuse
+    custom_all_gather = custom_reduce_scatter = exchange = largest = _refuse
 
 
 class ComplexCollectives:
@@ -349,7 +364,7 @@ class ComplexCollectives:
         self.coalesces, self.premultiplies = collectives.coalesces, collectives.premultiplies
         self.custom_all_gather = collectives.custom_all_gather
         self.custom_reduce_scatter = collectives.custom_reduce_scatter
-        self.exchange = collectives.exchange
+        self.exchange, self.largest = collectives.exchange, collectives.largest
         self.over = collectives.over
 
     def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Work | None:

@@ -35,7 +35,7 @@ def largest_over(lines: Iterable[Collectives], numbers: Sequence[int]) -> list[i
     """
     found = list(numbers)
     for line in lines if found else ():
-        found = [max(column) for column in zip(*line.exchange(found), strict=True)]
+        found = line.largest(found)
     return found
 
 

@@ -77,6 +77,14 @@ class Input(NamedTuple):
         return self.numel * self.dtype.itemsize
 
 
+def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the contents of a tensor subclass."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor.as_subclass(torch.Tensor)]
+    names, _ = tensor.__tensor_flatten__()
+    return [plain for name in names for plain in plain_tensors(getattr(tensor, name))]
+
+
 def check_hooks(name: str, local: torch.Tensor, cut: Cut, even: bool) -> None:
     """Raise, naming the parameter, if its subclass cannot be gathered through its hooks.
 

@@ -231,8 +231,7 @@ class UnitHooks(UnitRecord):
         first = self._first_group
         if self._registrations != Registrations.count or (first and not is_registered(first)):
             scheduler = self._check_registrations(scheduler)
-        anew = not self.modules[0].training  # no pipeline's micro-batch, and no backward's wait
-        scheduler.begin_forward(self.unit, torch.is_grad_enabled(), anew)
+        scheduler.begin_forward(self.unit, torch.is_grad_enabled())
         if self._device.type == "cpu":
             return args, kwargs
         device = self._device

@@ -47,6 +47,42 @@ requires_grad = operator.attrgetter("requires_grad")
 version = operator.attrgetter("_version")
 
 
+NOTHING_TO_GATHER = Route(())
+"""The route of a gather whose result is there."""
+
+
+class Retained:
+    """What a group has gathered, and whether a later gather may use it again.
+
+    Attributes:
+        holds: whether it is in memory while sharded parameters are registered.
+        granted: whether the next gather uses it.
+        dropped: whether the user has freed it, which other ranks do not know yet.
+        watches: whether gathers take fingerprints.
+        records: whether autograd records the forward that gathers now.
+        fingerprint: of the shards from which it was gathered last, or rows of them; if taken.
+        recorded: ``records`` at that time.
+        steps: `OptimizerSteps.count` at that time.
+    """
+
+    __slots__ = (
+        "dropped",
+        "fingerprint",
+        "granted",
+        "holds",
+        "recorded",
+        "records",
+        "steps",
+        "watches",
+    )
+
+    def __init__(self) -> None:
+        self.holds = self.granted = self.dropped = False
+        self.watches = self.records = self.recorded = False
+        self.fingerprint: torch.Tensor | None = None
+        self.steps = -1
+
+
 @dataclass(frozen=True)
 class Runtime:
     """The objects on which a group runs.
@@ -97,6 +133,10 @@ class Bindable(Protocol):
     @property
     def shard_layout(self) -> GroupLayout | None:
         """The layout of what optimizers step in the flat shard."""
+
+    @property
+    def is_retained(self) -> bool:
+        """Whether what was gathered stays in memory while shards are registered."""
 
     @property
     def keeps_rows(self) -> bool:
@@ -211,11 +251,11 @@ class Bound:
             self.mirror.acquire()
         self._bind_transports(group)
         self._bind_shards(group)
-        if self.mirror is not None:
+        if self.mirror is not None and not group.is_retained:
             self.mirror.release()
         if self.nodes is not None:
             self.nodes.rows.release()
-        if not group.options.keep_storage:  # memory that is kept stays in place
+        if not (group.options.keep_storage or group.is_retained):  # such memory stays in place
             self.full.release()
         self.references = self.count_references(group.params)
 

@@ -26,6 +26,7 @@ from fsdp2.core.device.presence import meet
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import COMPUTE, Event
 from fsdp2.core.errors import ShardingStateError, coded
+from fsdp2.core.gather.extension import plain_tensors
 from fsdp2.core.gather.launch import Launched, gather_inline, gather_on_lanes
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.gather.transport import Route
@@ -49,7 +50,14 @@ from fsdp2.core.reduce.reduction import (
     reduce_on_lanes,
     with_zeros,
 )
-from fsdp2.core.schedule.bound import Bound, Runtime, requires_grad, version
+from fsdp2.core.schedule.bound import (
+    NOTHING_TO_GATHER,
+    Bound,
+    Retained,
+    Runtime,
+    requires_grad,
+    version,
+)
 from fsdp2.core.schedule.states import (
     GATHERING,
     HIDDEN,
@@ -78,6 +86,8 @@ class ParamGroup:
         shard: this rank's rows of all parameters but extended ones, as ``layout`` says, or their
             pieces.
         bound: all that binding has made of it; ``None`` before the first use.
+        retained: what was gathered and outlives its use, if anything does, and the fingerprint of
+            its shards (`fsdp2.core.schedule.reuse`).
         stale: whether the next gather has something to bind.
     """
 
@@ -101,6 +111,7 @@ class ParamGroup:
         "params",
         "reducers",
         "replicas",
+        "retained",
         "runtime",
         "shard",
         "smaller_group",
@@ -119,6 +130,7 @@ class ParamGroup:
         self.smaller_group: SmallerGroup | None = None
         self.state = SHARDED
         self.bound: Bound | None = None
+        self.retained: Retained | None = None
         self.stale = True
         self._accumulated = False
         self._gathered_at = -1
@@ -183,6 +195,50 @@ class ParamGroup:
         """Whether the next gather communicates nothing of what is kept."""
         keeping = None if self.bound is None or self.stale else self.bound.keeping
         return keeping is not None and keeping.current
+
+    @property
+    def is_retained(self) -> bool:
+        """Whether sharded parameters are registered, and what was gathered is still there."""
+        return self.state is SHARDED and self.retained is not None and self.retained.holds
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the user has freed what other ranks may still have."""
+        return self.retained is not None and self.retained.dropped
+
+    def axes_of(self, rows: bool) -> list[Collectives]:
+        """Collectives of the ranks that gather it together, one after the other.
+
+        Args:
+            rows: whether only those count that gather rows which it keeps.
+        """
+        near = rows and self.between is not None and not self.keeps_whole_rows
+        axes = (self.between,) if near else (self.collectives, self.between)
+        return [axis for axis in axes if axis is not None and axis.size > 1]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a look at its shards tells whether what it gathered last is still valid.
+
+        After a forward with a backward, an optimizer's step has written them, unless all are
+        frozen.
+        """
+        retained = self.retained
+        if retained is None or retained.fingerprint is None:
+            return False
+        stepped = retained.recorded and retained.steps != OptimizerSteps.count
+        return not (stepped and self.bound is not None and self.bound.reductions)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows of an all-gather are kept that later ones are to reuse."""
+        keeping = None if self.bound is None else self.bound.keeping
+        return keeping is not None and keeping.current
+
+    @property
+    def gathered_at(self) -> int:
+        """`OptimizerSteps.count` when its shards were gathered last, or rows of them."""
+        return self._gathered_at
 
     @property
     def accumulates(self) -> bool:
@@ -390,6 +446,7 @@ class ParamGroup:
             BIND.debug("'%s' binds: another way to gather was chosen", self.name)
             bound.reroute(self)
         else:
+            self.drop_retained()
             self._follow_params()
             self.bound = Bound(self, bound, self._accumulated)
         self.stale = False
@@ -430,7 +487,7 @@ class ParamGroup:
         bound, state = self.bound, self.state
         if state is SHARDED:
             assert bound is not None
-            route = bound.route
+            route = bound.route if self.retained is None else self._route_of(self.retained)
             self._gathered_at = OptimizerSteps.count
         elif state is RESHARDED:
             assert bound is not None
@@ -524,6 +581,84 @@ class ParamGroup:
                 store[name] = param
             self.state = HIDDEN
 
+    def retain(self, granted: bool = False) -> None:
+        """As `hide`, and let later forwards decide whether they use again what is gathered.
+
+        Args:
+            granted: whether the next use needs no decision.
+        """
+        if self.state is not UNSHARDED:
+            return
+        self.hide()
+        self.state = SHARDED
+        if self.retained is None:
+            self.retained = Retained()
+        self.retained.holds, self.retained.granted = True, granted
+
+    def watch(self, wanted: bool, records: bool) -> None:
+        """Take fingerprints of the shards that the next gathers read, or do so no longer.
+
+        Args:
+            wanted: whether.
+            records: whether autograd records the forward that gathers.
+        """
+        if not wanted:
+            if self.retained is not None and not self.retained.holds:
+                self.retained = None
+            return
+        if self.retained is None:
+            self.retained = Retained()
+        self.retained.watches, self.retained.records = True, records
+
+    def contents(self) -> list[torch.Tensor] | None:
+        """What an all-gather reads; ``None`` if what was gathered is of other memory, or gone."""
+        bound = self.bound
+        dropped = self.retained is not None and self.retained.dropped
+        if bound is None or dropped or not bound.current:
+            return None
+        if any(sharded._local_tensor is not local for sharded, local in bound.locals):
+            return None
+        found = [self.shard.view(torch.uint8, 0, (self.shard.nbytes,))] if self.shard.nbytes else []
+        if bound.extension is not None:
+            for param in self.params:
+                found += plain_tensors(param.local) if param.is_extended else ()
+        return found
+
+    def drop_for_user(self) -> None:
+        """As `forget_rows`, on one rank perhaps: others ask this one before they use theirs."""
+        retained = self.retained
+        seen = None if retained is None else retained.fingerprint
+        self.forget_rows()
+        if retained is not None and seen is not None:
+            self.retained, retained.fingerprint, retained.dropped = retained, seen, True
+
+    def _route_of(self, retained: Retained) -> Route:
+        """The route of a gather of what may be there already, or is to be asked for later."""
+        bound = self.bound
+        assert bound is not None
+        reuses = retained.holds and retained.granted
+        retained.holds = retained.granted = retained.dropped = False
+        if reuses:
+            return NOTHING_TO_GATHER
+        if retained.watches and not self.reuses_rows:
+            contents = self.contents()
+            assert contents is not None
+            retained.fingerprint = self.runtime.kernels.fingerprints([contents])[0]
+            retained.steps, retained.recorded = OptimizerSteps.count, retained.records
+        return bound.route
+
+    def drop_retained(self) -> None:
+        """Free what is retained; what is known of the shards counts no more."""
+        retained = self.retained
+        if retained is None:
+            return
+        if retained.holds and self.bound is not None:
+            self._release_full(self.bound)
+        retained.holds = retained.granted = retained.dropped = False
+        retained.fingerprint = None
+        if not retained.watches:
+            self.retained = None
+
     def show(self) -> None:
         """Register what is gathered and was hidden."""
         if self.state is not HIDDEN:
@@ -545,9 +680,8 @@ class ParamGroup:
         return any(map(operator.gt, bound.count_references(self.params), bound.references))
 
     def forget_rows(self) -> None:
-        """Make the next all-gather fetch rows again: shards may have changed; no effect if none are
-        kept.
-        """
+        """Make the next all-gather fetch everything again: shards may have changed."""
+        self.drop_retained()
         if self.bound is not None and self.bound.keeping is not None:
             self.bound.keeping.forget()
             if self.state not in (GATHERING, RESHARDED):  # nobody reads them, or will in backward
@@ -561,6 +695,7 @@ class ParamGroup:
         """Free the remains of an exception; COMPUTE has waited for the other lanes."""
         if self.bound is not None and self.bound.keeping is not None:
             self.bound.keeping.lose()
+        self.retained = None
         self.reshard()
         if self.bound is not None:
             self._release_full(self.bound)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fsdp2.core.schedule.graphs import Graph
-from fsdp2.core.schedule.kept import Kept
 from fsdp2.core.schedule.retrace import Retracing
 from fsdp2.core.schedule.unit import Unit
 
@@ -40,7 +39,6 @@ class Iteration:
         ahead: units that were prefetched and are not used yet; the oldest first.
         requested: units that were gathered by an explicit list, and may not be used yet.
         postponed: a unit whose end gathers another one, and that one.
-        kept: units that forwards have left unsharded.
         unawaited: whether `wait_for_reductions` must still follow a `finalize` that did not wait.
         retracing: the progress of backwards in ``finished``, if none may miss a unit.
     """
@@ -55,7 +53,6 @@ class Iteration:
         "graph",
         "holds",
         "in_backward",
-        "kept",
         "postponed",
         "records",
         "requested",
@@ -80,7 +77,6 @@ class Iteration:
         self.ahead: list[Unit] = []
         self.requested: list[Unit] = []
         self.postponed: tuple[Unit, Unit] | None = None
-        self.kept = Kept()
         self.unawaited = False
         self.retracing: Retracing | None = None
 
@@ -106,5 +102,4 @@ class Iteration:
 
     def succeed(self, former: Iteration) -> None:
         """Take over from the iteration of a root that is now part of a larger model."""
-        self.kept.succeed(former.kept)
         self.holds = self.holds or former.holds

@@ -103,6 +103,9 @@ class GroupOperations(Protocol):
     def hide(self) -> None:
         """Register the sharded parameters; what is gathered stays in memory."""
 
+    def retain(self, granted: bool = False) -> None:
+        """Register the sharded parameters; later forwards decide whether to use the rest again."""
+
     def show(self) -> None:
         """Register what is gathered and was hidden."""
 
@@ -251,6 +254,10 @@ class Layer:
     def hide(self) -> None:
         """As below."""
         self.below.hide()
+
+    def retain(self, granted: bool = False) -> None:
+        """As below."""
+        self.below.retain(granted)
 
     def show(self) -> None:
         """As below."""

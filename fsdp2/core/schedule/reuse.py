@@ -1,78 +1,224 @@
-"""When groups that keep gathered rows gather again: as soon as their shards may have changed.
+"""What forwards leave gathered, and whether later ones may use it again: contents decide.
 
-    a forward begins     an optimizer has stepped, or gradients are gone, since another began,
-                         or there are hooks on gradients, which may step
-                         a parameter's version shows a write
-                         it is a forward without gradients, which begins and ends so
-    by the user          zero_grad(), reshard(), unshard() on the unit
-    of a group           it is bound again; an exception has ended an iteration
+    forward that autograd records   unsharded parameters are registered until backward has freed
+                                    them: a write to them raises, because it would be lost
+    forward without gradients       sharded parameters are registered when it returns; what is
+                                    gathered is retained
+    backward                        the same, with `set_reshard_after_backward(False)`
+    kept rows                       stay where they are (`fsdp2.core.gather.kept_rows`)
+    unshard() by the user           unsharded parameters are registered until reshard()
 
-Otherwise the rows equal the result of an all-gather (invariant I17). All of these are facts that
-ranks share (I1): none of them is seen on only one rank, and none requires waiting for a device. A
-write by the user that no version counter shows (``.data``, ``numpy()``, a collective), without any
-of these events, would be lost; ``fsdp2.debug(check_writes=True)`` raises for it.
+When a root's next forward begins, the shards from which these were gathered may have been written:
+by an optimizer, by hand, by a load. Version counters do not show all writes (decision 25). A
+fingerprint of the shards does, taken at each such gather, and again now. Ranks then tell each other
+which groups differ, with one small collective per process group, so that all of them gather a group
+again, or none does (I1).
+
+    no fingerprint was taken     gather again, without a question; also, without gradients, what is
+                                 sent as differences: another message makes it more exact
+    a backward's optimizer step  the same: the shards have certainly changed
+    otherwise                    one question for all groups of the root
+
+Fingerprints are taken where they are likely to be used: in forwards without gradients, and, once a
+forward has found something gathered by one that had gradients, in these, too. A training step that
+frees everything in backward neither takes one nor asks.
+
+Units that the user has unsharded stay so until an optimizer steps or the user reshards them. No
+forward asks between backwards that belong together (`set_is_last_backward(False)`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from fsdp2.core.device.collectives import Collectives
+from fsdp2.core.device.one_off import largest_over
+from fsdp2.core.params.param import FlagChanges
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.states import HIDDEN, SHARDED, UNSHARDED
+from fsdp2.core.schedule.unit import IDLE, Unit
 
 
 class Reuse:
-    """The groups below one root that keep rows, and what was seen of their shards.
-
-    Args:
-        groups: those.
-        everyones: all groups below the root, whose gradients tell of a step, too.
+    """The units below one root that are left gathered, and the groups that keep rows.
 
     Attributes:
-        groups: those.
-        zeroed: whether the user has dropped gradients since a forward began.
+        flags: `FlagChanges.count` when an iteration began last.
+        steps: `OptimizerSteps.count` when a forward began last.
+        units: the units that may be left gathered, in order.
+        rows: groups that keep rows of their all-gathers.
+        asks: whether fingerprints are taken now.
+        hides: whether units may be hidden for others than graphs.
+        repeats: whether a forward that autograd records has found anything to use again.
     """
 
-    __slots__ = ("_everyones", "_steps", "_versions", "groups", "zeroed")
+    __slots__ = ("asks", "flags", "hides", "repeats", "rows", "steps", "units")
 
-    def __init__(self, groups: Sequence[ParamGroup], everyones: Sequence[ParamGroup]) -> None:
-        self.groups = groups
-        self.zeroed = False
-        self._everyones = everyones
-        self._steps = -1
-        self._versions: list[int] = []
+    def __init__(self) -> None:
+        self.flags = FlagChanges.count
+        self.steps = -1
+        self.units: dict[Unit, None] = {}
+        self.rows: list[ParamGroup] = []
+        self.asks = self.hides = self.repeats = False
 
-    def begin_forward(self, records: bool, pending: bool, reducing: bool) -> None:
-        """A root's forward begins: forget rows if shards may have changed.
+    def begin_iteration(self, pending: bool) -> None:
+        """A forward begins after an optimizer's step.
 
         Args:
+            pending: whether backwards of earlier forwards are to come.
+        """
+        self.steps = OptimizerSteps.count
+        if not pending:
+            self.flags = FlagChanges.count
+
+    def add(self, unit: Unit) -> None:
+        """The forward of ``unit`` ends, or its backward, and leaves it unsharded."""
+        self.units[unit] = None
+
+    def begin_forward(self, units: Sequence[Unit], records: bool) -> None:
+        """A root's forward begins: free what was gathered from other shards than there are now.
+
+        Args:
+            units: all units below the root.
             records: whether autograd records it.
-            pending: whether forwards have run whose backward is to come.
-            reducing: whether reductions are running, because the last backward is to come.
         """
-        stepped, zeroed = self._steps != OptimizerSteps.count, self.zeroed
-        versions = [param.sharded._version for group in self.groups for param in group.params]
-        written = versions != self._versions
-        self._steps, self._versions, self.zeroed = OptimizerSteps.count, versions, False
-        changed = stepped or zeroed or written or not records
-        if changed or not (pending or self._has_gradients(reducing)):
-            self.forget()
+        held = self._held()
+        repeats = records and any(self._is_repeated(*each) for each in held.items())
+        self.repeats = self.repeats or repeats
+        asked = {
+            group: unit
+            for group, unit in held.items()
+            if group.is_known and (records or not group.options.wire.differences)
+        }
+        lost = {*held}.difference(asked).union(_changed(asked))
+        for group, unit in held.items():
+            if group in lost:
+                for operations in () if unit is None else unit.groups:
+                    if operations.base is group:
+                        operations.take_back(stays=False)
+                        operations.reshard()
+                group.forget_rows()
+            elif group.retained is not None:
+                group.retained.granted = True
+        self._watch(units, records)
 
-    def _has_gradients(self, reducing: bool) -> bool:
-        """Whether the gradients of the last backward still exist: no step has used them.
-
-        A parameter has a gradient on all ranks or on none (I15). Hooks on gradients may have
-        stepped some.
-        """
-        if any(group.has_grad_hooks for group in self.groups):
+    @staticmethod
+    def _is_repeated(group: ParamGroup, unit: Unit | None) -> bool:
+        """Whether a forward with a backward has left it gathered, and no optimizer has stepped."""
+        retained = group.retained
+        if group.gathered_at != OptimizerSteps.count:
             return False
-        for group in () if reducing else self._everyones:
-            reductions = () if group.bound is None else group.bound.reductions
-            if group.accumulates or any(r.gradients.delivered() for r in reductions):
-                return True
-        return reducing
+        if retained is not None and retained.fingerprint is not None:
+            return retained.recorded
+        asked_for = unit is not None and unit.reshard_after_forward is not None
+        return asked_for or (unit is not None and not unit.reshard_after_backward)
+
+    def _held(self) -> dict[ParamGroup, Unit | None]:
+        """What is gathered, and was not by the user; ``None`` for rows alone."""
+        held: dict[ParamGroup, Unit | None] = {}
+        for unit in self.units:
+            if unit.claimed or unit.phase is not IDLE:
+                continue
+            for operations in unit.groups:
+                group = operations.base
+                if group.state is UNSHARDED:
+                    operations.take_back()
+                    held.setdefault(group, unit)
+                elif group.is_retained or group.is_dropped:
+                    held.setdefault(group, unit)
+        for group in self.rows:
+            rows = group.has_rows or group.is_dropped
+            if rows and group.state in (SHARDED, HIDDEN, UNSHARDED):
+                held.setdefault(group, None)
+        return held
+
+    def _watch(self, units: Iterable[Unit], records: bool) -> None:
+        """Let gathers of this forward take fingerprints, if the next one may ask."""
+        wanted = self.repeats or not records
+        if not (wanted or self.asks or self.rows):
+            return
+        self.asks = wanted
+        for unit in units:
+            stays = not (unit.frees_after_forward and unit.reshard_after_backward)
+            for group in unit.own_groups:
+                group.watch((wanted and stays) or group.keeps_rows, records)
+
+    def end_forward(self, held: bool) -> None:
+        """A forward without gradients ends: register sharded parameters.
+
+        Memory that a graph, a backward without its own all-gather or a caller can still read is
+        kept in any case.
+
+        Args:
+            held: whether graphs of backwards can.
+        """
+        for unit in tuple(self.units):
+            reads = bool(unit.visits) and not unit.unshard_in_backward
+            if unit.claimed:
+                continue
+            if held or reads:
+                unit.hide()
+                self.hides = True
+            else:
+                unit.retain()
+        self._forget_freed()
+
+    def end_iteration(self) -> None:
+        """Its last backward is over: what is gathered now is retained, or the user's."""
+        self._forget_freed()
+        self.hides = False
+
+    def _forget_freed(self) -> None:
+        for unit in tuple(self.units):
+            bases = [group.base for group in unit.groups]
+            if not (unit.is_gathered or any(b.is_retained or b.is_dropped for b in bases)):
+                del self.units[unit]
+                unit.claimed = False
 
     def forget(self) -> None:
-        """Make all of them gather again."""
-        for group in self.groups:
+        """Make everything that is not in use gather again."""
+        for unit in self.units:
+            for operations in unit.groups:
+                operations.base.forget_rows()
+        for group in self.rows:
             group.forget_rows()
+
+    def succeed(self, former: Reuse) -> None:
+        """Take over from a root that is part of a larger model now."""
+        self.units.update(former.units)
+        self.asks = self.asks or former.asks
+        self.hides = self.hides or former.hides
+
+
+def _changed(asked: Mapping[ParamGroup, Unit | None]) -> list[ParamGroup]:
+    """The groups whose shards differ, on any rank, from those that were gathered."""
+    groups = list(asked)
+    differ = _compared(groups)
+    axes: dict[object, tuple[Collectives, list[int]]] = {}
+    for place, group in enumerate(groups):
+        for axis in group.axes_of(rows=asked[group] is None):
+            axes.setdefault(axis.group, (axis, []))[1].append(place)
+    for axis, places in axes.values():
+        agreed = largest_over([axis], [differ[place] for place in places])
+        for place, number in zip(places, agreed, strict=True):
+            differ[place] = number
+    return [group for group, number in zip(groups, differ, strict=True) if number]
+
+
+def _compared(groups: Sequence[ParamGroup]) -> list[int]:
+    """1 for each group whose shards differ on this rank, otherwise 0."""
+    differ = [1] * len(groups)
+    found = {place: group.contents() for place, group in enumerate(groups)}
+    places = {place: contents for place, contents in found.items() if contents is not None}
+    by_device: dict[object, list[int]] = {}
+    for place in places:
+        by_device.setdefault(groups[place].shard.device, []).append(place)
+    for together in by_device.values():
+        kernels = groups[together[0]].runtime.kernels
+        now = kernels.fingerprints([places[place] for place in together])
+        before = [groups[place].retained for place in together]
+        known = [each.fingerprint for each in before if each and each.fingerprint is not None]
+        for place, number in zip(together, kernels.differ(list(now), known), strict=True):
+            differ[place] = number
+    return differ

@@ -134,7 +134,7 @@ class Scheduler:
         groups: all parameter groups, for anything that is not an operation.
         unreduced: whether a group may hold gradients of backwards without sync, or partial sums.
         connected: whether the process groups of all groups have communicators.
-        reuse: groups that keep rows of their all-gathers; ``None`` if none does.
+        reuse: what forwards leave gathered, and groups that keep rows of their all-gathers.
         ranges: whether groups mark their operations for a profiler; compared with the profiler's
             own flag, without a call, when a forward or backward begins.
     """
@@ -155,14 +155,14 @@ class Scheduler:
         self.unreduced = True  # so that the first check looks
         self._order = ForwardOrder(self.units)
         self._in_flight = InFlight(streams)
+        self.reuse = Reuse()
         self.refresh()
 
     def refresh(self) -> None:
         """Read again what applies to all units: their flags, and their groups."""
         self.groups = [group for unit in self.units for group in unit.own_groups]
         self.connected = False
-        keeping = [group for group in self.groups if group.keeps_rows]
-        self.reuse = Reuse(keeping, self.groups) if keeping else None
+        self.reuse.rows = [group for group in self.groups if group.keeps_rows]
         put_around(self.units, ProfiledGroup, self.ranges)
         self._offloaded = [group for group in self.groups if group.offload is not None]
         if self._offloaded and all(known() is not self for known in offloading):
@@ -181,6 +181,7 @@ class Scheduler:
     def succeed(self, former: Scheduler) -> None:
         """Take over from ``former``, whose root is now part of a larger model."""
         self.iteration.succeed(former.iteration)
+        self.reuse.succeed(former.reuse)
         Graph.hand_over(former, self)
 
     def run_on(self, streams: Streams) -> None:
@@ -220,13 +221,12 @@ class Scheduler:
 
     # ---- forward
 
-    def begin_forward(self, root: Unit, expects_backward: bool, anew: bool = False) -> None:
+    def begin_forward(self, root: Unit, expects_backward: bool) -> None:
         """A forward starts at ``root``, which is not inside another unit's forward.
 
         Args:
             root: the unit.
             expects_backward: whether autograd records it.
-            anew: whether units that earlier forwards left unsharded are gathered again.
 
         Raises:
             ShardingStateError: the reductions of the last `finalize` were not waited for, or a CUDA
@@ -248,22 +248,24 @@ class Scheduler:
         if not self.connected:
             self.connected = connect_groups(self.groups, expects_backward)
         now.forward_root = root
-        if now.kept.steps != OptimizerSteps.count:
-            now.kept.begin_iteration(bool(now.finished))
+        reuse = self.reuse
+        if reuse.steps != OptimizerSteps.count:
+            reuse.begin_iteration(bool(now.finished))
             for unit in self.units:
                 if unit.phase is IDLE:
                     unit.reshard_if_outdated()
-        if self.reuse is not None:
-            reducing = bool(self._in_flight.holding or self._in_flight.arriving)
-            self.reuse.begin_forward(expects_backward, any(now.finished), reducing)
         if now.holds:
             self._let_go()
-        if now.kept.units:
-            now.kept.free_stale(anew)
-        self._order.begin(root)
-        now.records = expects_backward
         if now.in_backward and (self._in_flight.holding or self._in_flight.summing):
             self._in_flight.order_after_hooks()  # otherwise the last backward did, at its end
+        looks = reuse.units or reuse.rows or reuse.asks or not expects_backward
+        between = bool(now.starts) if self.manual else not self.is_last_backward
+        if looks and not between:
+            if self.post_optim_event is not None:
+                self._order_after_optimizer()
+            reuse.begin_forward(self.units, expects_backward)
+        self._order.begin(root)
+        now.records = expects_backward
         if len(now.finished) > self.FORWARDS_REMEMBERED * len(self.units):
             now.forget_calls()  # forwards whose backward never came
         if expects_backward:
@@ -274,8 +276,7 @@ class Scheduler:
 
         It also replays the recorded all-gathers, or their absence.
         """
-        if self.reuse is not None:
-            self.reuse.forget()
+        self.reuse.forget()
         for group in self.groups:
             options = group.options
             if not options.keep_storage or (expects_backward and not options.keep_gradients):
@@ -325,7 +326,7 @@ class Scheduler:
             if now.retracing is not None:
                 now.retracing.forward_begins(unit)
         known = self._order.enter(unit)
-        if now.holds or now.kept.hides:
+        if now.holds or self.reuse.hides:
             self._gather_anew(unit)
         self._gather(unit)
         for group in unit.groups:
@@ -364,7 +365,7 @@ class Scheduler:
                 else:
                     unit.reshard()
             else:
-                now.kept.add(unit, keep)
+                self.reuse.add(unit)
             if now.records:
                 unit.visits.append(len(now.finished))
                 now.finished.append(unit)
@@ -424,9 +425,7 @@ class Scheduler:
             root.visits.append(len(now.finished) - 1)  # the last inside
             now.without_groups.add(root)
         if not now.records:
-            now.kept.show_shards(now.holds)
-            if self.reuse is not None:
-                self.reuse.forget()
+            self.reuse.end_forward(now.holds)
         self._order.end(root)
         self._drop_unused()  # at the loss, only units kept on request are unsharded
         if not now.records:  # after an evaluation, users may write shards
@@ -490,7 +489,7 @@ class Scheduler:
             self._gather(unit)
         else:
             unit.forbid_reading()
-        if now.kept.flags != FlagChanges.count:
+        if self.reuse.flags != FlagChanges.count:
             for group in unit.groups:
                 group.refresh_requires_grad()
         if unit.backward_prefetch:
@@ -647,6 +646,7 @@ class Scheduler:
                 reshard = unit.reshard_after_backward and not self._keeps(unit, last)
                 self._finish(unit, reshard, over=True)
                 unit.phase = IDLE
+                self._retain_on_request(unit)
         if self._whole is not None:
             self._whole.reduce(self._in_flight)
         if now.holds:
@@ -658,7 +658,7 @@ class Scheduler:
         if last:  # otherwise backward continues: reductions and prefetched units stay
             self._drop_unused()
             self._drain()
-            now.kept.end_iteration()
+            self.reuse.end_iteration()
             if now.retracing is not None:
                 now.retracing.filled.clear()  # what the next iteration never calls counts again
         elif self._in_flight.holding or self._in_flight.summing:
@@ -669,6 +669,16 @@ class Scheduler:
         now.entered = 0
         now.graph = None
         now.in_backward = False
+
+    def _retain_on_request(self, unit: Unit) -> None:
+        """Show the shards, with their gradients, of a unit that backward leaves gathered.
+
+        Clipping and optimizers find them in ``model.parameters()``. Another backward of the same
+        iteration uses what is gathered; a forward first looks whether shards were written.
+        """
+        if not (unit.reshard_after_backward or unit.claimed or self.iteration.holds):
+            self.reuse.add(unit)
+            unit.retain(granted=True)
 
     def _is_done(self, unit: Unit) -> bool:
         """Whether a unit whose end had a hook is sharded, and has nothing to reduce."""
@@ -705,11 +715,14 @@ class Scheduler:
         for unit in self.units:
             self._finish(unit, unit.reshard_after_backward, over=True)
             unit.phase = IDLE
+            if unit.reshard_after_backward:
+                unit.drop_retained()
+            self._retain_on_request(unit)
         if self._whole is not None:
             self._whole.reduce(self._in_flight)
         self._drop_unused()
         now.forget_calls()
-        now.kept.end_iteration()
+        self.reuse.end_iteration()
         if now.retracing is not None:
             now.retracing.filled.clear()
         if wait:
@@ -829,6 +842,8 @@ class Scheduler:
             self._whole.abandon()
         if self.calls is not None:
             self.calls.forget()
+        self.reuse.units.clear()
+        self.reuse.hides = False
         self.iteration = Iteration()
         self.iteration.retrace(self._misses_no_unit)
 

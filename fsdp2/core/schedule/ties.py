@@ -83,6 +83,11 @@ class TiedGroup(Layer):
         if not self._in_use:
             self.below.hide()
 
+    def retain(self, granted: bool = False) -> None:
+        """As `hide`."""
+        if not self._in_use:
+            self.below.retain(granted)
+
     def forbid_reading(self) -> None:
         """Do nothing: another unit's backward may still gather and read it."""
 
@@ -156,6 +161,10 @@ class GroupAlias(Layer):
     def hide(self) -> None:
         """As `reshard`, but keep unsharded parameters in memory."""
         self._leave(self._tied.hide)
+
+    def retain(self, granted: bool = False) -> None:
+        """As `hide`."""
+        self._leave(functools.partial(self._tied.retain, granted))
 
     def _leave(self, free: Callable[[], None]) -> None:
         self._tied.leaving = self._user()

@@ -213,7 +213,7 @@ class Unit:
         """Free it for a user, who may have used its unsharded parameters."""
         for group in self.groups:
             group.take_back(stays=False)
-            group.base.forget_rows()
+            group.base.drop_for_user()
         self.claimed = False
         self.reshard()
 
@@ -230,6 +230,16 @@ class Unit:
         """Register its sharded parameters; unsharded ones stay in memory."""
         for group in self.groups:
             group.hide()
+
+    def retain(self, granted: bool = False) -> None:
+        """Register its sharded parameters; later forwards decide whether to use the rest again."""
+        for group in self.groups:
+            group.retain(granted)
+
+    def drop_retained(self) -> None:
+        """Free what is gathered while its sharded parameters are registered."""
+        for group in self.groups:
+            group.base.drop_retained()
 
     def settle(self) -> None:
         """Block the host until it may write offloaded shards."""
