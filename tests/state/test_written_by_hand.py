@@ -484,9 +484,16 @@ def test_checked_writes(way: Callable[..., None]) -> None:
         with torch.no_grad():
             way(held)
             way(list(plain.parameters()))
+        _assert_same(model, plain, way)  # gathered again
+        every = [model, *models.units(model)]
+        for module in every:
+            module.unshard()
+        with torch.no_grad():
+            way(held)
+            way(list(plain.parameters()))
         with raises("written-sharded"):
             model(_x())
-        for module in [model, *models.units(model)]:
+        for module in every:
             module.reshard()
         _assert_same(model, plain, way)
         _train(model)

@@ -123,7 +123,7 @@ class Reuse:
             for operations in unit.groups:
                 group = operations.base
                 if group.state is UNSHARDED:
-                    operations.take_back()
+                    group.take_back()
                     held.setdefault(group, unit)
                 elif group.is_retained or group.is_dropped:
                     held.setdefault(group, unit)
