@@ -52,7 +52,7 @@ NOTHING_TO_GATHER = Route(())
 
 
 class Retained:
-    """What a group has gathered, and whether a later gather may use it again.
+    """The fate of gathered memory: whether it stays, and whether a later gather uses it again.
 
     Attributes:
         holds: whether it is in memory while sharded parameters are registered.
@@ -122,9 +122,12 @@ class Bindable(Protocol):
     collectives: Collectives
     reducers: Collectives
     replicas: Replicas | None
-    offload: CPUOffloadPolicy | None
     device: torch.device
     smaller_group: SmallerGroup | None
+
+    @property
+    def offload(self) -> CPUOffloadPolicy | None:
+        """The offload policy of offloaded shards."""
 
     @property
     def between(self) -> Collectives | None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
-from fsdp2.core.config import GroupOptions
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
 from fsdp2.core.device.buffers import FlatBuffer
 from fsdp2.core.device.collectives import Collectives, Replicas, Work
 from fsdp2.core.device.presence import meet
@@ -106,7 +106,6 @@ class ParamGroup:
         "device",
         "layout",
         "name",
-        "offload",
         "options",
         "params",
         "reducers",
@@ -147,7 +146,6 @@ class ParamGroup:
         self.runtime = runtime
         self.collectives = self.reducers = runtime.collectives
         self.replicas = runtime.replicas
-        self.offload = runtime.offload
         self.streams = streams = runtime.streams
         self.device = runtime.device
         self._launch_gather: Callable[..., Launched] = gather_inline
@@ -272,6 +270,11 @@ class ParamGroup:
     def is_owed(self) -> bool:
         """Whether a backward that its own unit took no part in has left gradients."""
         return False
+
+    @property
+    def offload(self) -> CPUOffloadPolicy | None:
+        """The offload policy, if shards and gradients are in CPU memory apart from the device."""
+        return self.runtime.offload
 
     # ---- layout and binding
 
@@ -611,7 +614,7 @@ class ParamGroup:
         self.retained.watches, self.retained.records = True, records
 
     def contents(self) -> list[torch.Tensor] | None:
-        """What an all-gather reads; ``None`` if what was gathered is of other memory, or gone."""
+        """The memory that an all-gather reads; ``None`` if it was replaced since, or freed."""
         bound = self.bound
         dropped = self.retained is not None and self.retained.dropped
         if bound is None or dropped or not bound.current:

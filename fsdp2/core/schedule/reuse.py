@@ -1,4 +1,4 @@
-"""What forwards leave gathered, and whether later ones may use it again: contents decide.
+"""Memory that forwards leave gathered, and whether later ones use it again: contents decide.
 
     forward that autograd records   unsharded parameters are registered until backward has freed
                                     them: a write to them raises, because it would be lost
@@ -19,9 +19,9 @@ again, or none does (I1).
     a backward's optimizer step  the same: the shards have certainly changed
     otherwise                    one question for all groups of the root
 
-Fingerprints are taken where they are likely to be used: in forwards without gradients, and, once a
-forward has found something gathered by one that had gradients, in these, too. A training step that
-frees everything in backward neither takes one nor asks.
+Fingerprints are taken where they are likely to be used: in forwards without gradients. Forwards
+that autograd records take them after one of them has found something to use again. A training step
+that frees everything in backward neither takes one nor asks.
 
 Units that the user has unsharded stay so until an optimizer steps or the user reshards them. No
 forward asks between backwards that belong together (`set_is_last_backward(False)`).
@@ -115,7 +115,7 @@ class Reuse:
         return asked_for or (unit is not None and not unit.reshard_after_backward)
 
     def _held(self) -> dict[ParamGroup, Unit | None]:
-        """What is gathered, and was not by the user; ``None`` for rows alone."""
+        """The groups that something was gathered for, except by the user; ``None``: only rows."""
         held: dict[ParamGroup, Unit | None] = {}
         for unit in self.units:
             if unit.claimed or unit.phase is not IDLE:
