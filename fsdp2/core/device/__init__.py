@@ -2,6 +2,7 @@
 
     streams             lanes and the events that order them: an accelerator's, the CPU's
     buffers             flat buffers: permanent and transient ones
+    fingerprint         whether memory was written, by its contents
     kernels             the few tensor operations that all-gathers and reductions launch
     backends            the known behavior of each backend
     collectives         those of a step, bound; differences between torch versions
