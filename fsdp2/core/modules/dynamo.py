@@ -88,8 +88,10 @@ class _Describer(meta_utils.MetaTensorDescriber):
     overlap nowhere.
     """
 
-    def describe_tensor(self, t: torch.Tensor, *args: Any, **kw: Any) -> Any:
-        described: Any = super().describe_tensor(t, *args, **kw)
+    def describe_tensor(
+        self, t: torch.Tensor, *, recurse: bool = True, trace: bool = False
+    ) -> meta_utils.MetaTensorDesc[torch.Tensor]:
+        described = super().describe_tensor(t, recurse=recurse, trace=trace)
         base = t._base if t._is_view() else t
         if GATHERED not in getattr(base, "__dict__", ()) or is_traceable_wrapper_subclass(base):
             return described
@@ -101,8 +103,8 @@ class _Describer(meta_utils.MetaTensorDescriber):
         ends = zip(base.shape, base.stride(), strict=True)
         last = sum((length - 1) * stride for length, stride in ends)
         size = (base.storage_offset() + last + 1) * base.itemsize - start if base.numel() else 0
-        key: Any = base
-        storage = dataclasses.replace(described.storage, id=self.get_storage_id(key), size=size)
+        key = self.get_storage_id(base)  # type: ignore[arg-type]  # any object: it is one's name
+        storage = dataclasses.replace(described.storage, id=key, size=int(size))
         offset = described.storage_offset - start // t.itemsize
         return dataclasses.replace(described, storage=storage, storage_offset=offset)
 
@@ -115,6 +117,6 @@ _ALIGNMENT = 64
 def separate_in_graphs() -> None:
     """From the first call on, each gathered parameter has a storage of its own in compiled graphs.
 
-    Paid where a graph is compiled. What is traced are other tensors: memory stays as it is.
+    Compiling a graph pays for it. Fake tensors are changed: memory stays as it is.
     """
     meta_utils.MetaTensorDescriber = _Describer  # type: ignore[misc]  # there is no other way in
