@@ -3,6 +3,7 @@
     scheduler  order, prefetch and windows of the units below one root
     iteration  state from the first forward to the end of the last backward
     kept       units that a forward has left unsharded, and the user's writes meanwhile
+    claimed    a layer around groups that a user has unsharded, for writes to them
     reuse      when groups that keep gathered rows must gather again
     in_flight  pending reductions, and the memory that they hold
     unit       the result of one call of fully_shard, and its flags
