@@ -537,7 +537,7 @@ def test_writes_to_what_a_user_has_unsharded(way: Callable[..., None]) -> None:
     """Raise at his reshard(), whatever the route, and whether a forward has freed them since."""
     for between in (nullcontext, torch.no_grad, torch.enable_grad):
         model, plain = _pair()
-        unit = models.units(model)[0]
+        unit: Any = models.units(model)[0]
         unit.unshard()
         written = list(unit.parameters())
         with torch.no_grad(), warnings.catch_warnings():
@@ -558,7 +558,7 @@ def test_writes_to_what_a_user_has_unsharded(way: Callable[..., None]) -> None:
 def test_a_user_unshards_and_writes_shards() -> None:
     """Nothing is raised where he has only read, trained or written shards; one rank may raise."""
     model, plain = _pair()
-    unit = models.units(model)[0]
+    unit: Any = models.units(model)[0]
     shards = list(model.parameters())
     for write in (None, _mul, _sgd):
         unit.unshard()
