@@ -23,6 +23,7 @@ from fsdp2.core import config
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import MeshAxes
+from fsdp2.core.modules.dynamo import separate_in_graphs
 from fsdp2.core.modules.engine import watch_backwards
 from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import watch_registrations
@@ -287,6 +288,7 @@ def _apply(call: PlannedCall) -> None:
     watch_optimizers()
     watch_registrations()
     watch_backwards()
+    separate_in_graphs()
     for member in taken.modules:
         set_sharded_class(member)
     watch_state_dicts(groups)

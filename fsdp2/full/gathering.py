@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from fsdp2.core.errors import RankMismatchError, ShardingStateError, coded
+from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import GATHERED, WHOLE, ShardedParam, is_extended, store_of
 from fsdp2.core.progress import OptimizerSteps
@@ -352,6 +353,7 @@ def require_released(selection: Iterable[SelectedParam], function: str) -> None:
 
 
 @contextlib.contextmanager
+@uncompiled
 def gathered(
     module: nn.Module,
     *,

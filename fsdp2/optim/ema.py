@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core.device.buffers import separate
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
+from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import ShardedParam, is_extended
 from fsdp2.full.loading import require_writable, rewritten
@@ -108,6 +109,7 @@ class EMA:
         self._cut()
 
     @torch.no_grad()
+    @uncompiled
     def update(self) -> None:
         """Add the current weights to the average: call it after ``optimizer.step()``.
 

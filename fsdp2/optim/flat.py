@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from fsdp2.core.errors import coded
+from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.optim import asserted, offloaded
@@ -210,6 +211,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self.split()
 
     @torch.no_grad()
+    @uncompiled
     def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Step every parameter that has a gradient.
 

@@ -29,6 +29,7 @@ from torch.utils._foreach_utils import (
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import local_of, locals_of
+from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.params.param import GATHERED
 from fsdp2.optim.in_backward import InBackward, find_left, refuse_stepped
 from fsdp2.ranks.transfers import sum_over
@@ -39,6 +40,7 @@ _DOUBLE = (torch.float64, torch.complex128)
 
 
 @torch.no_grad()
+@uncompiled
 def clip_grad_norm_(
     parameters: Tensors,
     max_norm: float,
@@ -96,6 +98,7 @@ def clip_grad_norm_(
 
 
 @torch.no_grad()
+@uncompiled
 def clip_grads_with_norm_(
     parameters: Tensors,
     max_norm: float,
@@ -159,6 +162,7 @@ def _grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
 
 
 @torch.no_grad()
+@uncompiled
 def get_total_norm(
     tensors: Tensors,
     norm_type: float = 2.0,

@@ -540,6 +540,57 @@ def test_units_that_a_user_has_unsharded_stay(
 
 
 @ranks(2)
+@pytest.mark.parametrize("way", [way for way in WAYS if way is not _sgd])
+def test_writes_to_what_a_user_has_unsharded(way: Callable[..., None]) -> None:
+    """Raise at his reshard(), whatever the route, and whether a forward has freed them since."""
+    for between in (nullcontext, torch.no_grad, torch.enable_grad):
+        model, plain = _pair()
+        unit: Any = models.units(model)[0]
+        unit.unshard()
+        written = list(unit.parameters())
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # memory that numpy() refers to stays
+            way(written)
+        with raises("written-unsharded"):
+            if between is not nullcontext:
+                with between():
+                    model(_x())
+            unit.reshard()
+        model.reset_iter_state()
+        unit.reshard()
+        _assert_same(model, plain, way)
+        _train(model)
+
+
+@ranks(2)
+def test_a_user_unshards_and_writes_shards() -> None:
+    """Nothing is raised where he has only read, trained or written shards; one rank may raise."""
+    model, plain = _pair()
+    unit: Any = models.units(model)[0]
+    shards = list(model.parameters())
+    for write in (None, _mul, _sgd):
+        unit.unshard()
+        if write is _sgd:
+            parity.regression_loss(model, gradients.part(0)).backward()
+            model.zero_grad()
+        elif write is not None:
+            model(_x())
+        if write is not None:
+            with torch.no_grad():
+                write(shards)
+                write(list(plain.parameters()))
+        unit.reshard()
+        _assert_same(model, plain)
+    unit.unshard()
+    if dist.get_rank() == 0:
+        next(unit.parameters()).data[-1] += 1  # of the other rank's rows
+        with raises("written-unsharded"):
+            unit.reshard()
+    unit.reshard()
+    _assert_same(model, plain)
+
+
+@ranks(2)
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_kept_unit_is_gathered_once_for_all_evaluations(trains: bool) -> None:
     """The root, by default."""

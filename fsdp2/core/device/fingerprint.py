@@ -51,6 +51,11 @@ def fingerprints(contents: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         return mixed.new_zeros(len(contents)).index_add_(0, owners, mixed)
 
 
+def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The number of one group of tensors: int64, of shape ``()``, on their device."""
+    return fingerprints([tensors])[0]
+
+
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """Its bytes as int64, filled up with zeros."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -8,15 +8,23 @@
 ``torch.compiler.disable`` does the same by a wrapper around the function, which imports all of
 dynamo and adds a cost to every call, compiled or not (figures in docs/decisions/0010). This module
 wraps nothing.
+
+`separate_in_graphs` is for what is compiled: in a graph, each gathered parameter has a storage.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+from torch._subclasses import meta_utils
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp2.core.params.param import GATHERED
 
 F = TypeVar("F", bound=Callable[..., object])
 C = TypeVar("C", bound=type)
@@ -70,3 +78,45 @@ def _skip(function: Any, recursive: bool) -> bool:
     except AttributeError:  # none of it is public
         return False
     return True
+
+
+class _Describer(meta_utils.MetaTensorDescriber):
+    """Describes tensors to fake modes: a gathered parameter as if it had a storage of its own.
+
+    Control-flow operators (``torch.cond``, ``scan``) refuse inputs that share a storage, as one of
+    them might be written. Gathered parameters share one so that a gather makes one allocation, and
+    overlap nowhere.
+    """
+
+    def describe_tensor(
+        self, t: torch.Tensor, *, recurse: bool = True, trace: bool = False
+    ) -> meta_utils.MetaTensorDesc[torch.Tensor]:
+        described = super().describe_tensor(t, recurse=recurse, trace=trace)
+        base = t._base if t._is_view() else t
+        if GATHERED not in getattr(base, "__dict__", ()) or is_traceable_wrapper_subclass(base):
+            return described
+        if described.storage is None or described.storage.data is not None:
+            return described
+        assert base is not None
+        start = base.storage_offset() * base.itemsize
+        start -= start % _ALIGNMENT
+        ends = zip(base.shape, base.stride(), strict=True)
+        last = sum((length - 1) * stride for length, stride in ends)
+        size = (base.storage_offset() + last + 1) * base.itemsize - start if base.numel() else 0
+        key = self.get_storage_id(base)  # type: ignore[arg-type]  # any object: it is one's name
+        storage = dataclasses.replace(described.storage, id=key, size=int(size))
+        offset = described.storage_offset - start // t.itemsize
+        return dataclasses.replace(described, storage=storage, storage_offset=offset)
+
+
+_ALIGNMENT = 64
+"""Bytes; Inductor reads from an offset whether a kernel may load several elements at once."""
+
+
+@functools.cache
+def separate_in_graphs() -> None:
+    """From the first call on, each gathered parameter has a storage of its own in compiled graphs.
+
+    Compiling a graph pays for it. Fake tensors are changed: memory stays as it is.
+    """
+    meta_utils.MetaTensorDescriber = _Describer  # type: ignore[misc]  # there is no other way in

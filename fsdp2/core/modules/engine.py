@@ -3,6 +3,8 @@
     loss.backward(), torch.autograd.grad
       Variable._execution_engine.run_backward      both call it
         before   side doors into units are given hooks, while their calls are noted
+                 shards among ``inputs`` become what the graph has: gathered parameters
+                 compiled autograd, which would trace our hooks, is off for sharded modules
         raises   `fsdp2.core.modules.failures` may explain the error
         after    gradients that arrived through no hook are reduced
 
@@ -15,6 +17,7 @@ backward, and none per unit.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +25,18 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node
 
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules import failures
 from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.modules.registry import record_of_unit, scheduler_of
+from fsdp2.core.params.aliases import REPLACED
+from fsdp2.core.params.param import GATHERED, OWNER, ShardedParam
 from fsdp2.core.progress import Backwards
 from fsdp2.core.schedule.calls import Call, Calls
 from fsdp2.core.schedule.graphs import GRAPHS, Graph
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.side_doors import noting, stop_noting_unused
-from fsdp2.core.schedule.unit import Unit, all_units
+from fsdp2.core.schedule.unit import Unit, all_groups, all_units
 
 if TYPE_CHECKING:
     _Engine = Any
@@ -56,8 +62,21 @@ class _WatchedEngine(_Engine):
 
     @uncompiled
     def run_backward(
-        self, ends: Ends, grads: object, keep_graph: bool, *args: object, **kw: object
+        self,
+        ends: Ends,
+        grads: object,
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Ends,
+        *args: object,
+        **kw: object,
     ) -> object:
+        if inputs:
+            inputs = _in_graph(inputs, bool(kw.get("accumulate_grad")))
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and compiled.compiled_autograd_enabled and _reaches_units(ends):
+            with compiled._disable():
+                return self.run_backward(ends, grads, keep_graph, create_graph, inputs, *args, **kw)
         inside = torch._C._current_graph_task_id() != _OUTSIDE  # a reentrant checkpoint's
         if noting and not inside:
             _hook_side_doors(ends)
@@ -65,7 +84,9 @@ class _WatchedEngine(_Engine):
             Graph.ending = frozenset() if keep_graph else _graphs_behind(ends)
         ended = Backwards.ended  # hooks that see this backward count its end
         try:
-            result = super().run_backward(ends, grads, keep_graph, *args, **kw)
+            result = super().run_backward(
+                ends, grads, keep_graph, create_graph, inputs, *args, **kw
+            )
         except RuntimeError as error:
             failures.in_backward(error, nodes_behind(ends), all_units())
             raise
@@ -103,6 +124,54 @@ def _graphs_behind(ends: Ends) -> frozenset[Graph]:
     """The graphs, recorded by backwards, that a backward from ``ends`` reads."""
     marked: list[Any] = [node.metadata for node in nodes_behind(ends)]  # dicts
     return frozenset(graph for notes in marked for graph in notes.get(GRAPHS, ()))
+
+
+def _in_graph(inputs: Ends, accumulates: bool) -> Ends:
+    """The tensors that gradients are asked of, with gathered parameters in place of shards.
+
+    Args:
+        inputs: the user's.
+        accumulates: whether gradients are to be added to ``.grad``.
+
+    Raises:
+        ShardingStateError: they are to be returned, which no reduction takes part in.
+    """
+    found: list[torch.Tensor | GradientEdge] = []
+    for each in inputs:
+        param = _param_of(each)
+        if param is None or param.unsharded is each:
+            found.append(each)
+        elif accumulates:
+            found.append(each if param.unsharded is None else param.unsharded)
+        else:
+            raise coded(
+                ShardingStateError,
+                "grad-of-shard",
+                f"torch.autograd.grad was asked for the gradient of parameter '{param.name}', of "
+                f"which the graph has only the gathered form; call loss.backward(inputs=[...]) "
+                f"with it and read its reduced .grad",
+            )
+    return tuple(found)
+
+
+def _param_of(tensor: torch.Tensor | GradientEdge) -> ShardedParam | None:
+    """The parameter of which ``tensor`` is a form, or was before `fully_shard`."""
+    notes = getattr(tensor, "__dict__", {})
+    if REPLACED in notes:
+        known: ShardedParam | None = notes[REPLACED]()
+        return known
+    if OWNER not in notes:
+        return None
+    params = (param for group in all_groups() for param in group.params)
+    return next((param for param in params if param.sharded is tensor), None)
+
+
+def _reaches_units(ends: Ends) -> bool:
+    """Whether a backward from ``ends`` may run hooks of units, or read gathered parameters."""
+    if any(scheduler.has_calls_to_come for scheduler in schedulers()):
+        return True
+    leaves = (getattr(node, "variable", None) for node in nodes_behind(ends))
+    return any(GATHERED in getattr(leaf, "__dict__", ()) for leaf in leaves)
 
 
 def _hook_side_doors(ends: Ends) -> None:

@@ -797,6 +797,8 @@ class Scheduler:
         """As `wait`, for a user: it stays unsharded until the user reshards it."""
         self.wait(unit)
         unit.claimed = True
+        if not self.is_running:
+            unit.note_contents()
 
     def wait(self, unit: Unit) -> None:
         """Make COMPUTE wait for a unit's all-gathers, and register its unsharded parameters."""

@@ -23,8 +23,9 @@ from typing import Any
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.custom_collectives import MemoryComms
 from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.schedule.claimed import ClaimedGroup
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import GroupOperations, Layer, layered
+from fsdp2.core.schedule.layers import GroupOperations, Layer, layered, layers_of
 from fsdp2.core.schedule.states import HIDDEN, SHARDED
 
 
@@ -209,6 +210,14 @@ class Unit:
         for group in self.groups:
             group.reshard()
 
+    def note_contents(self) -> None:
+        """Note what a user is given, so that `give_up` sees his writes."""
+        self.put_around(ClaimedGroup, True)
+        for group in self.groups:
+            for layer in layers_of(group):
+                if isinstance(layer, ClaimedGroup):
+                    layer.note()
+
     def give_up(self) -> None:
         """Free it for a user, who may have used its unsharded parameters."""
         for group in self.groups:
@@ -216,6 +225,7 @@ class Unit:
             group.base.drop_for_user()
         self.claimed = False
         self.reshard()
+        self.put_around(ClaimedGroup, False)
 
     def give_up_iteration(self) -> None:
         """Free it and drop unreduced gradients, in any state in which an exception left it."""

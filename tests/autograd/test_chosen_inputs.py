@@ -1,0 +1,118 @@
+"""Backwards to chosen parameters, and under compiled autograd: the unsharded model's gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+
+import fsdp2
+from tests.common import compiling, gradients, models, parity
+from tests.common.errors import raises
+from tests.common.workers import ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def _build() -> nn.Module:
+    return models.seeded(
+        lambda: nn.Sequential(*(nn.Linear(models.DIM, models.DIM) for _ in range(4)), nn.Tanh())
+    )
+
+
+def _shard(**arguments: Any) -> Any:
+    model = _build()
+    for layer in list(model.children())[:3]:
+        fsdp2.fully_shard(layer, mesh=parity.world_mesh(), **arguments)
+    return fsdp2.fully_shard(model, mesh=parity.world_mesh(), **arguments)
+
+
+def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
+    x: Tensor = gradients.part(step, rank)[0]
+    return model(x).square().sum()
+
+
+CHOICES = {
+    "last": ["3.weight"],
+    "first": ["0.weight"],
+    "between": ["1.bias", "2.weight"],
+    "all": [f"{layer}.{name}" for layer in range(4) for name in ("weight", "bias")],
+}
+
+
+@ranks(2, 4, timeout=120)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}], ids=str
+)
+@pytest.mark.parametrize("read_before", [True, False])
+def test_backward_to_shards(read_before: bool, arguments: dict[str, Any]) -> None:
+    """A backward whose ``inputs`` are sharded parameters, then one to all."""
+    model = _shard(**arguments)
+    shards = dict(model.named_parameters())
+    for chosen in CHOICES.values():
+
+        def compute(plain: nn.Module, rank: int, chosen: list[str] = chosen) -> None:
+            found = dict(plain.named_parameters())
+            _loss(plain, rank).backward(inputs=[found[name] for name in chosen])
+
+        loss = _loss(model, dist.get_rank())
+        found = shards if read_before else dict(model.named_parameters())
+        loss.backward(inputs=[found[name] for name in chosen])
+        ours = parity.full_grads(model)
+        ours = {name: ours.get(name) for name in shards}
+        gradients.assert_like_unsharded(ours, _build(), compute)
+        model.zero_grad()
+        _loss(model, dist.get_rank(), 1).backward()
+        everything: gradients.Compute = lambda plain, rank: _loss(plain, rank, 1).backward()  # noqa: E731
+        gradients.assert_like_unsharded(parity.full_grads(model), _build(), everything, "after")
+        model.zero_grad()
+
+
+@ranks(2, timeout=120)
+def test_gradients_of_shards_are_returned_by_no_one() -> None:
+    """`torch.autograd.grad` names the parameter, and the graph is as it was."""
+    model = _shard()
+    shards = list(model.parameters())
+    x: Tensor = gradients.part(0)[0].requires_grad_()
+    loss = model(x).square().sum()
+    for asked in ([shards[2]], [x, *model.parameters()]):
+        with raises("grad-of-shard"):
+            torch.autograd.grad(loss, asked, allow_unused=True)
+    loss.backward()
+    compute: gradients.Compute = lambda plain, rank: _loss(plain, rank).backward()  # noqa: E731
+    gradients.assert_like_unsharded(parity.full_grads(model), _build(), compute)
+
+
+@ranks(2, timeout=240)
+@pytest.mark.parametrize("forward_too", [True, False])
+def test_compiled_autograd_is_off_for_sharded_models(forward_too: bool) -> None:
+    """Its graphs would trace hooks; a model without sharded modules is compiled as before."""
+    with compiling.fresh_dynamo():
+        model, compiler = _shard(), compiling.Compiler("aot_eager", fullgraph=False)
+        enable: Callable[[], Any] = lambda: compiled_autograd._enable(compiler.wrap)  # noqa: E731
+        for step in range(2):
+            if forward_too:
+                with enable():
+                    _loss(model, dist.get_rank(), step).backward()
+            else:
+                loss = _loss(model, dist.get_rank(), step)
+                with enable():
+                    loss.backward()
+            compute: gradients.Compute = lambda plain, rank: _loss(  # noqa: E731
+                plain,
+                rank,
+                step,  # noqa: B023  # called here
+            ).backward()
+            gradients.assert_like_unsharded(parity.full_grads(model), _build(), compute)
+            model.zero_grad()
+        assert compiler.graphs == 0
+        plain = nn.Linear(2, 2)
+        with enable():
+            plain(torch.ones(2, 2)).sum().backward()
+        assert compiler.counter.frame_count == 1
+        assert plain.weight.grad is not None
