@@ -626,9 +626,9 @@ def _part(shape: tuple[int, ...], value: DTensor) -> tuple[tuple[int, ...], tupl
     Several dims of a mesh may shard one dim of a tensor: from left to right, but a strided one
     comes after those to its right, whose pieces its ``split_factor`` counts.
     """
-    mesh, coordinate = value.device_mesh, value.device_mesh.get_coordinate()
+    mesh = value.device_mesh
     offsets, lengths = [0] * len(shape), list(shape)
-    if coordinate is None:  # of another mesh
+    if mesh.get_coordinate() is None:  # of another mesh
         return tuple(offsets), (0,) * len(shape)
     order: list[int] = []  # mesh dims that cut, in turn
     for at in reversed(range(mesh.ndim)):
@@ -648,6 +648,7 @@ def _part(shape: tuple[int, ...], value: DTensor) -> tuple[tuple[int, ...], tupl
         placement = value.placements[at]
         assert isinstance(placement, (Shard, _StridedShard))
         dim = placement.dim
-        start, lengths[dim] = piece_of(lengths[dim], mesh.size(at), coordinate[at])
+        # Rank in the group, not the coordinate: torch distributes and gathers in that order.
+        start, lengths[dim] = piece_of(lengths[dim], mesh.size(at), mesh.get_local_rank(at))
         offsets[dim] += start
     return tuple(offsets), tuple(lengths)

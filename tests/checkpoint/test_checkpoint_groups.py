@@ -220,3 +220,16 @@ def test_how_often_ranks_exchange(tmp_path: Path) -> None:
         with _counted() as found:
             checkpoint.load(tmp_path, model, optimizer, process_group=group)
         assert found == {"all_gather_object": 3}
+
+
+@ranks(4)
+def test_replicas_in_another_order(tmp_path: Path) -> None:
+    """Only the ranks of a shard axis must be ascending."""
+    names = ("replicate", "shard")
+    model, optimizer = _trained(DeviceMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=names), seed=1)
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    assert_same(everything(model, optimizer), everything(*_trained(line, seed=1)))
+    checkpoint.save(tmp_path / "run", model, optimizer, step=1, rng=True)
+    other, its = made(line, seed=5)
+    checkpoint.load(tmp_path / "run", other, its)
+    assert_same(everything(other, its), everything(model, optimizer))
