@@ -54,6 +54,7 @@ from fsdp2.sharding.assembly import (
 )
 from fsdp2.sharding.meshes import Levels, default_mesh, resolve_axes
 from fsdp2.sharding.planned import Pending, Taken, join_others, plan_taken
+from fsdp2.sharding.random_values import draw_as_unsharded
 from fsdp2.sharding.selection import PlacementFn
 from fsdp2.sharding.state_dicts import watch_state_dicts
 
@@ -292,6 +293,8 @@ def _apply(call: PlannedCall) -> None:
     for member in taken.modules:
         set_sharded_class(member)
     watch_state_dicts(groups)
+    if axes.device.type == "cpu" or call.arguments.offload is not None:
+        draw_as_unsharded()
     follow_aliases(taken.modules)
     join_others(taken, record)
 

@@ -178,6 +178,18 @@ def _by_name(optimizer: Nested, model: Nested, source: Path) -> Nested:
             f"torch.distributed.checkpoint.state_dict.get_state_dict(), or create the optimizer "
             f"with named_parameters()",
         )
+    for key, kept in state.items():
+        first: dict[Entry, object] = {}
+        for kind, value in kept.items():
+            if isinstance(value, Entry) and value.numel and first.setdefault(value, kind) != kind:
+                raise coded(
+                    CheckpointError,
+                    "ckpt-states-aliased",
+                    f"'{source}' has one tensor as '{first[value]}' and '{kind}' of "
+                    f"'{names[key]}', so one of them is lost, as torch's FSDP1 writes it on a CPU "
+                    f"with offload_to_cpu=True; save it again with offload_to_cpu=False, or remove "
+                    f"the optimizer from the file",
+                )
     return {
         "state": {names[key]: dict(kept) for key, kept in state.items()},
         "param_groups": [

@@ -28,6 +28,8 @@ import json
 import logging
 import secrets
 import threading
+import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -51,7 +53,7 @@ from fsdp2.checkpoint.folder import (
 from fsdp2.checkpoint.items import index_of, write_items
 from fsdp2.checkpoint.owning import LEASE
 from fsdp2.checkpoint.retention import Keep, Origins, Pruner, Stay, branch, left_behind
-from fsdp2.checkpoint.snapshots import Nested, named_parameters
+from fsdp2.checkpoint.snapshots import Nested, named_buffers, named_parameters
 from fsdp2.checkpoint.staging import Copy, HostMemory, State, plain, watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import (
     Asked,
@@ -64,12 +66,14 @@ from fsdp2.checkpoint.state import (
     state_of,
 )
 from fsdp2.checkpoint.stores import INDEX, AnyPath, Attempt, PathLike, Store
+from fsdp2.checkpoint.tensors import bytes_of
 from fsdp2.checkpoint.values import Packed, Value, packed
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import CheckpointError, coded, resaid
 from fsdp2.ranks.channels import LostRankError, SideChannel
 from fsdp2.wire_states import RESIDUALS, wire_state
 
+_HELD_IN = ("model", "buffers")  # persistent buffers, and others if asked for
 LOG = logging.getLogger("fsdp2.checkpoint")
 
 Facts = tuple[str, int, Keep | None, tuple[object, ...]]
@@ -496,6 +500,7 @@ class _Written:
         token: of the plan that it has followed; ``None``: it has none for its layout.
         results: DCP's, for each item.
         files: by name, bytes and checksum.
+        buffers: checksums of buffers by name, of which one rank's are saved.
         local: its proposal, if all are asked for it.
         before: the error of the save before, if this rank did not know it at the call.
     """
@@ -505,6 +510,7 @@ class _Written:
     token: str | None
     results: list[WriteResult]
     files: dict[str, files.Fact]
+    buffers: dict[str, int]
     local: SavePlan | None = None
     before: str | None = None
 
@@ -553,6 +559,7 @@ class _Save:
         self._planner = DefaultSavePlanner()
         self._state: Nested = {}
         self._layout: Layout = []
+        self._buffers: list[str] = []
         self._copy: Copy | None = None
         self._plan: _WritePlan | None = None
         self._tried: Attempt | None = None  # of the plan
@@ -595,6 +602,8 @@ class _Save:
         self._planner.set_up_planner(state, is_coordinator=self._call.is_first)
         self._state = flat = self._planner.state_dict
         self._layout = [(name, _facts_of(value)) for name, value in flat.items()]
+        names = [f"{kind}.{name}" for name, _ in named_buffers(asked.model) for kind in _HELD_IN]
+        self._buffers = [name for name in names if type(flat.get(name)) is Tensor]
         if self._beside:
             watch_optimizers()
             watch_loads(asked.model)
@@ -694,7 +703,9 @@ class _Save:
         tried = self._tried
         if self._local or self._plan is None or tried is None:
             local = self._planner.create_local_plan()
-            return _Written(facts, self._stepped, None, [], {}, local)
+            return _Written(
+                facts, self._stepped, None, [], {}, dict.fromkeys(self._buffers, 0), local
+            )
         source = _Source()
         tried.begin()
         staged = self._state if self._copy is None else self._copy.staged
@@ -703,7 +714,8 @@ class _Save:
         results = write_items(self.rank, mine, source, tried)
         before = None if self._untold is None else str(self._untold.error)
         token = self._plan.token
-        return _Written(facts, self._stepped, token, results, tried.written, before=before)
+        sums = {name: _checksum(plain(staged[name])) for name in self._buffers}
+        return _Written(facts, self._stepped, token, results, tried.written, sums, before=before)
 
     def _begin(self) -> None:
         """See that the step may be written; rank 0 holds the folder, and clears it of old tries."""
@@ -734,18 +746,20 @@ class _Save:
         _require_one_optimizer([written.stepped for written in told])
         plans = [written.local for written in told]
         if all(plan is not None for plan in plans):
-            return self._plan_for([plan for plan in plans if plan is not None])
+            buffers = {name for written in told for name in written.buffers}
+            return self._plan_for([plan for plan in plans if plan is not None], buffers)
         if told[0].token is None or any(written.token != told[0].token for written in told):
             return [_Answer()] * len(told)
         self._commit(told)
+        _warn_of_buffers([written.buffers for written in told])
         _process.pruner.prune(self._store, self._step, self._stay.keep)
         before = next((written.before for written in told if written.before is not None), None)
         return [_Answer(is_done=True, before=before)] * len(told)
 
-    def _plan_for(self, local: list[SavePlan]) -> list[_Answer]:
+    def _plan_for(self, local: list[SavePlan], buffers: set[str]) -> list[_Answer]:
         _check_parts(local)
         planner = DefaultSavePlanner()
-        finished, metadata = planner.create_global_plan(_values_of_the_first(local))
+        finished, metadata = planner.create_global_plan(_values_of_the_first(local, buffers))
         token = secrets.token_hex(4)
         _process.tokens.append(token)
         return [
@@ -822,8 +836,8 @@ def _check_parts(plans: list[SavePlan]) -> None:
             )
 
 
-def _values_of_the_first(plans: list[SavePlan]) -> list[SavePlan]:
-    """Values, and tensors inside of them, are those of the first rank that has them.
+def _values_of_the_first(plans: list[SavePlan], buffers: set[str]) -> list[SavePlan]:
+    """Buffers, values, and tensors inside of them, are those of the first rank that has them.
 
     They fit together then; DCP would take each from whom has the least to write.
     """
@@ -831,7 +845,11 @@ def _values_of_the_first(plans: list[SavePlan]) -> list[SavePlan]:
     found = []
     for plan in plans:
         items = [item for item in plan.items if item.index not in seen]
-        seen |= {item.index for item in plan.items if _is_of_a_value(item, plan.planner_data)}
+        seen |= {
+            item.index
+            for item in plan.items
+            if item.index.fqn in buffers or _is_of_a_value(item, plan.planner_data)
+        }
         found.append(replace(plan, items=items))
     return found
 
@@ -887,6 +905,31 @@ def _require_one_optimizer(stepped: Sequence[Stepped | None]) -> None:
                 f"on rank 0 and '{firsts[1]}' on rank {rank}; save the ranks of each pipeline "
                 f"stage in a folder of their own, with process_group=…",
             )
+
+
+def _checksum(buffer: object) -> int:
+    assert isinstance(buffer, Tensor)
+    rows = buffer.detach().cpu().contiguous()
+    return zlib.crc32(bytes_of(rows))
+
+
+def _warn_of_buffers(told: Sequence[Mapping[str, int]]) -> None:
+    """Running statistics of each rank's batches, for example, which nothing averages."""
+    first: dict[str, int] = {}
+    differing: dict[str, int] = {}
+    for rank, sums in enumerate(told):
+        for name, found in sums.items():
+            if told[first.setdefault(name, rank)][name] != found:
+                differing.setdefault(name, rank)
+    if differing:
+        name, rank = next(iter(differing.items()))
+        more = f", and so do {len(differing) - 1} more" if len(differing) > 1 else ""
+        warnings.warn(
+            f"save() has stored the buffer '{name.partition('.')[2]}' of rank {first[name]}, which "
+            f"differs on rank {rank}{more}; make buffers equal before save(), for example by "
+            f"nn.SyncBatchNorm or an all-reduce, or save each rank's in rank_extra",
+            stacklevel=2,
+        )
 
 
 def _facts_of(value: object) -> object:

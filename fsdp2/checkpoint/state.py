@@ -40,8 +40,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -54,9 +53,8 @@ from fsdp2.checkpoint.tensors import About, Catalogue, Place
 from fsdp2.checkpoint.tensors import Reader as TensorReader
 from fsdp2.checkpoint.values import Value, is_kept_by_dcp, packed
 from fsdp2.core.errors import CheckpointError, coded
-from fsdp2.core.layout.mesh import local_of
+from fsdp2.core.layout.mesh import local_of, part_of
 from fsdp2.core.names import clean
-from fsdp2.core.pieces import piece_of
 
 # ---- what is there
 
@@ -609,7 +607,7 @@ def held_of(name: str, value: Tensor) -> Held:
         )
     if not isinstance(value, DTensor):
         return Held(shape, local, (0,) * len(shape), False)
-    offsets, lengths = _part(shape, value)
+    offsets, lengths = part_of(value.device_mesh, value.placements, shape)
     if lengths != tuple(local.shape):
         raise coded(
             CheckpointError,
@@ -618,36 +616,3 @@ def held_of(name: str, value: Tensor) -> Held:
             f"its placements {value.placements}; redistribute it to Shard and Replicate",
         )
     return Held(shape, local, offsets, True)
-
-
-def _part(shape: tuple[int, ...], value: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and lengths of this rank's part, according to the placements.
-
-    Several dims of a mesh may shard one dim of a tensor: from left to right, but a strided one
-    comes after those to its right, whose pieces its ``split_factor`` counts.
-    """
-    mesh, coordinate = value.device_mesh, value.device_mesh.get_coordinate()
-    offsets, lengths = [0] * len(shape), list(shape)
-    if coordinate is None:  # of another mesh
-        return tuple(offsets), (0,) * len(shape)
-    order: list[int] = []  # mesh dims that cut, in turn
-    for at in reversed(range(mesh.ndim)):
-        placement, place = value.placements[at], 0
-        if isinstance(placement, _StridedShard):
-            pieces = 1
-            while place < len(order) and pieces < placement.split_factor:
-                behind = value.placements[order[place]]
-                pieces *= mesh.size(order[place]) if behind.is_shard(placement.dim) else 1
-                place += 1
-        elif not isinstance(placement, Shard):
-            if placement.is_replicate():
-                continue
-            return (-1,) * len(shape), (-1,) * len(shape)  # which is no part
-        order.insert(place, at)
-    for at in order:
-        placement = value.placements[at]
-        assert isinstance(placement, (Shard, _StridedShard))
-        dim = placement.dim
-        start, lengths[dim] = piece_of(lengths[dim], mesh.size(at), coordinate[at])
-        offsets[dim] += start
-    return tuple(offsets), tuple(lengths)

@@ -282,7 +282,7 @@ class Writer:
         for block in _blocks(place.about, tuple(tensor.shape)):
             part = tensor[block].to("cpu", place.about.dtype).contiguous()
             begin = tuple(s.start + o for s, o in zip(block, first, strict=True))
-            data = _bytes_of(part)
+            data = bytes_of(part)
             done = 0
             for at, length in _runs(place.about, begin, tuple(part.shape)):
                 files.DISK.write_at(file, data[done : done + length], place.offset + at)
@@ -551,7 +551,7 @@ class Reader:
         staged: torch.Tensor,
         runs: Iterator[tuple[int, int]],
     ) -> None:
-        data, done = _bytes_of(staged), 0
+        data, done = bytes_of(staged), 0
         for at, length in runs:
             if files.read_at(file, data[done : done + length], place.offset + at) != length:
                 path = self.catalogue.folder / place.file
@@ -618,7 +618,7 @@ def _runs(
         yield at * item, length
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, which must outlive it."""
     size = tensor.numel() * tensor.dtype.itemsize
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr()))

@@ -75,7 +75,8 @@ def no_autocast() -> Iterator[None]:
     """Let who makes or enters an autocast inside get an `AutocastError`.
 
     Autocast casts by device, below what paper sees; without a GPU torch would switch it off, with a
-    warning, and the plan would be of another dtype.
+    warning, and the plan would be of another dtype. Where it is off, ``meta`` passes for a device that
+    has it, which torch denies.
     """
     kind = torch.amp.autocast_mode.autocast
     make, enter = kind.__init__, kind.__enter__
@@ -84,15 +85,24 @@ def no_autocast() -> Iterator[None]:
         enabled = given.get("enabled", args[1] if len(args) > 1 else True)
         if enabled:
             raise AutocastError
-        make(self, device_type, *args, **given)
+        make(self, _known(device_type), *args, **given)
 
     def __enter__(self: Any) -> object:  # noqa: N807
         if self._enabled:
             raise AutocastError
         return enter(self)
 
+    asked = (torch.is_autocast_enabled, torch.get_autocast_dtype)
+    is_on, dtype = asked
+    torch.is_autocast_enabled = lambda *device: is_on(*map(_known, device))
+    torch.get_autocast_dtype = lambda device_type: dtype(_known(device_type))
     kind.__init__, kind.__enter__ = __init__, __enter__  # type: ignore[method-assign]
     try:
         yield
     finally:
         kind.__init__, kind.__enter__ = make, enter  # type: ignore[method-assign]
+        torch.is_autocast_enabled, torch.get_autocast_dtype = asked
+
+
+def _known(device_type: str) -> str:
+    return "cpu" if device_type == "meta" else device_type

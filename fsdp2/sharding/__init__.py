@@ -8,6 +8,7 @@
     aliases      references to parameters from before, besides the entries of modules
     assembly     from those to groups: collectives, offload, aliases
     state_dicts  state dicts that hold shards
+    random_values  random operators on shards: the numbers of the full tensor, on the CPU
 
 Owns: nothing; its results belong to core.
 May import: core, and the notices of `fsdp2.checks`.

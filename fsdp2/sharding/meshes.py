@@ -233,8 +233,8 @@ def resolve_axes(mesh: DeviceMesh | Levels, dims: DataParallelMeshDims | None = 
 
     Raises:
         TypeError: ``mesh`` is not a DeviceMesh.
-        ValueError: it has more than two dims and none is named, a name is not one of its dims, or
-            this process is not part of it.
+        ValueError: it has more than two dims and none is named, a name is not one of its dims,
+            this process is not part of it, or ranks of a dim that shards are not ascending.
     """
     if isinstance(mesh, Levels):
         if dims is not None:
@@ -285,6 +285,7 @@ def _axes_of_levels(mesh: DeviceMesh) -> MeshAxes:
         if mesh.size(dim) == 1:
             group = mesh.get_group(1 - dim)
             return _axes(_line_mesh(mesh.device_type, group), 0, None)
+    _check_ascending("fully_shard(mesh=…)", mesh, 0)  # which holds pieces of shards here
     return replace(_axes(mesh, shard=1, replicate=0), levels=True)
 
 
@@ -314,6 +315,8 @@ def axes_of_info(name: str, info: MeshInfo) -> MeshAxes:
 
 
 def _axes(mesh: DeviceMesh, shard: int | None, replicate: int | None) -> MeshAxes:
+    if shard is not None:
+        _check_ascending("fully_shard(mesh=…)", mesh, shard)
     device = device_of(mesh)
     group = None if shard is None else mesh.get_group(shard)
     replicas = None if replicate is None else mesh.get_group(replicate)
@@ -391,6 +394,28 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
 # ---- checks
 
 
+def _check_ascending(what: str, mesh: DeviceMesh, dim: int) -> None:
+    """Raise if rows would not be where torch's checkpoints expect them.
+
+    Rows are communicated by the rank in a process group, which torch sorts; DCP derives a row's
+    offset from the coordinate in the mesh. All ranks of the mesh from which ``mesh`` was sliced
+    raise, because they know all its lines.
+    """
+    names, root = mesh.mesh_dim_names, mesh._get_root_mesh()
+    name = None if names is None else names[dim]
+    if name in (root.mesh_dim_names or ()):
+        mesh, dim = root, (root.mesh_dim_names or ()).index(name)
+    for line in mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist():
+        if line != sorted(line):
+            raise coded(
+                ValueError,
+                "mesh-order",
+                f"{what} shards over the ranks {line} in this order, but process groups number "
+                f"them in ascending order, so that checkpoints would exchange rows; make the mesh "
+                f"with ascending ranks on each dim that shards",
+            )
+
+
 def check_placement(name: str, param: nn.Parameter, placement: object) -> tuple[int, ...]:
     """The dims that ``shard_placement_fn`` chose for a parameter, made non-negative.
 
@@ -443,6 +468,10 @@ def check_shardable(name: str, param: nn.Parameter, axes: MeshAxes) -> None:
         )
     elif isinstance(param, DTensor):
         _check_apart(name, param, axes)
+    if isinstance(param, DTensor):
+        for dim, placement in enumerate(param.placements):
+            if not placement.is_replicate():
+                _check_ascending(f"parameter '{name}'", param.device_mesh, dim)
     if isinstance(param, UninitializedParameter):
         raise coded(
             ValueError,

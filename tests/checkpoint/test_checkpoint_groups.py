@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -220,3 +222,42 @@ def test_how_often_ranks_exchange(tmp_path: Path) -> None:
         with _counted() as found:
             checkpoint.load(tmp_path, model, optimizer, process_group=group)
         assert found == {"all_gather_object": 3}
+
+
+@ranks(4)
+def test_replicas_in_another_order(tmp_path: Path) -> None:
+    """Only the ranks of a shard axis must be ascending."""
+    names = ("replicate", "shard")
+    model, optimizer = _trained(DeviceMesh("cpu", [[2, 3], [0, 1]], mesh_dim_names=names), seed=1)
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    assert_same(everything(model, optimizer), everything(*_trained(line, seed=1)))
+    checkpoint.save(tmp_path / "run", model, optimizer, step=1, rng=True)
+    other, its = made(line, seed=5)
+    checkpoint.load(tmp_path / "run", other, its)
+    assert_same(everything(other, its), everything(model, optimizer))
+
+
+@ranks(2)
+@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.async_save])
+def test_buffers_that_differ_between_ranks(tmp_path: Path, save: Any) -> None:
+    """All come from the first rank, so that they belong together; and that is said, once."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    model, optimizer = made(mesh, seed=0)
+    train(model, optimizer, 1, seed=dist.get_rank())
+    model.register_buffer("late", torch.tensor([dist.get_rank() > 0]), persistent=False)
+    first = {name: value.clone() for name, value in model.named_buffers()}
+    for value in first.values():
+        dist.broadcast(value, 0)
+    for step, others in enumerate([", and so do 2 more", None]):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            saving = save(tmp_path, model, optimizer, step=step, buffers=True)
+            if save is checkpoint.async_save:
+                saving.result()
+        texts = [str(each.message) for each in caught if "buffer" in str(each.message)]
+        expected = f"'norm.running_mean' of rank 0, which differs on rank 1{others}; make buffers"
+        assert len(texts) == (1 if others and dist.get_rank() == 0 else 0)
+        assert all(expected in text for text in texts)
+        checkpoint.load(tmp_path, model, optimizer, buffers=True)
+        for name, value in model.named_buffers():
+            assert torch.equal(value, first[name])

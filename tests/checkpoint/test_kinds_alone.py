@@ -492,7 +492,7 @@ def test_wrong_sources(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_all_wrong_sources_are_tried() -> None:
-    assert len(WRONG) == 22
+    assert len(WRONG) == 23
 
 
 @wrong_sources("ckpt-kind-none")
@@ -589,6 +589,18 @@ def _numbers(source: Path) -> None:
     model, optimizer = made(groups=True)
     train(model, optimizer, seed=0)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+
+
+@wrong_sources("ckpt-states-aliased")
+def _one_tensor_twice(source: Path) -> None:
+    """As torch's FSDP1 writes it on a CPU, with ``offload_to_cpu``."""
+    model, optimizer = made()
+    train(model, optimizer, seed=0)
+    state = optimizer.state_dict()
+    state["state"][3]["exp_avg"] = state["state"][3]["exp_avg_sq"]
+    names = [name for name, _ in model.named_parameters()]
+    state["param_groups"][0]["param_names"] = names
+    torch.save({"model": model.state_dict(), "optimizer": state}, source)
 
 
 @wrong_sources("ckpt-parts-missing")

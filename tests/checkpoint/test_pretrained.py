@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -425,6 +425,17 @@ def _holding(value: Tensor) -> nn.Module:
     model = nn.Module()
     model.it = nn.Parameter(value, requires_grad=False)
     return model
+
+
+@ranks(2)
+def test_a_mesh_in_another_order(tmp_path: Path) -> None:
+    """Only `fully_shard` refuses such a mesh; `distribute_tensor` takes it."""
+    rows = torch.arange(6.0).view(6, 1)
+    mesh = DeviceMesh("cpu", [1, 0])
+    checkpoint.export(tmp_path / "out", _holding(distribute_tensor(rows, mesh, [Shard(0)])))
+    target = _holding(torch.zeros(6, 1))
+    checkpoint.load_pretrained(target, tmp_path / "out")
+    assert torch.equal(target.it, rows)
 
 
 @ranks(2)

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Partial
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -150,6 +151,21 @@ def test_more_ranks_than_matrices() -> None:
     assert owners.matrices == (2, 2, 2, 2)
     for param in model.parameters():
         assert torch.equal(param._local_tensor, torch.full_like(param._local_tensor, 0.9))
+
+
+@ranks(2)
+def test_a_mesh_in_another_order() -> None:
+    """Only `fully_shard` refuses such a mesh; a matrix is put together as torch would."""
+    found = []
+    for order in ([0, 1], [1, 0]):
+        torch.manual_seed(0)
+        mesh = DeviceMesh("cpu", order)
+        param, grad = (distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)]) for _ in range(2))
+        param = nn.Parameter(param)
+        param.grad = grad
+        fsdp2.optim.Muon([param]).step()
+        found.append(param.detach().full_tensor())
+    assert torch.equal(*found)
 
 
 @ranks(2)

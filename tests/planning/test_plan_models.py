@@ -221,12 +221,21 @@ def test_flex_attention_is_refused() -> None:
         fsdp2.plan(Module(_attends), lambda: torch.zeros(6, DIM), mesh=2)
 
 
-def test_autocast_that_is_off_is_planned() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda", None])
+def test_autocast_that_is_off_is_planned(device: str | None) -> None:
+    """By the name of a device, or of the device of what is computed, as rotary embeddings do."""
+
     def run(y: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
+        name = device or y.device.type
+        assert not torch.is_autocast_enabled(name)
+        assert torch.get_autocast_dtype(name).itemsize == 2
+        with torch.autocast(device_type=name, enabled=False):
             return y * 2
 
     assert planned(run).flops > 0
+
+
+def test_autocast_that_is_on_is_refused() -> None:
     outer = torch.autocast("cpu", torch.bfloat16)
     with raises("plan-autocast"):
         planned(lambda y: _inside(outer, y))

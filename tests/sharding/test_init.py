@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp2 import FSDPModule, ShardingStateError, fully_shard
+from fsdp2 import FSDPModule, Levels, ShardingStateError, fully_shard, gathered
 from fsdp2.core.modules.registry import require_record
-from tests.common import gradients, models, parity
+from tests.common import gradients, meshes, models, parity
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
@@ -33,32 +34,80 @@ def reset_parameters(model: nn.Module) -> None:
 # -- meta -----------------------------------------------------------------------------------------
 
 
+MESHES: dict[str, Callable[[], Any]] = {
+    "shard": parity.world_mesh,
+    "copies": lambda: meshes.hsdp_mesh(dist.get_world_size(), 1),
+    "both": lambda: meshes.hsdp_mesh(2, dist.get_world_size() // 2),
+    "levels": lambda: Levels(meshes.hsdp_mesh(2, dist.get_world_size() // 2)),
+}
+
+
+def _noise(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.rand_like(param)).add_(torch.randn_like(param)).bernoulli_(0.3)
+            param += torch.empty_like(param).normal_()
+
+
+def _truncated(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for param in model.parameters():
+        nn.init.trunc_normal_(param.data, std=0.02, generator=generator)
+
+
 @ranks(4, extended=(2,))
-@pytest.mark.parametrize(
-    "build", [models.MLP, partial(models.Transformer, vocab=13)], ids=["mlp", "transformer"]
-)
-def test_meta_construction(build: Callable[[], nn.Module]) -> None:
-    """Each rank fills its own rows only; from the same seed, with the same values as torch's."""
+@pytest.mark.parametrize("is_seed_shared", [True, False], ids=["one seed", "a seed per rank"])
+@pytest.mark.parametrize("fill", [reset_parameters, _noise, _truncated])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_meta_construction(
+    mesh: str, fill: Callable[[nn.Module], None], is_seed_shared: bool
+) -> None:
+    """Each rank fills its own rows only: from one seed, with the values of the unsharded model.
 
-    def run(api: Any) -> Any:
-        with torch.device("meta"):
-            model = build()
-        parity.shard(api, model)
-        assert all(param.is_meta for param in model.parameters())
-        model.to_empty(device="cpu")
-        torch.manual_seed(7)
-        reset_parameters(model)
-        for module in model.modules():
-            if isinstance(module, models.Block):
-                module.scale.fill_(0.5)
-        return [
-            list(parity.full_params(model).values()),
-            {n: b.clone() for n, b in model.named_buffers()},
-        ]
+    From a seed per rank, with those of the first rank.
+    """
 
-    params, _ = parity.same_as_torch(run)
-    assert [param.shape for param in params] == [param.shape for param in build().parameters()]
-    assert all(param.isfinite().all() for param in params)
+    def made() -> nn.Module:
+        return nn.Sequential(models.OddMLP(), models.Transformer(vocab=13))
+
+    with torch.device("meta"):
+        model = made()
+    places = {
+        "shard_placement_fn": lambda p: Shard(p.ndim - 1) if p.shape[0] == models.DIM else None
+    }
+    fully_shard(model[0], mesh=MESHES[mesh]())
+    fully_shard(model, mesh=MESHES[mesh](), **places)
+    assert all(param.is_meta for param in model.parameters())
+    model.to_empty(device="cpu")
+    plain = made()
+    for both in (model, plain):
+        for param in both.parameters():
+            nn.init.zeros_(param)
+    torch.manual_seed(7 if is_seed_shared else 7 + dist.get_rank())
+    fill(model)
+    after = torch.rand(1)
+    torch.manual_seed(7)
+    fill(plain)
+    assert not is_seed_shared or torch.equal(after, torch.rand(1))
+    for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(param, DTensor)
+        assert torch.equal(param.full_tensor(), wanted)
+
+
+@ranks(2)
+def test_filled_in_gathered() -> None:
+    """As the guide does: operators that DTensor has not, and writes to a row, are right too."""
+    made = partial(nn.Embedding, 5, 4, padding_idx=1)
+    with torch.device("meta"):
+        model = fully_shard(made(), mesh=parity.world_mesh())
+    model.to_empty(device="cpu")
+    plain = made()
+    for each in (model, plain):
+        torch.manual_seed(3)
+        with gathered(each, recurse=False) if each is model else nullcontext():
+            each.reset_parameters()
+            nn.init.orthogonal_(each.weight[2:])
+    assert torch.equal(parity.full_params(model)["weight"], plain.weight)
 
 
 @ranks(2)

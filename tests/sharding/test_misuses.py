@@ -30,6 +30,7 @@ from fsdp2 import (
     DataParallelMeshDims,
     FSDPMeshInfo,
     FSDPModule,
+    Levels,
     MixedPrecisionPolicy,
     ShardPlacementResult,
     fully_shard,
@@ -102,6 +103,29 @@ def test_misuse(entry: str, sent: list[str]) -> None:
         with errors.raises(entry):
             run()
     assert sent == [] or entry not in BEFORE_ANY_COLLECTIVE
+
+
+ORDERS: dict[str, tuple[list[Any], Callable[[DeviceMesh], Any]]] = {
+    "another rank's line": ([[0, 3], [2, 1]], lambda mesh: (linear(), mesh)),
+    "another rank's line, sliced": ([[0, 3], [2, 1]], lambda mesh: (linear(), mesh["tp"])),
+    "levels, between": ([[1, 2], [0, 3]], lambda mesh: (linear(), Levels(mesh))),
+    "hsdp": ([[3, 2, 1, 0]], lambda mesh: (linear(), mesh)),
+    "flattened": ([[0, 2], [1, 3]], lambda mesh: (linear(), mesh["dp", "tp"]._flatten("all"))),
+    "of another parallelism": (
+        [[0, 3], [2, 1]],
+        lambda mesh: (on(mesh["tp"], Shard(0)), mesh["dp"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_meshes_in_another_order(order: str, sent: list[str]) -> None:
+    """All ranks of the mesh raise, those of an ascending line too."""
+    ranks, made = ORDERS[order]
+    target, mesh = made(DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp")))
+    with errors.raises("mesh-order"):
+        fully_shard(target, mesh=mesh)
+    assert sent == []
 
 
 def test_subclasses_that_wrap_others_need_hooks(sent: list[str]) -> None:
@@ -235,6 +259,11 @@ def _() -> Any:
 @at_fully_shard("mesh-without-this-rank")
 def _() -> Any:
     return linear(), {"mesh": DeviceMesh("cpu", [1, 2])}
+
+
+@at_fully_shard("mesh-order")
+def _() -> Any:
+    return linear(), {"mesh": DeviceMesh("cpu", [3, 1, 0, 2])}
 
 
 @at_fully_shard("mesh-dims")

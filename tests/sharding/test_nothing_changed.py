@@ -161,7 +161,7 @@ def test_shard_new_parameters(entry: str, sent: list[str]) -> None:
 OF_PARAMETERS = (*NEW, "wrapped", "scripted", "torchs-own", "hooks-arguments")
 """What wrappers refuse, too; they do not refuse ``meta-and-real``, as they give memory first."""
 
-ON_A_MESH = ("partial-parameter", "other-device-mesh", "meshes-not-joined")
+ON_A_MESH = ("mesh-order", "partial-parameter", "other-device-mesh", "meshes-not-joined")
 """What FSDP1's refuses on a mesh that it is given; XLA's takes none."""
 
 NOT_OF_WRAPPERS: dict[str, str] = {

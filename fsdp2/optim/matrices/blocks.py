@@ -261,16 +261,19 @@ def _spread(mesh: object, placements: tuple[object, ...], shape: torch.Size) -> 
         isinstance(placement, Replicate | Shard | _StridedShard) for placement in placements
     ):
         return None
-    sizes: tuple[int, ...] = tuple(mesh.mesh.shape)  # type: ignore[attr-defined]
-    places = list(itertools.product(*map(range, sizes)))
+    ranks: torch.Tensor = mesh.mesh  # type: ignore[attr-defined]
+    sizes = tuple(ranks.shape)
+    # Ranks in groups, not coordinates: torch distributes and gathers in that order.
+    orders = (ranks.argsort(axis).argsort(axis).flatten().tolist() for axis in range(ranks.ndim))
+    places: list[tuple[int, ...]] = list(zip(*orders, strict=True))
     return Spread(
-        tuple(mesh.mesh.flatten().tolist()),  # type: ignore[attr-defined]
+        tuple(ranks.flatten().tolist()),
         tuple(_box_at(place, sizes, placements, shape) for place in places),
         tuple(
             tuple(at for at, p in zip(place, placements, strict=True) if isinstance(p, Replicate))
             for place in places
         ),
-        places.index(tuple(coordinate)),
+        list(itertools.product(*map(range, sizes))).index(tuple(coordinate)),
     )
 
 
