@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from fsdp2.core.errors import coded
 from fsdp2.module import FSDPModule
@@ -41,7 +42,7 @@ def sharded_class(module: nn.Module) -> type:
     if issubclass(original, FSDPModule):
         return original  # sharded already, which others refuse
     if original not in _made:
-        _made[original] = _fitting(module, original)
+        _made[original] = _parametrized(module) or _fitting(module, original)
     return _made[original]
 
 
@@ -50,7 +51,24 @@ def set_sharded_class(module: nn.Module) -> None:
     _set_class(module, sharded_class(module))
 
 
+def _parametrized(module: nn.Module) -> type | None:
+    """The class of a module that torch has parametrized; ``None`` for another one."""
+    original = type(module)
+    own = vars(original)
+    names = list(dict(module.named_children()).get("parametrizations", nn.Module())._modules)
+    if not is_parametrized(module) or any(name not in own for name in names):
+        return None
+    unparametrized = original.__bases__[0]
+    if unparametrized not in _made:
+        _made[unparametrized] = _fitting(module, unparametrized)
+    attributes = {name: own[name] for name in names}
+    attributes["_fsdp2_original"] = original
+    sharded = _made[unparametrized]
+    return type(sharded)(f"FSDP{original.__name__}", (sharded,), attributes)
+
+
 def _fitting(module: nn.Module, original: type) -> type:
+    before = type(module)
     refused: Exception | None = None
     for attempt in _attempts(original):
         try:
@@ -59,7 +77,7 @@ def _fitting(module: nn.Module, original: type) -> type:
         except Exception as error:  # of Python, or of any code of the user's that makes classes
             refused = refused or error
         else:
-            _set_class(module, original)
+            _set_class(module, before)
             return kind
     assert refused is not None
     raise coded(

@@ -22,11 +22,13 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import reword
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules import failures
 from fsdp2.core.modules.engine import schedulers
+from fsdp2.core.modules.registry import record_of_unit
 from fsdp2.core.params.param import ShardedParam, is_extended
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.side_doors import note_calls
@@ -39,6 +41,10 @@ _FREED = ("out of bounds for storage of size 0", "its data is not allocated yet"
 
 _OURS = " (torch: "
 """Precedes torch's message in a reworded one."""
+
+_SEEN = "_fsdp2_seen"
+"""Attribute of an exception that has left a unit. When it leaves those around it, parameters that
+were gathered where it was raised are sharded again, and would seem to be the cause."""
 
 _MOST = 3
 """The number of parameters to name if the code does not show which one it is."""
@@ -61,8 +67,9 @@ def explain(error: BaseException, units: Iterable[Unit]) -> None:
     if type(error) is not RuntimeError:
         return
     words = str(error)
-    if _OURS in words:
+    if _SEEN in error.__dict__:
         return  # it has left a forward inside of this one
+    error.__dict__[_SEEN] = True
     if _TORCHS in words:
         _explain_sharded(error, units)
     elif any(part in words for part in _FREED):
@@ -89,6 +96,37 @@ def _explain_sharded(error: RuntimeError, units: Iterable[Unit]) -> None:
             f"register_fsdp_forward_method, call fully_shard on the module that reads it, or call "
             f"unshard() on the unit before and reshard() after backward (torch: {error})",
         )
+    elif (name := _buffer_of_shards(error.__traceback__, units)) is not None:
+        reword(
+            error,
+            "made-of-sharded-buffer",
+            f"buffer '{name}' is a DTensor, because it was computed from sharded parameters after "
+            f"fully_shard, for example by torch.nn.utils.prune; compute it before fully_shard or "
+            f"inside fsdp2.gathered() (torch: {error})",
+        )
+
+
+def _buffer_of_shards(trace: TracebackType | None, units: Iterable[Unit]) -> str | None:
+    """The name of a buffer in the code that failed that is a DTensor over a unit's ranks."""
+    units = list(units)
+    shards = [p.sharded for unit in units for group in unit.own_groups for p in group.params]
+    meshes = {shard.device_mesh for shard in shards if isinstance(shard, DTensor)}
+    found: dict[int, str] = {}
+    for unit in units:
+        record = record_of_unit(unit)
+        for module in () if record is None else record.modules:
+            for name, buffer in module.named_buffers():
+                if isinstance(buffer, DTensor) and buffer.device_mesh in meshes:
+                    found[id(buffer)] = f"{unit.name}.{name}" if unit.name else name
+    for frame, _ in _innermost_first(trace):
+        for value in frame.f_locals.values():
+            if id(value) in found:
+                return found[id(value)]
+            buffers = value._buffers.values() if isinstance(value, nn.Module) else ()
+            for own in buffers:
+                if id(own) in found:
+                    return found[id(own)]
+    return None
 
 
 def explain_backward(error: RuntimeError, nodes: Iterable[Node], units: Iterable[Unit]) -> None:

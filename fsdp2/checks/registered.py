@@ -15,7 +15,10 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules import registrations
 from fsdp2.core.modules.registrations import Unexpected
+from fsdp2.core.modules.registry import record_of_unit, scheduler_of
+from fsdp2.core.modules.ties import Owners
 from fsdp2.core.params.param import GATHERED, OWNER, WHOLE
+from fsdp2.core.schedule.unit import Unit, all_units
 
 
 class Unmanaged:
@@ -30,7 +33,7 @@ class Unmanaged:
 
 def _refuse(found: Unexpected) -> None:
     name, registered, param, other, meshes = found
-    if param is not None and registered is not None and WHOLE in registered.__dict__:
+    if param is not None and WHOLE in registered.__dict__:
         raise coded(
             ShardingStateError,
             "forward-while-whole",
@@ -53,12 +56,20 @@ def _refuse(found: Unexpected) -> None:
             f"fully_shard; copy new values into the parameter under torch.no_grad(), or "
             f"use load_state_dict(assign=True)",
         )
-    assert registered is not None
     _refuse_unmanaged(name, registered, meshes)
 
 
 def _refuse_unmanaged(name: str, param: nn.Parameter, meshes: Set[DeviceMesh]) -> None:
-    if OWNER in param.__dict__ or GATHERED in param.__dict__:
+    owner = param.__dict__.get(OWNER)
+    owned = Owners(all_units()).of(param)
+    if owner is not None and (owned is None or _is_left(owned.unit)):
+        raise coded(
+            ShardingStateError,
+            "unit-gone",
+            f"parameter '{name}' belongs to the unit of {owner}, which is not in the model any "
+            f"more; keep that module in the model, or change the model before fully_shard",
+        )
+    if owner is not None or GATHERED in param.__dict__:
         raise coded(
             ShardingStateError,
             "tied-to-another-model",
@@ -83,6 +94,15 @@ def _refuse_unmanaged(name: str, param: nn.Parameter, meshes: Set[DeviceMesh]) -
         f"gradients; call shard_new_parameters() on the sharded module around it, or fully_shard "
         f"on the new module",
     )
+
+
+def _is_left(unit: Unit) -> bool:
+    """Whether the module of a unit is gone, or is no longer in the model that it was in."""
+    record = record_of_unit(unit)
+    scheduler = None if record is None else record.scheduler
+    if scheduler is None:
+        return record is None
+    return scheduler_of(scheduler.units[0]) is not scheduler  # the root has another one by now
 
 
 registrations.unexpected.add(_refuse)

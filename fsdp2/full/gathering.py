@@ -21,7 +21,14 @@ from torch import nn
 from fsdp2.core.errors import RankMismatchError, ShardingStateError, coded
 from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.params.aliases import REPLACED
-from fsdp2.core.params.param import GATHERED, WHOLE, ShardedParam, is_extended, store_of
+from fsdp2.core.params.param import (
+    GATHERED,
+    WHOLE,
+    ModuleEntry,
+    ShardedParam,
+    is_extended,
+    store_of,
+)
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.unit import free_if_outdated, operations_of
 from fsdp2.full.selection import (
@@ -188,8 +195,8 @@ class Hold:
         """The tensor registered now: the body may have replaced it."""
         assert self.full is not None
         for module, name in self.selected.entries:
-            left = getattr(module, name)
-            if left is not self.full and isinstance(left, torch.Tensor):
+            left = module._parameters.get(name)
+            if left is not None and left is not self.full:
                 return left
         return self.full
 
@@ -272,11 +279,18 @@ class Hold:
             target = outer.full.grad
             _put(grad, target, _cast_to(target.dtype, self._settings.dtype))
 
-    def close(self) -> None:
-        """Register the earlier parameters again."""
+    def close(self, places: Iterable[ModuleEntry]) -> None:
+        """Register the earlier parameters again.
+
+        Args:
+            places: where this one is registered now; the body may have registered it elsewhere.
+        """
         if self.outer is None:
             reshard_unless_hidden(self.selected.group)
         self._register(self._before)
+        for module, name in places:
+            if self.full is not None and module._parameters[name] is self.full:
+                module.register_parameter(name, self._before)
 
     def left_gradient(self) -> bool:
         """Whether the body left a gradient here."""
@@ -284,7 +298,8 @@ class Hold:
 
     def _register(self, param: nn.Parameter) -> None:
         for module, name in self.selected.entries:
-            store_of(module)[name] = param
+            if module._parameters.get(name) is not None:  # the body may have deleted it
+                store_of(module)[name] = param
 
 
 def _parameter(param: ShardedParam, whole: torch.Tensor) -> nn.Parameter:
@@ -380,6 +395,8 @@ def gathered(
       values, and writes back to them.
     - *Tied* parameters are one object under all their names. *Tensor-parallel* ones are full over
       those ranks, too. *Tensor subclasses* keep their class and dtype.
+    - *Registered elsewhere*: what the body moves to another name or module below ``module``, or
+      deletes, stays so, as `torch.nn.utils.prune` and parametrizations do it.
     - A module's state dict taken inside holds the full tensors; one loaded inside may be full. Do
       not run a forward, call ``.to()``, or step an optimizer inside.
 
@@ -433,13 +450,13 @@ def gathered(
         # Others wait to hear of it; not of what ends the process.
         if writeback and isinstance(error, Exception):
             ranks.largest([_RAISED, *(0 for _ in holds)])
-        _close(holds)
+        _close(holds, module)
         raise
     try:
         if writeback:
             _write(holds, settings, ranks, steps)
     finally:
-        _close(holds)
+        _close(holds, module)
 
 
 _RAISED, _STEPPED, _RESHAPED = 3, 2, 1
@@ -534,11 +551,15 @@ def _write(holds: Sequence[Hold], settings: GatheredOptions, ranks: MeshRanks, s
         free_if_outdated(operations_of(group))
 
 
-def _close(holds: Sequence[Hold]) -> None:
+def _close(holds: Sequence[Hold], module: nn.Module | None = None) -> None:
+    places: dict[nn.Parameter | None, list[ModuleEntry]] = {}
+    for inside in () if module is None else module.modules():
+        for name, param in inside._parameters.items():
+            places.setdefault(param, []).append((inside, name))
     for hold in reversed(holds):
         found = _holds.get(hold.selected.param, [])
         if hold in found:
             found.remove(hold)
             if not found:
                 del _holds[hold.selected.param]
-        hold.close()
+        hold.close(places.get(hold.full, ()))

@@ -630,7 +630,8 @@ def _() -> None:
 @misuse("tied-to-another-model")
 def _() -> None:
     model = pair()
-    model[1].extra = sharded().weight
+    other = sharded()
+    model[1].extra = other.weight
     model(x())
 
 

@@ -40,8 +40,8 @@ from fsdp2.core.modules.containers import (
 from fsdp2.core.modules.dynamo import uncompiled, uncompiled_methods
 from fsdp2.core.modules.frames import failure_of, running_calls
 from fsdp2.core.modules.registrations import (
-    Move,
     Registrations,
+    find_emptied,
     find_moves,
     follow_replaced,
     is_registered,
@@ -251,14 +251,15 @@ class UnitHooks(UnitRecord):
         known = {id(form) for group in groups for p in group.params for form in p.forms()}
         for group in groups:
             follow_replaced(group, known)
-        managed = {entry: p for group in groups for p in group.params for entry in p.entries}
-        moves: list[Move] = []
+        params = [param for group in groups for param in group.params]
+        managed = {entry: param for param in params for entry in param.entries}
+        moves = find_emptied(managed)
         inside: list[UnitRecord] = []
         for module in self.modules:
             below = records_below(module)
             inside += below
             ignored = {entry for record in below for entry in record.ignored}
-            moves += find_moves(module, managed, ignored)
+            moves += find_moves(module, params, managed, ignored)
         if moves:
             scheduler.wait_for_reductions()
             take_up(moves, scheduler.units)

@@ -1,6 +1,6 @@
 """Parameters that modules register after `fully_shard`, found at the next forward of the root.
 
-    module.weight = …, module.adapter = …   ──> Registrations.count += 1
+    module.weight = …, module.bias = None, module.adapter = …   ──> Registrations.count += 1
     root's forward begins: one comparison   ──> only if it changed: look at every parameter
 
 A unit fills its modules' entries of managed parameters at every gather. Without this check, it
@@ -10,13 +10,14 @@ registration: a look at one entry finds that.
 
 A parameter that is assigned while the unit is sharded, and is sharded in the same way, replaces the
 managed parameter; loaders that fill a model from the meta device do this. A parameter of the same
-model that is assigned there is tied: `fsdp2.core.modules.ties` handles it.
+model that is assigned there is tied, and one that is registered elsewhere moves:
+`fsdp2.core.modules.ties` handles both.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from typing import NamedTuple
 
 from torch import nn
@@ -69,6 +70,27 @@ def watch_registrations() -> None:
 
     register_module_parameter_registration_hook(count)
     register_module_module_registration_hook(count)
+    _watch_removals()
+
+
+def _watch_removals() -> None:
+    """Count removals of managed parameters: torch calls no hook, and a gather would undo them."""
+    register, delete = nn.Module.register_parameter, nn.Module.__delattr__
+
+    @functools.wraps(register)
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is None and is_managed(self, name):
+            Registrations.count += 1
+
+    @functools.wraps(delete)
+    def delattr_(self: nn.Module, name: str) -> None:
+        delete(self, name)
+        if is_managed(self, name):
+            Registrations.count += 1
+
+    nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]  # see above
+    nn.Module.__delattr__ = delattr_  # type: ignore[method-assign]  # see above
 
 
 def mark_managed(params: Iterable[ShardedParam]) -> None:
@@ -140,20 +162,20 @@ def _expected(group: ParamGroup, param: ShardedParam) -> nn.Parameter | None:
 
 
 class Move(NamedTuple):
-    """A managed parameter that was registered at a new entry.
+    """An entry that holds another managed parameter than before.
 
     Attributes:
-        name: the name that it has there.
+        name: the name that the parameter has there.
         module: the module there.
         key: its name in the module.
-        param: the parameter.
+        param: the parameter; ``None``: the entry was deleted, or set to ``None``.
         before: the managed parameter that was there.
     """
 
     name: str
     module: nn.Module
     key: str
-    param: ShardedParam
+    param: ShardedParam | None
     before: ShardedParam | None
 
 
@@ -169,7 +191,7 @@ class Unexpected(NamedTuple):
     """
 
     name: str
-    registered: nn.Parameter | None
+    registered: nn.Parameter
     param: ShardedParam | None
     other: ShardedParam | None
     meshes: Set[DeviceMesh]
@@ -179,36 +201,50 @@ unexpected: Notice[[Unexpected]] = Notice()
 """Called with a parameter that was registered in another way than by a tying assignment."""
 
 
+def find_emptied(managed: Mapping[ModuleEntry, ShardedParam]) -> list[Move]:
+    """Find entries without a parameter: deleted, or set to ``None``."""
+    return [
+        Move(param.name, module, key, None, param)
+        for (module, key), param in managed.items()
+        if module._parameters.get(key) is None
+    ]
+
+
 def find_moves(
-    root: nn.Module, managed: Mapping[ModuleEntry, ShardedParam], ignored: Set[ModuleEntry]
+    root: nn.Module,
+    params: Collection[ShardedParam],
+    managed: Mapping[ModuleEntry, ShardedParam],
+    ignored: Set[ModuleEntry],
 ) -> list[Move]:
     """Find new entries of managed parameters, which are ties; report all other registrations.
 
     Args:
         root: the module whose forward begins.
+        params: the parameters of its scheduler's units. One may have no entry: its module is gone,
+            and another one registers it now.
         managed: the entries that units of its scheduler fill.
         ignored: the entries of ``ignored_params``.
     """
     moves: list[Move] = []
-    forms = {id(form): p for p in managed.values() for form in p.forms()}
-    params = {id(p): p for p in managed.values()}
-    meshes = {p.sharded.device_mesh for p in managed.values() if isinstance(p.sharded, DTensor)}
+    forms = {id(form): param for param in params for form in param.forms()}
+    known = {id(param): param for param in params}
+    meshes = {p.sharded.device_mesh for p in params if isinstance(p.sharded, DTensor)}
     for prefix, module in root.named_modules():
         for key, registered in module._parameters.items():
+            if registered is None:
+                continue
             name = f"{prefix}.{key}" if prefix else key
-            marks = {} if registered is None else registered.__dict__
+            marks = registered.__dict__
             param, other = managed.get((module, key)), forms.get(id(registered))
             is_whole = param is not None and WHOLE in marks
             if param is not None and other is param and not is_whole:
                 continue
             if REPLACED in marks:
                 # What it was before it was sharded. Of this one, it would be out of date.
-                former = params.get(id(marks[REPLACED]()))
+                former = known.get(id(marks[REPLACED]()))
                 other = other or (None if former is param else former)
             if other is not None and key in module.__dict__.get(ASSIGNED, ()) and not is_whole:
                 moves.append(Move(name, module, key, other, param))
-                continue
-            is_new = registered is not None and (module, key) not in ignored
-            if param is not None or other is not None or is_new:
+            elif param is not None or other is not None or (module, key) not in ignored:
                 unexpected(Unexpected(name, registered, param, other, meshes))
     return moves

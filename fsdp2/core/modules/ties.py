@@ -4,8 +4,8 @@
     a root's forward finds one moved       ──> take_up: entries as they are registered now
     either way                             ──> link: a unit that has one of another uses its group
 
-The parameter stays the object that it is, in the group that it is in. One that no module registers
-any more leaves its group.
+The parameter stays the object that it is, in the group that it is in. One that another has replaced
+everywhere leaves its group. One that was deleted stays, because it may be registered again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from fsdp2.core.config import MixedPrecisionPolicy
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.optimizers import watch_optimizers
-from fsdp2.core.modules.registrations import Move, mark_managed
+from fsdp2.core.modules.registrations import MANAGED, Move, mark_managed
 from fsdp2.core.modules.registry import UnitRecord, record_of_unit
 from fsdp2.core.modules.walks import managed_modules
 from fsdp2.core.notices import Notice
@@ -149,25 +149,29 @@ def take_up(moves: Sequence[Move], units: Iterable[Unit]) -> None:
     units = list(units)
     owners = Owners(units)
     for move in moves:
+        if move.param is None:
+            continue
         for record in around(move.module, units):
             policy = record.unit.options.precision
             check_same_dtype(move.name, computed(owners[move.param]), policy)
     entries = _moved(moves)
     for param in entries:
         operations_of(owners[param].group).reshard()
+    taken: dict[ParamGroup, list[ShardedParam]] = {}
+    replaced = {move.before for move in moves if move.param is not None}
     for param, where in entries.items():
         group = owners[param].group
         _refuse_late_gradients(group)
-        if where:
+        if where or param not in replaced:
             fill(owners[param], where)
-    gone: dict[ParamGroup, list[ShardedParam]] = {}
-    for param, where in entries.items():
-        if not where:
-            gone.setdefault(owners[param].group, []).append(param)
-    for group, params in gone.items():
+        else:
+            taken.setdefault(group, []).append(param)
+    for group, params in taken.items():
         group.drop(params)
     for move in moves:
-        if move.before is not None and not entries[move.before]:
+        if move.param is None:
+            move.module.__dict__[MANAGED].discard(move.key)
+        elif move.before is not None and not entries[move.before]:
             move.param.absorb(move.before)
     link([found for unit in units if (found := record_of_unit(unit)) is not None])
     watch_optimizers()  # they may hold one that is gone
@@ -184,7 +188,8 @@ def _moved(moves: Sequence[Move]) -> dict[ShardedParam, list[ModuleEntry]]:
         if move.before is not None:
             entries[move.before].remove((move.module, move.key))
     for move in moves:
-        entries[move.param].append((move.module, move.key))
+        if move.param is not None:
+            entries[move.param].append((move.module, move.key))
     return entries
 
 
@@ -207,7 +212,7 @@ def _refuse_late_gradients(group: ParamGroup) -> None:
                     ShardingStateError,
                     "tied-late",
                     f"parameter '{name}' got a gradient from a forward that ran before parameters "
-                    f"of its unit were tied; run that backward before the next forward",
+                    f"of its unit were tied or moved; run that backward before the next forward",
                 )
 
             gathered.register_post_accumulate_grad_hook(refuse)

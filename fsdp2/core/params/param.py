@@ -404,10 +404,10 @@ class ShardedParam:
         before = self.sharded
         chosen = before
         for module, name in self.entries:
-            registered = getattr(module, name)
-            if WHOLE in getattr(registered, "__dict__", ()):
+            registered = module._parameters.get(name)
+            if registered is not None and WHOLE in registered.__dict__:
                 return  # `fsdp2.gathered` writes its values back, and registers this one
-            if registered is not before:
+            if registered is not None and registered is not before:
                 chosen = registered
         if chosen is not before and not self._fits(chosen):
             self.register(before)
