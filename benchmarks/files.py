@@ -68,6 +68,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "group_faults": ("group_faults.py",),
     "muon": ("muon.py",),
     "muon_losses": ("muon.py", "--losses"),
+    "users": ("users.py",),
     "ema": ("ema.py", "--steps", "30"),
     "ema_small": ("ema.py", "--units", "64", "--dim", "32", "--steps", "100"),
     "accuracy": ("accuracy.py", "--formats", "exact,bf16-sums,int8,int4,int4-naive"),

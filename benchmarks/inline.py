@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import targets
+from benchmarks import targets, users
 from benchmarks.files import RESULTS, newest
 
 SOURCED = (
@@ -72,6 +72,10 @@ FIGURES: Mapping[str, Figure] = {
     "compiled-small": Figure("compile", partial(_compiled, "fsdp2")),
     "compiled-small-not-sharded": Figure("compile", partial(_compiled, "none")),
     "compiled-large": Figure("compile-kernels", partial(_compiled, "fsdp2")),
+    **{
+        f"users-{name}": Figure("users", partial(users.extremes, prefixes))
+        for name, prefixes in users.SPOKEN_OF.items()
+    },
     **{
         f"padding-{kind}-{ranks}": Figure("padding", partial(_padding, kind, ranks))
         for kind in ("ours", "two_dims", "torch")

@@ -27,6 +27,7 @@ from benchmarks import (
     slow_link,
     stats,
     targets,
+    users,
 )
 from benchmarks.files import RESULTS, ROOT, RUNS, machine, newest
 
@@ -71,6 +72,7 @@ MADE: dict[str, Callable[[Path], str]] = {
     "faults": partial(tables, faults.page_table, ["faults"]),
     "muon": partial(tables, muon.page_table, ["muon", "muon_losses"]),
     "ema": partial(tables, ema.page_table, ["ema", "ema_small"]),
+    "users": partial(tables, users.page_table, ["users"]),
     "losses": partial(tables, accuracy.page_table, ["accuracy"]),
     "compiled": partial(targets.quoted, "docs/compile.md"),
 }

@@ -51,6 +51,7 @@ from benchmarks import (
     slow_link,
     stats,
     step,
+    users,
     window,
 )
 from benchmarks.charts import Bar, Bars
@@ -344,6 +345,11 @@ def _ema(results: dict[str, Any], device: str) -> list[Section]:
     return [Section(title, header, rows, results["ratios"], bars=bars)]
 
 
+def _users(results: dict[str, Any], device: str) -> list[Section]:
+    header, rows = users.table(results)
+    return [Section("What users run, over torch's FSDP2", header, rows)]
+
+
 def _accuracy(results: dict[str, Any], device: str) -> list[Section]:
     options = results["options"]
     header, rows = accuracy.table(results["losses"])
@@ -391,6 +397,7 @@ READERS: dict[str, Callable[[Any, str], list[Section]]] = {
     "group_faults": _group_faults,
     "muon": _muon,
     "ema": _ema,
+    "users": _users,
     "accuracy": _accuracy,
 }
 

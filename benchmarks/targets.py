@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import stats
+from benchmarks import stats, users
 from benchmarks.files import RESULTS, File, newest
 from benchmarks.stats import Summary
 
@@ -277,6 +277,18 @@ TARGETS = (
             ("`save`, until it is durable", 0.75, "save / dcp"),
             ("`load`", 0.9, "load / dcp-load"),
         )
+    ),
+    Target(
+        "the slowest of the calls that users make",
+        TORCH,
+        1.05,
+        "users",
+        partial(users.worst, ("",)),
+        PACKED,
+    ),
+    *(
+        Target(what, TORCH, 0.7, "users", partial(users.worst, prefixes), PACKED)
+        for what, prefixes in users.WHOLE.items()
     ),
     Target("GPU: step of a 1.1 B and a 2.8 B model", TORCH, 0.95, figure=_NO_GPU),
     Target("GPU: peak memory", TORCH, 1.0, figure=_NO_GPU),

@@ -42,7 +42,7 @@ from fsdp2.full.selection import (
     selected_params,
     settle,
 )
-from fsdp2.full.unsharding import leaves_of, levels_of, rebuilt
+from fsdp2.full.unsharding import leaves_of, levels_of, made_whole_together, rebuilt
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,19 @@ class Hold:
         """Whether there is one now: on the shards, or in the context around."""
         return self._before.grad is not None
 
+    @property
+    def may_open_together(self) -> bool:
+        """Whether `gather_leaves` may make it whole: as it arrives, in its own memory."""
+        settings = self._settings
+        as_it_is = settings.dtype is None and not settings.offload_to_cpu
+        return as_it_is and self._everywhere and self.outer is None
+
     @torch.no_grad()
-    def open(self, with_grad: bool) -> None:
-        """Make it whole and register it."""
+    def open(self, with_grad: bool, whole: torch.Tensor | None) -> None:
+        """Make it whole, unless ``whole`` is that, and register it."""
         with torch.inference_mode(False):
             source = self._before if self.outer is None else self.outer.full
-            whole = self._whole(source)
+            whole = self._whole(source) if whole is None else whole
             grad = self._whole_gradient(source) if with_grad else None
             if whole is None:
                 return
@@ -481,14 +488,24 @@ def _open(
     gradients = _checked_gradients(holds, gradients, settings, ranks)
     opened: list[Hold] = []
     try:
+        wholes = _wholes([hold for hold in holds if hold.may_open_together])
         for hold, with_grad in zip(holds, gradients, strict=True):
-            hold.open(with_grad)
+            hold.open(with_grad, wholes.pop(hold, None))
             _holds.setdefault(hold.selected.param, []).append(hold)
             opened.append(hold)
     except BaseException:
         _close(opened)
         raise
     return holds
+
+
+def _wholes(holds: Sequence[Hold]) -> dict[Hold, torch.Tensor]:
+    """Full tensors of parameters, gathered together."""
+    with torch.inference_mode(False):
+        params = [hold.selected.param for hold in holds]
+        given = [(param, param.local) for param in params]
+        found = zip(holds, made_whole_together(given, everywhere=True), strict=True)
+        return {hold: whole for hold, whole in found if whole is not None}
 
 
 def _checked_gradients(

@@ -24,7 +24,7 @@ from fsdp2.full.selection import (
     selected_params,
     settle,
 )
-from fsdp2.full.unsharding import made_whole
+from fsdp2.full.unsharding import made_whole_together
 
 _HERE, _GONE, _CHANGED = 0, 1, 2
 """How a rank comes to the next unit; the largest counts."""
@@ -159,12 +159,9 @@ def _meet(ranks: MeshRanks, steps: int) -> None:
 @torch.no_grad()
 def _whole_unit(members: list[SelectedParam], everywhere: bool) -> list[tuple[str, torch.Tensor]]:
     settle(members, with_grads=False)
-    found = []
-    for selected in members:
-        whole = made_whole(selected.param, selected.param.local, everywhere)
-        if whole is not None:
-            found.append((selected.names[0], whole))
-    return found
+    given = [(selected.param, selected.param.local) for selected in members]
+    wholes = zip(members, made_whole_together(given, everywhere), strict=True)
+    return [(selected.names[0], whole) for selected, whole in wholes if whole is not None]
 
 
 def _copies(

@@ -8,7 +8,8 @@ To unshard, rows go up the levels: on every rank (all-gathers), or only on the f
 first of each level, so that no other rank ever receives more than its part). To shard, each rank
 takes its rows if every rank has the full tensor; otherwise the first scatters them.
 
-The engine's all-gather is for compute: it casts. This one is for values: it copies bytes.
+The engine's all-gather is for compute: it casts. This one is for values: it copies bytes. Small
+tensors are packed together, and large ones start before others have ended.
 
 A tensor subclass is sent as the plain tensors that it wraps, its *leaves*.
 """
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.device.collectives import GroupCollectives, Work
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.layout import Slot
@@ -34,6 +35,9 @@ from fsdp2.ranks.transfers import broadcast_from_first, gather_to_first, scatter
 
 Part = Callable[[torch.Tensor, int], torch.Tensor]
 """A rank's part of a whole tensor: a view."""
+
+PACK_BELOW, PACK = 128 << 10, 1 << 20
+"""Bytes of a full tensor below which it is packed with others, and of the largest pack."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,12 @@ class ParamLevels:
             elif not everywhere and level.rank != 0:
                 return None
         return held
+
+    def only_gather(self, everywhere: bool) -> Level | None:
+        """The level whose gather makes a leaf full, if no other has to do anything."""
+        moving = [each for each in self.levels if each.part is not None and each.group is not None]
+        lone = len(moving) == 1 and (everywhere or len(self.levels) == 1)
+        return moving[0] if lone else None
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a whole leaf: a view."""
@@ -176,32 +186,149 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _gather(
     level: Level, rows: torch.Tensor, shape: tuple[int, ...], everywhere: bool
 ) -> torch.Tensor | None:
-    assert level.part is not None
-    assert level.group is not None
-    n = _numel(level, shape)
+    flat = _padded(rows, _numel(level, shape))
+    buffer, work = _start(level, flat, everywhere)
+    if work is not None:
+        work.wait()
+    return None if buffer is None else _arranged(level, buffer, shape)
+
+
+def _padded(rows: torch.Tensor, n: int) -> torch.Tensor:
+    """Rows as a flat tensor of ``n`` elements."""
     flat = rows.reshape(-1)
-    if flat.numel() != n:
-        flat = torch.cat([flat, flat.new_zeros(n - flat.numel())])
+    if flat.numel() == n:
+        return flat
+    return torch.cat([flat, flat.new_zeros(n - flat.numel())])
+
+
+def _start(
+    level: Level, flat: torch.Tensor, everywhere: bool
+) -> tuple[torch.Tensor | None, Work | None]:
+    """Start to gather flat tensors of one size: the buffer [ranks * n], and what to wait for.
+
+    Args:
+        level: its ranks take part.
+        flat: this rank's.
+        everywhere: whether all get it; otherwise the first does, and the buffer of others is
+            ``None``.
+    """
+    assert level.group is not None
     receives = everywhere or level.rank == 0
-    buffer = flat.new_empty(level.size * n if receives else 0)
-    if n:
+    buffer = flat.new_empty(level.size * flat.numel() if receives else 0)
+    work: Work | None = None
+    if flat.numel():
         if everywhere:
-            line = GroupCollectives(level.group, rows.device, asynchronous=False)
+            line = GroupCollectives(level.group, flat.device, asynchronous=False)
             work = line.all_gather(_bytes(buffer), _bytes(flat))
-            if work is not None:
-                work.wait()
         else:
-            pieces = [_bytes(piece) for piece in buffer.split(n)] if receives else None
-            gather_to_first(level.group, pieces, _bytes(flat))
-    if not receives:
-        return None
+            pieces = buffer.split(flat.numel()) if receives else ()
+            received = [_bytes(piece) for piece in pieces] if receives else None
+            gather_to_first(level.group, received, _bytes(flat))
+    return (buffer if receives else None), work
+
+
+def _arranged(level: Level, buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The full tensor of its parts, which follow each other, padded."""
+    assert level.part is not None
     if level.in_order(shape):
         return buffer[: torch.Size(shape).numel()].view(shape)
+    n = buffer.numel() // level.size
     whole = buffer.new_empty(shape)
     for rank in range(level.size):
         part = level.part(whole, rank)
         part.copy_(buffer[rank * n : rank * n + part.numel()].view(part.shape))
     return whole
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A small leaf in a pack.
+
+    Attributes:
+        at: its place among the leaves.
+        level: the only level that gathers it.
+        flat: this rank's elements, padded.
+        shape: of the full tensor.
+    """
+
+    at: int
+    level: Level
+    flat: torch.Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full tensor, padded."""
+        return self.level.size * self.flat.nbytes
+
+
+def _gather_pack(
+    pack: Sequence[_Packed], everywhere: bool
+) -> Iterator[tuple[int, torch.Tensor | None]]:
+    """Gather small leaves of one process group together: their places and full tensors."""
+    level, flats = pack[0].level, [_bytes(each.flat) for each in pack]
+    buffer, work = _start(level, torch.cat(flats), everywhere)
+    if work is not None:
+        work.wait()
+    if buffer is None:
+        return
+    columns = buffer.view(level.size, -1).split([flat.numel() for flat in flats], 1)
+    for each, column in zip(pack, columns, strict=True):
+        own = each.flat.new_empty(level.size * each.flat.numel())
+        _bytes(own).view(level.size, -1).copy_(column)
+        yield each.at, _arranged(each.level, own, each.shape)
+
+
+def gather_leaves(
+    leaves: Sequence[tuple[ParamLevels, torch.Tensor]], everywhere: bool
+) -> list[torch.Tensor | None]:
+    """The full tensors of many leaves: what `ParamLevels.gather` returns for each.
+
+    Small ones are packed together. Large ones that need no copy on this rank run together. The
+    memory is that of the full tensors, one pack for each process group, and the copies of one leaf.
+
+    Args:
+        leaves: as the arguments of `ParamLevels.gather`, in one order on all ranks.
+        everywhere: whether all ranks get them, or only the first.
+    """
+    found: list[torch.Tensor | None] = [None] * len(leaves)
+    packs: dict[tuple[ProcessGroup, torch.device], list[_Packed]] = {}
+    works: list[Work] = []
+
+    def unpack(pack: list[_Packed]) -> None:
+        for at, whole in _gather_pack(pack, everywhere):
+            found[at] = whole
+        pack.clear()
+
+    for at, (levels, rows) in enumerate(leaves):
+        level, shape = levels.only_gather(everywhere), levels.whole_shape(rows)
+        if level is None or level.group is None or len(leaves) == 1:
+            found[at] = levels.gather(rows, everywhere)
+            continue
+        n = _numel(level, shape)
+        if level.size * n * rows.itemsize < PACK_BELOW:
+            pack = packs.setdefault((level.group, levels.device), [])
+            small = _Packed(at, level, _padded(rows.to(levels.device), n), shape)
+            if sum(each.nbytes for each in pack) + small.nbytes > PACK:
+                unpack(pack)
+            pack.append(small)
+        elif everywhere and rows.numel() == n and _is_sendable(rows, levels, level.in_order(shape)):
+            buffer, work = _start(level, rows.view(-1), everywhere)
+            assert buffer is not None
+            found[at] = _arranged(level, buffer, shape)
+            works += [] if work is None else [work]
+        else:
+            found[at] = levels.gather(rows, everywhere)
+    for pack in packs.values():
+        unpack(pack)
+    for work in works:
+        work.wait()
+    return found
+
+
+def _is_sendable(rows: torch.Tensor, levels: ParamLevels, in_order: bool) -> bool:
+    """Whether a leaf needs no copy, neither before nor after its gather."""
+    return in_order and rows.device == levels.device and rows.is_contiguous()
 
 
 def _scatter(
@@ -381,7 +508,6 @@ def _inner(tensor: torch.Tensor) -> list[str]:
 # ---- whole tensors and rows of a parameter, or of what is shaped like it
 
 
-@torch.no_grad()
 def made_whole(param: ShardedParam, rows: torch.Tensor, everywhere: bool) -> torch.Tensor | None:
     """The full tensor from all ranks' rows, in new memory; ``None`` on ranks that do not get it.
 
@@ -390,15 +516,30 @@ def made_whole(param: ShardedParam, rows: torch.Tensor, everywhere: bool) -> tor
         rows: this rank's, of the parameter or of an optimizer's state: a local tensor.
         everywhere: whether all ranks get it, or only the first.
     """
-    levels = levels_of(param)
-    own = leaves_of(rows)
-    moved = [levels.gather(param.laid_out(leaf), everywhere) for leaf in own]
-    leaves = [param.as_seen(leaf) for leaf in moved if leaf is not None]
-    if len(leaves) < len(own):
-        return None
-    shared = {leaf.untyped_storage()._cdata for leaf in own}
-    leaves = [x.clone() if x.untyped_storage()._cdata in shared else x for x in leaves]
-    return rebuilt(rows, leaves, levels.shape)
+    return made_whole_together([(param, rows)], everywhere)[0]
+
+
+@torch.no_grad()
+def made_whole_together(
+    given: Sequence[tuple[ShardedParam, torch.Tensor]], everywhere: bool
+) -> list[torch.Tensor | None]:
+    """The results of `made_whole` for many, in fewer collectives (`gather_leaves`)."""
+    levels = [levels_of(param) for param, _ in given]
+    sources = [leaves_of(rows) for _, rows in given]
+    laid_out = [
+        (each, param.laid_out(leaf))
+        for each, (param, _), leaves in zip(levels, given, sources, strict=True)
+        for leaf in leaves
+    ]
+    moved = iter(gather_leaves(laid_out, everywhere))
+    found: list[torch.Tensor | None] = []
+    for each, (param, rows), leaves in zip(levels, given, sources, strict=True):
+        wholes = [param.as_seen(leaf) for _ in leaves if (leaf := next(moved)) is not None]
+        shared = {leaf.untyped_storage()._cdata for leaf in leaves}
+        wholes = [x.clone() if x.untyped_storage()._cdata in shared else x for x in wholes]
+        there = len(wholes) == len(leaves)
+        found.append(rebuilt(rows, wholes, each.shape) if there else None)
+    return found
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
     python, built_in = called(step)        # calls, by the function's name
     operators(step)["aten.copy_.default"]  # operators that torch dispatches
+    collectives(step)["all_gather"]        # collectives of all process groups
     copied_bytes(step).total()             # what fsdp2's own copies and casts read and write
 
 Counts are the same on every machine, so a test can compare them. Run a step twice before you count
@@ -20,6 +21,7 @@ from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -88,6 +90,34 @@ def called(run: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
         if collects:
             gc.enable()
     return python, built_in
+
+
+_COLLECTIVES = {
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+}
+"""Names in `collectives`, by a part of the names of c10d's operators."""
+
+
+def collectives(run: Callable[[], object]) -> Counter[str]:
+    """The collectives that ``run`` calls on this rank, by kind.
+
+    They are counted where c10d dispatches them, whatever called them, on whatever thread. A
+    coalesced collective is one.
+
+    Returns:
+        Counts of "all_gather", "reduce_scatter" and "all_reduce"; of others by the name of c10d's
+        operator.
+    """
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        run()
+    names = [event.name for event in profiled.events() or ()]
+    found: Counter[str] = Counter()
+    for name in (name.removeprefix("c10d::") for name in names if name.startswith("c10d::")):
+        kind = (known for part, known in _COLLECTIVES.items() if part in name)
+        found[next(kind, name.strip("_"))] += 1
+    return found
 
 
 COPIES = ("copy", "copy_many", "copy_strided", "split_copy", "chunk_cat", "to_host")

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fsdp2
 from fsdp2 import deferred, full_parameters, gathered, load_from_rank0, sync_module_states
+from fsdp2.testing.counting import collectives
 from tests.common import meshes, models, parity
 from tests.common.errors import raises
 from tests.common.tensors import Quantized
@@ -126,6 +128,49 @@ def test_streamed() -> None:
             assert given == {}
         next(iter(full_parameters(model)))[1].zero_()
         check(model, whole_of(plain), "copies")
+
+
+@ranks(1, 2, 4)
+@pytest.mark.parametrize(
+    ("pack_below", "pack"),
+    [(0, 0), (512, 1024), (1 << 20, 1 << 20)],
+    ids=["none is packed", "several packs", "one pack"],
+)
+def test_gathered_together(pack_below: int, pack: int) -> None:
+    """Packed or not, the values are the same, and each tensor has its own memory."""
+    sizes = {"PACK_BELOW": pack_below, "PACK": pack}
+    with mock.patch.multiple("fsdp2.full.unsharding", **sizes):
+        for way, sharded in _ways().items():
+            model, plain = sharded(build()), build()
+            named = {name: param.detach() for name, param in plain.named_parameters()}
+            found = _in_order(full_parameters(model), named)
+            parity.assert_equal(found, named, way)
+            assert len({x.untyped_storage().data_ptr() for x in found.values()}) == len(found)
+            given = dict(full_parameters(model, rank0_only=True))
+            if _is_first():
+                parity.assert_equal(_in_order(given.items(), named), named, "on the first rank")
+            with gathered(model):
+                parity.assert_equal(dict(model.named_parameters()), named, "gathered")
+
+
+@ranks(2)
+def test_small_parameters_of_a_unit_travel_together() -> None:
+    """Weights and biases of three units, and in `gathered` of all of them.
+
+    Ranks also exchange a few numbers: at the start, before each unit, and at the end.
+    """
+    model = parity.shard(parity.OURS, models.OddMLP((8, 5, 8)))
+
+    def stream(rank0_only: bool) -> None:
+        dict(full_parameters(model, rank0_only=rank0_only))
+
+    def hold() -> None:
+        with gathered(model, writeback=False):
+            pass
+
+    assert collectives(partial(stream, False)) == {"all_gather": 3 + 5}
+    assert collectives(partial(stream, True)) == {"gather": 3, "all_gather": 5}
+    assert collectives(hold) == {"all_gather": 1 + 1}
 
 
 @ranks(2)
