@@ -677,12 +677,14 @@ def test_a_write_between_any_two_uses(keeps: str) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("which", ["", "offloaded", "mixed", "replicas", "inference"])
+@pytest.mark.parametrize("which", ["", "offloaded", "mixed", "replicas", "inference", "compiled"])
 def test_what_no_one_has_written_is_gathered_once(which: str) -> None:
     model, _ = _of(which) if which in ("offloaded", "mixed", "replicas") else _pair()
     model.set_reshard_after_forward(False)
     for module in models.units(model):
         module.set_reshard_after_forward(False)
+    for layer in model.layers if which == "compiled" else ():
+        layer.compile(backend="eager")
     _train(model)
     gathers = _counting(model)
     with torch.inference_mode() if which == "inference" else torch.no_grad():
