@@ -1086,6 +1086,7 @@ class FSDPModule(TorchIdentity):
         if zeroed.functions:
             zeroed(units)
 
+    @torch.inference_mode(False)  # an optimizer writes the shards later
     def _apply(self, *args: object, **kwargs: object) -> object:
         """`.to()`, `.cuda()`, `.to_empty()` …: on the sharded parameters."""
         self.reshard()

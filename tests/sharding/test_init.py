@@ -623,3 +623,41 @@ def test_a_unit_that_is_removed_is_forgotten() -> None:
     with parity.CountCollectives() as counted:
         model(x)
     assert counted.all_gathers == 2
+
+
+@ranks(2)
+@each_once(
+    build=["in inference mode", "outside"],
+    then=["trained", "cast", "given a parameter"],
+)
+def test_sharded_in_inference_mode(build: str, then: str) -> None:
+    """Shards are none of its tensors: an optimizer writes them."""
+
+    def made(module: Any, shard: bool) -> Any:
+        with torch.inference_mode(shard and build == "in inference mode"):
+            model = models.seeded(module)
+        with torch.inference_mode(shard):
+            if shard:
+                fully_shard(model[0], mesh=parity.world_mesh())
+                fully_shard(model, mesh=parity.world_mesh())
+            model.double() if then == "cast" else None
+            if then == "given a parameter":
+                model.bias = nn.Parameter(torch.ones(models.DIM))
+                model.shard_new_parameters() if shard else None
+            model(torch.ones(2, models.DIM, dtype=model[0].weight.dtype))
+        return model
+
+    def build_two() -> Any:
+        return nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
+
+    pair = [made(build_two, shard) for shard in (False, True)]
+    for model in pair:
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        for _ in range(2):
+            x = torch.ones(2, models.DIM, dtype=model[0].weight.dtype)
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    plain, sharded = pair
+    found = parity.full_params(sharded)
+    parity.assert_close(found, dict(plain.named_parameters()), parity.FP32)

@@ -352,6 +352,27 @@ def test_what_is_said_once_stays_as_it_is() -> None:
     assert str(error.value).count("(torch: ") == 1
 
 
+@pytest.mark.parametrize("when", ["at once", "after a step", "after an evaluation"])
+@pytest.mark.parametrize("call", ["embed", "forward"])
+def test_a_module_of_the_roots_unit_called_on_its_own(call: str, when: str) -> None:
+    """While a forward of the root runs, such a module has no hook."""
+    model, hooks = build(), []
+    model.embed.register_forward_pre_hook(
+        lambda module, _: hooks.append(len(module._forward_hooks))
+    )
+    if when == "after a step":
+        step(model)
+    elif when == "after an evaluation":
+        with torch.no_grad():
+            model(TOKENS)
+    assert not any(hooks)
+    with raises("used-outside") as error, torch.no_grad():
+        getattr(model, call)(TOKENS)
+    assert str(error.value).startswith("parameter 'embed.weight' was used")
+    step(model)
+    assert not hooks[-1]
+
+
 def test_methods_that_were_registered() -> None:
     model = build()
     fsdp2.register_fsdp_forward_method(model, "encode")

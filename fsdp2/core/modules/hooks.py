@@ -12,6 +12,9 @@ that call itself: autograd calls it directly.
 
 If no input requires grad, there is no such node; the end of the whole backward, a callback that the
 first `enter_backward` queues, finishes such units.
+
+Other modules with parameters of a root's own unit have a hook only between its forwards. It
+explains the exception of a module that is called on its own, where its parameters are sharded.
 """
 
 from __future__ import annotations
@@ -52,20 +55,24 @@ from fsdp2.core.modules.registry import (
     Arguments,
     Kwargs,
     UnitRecord,
+    record_of,
     record_of_unit,
     records_below,
 )
 from fsdp2.core.modules.roots import served_with, start
-from fsdp2.core.modules.ties import take_up
+from fsdp2.core.modules.ties import owners_of, take_up
 from fsdp2.core.params.param import GATHERED, ModuleEntries
 from fsdp2.core.schedule.graphs import GRAPHS
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.retrace import next_node, running_node
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.unit import BACKWARD, FORWARD, REDUCED, Unit, enlist
+from fsdp2.core.schedule.unit import BACKWARD, FORWARD, REDUCED, Unit, all_units, enlist
 
 SEEN = "_fsdp2_seen"
 """Attribute of a gathered parameter that has a hook for backwards which reach no unit's output."""
+
+OUTSIDE = "_fsdp2_outside"
+"""The key of `_explain_outside` in a module's forward hooks."""
 
 _in_backward: Callable[[], int] = torch._C._current_graph_task_id
 _OUTSIDE = -1
@@ -106,6 +113,7 @@ class UnitHooks(UnitRecord):
         "_is_list",
         "_leave_backward",
         "_output_dtype",
+        "_outside",
         "_registrations",
         "_returned_parameter",
         "_starts",
@@ -132,12 +140,16 @@ class UnitHooks(UnitRecord):
         self._starts = False  # whether this forward has just looked for all units
         self._still_to_run: set[int] = set()  # of a list: ids of modules that have not run yet
         self._returned_parameter = False  # of a list: whether one that has run returned one
+        self._outside: list[Any] = []  # forward hooks of modules that `_explain_outside` watches
         # What autograd calls with the gradient of an input; `serve` says whose.
         self._leave_backward: functools.partial[None] = functools.partial(Scheduler.exit_backward)
         for module in modules:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward, always_call=True)
         enlist(unit)
+        self._watch_outside(is_root=True)  # until one around it is known
+        for hooks in self._outside:
+            hooks[OUTSIDE] = _explain_outside
 
     def __del__(self) -> None:
         # Units that prefetch each other are a cycle.
@@ -150,6 +162,7 @@ class UnitHooks(UnitRecord):
     def serve(self, scheduler: Scheduler) -> None:
         """Let ``scheduler`` serve the unit from now on: in graphs that are there already, too."""
         self.scheduler = scheduler
+        self._watch_outside(is_root=False)
         leave = uncompiled(Scheduler.exit_backward)
         # In place, for the tensors that hold it.
         self._leave_backward.__setstate__((leave, (scheduler, self.unit), {}, None))  # type: ignore[attr-defined]  # not in typeshed
@@ -228,6 +241,8 @@ class UnitHooks(UnitRecord):
         """A forward begins that is not inside of another; its inputs are moved to the device."""
         if scheduler.is_running or scheduler.iteration.failed:
             scheduler.reset()
+        for hooks in self._outside:
+            hooks.pop(OUTSIDE, None)
         first = self._first_group
         if self._registrations != Registrations.count or (first and not is_registered(first)):
             scheduler = self._check_registrations(scheduler)
@@ -268,8 +283,20 @@ class UnitHooks(UnitRecord):
         self._first_group = groups[0] if groups else None
         for group in groups:
             put_back(group)
+        self._watch_outside(self.unit.is_root)
         self._registrations = Registrations.count
         return scheduler
+
+    def _watch_outside(self, is_root: bool) -> None:
+        """Find the modules that `_explain_outside` watches between forwards of a root."""
+        for hooks in self._outside:
+            hooks.pop(OUTSIDE, None)
+        self._outside = []
+        owners = {module for group in self.unit.own_groups for module in owners_of(group)}
+        for module in owners if is_root and not self._is_list else ():
+            if record_of(module) is None:
+                module._forward_hooks_always_called[OUTSIDE] = True  # type: ignore[index]  # torch numbers them
+                self._outside.append(module._forward_hooks)
 
     def _cast_inputs(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if self._cast_to is None:
@@ -304,6 +331,8 @@ class UnitHooks(UnitRecord):
             self._exit_forward(scheduler, module, keep)
         else:
             scheduler.exit_forward(self.unit, keep)
+        for hooks in self._outside:
+            hooks[OUTSIDE] = _explain_outside
         dtype = self._output_dtype
         return output if dtype is None else cast(output, dtype)
 
@@ -522,6 +551,14 @@ class UnitHooks(UnitRecord):
         scheduler = self.scheduler
         assert scheduler is not None
         scheduler.end_backward()
+
+
+@uncompiled
+def _explain_outside(module: nn.Module, args: Args, output: object) -> None:
+    """A forward hook that torch always calls; see the top of this module."""
+    failure = failure_of(module) if output is None else None
+    if failure is not None:
+        failures.in_forward(failure, all_units())
 
 
 def _requires_grad(value: object) -> TypeGuard[torch.Tensor]:

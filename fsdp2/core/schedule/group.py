@@ -297,6 +297,7 @@ class ParamGroup:
         self._require_sharded("adopt")
         self._move_to(self._plan(shapes_of(self.params, self.options)))
 
+    @torch.inference_mode(False)  # an optimizer writes the shards later
     def _move_to(self, layout: GroupLayout) -> None:
         self.rebind()
         self.layout = None  # until all have moved: where this is interrupted, all move again
