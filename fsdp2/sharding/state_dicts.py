@@ -83,15 +83,18 @@ class _OutsideInference(threading.local):
     """
 
     def __init__(self) -> None:
-        self._left: list[torch.inference_mode] = []
+        self._left: list[torch.inference_mode | None] = []
 
     def enter(self) -> None:
-        mode = torch.inference_mode(False)
-        mode.__enter__()
+        mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if mode is not None:
+            mode.__enter__()
         self._left.append(mode)
 
     def leave(self) -> None:
-        self._left.pop().__exit__(None, None, None)
+        mode = self._left.pop()
+        if mode is not None:
+            mode.__exit__(None, None, None)
 
 
 def _is_in_use(group: ParamGroup) -> bool:
@@ -128,7 +131,9 @@ class _Shown:
         """
         for name, param in self._places_of(module):
             value = state.get(prefix + name)
-            if any(value is form for form in param.forms()):  # with keep_vars=True
+            if value is None or value is param.sharded:
+                continue
+            if value is param.unsharded or value is param.smaller:  # with keep_vars=True
                 state[prefix + name] = param.sharded
             elif isinstance(value, torch.Tensor) and self._is_gathered(value, param, module, name):
                 state[prefix + name] = param.sharded.detach()
@@ -160,7 +165,8 @@ class _Shown:
 
 
 def _is_placed_alike(spec: DTensorSpec, other: DTensorSpec) -> bool:
-    return spec.mesh == other.mesh and spec.placements == other.placements
+    same = spec.mesh is other.mesh or spec.mesh == other.mesh
+    return same and spec.placements == other.placements
 
 
 def _shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
