@@ -15,8 +15,8 @@ from benchmarks.files import ROOT
 pytestmark = pytest.mark.extended
 
 SMALL = {"dim": 32, "layers": 2, "ffn": 48, "vocab": 32, "batch": 1, "seq": 8}
-PENDING = ("evaluation", "generation", "accumulation, `set_reshard_after_backward(False)`")
-"""Rows in which fsdp2 gathers units that torch's FSDP2 keeps: expected failures."""
+QUESTIONS = {"evaluation": users.BATCHES, "generation": users.TOKENS, "accumulation": 2}
+"""Forwards of a row that may begin with one small all-reduce: whether shards were written."""
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +32,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", users.ROWS)
 def test_no_row_has_more_collectives_than_torchs(name: str, results: dict[str, Any]) -> None:
-    counts = results["rows"][name]["collectives"]
-    above = {
-        kind: (count, counts["torch"].get(kind, 0))
-        for kind, count in counts["fsdp2"].items()
-        if kind in users.KINDS and count > counts["torch"].get(kind, 0)
-    }
-    if above and name.startswith(PENDING):
-        pytest.xfail(f"{above}")
-    assert above == {}
+    ours, theirs = (results["rows"][name]["collectives"][api] for api in ("fsdp2", "torch"))
+    for kind in ("all_gather", "reduce_scatter"):
+        assert ours.get(kind, 0) <= theirs.get(kind, 0), kind
+    questions = max((n for row, n in QUESTIONS.items() if name.startswith(row)), default=0)
+    assert sum(ours.values()) <= sum(theirs.values()) + questions
 
 
 def test_rows_have_what_their_names_say(results: dict[str, Any]) -> None:

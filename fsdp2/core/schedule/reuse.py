@@ -111,8 +111,7 @@ class Reuse:
             return False
         if retained is not None and retained.fingerprint is not None:
             return retained.recorded
-        asked_for = unit is not None and unit.reshard_after_forward is not None
-        return asked_for or (unit is not None and not unit.reshard_after_backward)
+        return group.is_retained or (unit is not None and unit.reshard_after_forward is not None)
 
     def _held(self) -> dict[ParamGroup, Unit | None]:
         """The groups that something was gathered for, except by the user; ``None``: only rows."""
