@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.core.config import Wire
 from fsdp2.core.gather.coded import CODED as GATHERS
@@ -43,8 +44,9 @@ class GroupReport:
         copied_bytes: bytes of packed parameters that each rank copies into their slots after an
             all-gather. A reduction copies as many elements before its collective, in its dtype.
         transport: how it is gathered: "coalesced", "packed", "coded", "local", "extension" (tensor
-            subclasses with all-gather hooks, whose bytes are not counted), or several joined with
-            "+"; "whole" for parameters that are replicated on every rank: nothing is gathered.
+            subclasses with all-gather hooks; their bytes are those of the tensors of a shard, which
+            hooks may send in another dtype), or several joined with "+"; "whole" for parameters
+            that are replicated on every rank: nothing is gathered.
         dims: shard dims of the parameters that are not sharded only on dim 0, by their name in the
             model; ``shard_placement_fn`` chose them, or dim 0 would have padded too much.
         window: how many units are prefetched while one computes; one number for all units below a
@@ -263,8 +265,10 @@ def _report(
     dims = group.params[0].axes.dims
     ranks = layout.world_size
     trained = {i for i, param in enumerate(group.params) if param.sharded.requires_grad}
-    gathered = kept = reused = 0
+    kept = reused = 0
     packed = {}
+    extended = sum(_nbytes(param.local) for param in group.params if param.is_extended)
+    gathered = extended * ranks
     for segment in layout.segments:
         gathered += _row_bytes(group, segment) * ranks
         if _stays(group, segment):
@@ -282,8 +286,8 @@ def _report(
         name=name,
         num_params=len(group.params),
         numel=sum(slot.numel for slot in layout.slots),
-        shard_bytes=masters.shard_bytes,
-        unsharded_bytes=layout.gathered_bytes,
+        shard_bytes=masters.shard_bytes + extended,
+        unsharded_bytes=layout.gathered_bytes + extended * ranks,
         padding_bytes=masters.padding_bytes,
         copied_bytes=layout.copied_bytes,
         transport=WHOLE if is_whole(group) else layout.transports,
@@ -309,6 +313,13 @@ def _report(
         kept_bytes=kept,
         reused_bytes=reused,
     )
+
+
+def _nbytes(local: torch.Tensor) -> int:
+    """Bytes of the plain tensors that it wraps, or its own."""
+    if not is_traceable_wrapper_subclass(local):
+        return local.nbytes
+    return sum(_nbytes(getattr(local, name)) for name in local.__tensor_flatten__()[0])
 
 
 def _gather_format(wire: Wire) -> str | None:

@@ -49,6 +49,8 @@ from fsdp2.checkpoint.state import (
     States,
     as_list,
     as_module,
+    as_states,
+    check_step,
     first_of,
     is_whole,
     read_below,
@@ -170,11 +172,11 @@ def load(
         buffers,
         cast,
         names is None,
-        sorted(states or {}),
+        sorted(map(str, states)) if isinstance(states, Mapping) else [],
         list(transforms or {}),
     )
     told = call.together(
-        lambda: _told(call, folder, model, optimizer, step, fallback, verify, options)
+        lambda: _told(call, folder, model, optimizer, step, fallback, verify, states, options)
     )
     if any(asked != told[0][0] for asked, _, _ in told):
         raise coded(
@@ -194,7 +196,7 @@ def load(
         buffers,
         cast,
         Transforms(transforms or {}, names or (lambda name: name)),
-        states or {},
+        as_states(states),
     )
     job = _Load(store_of(told[call.rank][2]), manifest, wanted)
     left = Differences.over_ranks(call.together(job.compare))
@@ -268,12 +270,16 @@ def _told(
     step: int | None,
     fallback: bool,
     verify: bool,
+    states: States | None,
     options: tuple[object, ...],
 ) -> tuple[tuple[object, ...], Manifest | None, PathLike]:
     """The facts on which ranks must agree, rank 0's manifest, and this rank's folder."""
     place, step = _place_of(folder, step)
     store = store_of(place)
-    as_module(model)  # which raises on all ranks
+    as_module(model)  # which raises on all ranks, as do these
+    as_states(states)
+    if step is not None:
+        check_step("load", step)
     asked = (str(store), step, fallback, verify, *options, len(as_list(optimizer)))
     if not call.is_first:
         return asked, None, place

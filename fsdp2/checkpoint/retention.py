@@ -100,15 +100,23 @@ class Stay:
         self.model = model
         self.asked = asked
         self.keep = Keep(asked) if isinstance(asked, int) else asked
-        found = None if metric is None else float(metric)
-        self.metric = found if found is not None and math.isfinite(found) else None
+        self.metric = metric
 
     def check(self) -> None:
         """Raise unless `keep` is a number of steps, a `Keep` of such, or ``None``.
 
         Raises:
-            CheckpointError: it is not.
+            CheckpointError: it is something else, or the metric is of another type.
         """
+        try:
+            found = None if self.metric is None else float(self.metric)
+        except (TypeError, ValueError):
+            raise coded(
+                CheckpointError,
+                "ckpt-metric",
+                f"save(metric=…) takes a number or None, not {self.metric!r}",
+            ) from None
+        self.metric = found if found is not None and math.isfinite(found) else None
         keep = self.keep
         if keep is None:
             return

@@ -46,7 +46,6 @@ from torch.distributed.tensor import DTensor
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.consensus import Call, Outcome
 from fsdp2.checkpoint.folder import (
-    Json,
     Manifest,
     store_of,
 )
@@ -62,6 +61,8 @@ from fsdp2.checkpoint.state import (
     States,
     as_list,
     as_module,
+    as_states,
+    check_step,
     first_of,
     state_of,
 )
@@ -164,7 +165,7 @@ def save(
             rng,
             buffers,
             trainable,
-            states or {},
+            as_states(states),
             job.rank,
         )
     )
@@ -244,7 +245,7 @@ def async_save(
             rng,
             buffers,
             trainable,
-            states or {},
+            as_states(states),
             job.rank,
         )
     )
@@ -553,8 +554,7 @@ class _Save:
         self._stay = stay
         self._taken: Outcome[None] = Outcome()
         self._cause: Exception | None = None
-        self._content: Json = None
-        self._shared: tuple[object, ...] = ()
+        self._extra: Packed
         self._stepped: Stepped | None = None
         self._planner = DefaultSavePlanner()
         self._state: Nested = {}
@@ -581,11 +581,11 @@ class _Save:
         self._taken, self._cause = self._call.attempt(lambda: self._take(asked()))
 
     def _take(self, asked: Asked) -> None:
-        _check(self._step)
+        check_step("save", self._step)
         self._stay.check()
         self._store = store_of(self._folder)
         extra, own = _packed("extra", asked.extra), _packed("rank_extra", asked.rank_extra)
-        self._content, self._shared = extra.content, tuple(extra.shared)
+        self._extra = extra
         state = state_of(asked)
         if asked.optimizers:
             self._stepped = _stepped_by(state["optimizer"]["param_groups"])
@@ -698,7 +698,7 @@ class _Save:
 
     def _attempt(self) -> _Written:
         """Write this rank's file, or say that there is no plan."""
-        facts = (str(self._store), self._step, self._stay.keep, self._shared)
+        facts = (str(self._store), self._step, self._stay.keep, tuple(self._extra.shared))
         self._begin()
         tried = self._tried
         if self._local or self._plan is None or tried is None:
@@ -782,7 +782,7 @@ class _Save:
             step=self._step,
             ranks=len(told),
             files={inside + name: fact for name, fact in sorted(listed.items())},
-            extra=self._content,
+            extra=self._extra.content,
             has_optimizer=self._stepped is not None,
             torch=torch.__version__,
             metric=self._stay.metric,
@@ -860,15 +860,6 @@ def _is_of_a_value(item: WriteItem, paths: Mapping[str, tuple[Any, ...]]) -> boo
     path = paths[item.index.fqn]
     inside = {"model": 2, "optimizer": 3 if path[1] == "param_groups" else 4, "values": 0}
     return len(path) > inside.get(path[0], len(path))
-
-
-def _check(step: int) -> None:
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise coded(
-            CheckpointError,
-            "ckpt-step",
-            f"save(step=…) takes an integer from 0, not {step!r}",
-        )
 
 
 def _packed(argument: str, value: Value) -> Packed:

@@ -144,6 +144,39 @@ def as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
     return found
 
 
+def as_states(states: object) -> States:
+    """States by name, each of tensors by name; none for ``None``.
+
+    Raises:
+        CheckpointError: they are something else.
+    """
+    given = {} if states is None else states
+    if not isinstance(given, Mapping) or not all(
+        isinstance(name, str)
+        and isinstance(held, Mapping)
+        and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in held.items())
+        for name, held in given.items()
+    ):
+        raise coded(
+            CheckpointError,
+            "ckpt-states",
+            f"checkpoints take states as a dict of dicts of tensors, all by name, not "
+            f"{_shown(given)}; pass for example states=dict(ema=averages), and other values in "
+            f"extra",
+        )
+    return given
+
+
+def check_step(caller: str, step: object) -> None:
+    """Raise a `CheckpointError` unless ``step`` is the number of one."""
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise coded(
+            CheckpointError,
+            "ckpt-step",
+            f"{caller}(step=…) takes an integer from 0, not {step!r}",
+        )
+
+
 def _shown(given: object) -> str:
     if isinstance(given, (Mapping, list, tuple)):
         return f"a {type(given).__qualname__} of {sorted(map(str, given))}"

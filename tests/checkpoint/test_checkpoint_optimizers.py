@@ -351,6 +351,16 @@ def test_wrong_arguments(tmp_path: Path) -> None:
             checkpoint.save(tmp_path, model, given, step=1)
         with raises("ckpt-optimizers"):
             checkpoint.load(tmp_path, model, given)
+    tensor = torch.ones(2)
+    for states in (tensor, {"x": tensor}, {"x": {"y": 1}}, {1: {"y": tensor}}, "ema", [model]):
+        with raises("ckpt-states"):
+            checkpoint.save(tmp_path, model, step=1, states=states)
+        with raises("ckpt-states"):
+            checkpoint.load(tmp_path, model, states=states)
     with raises("ckpt-two-optimizers"):
         checkpoint.save(tmp_path, model, [optimizer, optimizer], step=1)
+    with raises("ckpt-metric"):
+        checkpoint.save(tmp_path, model, step=1, metric="best")
+    with raises("ckpt-step"):
+        checkpoint.load(tmp_path, model, step="1")
     assert checkpoint.steps(tmp_path) == []

@@ -74,6 +74,9 @@ def test_every_help_is_there_without_torch() -> None:
         (["doctor", "--ranks", "0"], "takes a whole number of at least 1, not '0'"),
         (["examples", "nope"], "invalid choice: 'nope'"),
         (["run"], "name a script, or -m and a module; see fsdp2 run --help"),
+        (["run", "/no/such.py"], "fsdp2 run: there is no script '/no/such.py'; name a script"),
+        (["run", str(Path(__file__).parent)], "there is no script"),
+        (["run", "-m", "no.such"], "fsdp2 run: there is no module 'no.such' that can be run"),
     ],
 )
 def test_wrong_usage_is_one_sentence(
@@ -86,6 +89,16 @@ def test_wrong_usage_is_one_sentence(
     assert printed.out == ""
     assert said in printed.err
     assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["fsdp2.nope", "fsdp2.core"])
+def test_a_module_that_cannot_be_run_is_one_sentence(name: str) -> None:
+    """In a process of its own: names are installed before packages are imported."""
+    given = [sys.executable, "-m", "fsdp2.run", "-m", name]
+    ended = subprocess.run(given, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert f"fsdp2 run: there is no module '{name}' that can be run; name" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import fsdp2
 from fsdp2.core.gather import extension
 from fsdp2.core.gather.extension import check_hooks
 from fsdp2.core.layout.layout import Cut, ParamShape, Transport, build_layout
 from fsdp2.record.notes import operations
+from fsdp2.testing.null_group import init_null_group
 from fsdp2.testing.parameters import VirtualParam
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import (
@@ -21,12 +25,28 @@ from fsdp2.testing.virtual import (
     VirtualTransient,
     _Counted,
 )
+from tests.common import tensors
 
 pytestmark = pytest.mark.alone
 
 F32, BF16, I8 = torch.float32, torch.bfloat16, torch.int8
 
 # ---- layout
+
+
+def test_their_bytes_are_reported() -> None:
+    """Of the tensors that a shard wraps; other numbers are those of the rest."""
+    found = []
+    for extended in (True, False):
+        init_null_group(4)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False))
+        model = fsdp2.fully_shard(tensors.extend(model, tensors.Aliased) if extended else model)
+        (group,) = fsdp2.report(model).groups
+        found.append(
+            (group.shard_bytes, group.unsharded_bytes, group.gathered_bytes, group.gathers)
+        )
+        dist.destroy_process_group()
+    assert found[0] == found[1] == (64, 256, 256, 1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

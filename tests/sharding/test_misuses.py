@@ -22,6 +22,7 @@ import torch.distributed.fsdp as torchs
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import fsdp2
@@ -62,6 +63,7 @@ def misuse(entry: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
 
 BEFORE_ANY_COLLECTIVE = {
     "added-parameter",
+    "in-backward-optimizers",
     "list-has-no-root",
     "made-of-sharded",
     "manual-below",
@@ -1054,6 +1056,13 @@ def _() -> None:
 @misuse("symmetric-needs-nccl")
 def _() -> None:
     sharded().set_symm_mem_for_comm()
+
+
+@misuse("in-backward-optimizers")
+def _() -> None:
+    model = sharded()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    model(x())
 
 
 @misuse("several-meshes")

@@ -442,6 +442,15 @@ class ParamGroup:
         if not self.stale:
             return
         self._require_sharded("bind")
+        for param in self.params:
+            if hasattr(param.sharded, "_in_backward_optimizers"):
+                raise coded(
+                    ShardingStateError,
+                    "in-backward-optimizers",
+                    f"parameter '{param.name}' has optimizers of _apply_optimizer_in_backward, "
+                    f"which hooks into a node of autograd that no backward of a sharded parameter "
+                    f"runs; pass them to its register_post_accumulate_grad_hook after fully_shard",
+                )
         meet(self.collectives.group, self.device, self.name)
         for others in (self.replicas, self.between):
             if others is not None:
