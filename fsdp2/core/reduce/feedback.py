@@ -7,6 +7,9 @@ A rank has a residual for each rank to which it sends: [ranks, n], padded and in
 gradients. This is an unsharded gradient of the unit, on each rank. It is therefore kept in bf16,
 which has the range of fp32 and loses 1/512 of the residual.
 
+Padding after the last member has no residual. A rotation spreads errors into it, but it belongs to
+no parameter, and thus to no checkpoint.
+
 The residual of a block that is not finite becomes zero, because the message has already reported
 it. A residual is sent with or without gradients: if no rank had a gradient, it is dropped with
 them.
@@ -58,7 +61,7 @@ class Feedback:
         places: as they were given.
     """
 
-    __slots__ = ("_codec", "_kernels", "_residual", "_torn", "_width", "places", "units")
+    __slots__ = ("_codec", "_kernels", "_own", "_residual", "_torn", "_width", "places", "units")
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class Feedback:
         self.units = units
         self.places = tuple(places)
         self._residual: Tensor | None = None
+        self._own: Tensor | None = None  # the columns of members
         self._torn = False  # while it is neither the old one nor the new one
 
     @property
@@ -89,9 +93,14 @@ class Feedback:
         if self._residual is None or self._torn:
             shape = (self.units.ranks, self._width)
             with torch.inference_mode(False):
-                self._residual = self._kernels.zeros(shape, DTYPE, "residuals")
+                self._hold(self._kernels.zeros(shape, DTYPE, "residuals"))
             self._torn = False
+        assert self._residual is not None
         return self._residual
+
+    def _hold(self, residual: Tensor) -> None:
+        end = max(start + numel for start, numel in self.places)
+        self._residual, self._own = residual, residual.narrow(1, 0, end)
 
     def take_over(self, members: Sequence[object], former: Sequence[Fed]) -> None:
         """Take over the residuals of earlier reductions for the same members.
@@ -103,7 +112,7 @@ class Feedback:
         there = [(m, old) for m, old in former if not old.is_zero and old.units == self.units]
         for others, old in there:
             if (old.places, old._width) == (self.places, self._width) and [*members] == [*others]:
-                self._residual = old._residual
+                self._hold(old.hold())
                 return
         known = {
             id(member): column
@@ -122,19 +131,20 @@ class Feedback:
             message: [ranks, bytes], to be sent.
             rows: [ranks, n], the gradients; afterwards, the rounding errors.
         """
-        residual, transform = self._residual, self._kernels.transform
+        residual, own, transform = self._residual, self._own, self._kernels.transform
         assert residual is not None
+        assert own is not None
         self._kernels.add_many([rows], [residual])
         transform(self._codec.encode, message, rows)
         transform(self._codec.take_off, rows, message)
         self._torn = True
-        transform(keep_finite, residual, rows)
+        transform(keep_finite, own, rows)
         self._torn = False
 
 
 def keep_finite(residual: Tensor, rest: Tensor) -> None:
-    """Keep the rounding errors; 0 for those that are not finite."""
-    residual.copy_(rest).nan_to_num_(0.0, 0.0, 0.0)
+    """Keep the rounding errors of as many columns; 0 for those that are not finite."""
+    residual.copy_(rest[:, : residual.shape[1]]).nan_to_num_(0.0, 0.0, 0.0)
 
 
 Fed = tuple[Sequence[object], Feedback]
