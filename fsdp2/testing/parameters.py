@@ -115,6 +115,7 @@ class VirtualParam(PaperParam):
     exact = is_extended = False
     is_its_shard = False
     dtype_override = None
+    differs_over = ()
 
     def __init__(
         self,

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
+from fsdp2.core.modules.registry import record_of
 from fsdp2.testing.null_group import init_null_group
 
 pytestmark = pytest.mark.alone
@@ -159,3 +163,37 @@ def test_options_of_gradients_send_the_same(sent: Bytes, options: dict[str, bool
     assert found.groups[0].residual_bytes == (2 * NUMEL if "feedback" in options else 0)
     said = "int4 rotated" if "rotate" in options else "int4 with feedback, 131.07 kB of residuals"
     assert f"(exact / {said}, 2 exact)" in str(found)
+
+
+PLACED = [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Replicate(),) * 2, (Shard(1),) * 2]
+APART, TOGETHER = [{0, 4}, {1}, {2, 5}, {3}], [{0, 1, 2, 3, 4, 5}]
+
+
+@pytest.mark.parametrize(
+    ("formats", "gathered", "reduced"),
+    [
+        ({"gather": "int8"}, APART, TOGETHER),
+        ({"reduce": "int8"}, TOGETHER, APART),
+        ({"reduce": "bf16"}, TOGETHER, TOGETHER),  # which rounds each number by itself
+        ({"reduce": "bf16", "rotate": True}, TOGETHER, APART),
+    ],
+)
+def test_messages_by_the_dims_over_which_model_parallel_ranks_differ(
+    sent: Bytes, formats: dict[str, Any], gathered: list[set[int]], reduced: list[set[int]]
+) -> None:
+    """Ranks that have the same parameter must encode it with the same neighbors."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "expert", "model"))
+    module = nn.Module()
+    for number, placements in enumerate([*PLACED, PLACED[0]]):
+        local = torch.randn(8, 8)
+        param = DTensor.from_local(local, mesh["expert", "model"], placements, run_check=False)
+        module.register_parameter(f"p{number}", nn.Parameter(param))
+    module.plain = nn.Parameter(torch.randn(8, 8))
+    fsdp2.fully_shard(module, mesh=mesh["data"])
+    module.set_wire_format(**formats, exact_below=0)
+    (group,) = record_of(module).unit.own_groups
+    group.bind()
+    segments = [{slot.index for slot in each.slots} for each in group.layout.segments]
+    members = [{group.params.index(m) for m in each.members} for each in group.bound.reductions]
+    assert segments == gathered
+    assert members == reduced

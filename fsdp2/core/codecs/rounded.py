@@ -55,3 +55,7 @@ class Whole(Rounded):
 
     name = "fp32"
     dtype = torch.float32
+
+
+ALONE = (Rounded.name, Whole.name)
+"""Formats in which a number's message does not depend on its neighbors."""

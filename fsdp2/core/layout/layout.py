@@ -6,7 +6,7 @@ With two parameters A (dim 0 of 4 rows) and B (3 rows) on two ranks, c = ceil(ro
     rank 0's shard  [ A0 A1 | B0 B1 ]         rank 1's shard  [ A2 A3 | B2 -- ]   (-- is padding)
     gathered        [ A0 A1 A2 A3 | B0 B1 B2 -- ]                                 (on both)
 
-A *segment* is a run of parameters that share dtypes and a transport:
+A *segment* is a run of parameters that share dtypes and a transport (coded ones: kin, too):
 
     coalesced   each parameter is gathered straight into its slot; no copy afterwards
     packed      all shards use one collective, rank-major; a copy puts them in their slots;
@@ -123,6 +123,8 @@ class ParamShape:
         full_itemsize: bytes of one element of the unsharded parameter.
         extended: whether its tensor subclass has all-gather hooks.
         coded: whether it is gathered in a format with fewer bytes.
+        kin: of coded parameters, those of equal numbers may share a message
+            (`fsdp2.core.params.param.shapes_of`).
     """
 
     name: str = field(compare=False)
@@ -134,6 +136,7 @@ class ParamShape:
     full_itemsize: int
     extended: bool = False
     coded: bool = False
+    kin: int = 0
 
 
 @dataclass(frozen=True)
@@ -523,18 +526,18 @@ def build_layout(
         64
     """
     families: dict[
-        tuple[Transport, tuple[torch.dtype | None, ...]], list[tuple[int, ParamShape]]
+        tuple[Transport, tuple[torch.dtype | None, ...], int], list[tuple[int, ParamShape]]
     ] = {}
     picked = _pick_transports(params, world_size, coalesces, pack_below)
     for index, (param, transport) in enumerate(zip(params, picked, strict=True)):
         dtypes: tuple[torch.dtype | None, ...] = (param.shard_dtype, param.full_dtype)
         if transport is Transport.EXTENSION:  # of any dtype: they travel as bytes
             dtypes = (None, None)
-        families.setdefault((transport, dtypes), []).append((index, param))
+        families.setdefault((transport, dtypes, param.kin), []).append((index, param))
 
     segments: list[Segment] = []
     shard_bytes = full_bytes = payload = 0
-    for (transport, _), members in families.items():
+    for (transport, _, _), members in families.items():
         if transport in COPIED_OUT:
             # Pieces in order first, so that one fused kernel copies all of those out; aligned
             # shards before the others, whose padding then comes once, at the end.

@@ -286,6 +286,14 @@ class ShardedParam:
         self._grad_dtype = _chosen_grad_dtype(param)
         self.grad_spec: DTensorSpec = with_dtype(self._spec, self.grad_dtype)
 
+    @property
+    def differs_over(self) -> tuple[tuple[DeviceMesh, int], ...]:
+        """Dims of model-parallel meshes over which ranks have other rows of it, before sharding."""
+        if self.parallel is None:
+            return ()
+        mesh, placements = self.parallel.mesh, self.parallel.placements
+        return tuple((mesh, dim) for dim, each in enumerate(placements) if not each.is_replicate())
+
     # ---- the order of memory
 
     def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -655,8 +663,13 @@ def compute_dtype(options: GroupOptions, param: HasDtype) -> torch.dtype:
 
 
 def shapes_of(params: Sequence[ShardedParam], options: GroupOptions) -> list[ParamShape]:
-    """The input of the layout for the parameters, from their present dtypes."""
+    """The input of the layout for the parameters, from their present dtypes.
+
+    A codec rounds neighbors together. Model-parallel ranks round equal rows alike only where these
+    have no neighbor in a message that differs between the ranks.
+    """
     shapes = []
+    kin: dict[object, int] = {}
     for param in params:
         shard, full = param.dtype, compute_dtype(options, param)
         dtypes = (shard, shard.itemsize, full, full.itemsize)
@@ -665,7 +678,15 @@ def shapes_of(params: Sequence[ShardedParam], options: GroupOptions) -> list[Par
             from fsdp2.core.codecs.codec import check_coded  # who needs none loads none
 
             check_coded(param.name, (shard, full), f"{options.wire.gather}")
-        shape = ParamShape(param.name, param.shape, param.cut, *dtypes, param.is_extended, coded)
+        shape = ParamShape(
+            param.name,
+            param.shape,
+            param.cut,
+            *dtypes,
+            param.is_extended,
+            coded,
+            kin.setdefault(param.differs_over, len(kin)) if coded else 0,
+        )
         shapes.append(shape)
     return shapes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,8 @@ class ReductionSpec:
         rotate: whether they are rotated before encoding.
         feedback: whether the rounding errors of a message are added to the next one.
         average: called with the flat gradient too, to average it over copies of the model.
+        kin: if the codec rounds neighbors together, what its gradients' neighbors have in common
+            (`ShardedParam.differs_over`).
     """
 
     grad_dtype: torch.dtype
@@ -53,6 +55,7 @@ class ReductionSpec:
     rotate: bool = False
     feedback: bool = False
     average: Callable[[torch.Tensor], bool] | None = None
+    kin: Hashable = ()
 
     @property
     def casts(self) -> bool:
@@ -79,11 +82,15 @@ def reduction_spec(
     reduce = param.grad_dtype
     if reduce.is_floating_point:  # a complex gradient cast to a real dtype would lose half of it
         reduce = options.precision.reduce_dtype or reduce
-    codec = None if param.exact else options.wire.reduce
+    codec, rotate = None if param.exact else options.wire.reduce, options.wire.rotate
+    kin: Hashable = ()
     if codec is not None:
         from fsdp2.core.codecs.codec import check_coded  # who needs none loads none
+        from fsdp2.core.codecs.rounded import ALONE
 
         check_coded(param.name, (grad, reduce), codec)
+        if rotate or codec not in ALONE:
+            kin = param.differs_over
     between = None if param.exact else options.wire.between_reduce
     comm = options.reduce_scatter
     hook = options.all_reduce_hook
@@ -103,9 +110,10 @@ def reduction_spec(
         keep=options.keep_gradients,
         codec=codec,
         between_codec=between,
-        rotate=codec is not None and options.wire.rotate,
+        rotate=codec is not None and rotate,
         feedback=codec is not None and options.wire.feedback,
         average=options.average,
+        kin=kin,
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 from weakref import WeakMethod
@@ -356,14 +356,15 @@ class Bound:
         owed = {id(m) for r in self.reductions for m in r.members} if waiting else ()
         self.reduces_frozen = False
         members: list[tuple[ReductionSpec, ShardedParam, Slot, bool]] = []
-        specs: dict[tuple[torch.dtype, torch.dtype, bool], ReductionSpec] = {}
+        specs: dict[Hashable, ReductionSpec] = {}
         for segment in group.layout.segments:
             for slot in segment.slots:
                 param = group.params[slot.index]
                 frozen = not param.sharded.requires_grad
                 if id(param) not in known and (not frozen or id(param) in owed):
                     self.reduces_frozen = self.reduces_frozen or frozen
-                    key = (compute_dtype(group.options, param), param.grad_dtype, param.exact)
+                    dtypes = compute_dtype(group.options, param), param.grad_dtype
+                    key = (*dtypes, param.exact, param.differs_over)
                     spec = specs.get(key)
                     if spec is None:
                         spec = reduction_spec(group.options, param, group.offload, group.device)
