@@ -342,7 +342,8 @@ class Differences:
         return {*self.missing, *self.reshaped, *self.retyped, *self.conflicting}
 
     def compare(self, name: str, value: Tensor, saved: object, cast: bool = False) -> bool:
-        """Return whether ``value`` has the saved shape and dtype; if not, record it.
+        """Return whether ``value`` has the saved shape and dtype, and this rank's part of it the
+        shape of a part; if not, record it.
 
         Args:
             name: the name of ``value``.
@@ -350,7 +351,11 @@ class Differences:
             saved: the entry of the index.
             cast: whether another floating-point dtype is accepted.
         """
-        if not isinstance(saved, TensorStorageMetadata) or tuple(value.shape) != tuple(saved.size):
+        if (
+            not isinstance(saved, TensorStorageMetadata)
+            or tuple(value.shape) != tuple(saved.size)
+            or not is_part(value)
+        ):
             self.reshaped.append(name)
             return False
         dtype = saved.properties.dtype
@@ -618,6 +623,14 @@ def held_of(name: str, value: Tensor) -> Held:
             f"its placements {value.placements}; redistribute it to Shard and Replicate",
         )
     return Held(shape, local, offsets, True)
+
+
+def is_part(value: Tensor) -> bool:
+    """Whether this rank's part of a tensor has the shape that follows from its placements."""
+    if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is None:
+        return True
+    _, lengths = _part(tuple(value.shape), value)
+    return -1 in lengths or lengths == tuple(local_of(value).shape)
 
 
 def _part(shape: tuple[int, ...], value: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
