@@ -18,7 +18,7 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
 from fsdp2.core.gather.differences import DifferenceGather
@@ -60,6 +60,7 @@ class WireState:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load the result of another `state_dict`; call it after the model has its parameters.
+        All ranks call it.
 
         Residuals from other ranks, or for other pieces of a parameter, cannot be used: those
         restart at zero. If a reference is missing, the next all-gather is exact. The first rank
@@ -70,13 +71,20 @@ class WireState:
         """
         self.take(state, "the state")
 
-    def take(self, state: Mapping[str, Tensor], of: str, warn: bool | None = None) -> None:
+    def take(
+        self,
+        state: Mapping[str, Tensor],
+        of: str,
+        warn: bool | None = None,
+        ranks: int | None = None,
+    ) -> None:
         """As `load_state_dict`.
 
         Args:
             state: by name.
             of: the source, for the warning.
             warn: whether this rank warns. Default ``None``: the first of a mesh does.
+            ranks: how many call this. Default ``None``: all ranks of the model's meshes.
         """
         parts = list(_parts(self._model))
         if warn is None:
@@ -85,6 +93,8 @@ class WireState:
         reset = 0
         for part in parts:
             found = {name: state[name] for name, own in part.own.items() if _fits(state, name, own)}
+            if ranks is not None and part.ranks > ranks:
+                found = {}
             part.take({name: local_of(value) for name, value in found.items()})
             reset += len(part.own) - len(found)
         if reset and warn:
@@ -130,10 +140,12 @@ class _Part:
     Attributes:
         own: by name.
         take: is given this rank's part of those that were found.
+        ranks: how many communicate in `take`.
     """
 
     own: Mapping[str, DTensor]
     take: Callable[[Mapping[str, Tensor]], None]
+    ranks: int = 0
 
 
 def _parts(model: nn.Module) -> Iterator[_Part]:
@@ -210,7 +222,7 @@ def _references(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> It
     assert group.bound is not None
     for transport in group.bound.transports:
         if isinstance(transport, DifferenceGather):
-            rows = transport.own_rows() or _shards(group, transport.segment.slots)
+            rows = _pieces(group, transport.own_rows()) or _shards(group, transport.segment.slots)
             slots = {REFERENCES + name_of(group.params[slot.index]): slot for slot, _ in rows}
             own = {
                 name: _like(group.params[slot.index], part.to(transport.segment.full_dtype))
@@ -224,7 +236,38 @@ def _references(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> It
             ) -> None:
                 _restore(group, transport, slots, found)
 
-            yield _Part(own, take)
+            levels = 0 if group.between is None else group.params[0].axes.mesh.size()
+            yield _Part(own, take, levels)
+
+
+def _pieces(group: ParamGroup, rows: list[tuple[Slot, Tensor]]) -> list[tuple[Slot, Tensor]]:
+    """This rank's part of the rows: with two levels, a piece of those of its node."""
+    if group.between is None:
+        return rows
+    pieces, rank = _piece_slots(group), group.between.rank
+    return [(slot, Slot.part(pieces[slot.index], part, rank)) for slot, part in rows]
+
+
+def _piece_slots(group: ParamGroup) -> dict[int, Slot]:
+    assert group.layout is not None
+    assert group.layout.pieces is not None
+    return {slot.index: slot for slot in group.layout.pieces.slots}
+
+
+def _node_rows(group: ParamGroup, slot: Slot, part: Tensor) -> Tensor:
+    """The way back: this rank's rows of a node. All ranks of the mesh call it."""
+    if group.between is None:
+        return part
+    piece, mesh = _piece_slots(group)[slot.index], group.params[slot.index].axes.mesh
+    rows = DTensor.from_local(
+        part.to(group.device).contiguous(),
+        mesh,
+        [Shard(piece.dim), Replicate()],  # rows of the node, on each rank inside others
+        run_check=False,
+        shape=torch.Size(piece.shape),
+        stride=torch.empty(piece.shape, device="meta").stride(),
+    )
+    return rows.full_tensor()
 
 
 def _shards(group: ParamGroup, slots: tuple[Slot, ...]) -> list[tuple[Slot, Tensor]]:
@@ -256,5 +299,5 @@ def _restore(
     if group.bound.keeping is not None:
         group.bound.keeping.lose()
     if len(found) == len(slots):
-        params = {name: group.params[slot.index] for name, slot in slots.items()}
-        transport.restore([(slots[n], params[n].laid_out(found[n])) for n in slots])
+        parts = {n: group.params[slot.index].laid_out(found[n]) for n, slot in slots.items()}
+        transport.restore([(slot, _node_rows(group, slot, parts[n])) for n, slot in slots.items()])

@@ -1,7 +1,7 @@
 """`load`: all ranks compare everything before anything is written.
 
 1. rank 0       which step, its manifest               ─> all ranks
-2. every rank   files and lengths, DCP's index, names, shapes, dtypes
+2. every rank   files and lengths, DCP's index, names, shapes of wholes and parts, dtypes; ``extra``
 3. all          differences on any rank                ─> raised on all, or reported
 4. every rank   reads its own shards, into the parameters; new memory for an optimizer's state
 """
@@ -52,6 +52,7 @@ from fsdp2.checkpoint.state import (
     as_states,
     check_step,
     first_of,
+    is_part,
     is_whole,
     read_below,
     rng_states,
@@ -203,6 +204,7 @@ def load(
     if strict:
         _require_alike(folder, manifest.step, left, rng)
     call.together(lambda: job.read(left))
+    job.take_wire()
     note_load(first_of(model), job.store, manifest.step)
     return Loaded(manifest.step, job.extra, job.rank_extra, left)
 
@@ -363,6 +365,8 @@ class _Load:
         self._optimizer: OptimizerMatch | None = None
         self._tensors: list[_Taken] = []
         self._values: Nested = {}  # of modules, by their name
+        self._rng: dict[str, Tensor] = {}
+        self._wire: dict[str, Tensor] = {}
         self.extra: Value = None
         self.rank_extra: Value = None
 
@@ -398,9 +402,23 @@ class _Load:
         if wanted.optimizers:
             self._compare_optimizers(found)
         if wanted.rng:
-            own = [f"rng.{wanted.call.rank}.{kind}" for kind in rng_states()]
-            found.missing += [name for name in own if name not in self._step.saved]
+            self._compare_rng(found)
+        wire = wire_state(wanted.model).state_dict()
+        found.reshaped += [f"wire.{name}" for name, own in wire.items() if not is_part(own)]
+        path, metadata = self._step.path, self._step.metadata
+        self.extra = unpacked(self._manifest.extra, read_below(path, metadata, "extra"))
+        self.rank_extra = _rank_extra(path, metadata, wanted.call.rank)
         return found
+
+    def _compare_rng(self, found: Differences) -> None:
+        step, prefix = self._step, f"rng.{self._wanted.call.rank}"
+        saved = read_below(step.path, step.metadata, prefix)
+        for kind, value in rng_states().items():
+            name = f"{prefix}.{kind}"
+            if name not in step.saved:
+                found.missing.append(name)
+            elif found.compare(name, value, step.saved[name]):
+                self._rng[kind] = saved[kind]
 
     def _compare_model(self, found: Differences) -> None:
         """Tensors are read in place later; values now, so that a class in them changes nothing."""
@@ -510,7 +528,7 @@ class _Load:
     # ---- loading
 
     def read(self, left: Differences) -> None:
-        """Read everything except the differences into place; and ``extra``."""
+        """Read everything except the differences into place."""
         out, model = left.left(), self._wanted.model
         tensors = [each for each in self._tensors if each.own not in out]
         with torch.inference_mode(False), torch.no_grad():
@@ -525,22 +543,21 @@ class _Load:
             )
             if self._optimizer is not None:
                 self._optimizer.load(out)
-            self._read_wire()
-        rank = self._wanted.call.rank
-        path, metadata = self._step.path, self._step.metadata
-        if self._wanted.rng:
-            set_rng_states(read_below(path, metadata, f"rng.{rank}"))
-        self.extra = unpacked(self._manifest.extra, read_below(path, metadata, "extra"))
-        self.rank_extra = _rank_extra(path, metadata, rank)
+            self._read_wire(out)
+        set_rng_states(self._rng)
 
-    def _read_wire(self) -> None:
-        """Load the state that wire formats keep between steps, after the parameters."""
-        wire = wire_state(self._wanted.model)
-        own, saved = wire.state_dict(), self._step.saved
-        found = {n: v for n, v in own.items() if is_whole(saved.get(f"wire.{n}"), v)}
-        self._step.read((f"wire.{name}", value) for name, value in found.items())
-        step = f"step {self._manifest.step} of '{self.store}'"
-        wire.take(found, step, warn=self._wanted.call.is_first)
+    def _read_wire(self, out: set[str]) -> None:
+        """Read the state that wire formats keep between steps, after the parameters."""
+        own, saved = wire_state(self._wanted.model).state_dict(), self._step.saved
+        own = {name: value for name, value in own.items() if f"wire.{name}" not in out}
+        self._wire = {n: v for n, v in own.items() if is_whole(saved.get(f"wire.{n}"), v)}
+        self._step.read((f"wire.{name}", value) for name, value in self._wire.items())
+
+    def take_wire(self) -> None:
+        """Put it in place, which may communicate: all ranks have read theirs."""
+        step, call = f"step {self._manifest.step} of '{self.store}'", self._wanted.call
+        with torch.inference_mode(False), torch.no_grad():
+            wire_state(self._wanted.model).take(self._wire, step, call.is_first, call.size)
 
 
 def _read_in_place(state: Nested) -> Iterator[tuple[str, Tensor]]:

@@ -182,6 +182,12 @@ class OptimizerMatch:
             self._kept[at].add(own.number)
             return
         saved = self._step.states.get(own.theirs, {})
+        about = self._step.saved.get(f"model.{own.theirs}")
+        reshaped = isinstance(about, TensorStorageMetadata) and about.size != own.param.shape
+        if saved and not own.state and reshaped:  # nothing here says which state has its shape
+            found.reshaped.append(prefix)
+            self._kept[at].add(own.number)
+            return
         if saved and not own.state and not self._is_of(optimizer, own):
             found.unexpected += [f"{_STATE}.{own.theirs}.{key}" for key in saved]
             self._kept[at].add(own.number)

@@ -373,7 +373,8 @@ class Differences:
         return {*self.missing, *self.reshaped, *self.retyped, *self.conflicting}
 
     def compare(self, name: str, value: Tensor, saved: object, cast: bool = False) -> bool:
-        """Return whether ``value`` has the saved shape and dtype; if not, record it.
+        """Return whether ``value`` has the saved shape and dtype, and this rank's part of it the
+        shape of a part; if not, record it.
 
         Args:
             name: the name of ``value``.
@@ -381,7 +382,11 @@ class Differences:
             saved: the entry of the index.
             cast: whether another floating-point dtype is accepted.
         """
-        if not isinstance(saved, TensorStorageMetadata) or tuple(value.shape) != tuple(saved.size):
+        if (
+            not isinstance(saved, TensorStorageMetadata)
+            or tuple(value.shape) != tuple(saved.size)
+            or not is_part(value)
+        ):
             self.reshaped.append(name)
             return False
         dtype = saved.properties.dtype
@@ -649,3 +654,47 @@ def held_of(name: str, value: Tensor) -> Held:
             f"its placements {value.placements}; redistribute it to Shard and Replicate",
         )
     return Held(shape, local, offsets, True)
+<<<<<<< HEAD
+=======
+
+
+def is_part(value: Tensor) -> bool:
+    """Whether this rank's part of a tensor has the shape that follows from its placements."""
+    if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is None:
+        return True
+    _, lengths = _part(tuple(value.shape), value)
+    return -1 in lengths or lengths == tuple(local_of(value).shape)
+
+
+def _part(shape: tuple[int, ...], value: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and lengths of this rank's part, according to the placements.
+
+    Several dims of a mesh may shard one dim of a tensor: from left to right, but a strided one
+    comes after those to its right, whose pieces its ``split_factor`` counts.
+    """
+    mesh, coordinate = value.device_mesh, value.device_mesh.get_coordinate()
+    offsets, lengths = [0] * len(shape), list(shape)
+    if coordinate is None:  # of another mesh
+        return tuple(offsets), (0,) * len(shape)
+    order: list[int] = []  # mesh dims that cut, in turn
+    for at in reversed(range(mesh.ndim)):
+        placement, place = value.placements[at], 0
+        if isinstance(placement, _StridedShard):
+            pieces = 1
+            while place < len(order) and pieces < placement.split_factor:
+                behind = value.placements[order[place]]
+                pieces *= mesh.size(order[place]) if behind.is_shard(placement.dim) else 1
+                place += 1
+        elif not isinstance(placement, Shard):
+            if placement.is_replicate():
+                continue
+            return (-1,) * len(shape), (-1,) * len(shape)  # which is no part
+        order.insert(place, at)
+    for at in order:
+        placement = value.placements[at]
+        assert isinstance(placement, (Shard, _StridedShard))
+        dim = placement.dim
+        start, lengths[dim] = piece_of(lengths[dim], mesh.size(at), coordinate[at])
+        offsets[dim] += start
+    return tuple(offsets), tuple(lengths)
+>>>>>>> w-wire

@@ -226,6 +226,21 @@ def test_a_tied_step_into_an_untied_model(tmp_path: Path) -> None:
     assert_same(states(other, fresh), states(model, optimizer))
 
 
+def test_a_parameter_of_another_shape_keeps_having_no_state(tmp_path: Path) -> None:
+    model, optimizer = made()
+    train(model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    other, _ = made(seed=1)
+    other.last = nn.Linear(4, 6, bias=False)
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
+    left = checkpoint.load(tmp_path, other, fresh, strict=False).left
+    reshaped = ["model.last.weight", "optimizer.state.last.weight"]
+    assert left == checkpoint.Differences(reshaped=reshaped)
+    assert other.last.weight not in fresh.state
+    assert fresh.state[other.first.weight]
+    train(other, fresh)  # which makes it
+
+
 def test_a_tied_step_whose_state_has_the_other_name(tmp_path: Path) -> None:
     model, optimizer = made(tied=True)
     train(model, optimizer)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import checkpoint, fully_shard
 from fsdp2.checkpoint import files
@@ -593,6 +593,39 @@ def test_load_refuses(tmp_path: Path) -> None:
     assert_same(everything(model, optimizer), before)
     assert not optimizer.state
     checkpoint.load(run, model)
+
+
+@workers.ranks(2)
+def test_all_parts_are_compared_before_any_is_written(tmp_path: Path) -> None:
+    model, optimizer = made()
+    train(model, optimizer, 1, seed=0)
+    mesh, weight = model.first.weight.device_mesh, torch.ones(HIDDEN, IN)
+    given: dict[str, Any] = {"rng": True, "states": {"ema": {"weight": weight}}}
+    checkpoint.save(tmp_path, model, optimizer, step=1, extra=EXTRA, **given)
+    model, optimizer = made(seed=1)
+    train(model, optimizer, 1, seed=1)
+    before, drawn = everything(model, optimizer), torch.get_rng_state()
+    place = [Shard(0)]  # of which a rank has 4 rows at most
+    wrong = DTensor.from_local(weight, mesh, place, shape=weight.shape, stride=weight.stride())
+    held = optimizer.state[model.first.weight]
+    loading = "fsdp2.checkpoint.loading."
+    few, wire = {"cpu": drawn[:9]}, mock.Mock()
+    wire.state_dict.return_value = {"it": wrong}
+    for part, name in (
+        (mock.patch.dict(given, states={"ema": {"weight": wrong}}), "states.ema.weight"),
+        (mock.patch.dict(held, exp_avg=wrong), "optimizer.state.first.weight.exp_avg"),
+        (mock.patch(loading + "wire_state", return_value=wire), "wire.it"),
+        (mock.patch(loading + "rng_states", return_value=few), f"rng.{dist.get_rank()}.cpu"),
+    ):
+        with part, raises("ckpt-differs") as refused:
+            checkpoint.load(tmp_path, model, optimizer, **given)
+        assert f"'{name}'" in str(refused.value)
+    broken = mock.patch(loading + "unpacked", side_effect=ValueError("broken"))
+    with broken, raises("ckpt-rank-failed"):
+        checkpoint.load(tmp_path, model, optimizer, **given)
+    assert_same(everything(model, optimizer), before)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    checkpoint.load(tmp_path, model, optimizer, **given)
 
 
 def test_remove_refuses(tmp_path: Path) -> None:

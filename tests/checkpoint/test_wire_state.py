@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,93 @@ def test_references_are_sharded_anew(tmp_path: Path) -> None:
         if param.numel() >= 20:  # the next gather is exact
             found = fsdp2.wire_state(other).state_dict()[f"references.{name}"]
             assert torch.equal(found.full_tensor(), param.full_tensor())
+
+
+def last_dim(param: nn.Parameter) -> Shard:
+    return Shard(param.ndim - 1)
+
+
+INSIDE: dict[str, Any] = {"gather": "int4", "differences": True, "level": "inside"}
+HALF_PRECISION = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def on_levels(seed: int, inside: int, arguments: dict[str, Any], *formats: Any) -> nn.Module:
+    """Uneven shapes, of which some ranks have no rows."""
+    shape = (dist.get_world_size() // inside, inside)
+    levels = fsdp2.Levels(meshes.mesh("between", "inside", shape=shape))
+    model = models.seeded(
+        lambda: nn.Sequential(nn.Linear(10, 9), nn.Linear(9, 5), nn.Linear(5, 10)), seed=seed
+    )
+    for layer in model:
+        fsdp2.fully_shard(layer, mesh=levels, **arguments)
+    fsdp2.fully_shard(model, mesh=levels, **arguments)
+    for each in formats:
+        model.set_wire_format(**each, exact_below=10)
+    return model
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    ("before", "arguments", "formats"),
+    [
+        (0, {}, [INSIDE]),
+        (HALF, {}, [INSIDE]),
+        (HALF, {}, [INSIDE | {"reduce": "int4", "rotate": True}]),
+        (HALF, {}, [INSIDE, {"gather": "int8", "reduce": "int4", "level": "between"}]),
+        (HALF, {"mp_policy": HALF_PRECISION}, [INSIDE]),
+        (HALF, {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)}, [INSIDE]),
+        (HALF, {"shard_placement_fn": last_dim}, [INSIDE]),
+    ],
+    ids=["nothing gathered", "steps", "rotation", "between", "bf16", "offload", "last dim"],
+)
+def test_references_of_two_levels(
+    tmp_path: Path, before: int, arguments: dict[str, Any], formats: list[Any]
+) -> None:
+    model = on_levels(0, 2, arguments, *formats)
+    optimizer = adam(model)
+    train(model, optimizer, range(before))
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    saved = kept(model)
+    assert saved
+    other = on_levels(1, 2, arguments, *formats)
+    its = adam(other)
+    assert not _warned(lambda: checkpoint.load(tmp_path, other, its))
+    assert same(kept(other), saved)
+    for each, steps in ((model, optimizer), (other, its)):
+        train(each, steps, range(before, 2 * HALF))
+    assert all(map(torch.equal, weights(other), weights(model)))
+    assert same(kept(other), kept(model))
+
+
+@ranks(4)
+def test_a_load_by_some_ranks_of_two_levels_waits_for_no_others(tmp_path: Path) -> None:
+    """They drop the references, because the rows of a node come from ranks of other nodes, too."""
+    model = on_levels(0, 2, {}, INSIDE)
+    train(model, adam(model), range(1))
+    checkpoint.save(tmp_path, model, step=1)
+    node = meshes.mesh("between", "inside", shape=(2, 2))["inside"].get_group()
+    if dist.get_rank() < 2:
+        told = pytest.warns(match="gathered exactly") if not dist.get_rank() else nullcontext()
+        with told:
+            checkpoint.load(tmp_path, model, process_group=node)
+    dist.barrier()
+
+
+@ranks(4)
+def test_references_of_two_levels_are_those_of_one(tmp_path: Path) -> None:
+    """Levels to one level and back: the same numbers, of which each rank has other rows."""
+    model = on_levels(0, 2, {}, INSIDE)
+    train(model, adam(model), range(3))
+    checkpoint.save(tmp_path, model, step=1)
+    found = [model]
+    for inside in (4, 2):
+        found.append(on_levels(1, inside, {}, INSIDE))
+        assert not _warned(lambda: checkpoint.load(tmp_path, found[-1]))
+        checkpoint.save(tmp_path, found[-1], step=1 + len(found))
+    states = [fsdp2.wire_state(each).state_dict() for each in found]
+    for name, value in states[0].items():
+        expected = value.full_tensor()
+        assert all(torch.equal(state[name].full_tensor(), expected) for state in states)
 
 
 @ranks(4)
