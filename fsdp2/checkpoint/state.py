@@ -654,47 +654,11 @@ def held_of(name: str, value: Tensor) -> Held:
             f"its placements {value.placements}; redistribute it to Shard and Replicate",
         )
     return Held(shape, local, offsets, True)
-<<<<<<< HEAD
-=======
 
 
 def is_part(value: Tensor) -> bool:
     """Whether this rank's part of a tensor has the shape that follows from its placements."""
     if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is None:
         return True
-    _, lengths = _part(tuple(value.shape), value)
+    _, lengths = part_of(value.device_mesh, value.placements, tuple(value.shape))
     return -1 in lengths or lengths == tuple(local_of(value).shape)
-
-
-def _part(shape: tuple[int, ...], value: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and lengths of this rank's part, according to the placements.
-
-    Several dims of a mesh may shard one dim of a tensor: from left to right, but a strided one
-    comes after those to its right, whose pieces its ``split_factor`` counts.
-    """
-    mesh, coordinate = value.device_mesh, value.device_mesh.get_coordinate()
-    offsets, lengths = [0] * len(shape), list(shape)
-    if coordinate is None:  # of another mesh
-        return tuple(offsets), (0,) * len(shape)
-    order: list[int] = []  # mesh dims that cut, in turn
-    for at in reversed(range(mesh.ndim)):
-        placement, place = value.placements[at], 0
-        if isinstance(placement, _StridedShard):
-            pieces = 1
-            while place < len(order) and pieces < placement.split_factor:
-                behind = value.placements[order[place]]
-                pieces *= mesh.size(order[place]) if behind.is_shard(placement.dim) else 1
-                place += 1
-        elif not isinstance(placement, Shard):
-            if placement.is_replicate():
-                continue
-            return (-1,) * len(shape), (-1,) * len(shape)  # which is no part
-        order.insert(place, at)
-    for at in order:
-        placement = value.placements[at]
-        assert isinstance(placement, (Shard, _StridedShard))
-        dim = placement.dim
-        start, lengths[dim] = piece_of(lengths[dim], mesh.size(at), coordinate[at])
-        offsets[dim] += start
-    return tuple(offsets), tuple(lengths)
->>>>>>> w-wire

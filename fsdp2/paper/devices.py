@@ -75,13 +75,8 @@ def no_autocast() -> Iterator[None]:
     """Let who makes or enters an autocast inside get an `AutocastError`.
 
     Autocast casts by device, below what paper sees; without a GPU torch would switch it off, with a
-<<<<<<< HEAD
-    warning, and the plan would be of another dtype. If it is off, ``meta`` passes for a device that
-    has it, which torch denies.
-=======
     warning, and the plan would be of another dtype. If it is off, ``meta`` passes for a device
     that has it, which torch denies.
->>>>>>> w-place
     """
     kind = torch.amp.autocast_mode.autocast
     make, enter = kind.__init__, kind.__enter__

@@ -7,13 +7,8 @@ A rank has a residual for each rank to which it sends: [ranks, n], padded and in
 gradients. This is an unsharded gradient of the unit, on each rank. It is therefore kept in bf16,
 which has the range of fp32 and loses 1/512 of the residual.
 
-<<<<<<< HEAD
-Padding after the last member has none. A rotation spreads errors into it, but it is nobody's: no
-checkpoint has it.
-=======
 Padding after the last member has no residual. A rotation spreads errors into it, but it belongs to
 no parameter, and thus to no checkpoint.
->>>>>>> w-wire
 
 The residual of a block that is not finite becomes zero, because the message has already reported
 it. A residual is sent with or without gradients: if no rank had a gradient, it is dropped with
