@@ -1095,6 +1095,14 @@ class FSDPModule(TorchIdentity):
             group.base.rebind()
         return result
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise coded(
+            ShardingStateError,
+            "not-scriptable",
+            f"{type(self).__name__} cannot be compiled by torch.jit.script: its hooks gather "
+            f"parameters; script an unsharded model, or use torch.compile",
+        )
+
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise coded(
             TypeError,

@@ -30,6 +30,7 @@ from fsdp2.core.modules import failures
 from fsdp2.core.modules.engine import schedulers
 from fsdp2.core.modules.registry import record_of_unit
 from fsdp2.core.params.param import ShardedParam, is_extended
+from fsdp2.core.progress import running_tracer, tracing_error
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.side_doors import note_calls
 from fsdp2.core.schedule.unit import Unit
@@ -64,12 +65,18 @@ def explain(error: BaseException, units: Iterable[Unit]) -> None:
         error: the exception of a forward.
         units: those below the root.
     """
-    if type(error) is not RuntimeError:
-        return
-    words = str(error)
     if _SEEN in error.__dict__:
         return  # it has left a forward inside of this one
     error.__dict__[_SEEN] = True
+    tracer = running_tracer()
+    if tracer is not None and isinstance(error, Exception) and not hasattr(error, "code"):
+        record = next(filter(None, map(record_of_unit, units)), None)
+        said = tracing_error(type(record.modules[0]).__name__ if record else "a module", tracer)
+        error.args, error.__dict__["code"] = said.args, "traced"
+        return
+    if type(error) is not RuntimeError:
+        return
+    words = str(error)
     if _TORCHS in words:
         _explain_sharded(error, units)
     elif any(part in words for part in _FREED):

@@ -5,12 +5,13 @@ It keeps only the count of optimizer steps for the message, which all-gathers ne
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 
-from fsdp2.core.errors import CommunicationError, coded
+from fsdp2.core.errors import CommunicationError, ShardingStateError, coded
 
 
 class OptimizerSteps:
@@ -53,7 +54,9 @@ class ShardReaders:
             wait()
 
 
-def communication_error(operation: str, unit: str, error: RuntimeError) -> CommunicationError:
+def communication_error(
+    operation: str, unit: str, error: RuntimeError
+) -> CommunicationError | ShardingStateError:
     """The exception to raise after a collective raised ``error``, unless that is
     `torch.OutOfMemoryError`.
 
@@ -65,12 +68,42 @@ def communication_error(operation: str, unit: str, error: RuntimeError) -> Commu
         unit: name of the unit.
         error: the backend's exception.
     """
+    tracer = running_tracer()
+    if tracer is not None:
+        return tracing_error(f"unit '{unit}'", tracer)
     backward = torch._C._current_graph_task_id() != -1
+    likely = ""
+    if re.search("timed? ?out|connection|peer|remote", str(error), re.IGNORECASE):
+        likely = ", most likely because another rank has ended, is too late or is at another step"
     return coded(
         CommunicationError,
         "collective-failed",
         f"the {operation} of unit '{unit}' failed in {'backward' if backward else 'forward'}, "
-        f"iteration {OptimizerSteps.ended}, most likely because another rank has ended, is too "
-        f"late or is at another step; use fsdp2.debug(check_ranks=True) or FSDP2_DEBUG=1 to find "
-        f"the cause: {error}",
+        f"iteration {OptimizerSteps.ended}{likely}; use fsdp2.debug(check_ranks=True) or "
+        f"FSDP2_DEBUG=1 to find the cause: {error}",
+    )
+
+
+def running_tracer() -> str | None:
+    """The function of torch's that records operators now; ``None`` if none does."""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch.compiler.is_exporting():
+        return "torch.export"
+    proxied = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return None if proxied is None else "make_fx"
+
+
+def tracing_error(what: str, tracer: str) -> ShardingStateError:
+    """The exception to raise where something failed because it is being traced.
+
+    Args:
+        what: the unit, or the model.
+        tracer: the function that traces.
+    """
+    return coded(
+        ShardingStateError,
+        "traced",
+        f"{what} cannot be traced by {tracer}, because no graph can hold the collectives that "
+        f"gather its parameters; trace an unsharded model, and load full weights into it",
     )

@@ -53,7 +53,7 @@ MAKERS = {"coded", "reword"}
 KINDS = {"error": "RuntimeError", "missing": "AttributeError"}
 """Classes of exceptions, by the expression in the class's place."""
 
-HELPERS = {"_wrong", "communication_error", "refused"}
+HELPERS = {"_wrong", "communication_error", "refused", "tracing_error"}
 """Functions that return the exception to raise; what they return is looked at in their place."""
 
 

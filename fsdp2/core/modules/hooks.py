@@ -62,6 +62,7 @@ from fsdp2.core.modules.registry import (
 from fsdp2.core.modules.roots import served_with, start
 from fsdp2.core.modules.ties import owners_of, take_up
 from fsdp2.core.params.param import GATHERED, ModuleEntries
+from fsdp2.core.progress import tracing_error
 from fsdp2.core.schedule.graphs import GRAPHS
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.retrace import next_node, running_node
@@ -258,6 +259,8 @@ class UnitHooks(UnitRecord):
 
     def _check_registrations(self, scheduler: Scheduler) -> Scheduler:
         """Something was registered since: find new units and ties, refuse what none manages."""
+        if torch.compiler.is_exporting():  # registers modules, and calls no hook for an exception
+            raise tracing_error(f"unit '{self.unit.title}'", "torch.export")
         self._registrations = -1  # until nothing is refused
         fresh, self._starts = self._starts, False
         if self.unit.is_root and not fresh and self._serves_others(scheduler):
