@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -488,6 +489,13 @@ def _reduce(families: Sequence[_Family], parts: list[torch.Tensor], p: float) ->
 
 
 def _listed(tensors: Tensors) -> list[torch.Tensor]:
+    if isinstance(tensors, nn.Module):
+        raise coded(
+            TypeError,
+            "norm-of-module",
+            f"a {type(tensors).__name__} was given where parameters or gradients are expected; "
+            f"pass its parameters()",
+        )
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 

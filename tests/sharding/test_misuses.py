@@ -856,6 +856,11 @@ def _() -> None:
     fsdp2.clip_grad_norm_(model.parameters(), 1.0)
 
 
+@misuse("norm-of-module")
+def _() -> None:
+    fsdp2.clip_grad_norm_(sharded(), 1.0)  # type: ignore[arg-type]  # what is tested
+
+
 @misuse("norm-type")
 def _() -> None:
     fsdp2.clip_grad_norm_(sharded().parameters(), 1.0, 0)
