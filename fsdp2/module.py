@@ -395,6 +395,8 @@ class FSDPModule(TorchIdentity):
         """
         for record in records_below(self, recurse):
             record.unit.reshard_after_backward = reshard_after_backward
+            if record.scheduler is not None and not reshard_after_backward:
+                record.scheduler.reuse.asks = True
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
         """Choose the units to prefetch when this unit's forward starts.
@@ -1086,11 +1088,11 @@ class FSDPModule(TorchIdentity):
         if zeroed.functions:
             zeroed(units)
 
-    @torch.inference_mode(False)  # an optimizer writes the shards later
     def _apply(self, *args: object, **kwargs: object) -> object:
         """`.to()`, `.cuda()`, `.to_empty()` …: on the sharded parameters."""
-        self.reshard()
-        result = super(TORCHS, self)._apply(*args, **kwargs)
+        with torch.inference_mode(False):  # an optimizer writes the shards later
+            self.reshard()
+            result = super(TORCHS, self)._apply(*args, **kwargs)
         for group in require_record(self).unit.groups:
             group.base.rebind()
         return result

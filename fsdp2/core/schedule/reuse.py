@@ -19,9 +19,10 @@ again, or none does (I1).
     a backward's optimizer step  the same: the shards have certainly changed
     otherwise                    one question for all groups of the root
 
-Fingerprints are taken where they are likely to be used: in forwards without gradients. Forwards
-that autograd records take them after one of them has found something to use again. A training step
-that frees everything in backward neither takes one nor asks.
+Fingerprints are taken where they are likely to be used: in forwards without gradients, for kept
+rows, and with `set_reshard_after_backward(False)`. Other forwards that autograd records take them
+after one of them has found something to use again. A training step that frees everything in
+backward neither takes one nor asks.
 
 Units that the user has unsharded stay so until an optimizer steps or the user reshards them. No
 forward asks between backwards that belong together (`set_is_last_backward(False)`).
@@ -111,7 +112,9 @@ class Reuse:
             return False
         if retained is not None and retained.fingerprint is not None:
             return retained.recorded
-        return group.is_retained or (unit is not None and unit.reshard_after_forward is not None)
+        if unit is None or group.is_retained:
+            return group.is_retained
+        return unit.reshard_after_forward is not None or not unit.reshard_after_backward
 
     def _held(self) -> dict[ParamGroup, Unit | None]:
         """The groups that something was gathered for, except by the user; ``None``: only rows."""
@@ -139,9 +142,11 @@ class Reuse:
             return
         self.asks = wanted
         for unit in units:
-            stays = not (unit.frees_after_forward and unit.reshard_after_backward)
+            stays = wanted and not unit.frees_after_forward
+            if not unit.reshard_after_backward:
+                stays = self.asks = True
             for group in unit.own_groups:
-                group.watch((wanted and stays) or group.keeps_rows, records)
+                group.watch(stays or group.keeps_rows, records)
 
     def end_forward(self, held: bool) -> None:
         """A forward without gradients ends: register sharded parameters.

@@ -156,6 +156,7 @@ class Scheduler:
         self._order = ForwardOrder(self.units)
         self._in_flight = InFlight(streams)
         self.reuse = Reuse()
+        self.reuse.asks = not all(unit.reshard_after_backward for unit in units)
         self.refresh()
 
     def refresh(self) -> None:
@@ -678,7 +679,8 @@ class Scheduler:
         """
         if not (unit.reshard_after_backward or unit.claimed or self.iteration.holds):
             self.reuse.add(unit)
-            unit.retain(granted=True)
+            if unit.sync:  # otherwise unsharded parameters have the gradients
+                unit.retain(granted=True)
 
     def _is_done(self, unit: Unit) -> bool:
         """Whether a unit whose end had a hook is sharded, and has nothing to reduce."""
