@@ -168,9 +168,9 @@ def test_small_parameters_of_a_unit_travel_together() -> None:
         with gathered(model, writeback=False):
             pass
 
-    assert collectives(partial(stream, False)) == {"all_gather": 3 + 5}
-    assert collectives(partial(stream, True)) == {"gather": 3, "all_gather": 5}
-    assert collectives(hold) == {"all_gather": 1 + 1}
+    assert collectives(partial(stream, False)) == {"all_gather": 3, "all_reduce": 5}
+    assert collectives(partial(stream, True)) == {"gather": 3, "all_reduce": 5}
+    assert collectives(hold) == {"all_gather": 1, "all_reduce": 1}
 
 
 @ranks(2)

@@ -37,6 +37,8 @@ class ClaimedGroup(Layer):
         bound = self.base.bound
         if self._before is not None or self.is_alias or bound is None:
             return
+        if self.state is not UNSHARDED:  # a forward has freed it before the user waited
+            return
         if bound.watched and not bound.watched[0].is_meta:
             self._before = self._fingerprint()
 
