@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor
 
 import fsdp2
+from fsdp2.core.device import buffers
 from fsdp2.core.modules.registry import record_of
 from tests.common import combinations, gradients, models, parity, running
 from tests.common.errors import raises
@@ -411,6 +412,7 @@ def test_unsharded_parameters_are_written() -> None:
 @ranks(2)
 def test_numpy_of_an_unsharded_parameter() -> None:
     """Its memory stays, as torch can resize it no more; results are those of the plain model."""
+    buffers._kept.clear()  # of tests before, in this process
     model, plain = _pair()
     unit = models.units(model)[0]
     unit.unshard()
