@@ -437,11 +437,14 @@ class VirtualDevice(Notes):
     ) -> None:
         self.run(function.__name__, [source], [target])
 
-    def fingerprints(self, contents: Sequence[Sequence[VirtualTensor]]) -> list[object]:
-        """The last write to each: contents are not simulated."""
-        self.run("fingerprint", [tensor for tensors in contents for tensor in tensors], [])
-        lives = [[tensor.allocation for tensor in tensors] for tensors in contents]
-        return [[life.write for life in each if life is not None] for each in lives]
+    def bind_fingerprint(self, tensors: Sequence[VirtualTensor]) -> Callable[[], object]:
+        """For the last write to each: contents are not simulated."""
+
+        def fingerprint() -> object:
+            self.run("fingerprint", tensors, [])
+            return [each.allocation.write for each in tensors if each.allocation is not None]
+
+        return fingerprint
 
     def differ(self, now: Sequence[object], before: Sequence[object]) -> list[int]:
         return [int(one != other) for one, other in zip(now, before, strict=True)]

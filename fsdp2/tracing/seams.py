@@ -147,7 +147,7 @@ class TracedKernels:
         self.host_flat, self.host_empty = plain.host_flat, plain.host_empty
         self.bind_empty, self.zeros, self.constant = plain.bind_empty, plain.zeros, plain.constant
         self.numbers, self.pieces, self.add_many = plain.numbers, plain.pieces, plain.add_many
-        self.fingerprints, self.differ = plain.fingerprints, plain.differ
+        self.bind_fingerprint, self.differ = plain.bind_fingerprint, plain.differ
 
     def transient(self, nbytes: int, name: str) -> TransientBuffer:
         """Made, and looked at from now on."""

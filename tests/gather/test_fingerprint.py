@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.core.device import fingerprint as module
-from fsdp2.core.device.fingerprint import fingerprint, fingerprints
+from fsdp2.core.device.fingerprint import bind_fingerprint, differ, differ_at_once
 
 pytestmark = pytest.mark.alone
 
-SIZES = [(1,), (7,), (64, 64), (4096 * 17,), (300, 1001)]
+SIZES = [(1,), (7,), (64, 64), (4096 * 17,), (300, 1001), (1100, 1021)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
+
+
+def fingerprint(tensors: Sequence[Tensor]) -> list[int]:
+    found: list[int] = bind_fingerprint(tensors)().tolist()
+    return found
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -28,16 +32,18 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_bit_counts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     values = _values(shape, dtype)
-    before = fingerprint([values])
-    assert before.dtype is torch.int64
-    assert before.shape == ()
+    bound = bind_fingerprint([values])
+    before = bound()
+    assert (before.dtype, before.dim()) == (torch.int64, 1)
+    assert before.nbytes <= 280_000
     data = values.view(-1).view(torch.uint8)
     for place in {0, 1 % len(data), len(data) // 2, len(data) - 1}:
         for bit in (0, 7):
             data[place] ^= 1 << bit
-            assert fingerprint([values]) != before, (place, bit)
+            assert differ([bound()], [before]) == [1], (place, bit)
             data[place] ^= 1 << bit
-    assert fingerprint([values.clone()]) == before
+    assert differ([bound()], [before]) == [0]
+    assert fingerprint([values.clone()]) == before.tolist()
 
 
 def _flip(values: Tensor, *places: tuple[int, int]) -> None:
@@ -90,19 +96,23 @@ def test_order_and_layout_of_several_tensors() -> None:
     assert fingerprint([first.t().clone().t(), small, second]) == before
 
 
-def test_factors_made_under_a_mode_serve_outside() -> None:
-    module._positions.cache_clear()
-    values = torch.randn(9)
-    with torch.inference_mode():
-        inside = fingerprint([values])
-    assert fingerprint([values]) == inside
+def test_tensors_that_are_not_aligned() -> None:
+    values = _values((4001,), torch.int8)
+    assert fingerprint([values[1:]]) == fingerprint([values[1:].clone()])
+    assert fingerprint([values[1:]]) != fingerprint([values[:-1]])
 
 
-def test_a_group_has_the_same_number_beside_others() -> None:
-    first, second = torch.randn(300, 300), torch.randn(7)
-    both = fingerprints([[first], [second, first]])
-    assert both.tolist() == [fingerprint([first]), fingerprint([second, first])]
+def test_each_pair_is_compared() -> None:
+    parts = torch.randn(4, 300, 300).unbind()
+    small = torch.randn(3)
+    now = [bind_fingerprint([part])() for part in (parts[0], small, parts[1], parts[2])]
+    before = [bind_fingerprint([part])() for part in (parts[0], small, parts[3], parts[2])]
+    assert differ(now, before) == differ_at_once(now, before) == [0, 0, 1, 0]
+    assert differ_at_once(now, now) == [0] * 4
+    assert differ(now, now) == [0] * 4
+    assert differ([], []) == []
 
 
-def test_nothing_has_a_number() -> None:
-    assert fingerprints([[], [torch.empty(0)]]).tolist() == [0, 0]
+def test_nothing_has_a_fingerprint() -> None:
+    assert fingerprint([]) == fingerprint([torch.empty(0)]) == []
+    assert differ([bind_fingerprint([])()], [bind_fingerprint([])()]) == [0]

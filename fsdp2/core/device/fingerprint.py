@@ -3,91 +3,105 @@
 Version counters do not: ``torch._foreach_*`` on DTensors, ``.data``, ``numpy()`` and collectives
 leave them as they are (torch 2.11 to 2.15).
 
-    bytes as int64, in rows of 1021   [ a b c … ]   sum of each row     a change anywhere
-                                      [ d e f … ]   sum of each column  a change of order in a row
-    the sums, mixed by their position, summed: one number
+    bytes as int64, in blocks of 31 rows of 1021     sum of each column of each block
+    a block that is not full                         the same
+    a row that is not full                           as it is
+    more than `_BLOCKS` blocks                       their sums, mixed by position, summed
 
-Sums of integers are exact, so that a single changed bit always changes the sum of its row. `torch`
-sums 64-bit integers as fast as memory is read on a CPU, and `torch.hash_tensor` at half that speed,
-without regard to order. 1021 is prime: rows of parameters have other lengths, so that a permutation
-of them moves numbers to other rows and columns.
+Each byte is read once, and sums of 64-bit integers are as fast as memory is read. They are exact,
+so that a single changed bit always changes a sum. `torch.hash_tensor` takes twice as long, without
+regard to order.
+
+Values that change places change sums, unless all of them move by multiples of 1021 words within a
+block. 1021 is prime, and rows of parameters have other lengths: only rows of less than 31 words
+can do so, when they swap places with the 1021st after them. 31 is odd, so that the sign bits of a
+whole column do not cancel.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
 _WIDTH = 1021
-_ROWS_IN_CACHE = 64
-"""Rows that a CPU reads at a time, because both sums read them."""
+_HEIGHT = 31
+_BLOCKS = 32
+"""Blocks whose sums are kept as they are: 261 KB. Few operators count more than few bytes then."""
 
 
-def fingerprints(contents: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """One number for the bytes of each group of tensors: it does not make the host wait.
+def bind_fingerprint(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """For the sums of some tensors' bytes, whenever it is called.
+
+    A call reads the memory that the tensors have now, once, and does not make the host wait. It
+    returns an int64 tensor of one dim, for `differ`: a few KB, at most 280 KB per tensor.
 
     Args:
-        contents: groups of tensors, all on one device; they are read once.
-
-    Returns:
-        int64, [groups]: equal for equal bytes, whatever else is in ``contents``.
+        tensors: all on one device. One that is not contiguous, or does not begin at a multiple of
+            8 bytes, is copied now.
     """
     with torch.no_grad(), torch._C._DisableFuncTorch():
-        sums, lengths = [], []
-        for group in contents:
-            found = [part for tensor in group for part in _sums(_as_integers(tensor))]
-            sums += found
-            lengths.append(sum(part.numel() for part in found))
-        if not sums:
-            return torch.zeros(len(contents), dtype=torch.int64)
-        every = torch.cat(sums)
-        if every.is_meta:  # a rehearsal
-            return torch.zeros(len(contents), dtype=torch.int64)
-        weights, owners = _positions(tuple(lengths), every.device)
-        mixed = (every ^ (every >> 32)) * weights
-        mixed ^= mixed >> 29
-        return mixed.new_zeros(len(contents)).index_add_(0, owners, mixed)
+        sums, rests = [], []
+        for tensor in tensors:
+            numbers, last = _as_integers(tensor)
+            rows = numbers.numel() // _WIDTH
+            blocks, more = divmod(rows, _HEIGHT)
+            full = blocks * _HEIGHT * _WIDTH
+            if blocks:
+                sums.append((numbers[:full].view(blocks, _HEIGHT, _WIDTH), 1))
+            if more:
+                sums.append((numbers[full : rows * _WIDTH].view(more, _WIDTH), 0))
+            rests += [numbers[rows * _WIDTH :], last]
+    return functools.partial(_read, sums, rests)
 
 
-def fingerprint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The number of one group of tensors: int64, of shape ``()``, on their device."""
-    return fingerprints([tensors])[0]
+def _read(sums: Sequence[tuple[torch.Tensor, int]], rests: Sequence[torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad(), torch._C._DisableFuncTorch():
+        found = [rest.long() for rest in rests if rest.numel()]
+        for table, dim in sums:
+            by_column = table.sum(dim)
+            mixes = dim == 1 and len(by_column) > _BLOCKS
+            found.append((_mixed(by_column) if mixes else by_column).view(-1))
+        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
 
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes as int64, filled up with zeros."""
+def _as_integers(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its bytes as int64, and those at its end that are less than 8."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    missing = -flat.numel() % 8
-    if missing or flat.storage_offset() % 8:
-        flat = torch.nn.functional.pad(flat, (0, missing))
-    return flat.view(torch.int64)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    words = flat.numel() // 8 * 8
+    return flat[:words].view(torch.int64), flat[words:]
 
 
-def _sums(numbers: torch.Tensor) -> list[torch.Tensor]:
-    """Sums of rows, those of columns, and what fills no row."""
-    rows = numbers.numel() // _WIDTH
-    rest = numbers[rows * _WIDTH :]
-    if not rows:
-        return [rest]
-    table = numbers[: rows * _WIDTH].view(rows, _WIDTH)
-    by_row = numbers.new_empty(rows)
-    by_column = numbers.new_zeros(_WIDTH)
-    at_a_time = _ROWS_IN_CACHE if table.device.type == "cpu" else rows
-    for part, sums in zip(table.split(at_a_time), by_row.split(at_a_time), strict=True):
-        torch.sum(part, 1, out=sums)
-        by_column += part.sum(0)
-    return [by_row, by_column, rest]
+def _mixed(sums: torch.Tensor) -> torch.Tensor:
+    """One row of [blocks, columns]: products with odd numbers keep each bit, shifts carry it on."""
+    place = torch.arange(len(sums), device=sums.device).mul_(2).add_(1).unsqueeze(1)
+    factors = (place * 0x1E3779B97F4A7C15) | 1
+    mixed = (sums ^ (sums >> 32)) * factors
+    mixed ^= mixed >> 29
+    return mixed.sum(0)
 
 
-@functools.lru_cache(maxsize=64)
-def _positions(lengths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """An odd factor for each sum, by its position in its group, and the group of each."""
-    with torch.inference_mode(False):
-        place = torch.cat([torch.arange(length, device=device) for length in lengths])
-        factors = (place + 1) * 0x1E3779B97F4A7C15
-        factors = (factors ^ (factors >> 30)) * 0x3F58476D1CE4E5B9
-        owners = torch.arange(len(lengths), device=device)
-        counts = torch.tensor(lengths, device=device)
-        return factors | 1, owners.repeat_interleave(counts)
+def differ(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> list[int]:
+    """1 for each fingerprint that is not what it was, otherwise 0; blocks the host once.
+
+    Args:
+        now: fingerprints, all on one device.
+        before: those of the same memory, taken earlier.
+    """
+    if not now or now[0].is_meta:  # a rehearsal writes nothing
+        return [0] * len(now)
+    if now[0].device.type == "cpu":
+        return [int(not torch.equal(*pair)) for pair in zip(now, before, strict=True)]
+    return differ_at_once(now, before)
+
+
+def differ_at_once(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> list[int]:
+    """As `differ` on an accelerator: few kernels, and one wait, for any number of fingerprints."""
+    ends = [0, *accumulate(map(len, now))]
+    unequal = torch.cat(list(now)) != torch.cat(list(before))
+    counts: list[int] = torch.cat((unequal.new_zeros(1), unequal)).cumsum(0)[ends].tolist()
+    return [int(after > upto) for upto, after in pairwise(counts)]

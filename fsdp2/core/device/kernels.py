@@ -21,7 +21,7 @@ from fsdp2.core.device.buffers import (
     TransientBuffer,
     empties_storages,
 )
-from fsdp2.core.device.fingerprint import fingerprints
+from fsdp2.core.device.fingerprint import bind_fingerprint, differ
 
 Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
 """The argument of torch's functions of many tensors."""
@@ -106,10 +106,10 @@ class Kernels(Protocol):
     def add_many(self, targets: Tensors, sources: Tensors, /) -> object:
         """Add pairwise, in place."""
 
-    def fingerprints(self, contents: Sequence[Sequence[torch.Tensor]], /) -> torch.Tensor:
-        """One number for the bytes of each group of tensors."""
+    def bind_fingerprint(self, tensors: Sequence[torch.Tensor], /) -> Callable[[], torch.Tensor]:
+        """For sums of some tensors' bytes."""
 
-    def differ(self, now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> list[int]:
+    def differ(self, now: Sequence[torch.Tensor], before: Sequence[torch.Tensor], /) -> list[int]:
         """1 for each pair of fingerprints that differs, otherwise 0; blocks the host."""
 
 
@@ -132,7 +132,8 @@ class TorchKernels:
     add_many = staticmethod(_add_many)
     chunk_cat = staticmethod(_chunk_cat)  # fused on accelerators, the cast included
     divide = staticmethod(_divide)
-    fingerprints = staticmethod(fingerprints)
+    bind_fingerprint = staticmethod(bind_fingerprint)
+    differ = staticmethod(differ)
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -215,11 +216,6 @@ class TorchKernels:
     def split_copy(self, source: torch.Tensor, sizes: Sequence[int], targets: Tensors) -> None:
         """One fused kernel on accelerators."""
         torch.split_with_sizes_copy(source, sizes, dim=1, out=targets)
-
-    def differ(self, now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> list[int]:
-        """One comparison, and one wait."""
-        found: list[int] = torch.stack(list(now)).ne(torch.stack(list(before))).long().tolist()
-        return found
 
 
 class FusedKernels(TorchKernels):

@@ -166,6 +166,7 @@ class Bound:
         keeping: rows of earlier gathers, if they are kept, and the chooser of ``route``.
         keeps_mirror: whether gathered parameters are views of the mirror.
         extension: the transport of parameters with all-gather hooks.
+        fingerprint: reads the flat shard, once anything has asked for it.
         transports: all transports.
         route: the same, sorted by what a gather does.
         smaller: rows of a smaller group, and how they are gathered.
@@ -189,6 +190,7 @@ class Bound:
         "_load",
         "current",
         "extension",
+        "fingerprint",
         "full",
         "keeping",
         "keeps_mirror",
@@ -218,6 +220,7 @@ class Bound:
         assert layout is not None
         kernels = group.runtime.kernels
         self.current = True
+        self.fingerprint: Callable[[], torch.Tensor] | None = None
         self.full: TransientBuffer = kernels.transient(
             group.layout.full_bytes, f"gathered {group.name}"
         )

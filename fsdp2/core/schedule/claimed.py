@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp2.core.device.fingerprint import fingerprint
+from fsdp2.core.device.fingerprint import bind_fingerprint
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.param import GATHERED, refuse_written
 from fsdp2.core.schedule.layers import GroupOperations, Layer
@@ -65,13 +65,13 @@ class ClaimedGroup(Layer):
         outdated = self.state is not UNSHARDED or self.base.is_outdated
         if before is None or outdated or in_backward:
             return
-        lost = before != self._fingerprint()
+        lost = (before != self._fingerprint()).any()
         self._lost = lost if self._lost is None else lost | self._lost
 
     def _fingerprint(self) -> torch.Tensor:
         bound = self.base.bound
         assert bound is not None
-        return fingerprint([local_of(param.detach()) for param in bound.watched])
+        return bind_fingerprint([local_of(param.detach()) for param in bound.watched])()
 
     def reshard(self) -> None:
         """Compare, then free."""

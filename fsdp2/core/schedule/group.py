@@ -623,19 +623,23 @@ class ParamGroup:
             self.retained = Retained()
         self.retained.watches, self.retained.records = True, records
 
-    def contents(self) -> list[torch.Tensor] | None:
-        """The memory that an all-gather reads; ``None`` if it was replaced since, or freed."""
+    def fingerprint(self) -> torch.Tensor | None:
+        """Sums of the bytes that an all-gather reads; ``None`` if replaced since, or freed."""
         bound = self.bound
         dropped = self.retained is not None and self.retained.dropped
         if bound is None or dropped or not bound.current:
             return None
         if any(sharded._local_tensor is not local for sharded, local in bound.locals):
             return None
+        if bound.fingerprint is not None:
+            return bound.fingerprint()
         found = [self.shard.view(torch.uint8, 0, (self.shard.nbytes,))] if self.shard.nbytes else []
-        if bound.extension is not None:
-            for param in self.params:
-                found += plain_tensors(param.local) if param.is_extended else ()
-        return found
+        for param in self.params if bound.extension is not None else ():
+            found += plain_tensors(param.local) if param.is_extended else ()
+        fingerprint = self.runtime.kernels.bind_fingerprint(found)
+        if bound.extension is None:  # of tensors that an extension may replace
+            bound.fingerprint = fingerprint
+        return fingerprint()
 
     def drop_for_user(self) -> None:
         """As `forget_rows`, on one rank perhaps: others ask this one before they use theirs."""
@@ -654,9 +658,8 @@ class ParamGroup:
         if reuses:
             return NOTHING_TO_GATHER
         if retained.watches and not self.reuses_rows:
-            contents = self.contents()
-            assert contents is not None
-            retained.fingerprint = self.runtime.kernels.fingerprints([contents])[0]
+            retained.fingerprint = self.fingerprint()
+            assert retained.fingerprint is not None
             retained.steps, retained.recorded = OptimizerSteps.count, retained.records
         return bound.route
 

@@ -32,6 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
+
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.one_off import largest_over
 from fsdp2.core.params.param import FlagChanges
@@ -213,16 +215,15 @@ def _changed(asked: Mapping[ParamGroup, Unit | None]) -> list[ParamGroup]:
 def _compared(groups: Sequence[ParamGroup]) -> list[int]:
     """1 for each group whose shards differ on this rank, otherwise 0."""
     differ = [1] * len(groups)
-    found = {place: group.contents() for place, group in enumerate(groups)}
-    places = {place: contents for place, contents in found.items() if contents is not None}
-    by_device: dict[object, list[int]] = {}
-    for place in places:
-        by_device.setdefault(groups[place].shard.device, []).append(place)
-    for together in by_device.values():
-        kernels = groups[together[0]].runtime.kernels
-        now = kernels.fingerprints([places[place] for place in together])
-        before = [groups[place].retained for place in together]
-        known = [each.fingerprint for each in before if each and each.fingerprint is not None]
-        for place, number in zip(together, kernels.differ(list(now), known), strict=True):
+    by_device: dict[object, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+    for place, group in enumerate(groups):
+        before = None if group.retained is None else group.retained.fingerprint
+        now = group.fingerprint()
+        if now is not None and before is not None:
+            by_device.setdefault(group.shard.device, {})[place] = now, before
+    for pairs in by_device.values():
+        kernels = groups[min(pairs)].runtime.kernels
+        found = kernels.differ(*zip(*pairs.values(), strict=True))
+        for place, number in zip(pairs, found, strict=True):
             differ[place] = number
     return differ
