@@ -43,10 +43,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.func import functional_call
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import fsdp2
+from fsdp2.testing import counting
 from tests.common.models import units
 
 TORCH = torch.distributed.fsdp
@@ -457,40 +456,4 @@ torchs_adamw: MakeOptimizer = partial(torch.optim.AdamW, **_EXACT)
 
 # -- what was communicated ------------------------------------------------------------------------
 
-
-class CountCollectives(TorchDispatchMode):
-    """Counts the collectives that this rank starts while the context is active: how many of each
-    kind (`counts`), and how many elements they have as inputs and outputs together (`elements`).
-
-    Every way to start one through a ProcessGroup ends in an operator of the `c10d` namespace, so it
-    does not matter which function of torch.distributed was called, nor from which hook.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
-        self.elements = dict.fromkeys(self.counts, 0)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace == "c10d":
-            name = func.name().replace("_", "")  # c10d::_allgather_base_, c10d::allgather_, ...
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-            for kind in self.counts:
-                if kind.replace("_", "") in name:
-                    self.counts[kind] += 1
-                    self.elements[kind] += sum(tensor.numel() for tensor in tensors)
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def all_gathers(self) -> int:
-        return self.counts["all_gather"]
-
-    @property
-    def reduce_scatters(self) -> int:
-        return self.counts["reduce_scatter"]
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
+CountCollectives = counting.CountCollectives
