@@ -561,6 +561,7 @@ reduce:
         """\
 compute:
   fingerprint a
+  fingerprint b
   forward root
   forward a
   free a
@@ -569,6 +570,16 @@ compute:
   free b
   forward root""",
     )  # nothing to gather
+
+
+def test_steps_that_use_nothing_again_take_no_fingerprints() -> None:
+    sim = schedules.warm(schedules.chain("a", "b"))
+    for unit in sim.scheduler.units:
+        unit.reshard_after_backward = False
+    sim.iteration()
+    emitted = schedules.emitted(sim, sim.iteration)
+    assert "all_gather b" in emitted
+    assert "fingerprint" not in emitted
 
 
 def test_kept_parameters_are_gathered_again_after_a_step() -> None:

@@ -19,10 +19,9 @@ again, or none does (I1).
     a backward's optimizer step  the same: the shards have certainly changed
     otherwise                    one question for all groups of the root
 
-Fingerprints are taken where they are likely to be used: in forwards without gradients, for kept
-rows, and with `set_reshard_after_backward(False)`. Other forwards that autograd records take them
-after one of them has found something to use again. A training step that frees everything in
-backward neither takes one nor asks.
+Fingerprints are taken where they are likely to be used: in forwards without gradients, and for kept
+rows. Forwards that autograd records take them after one of them has found something to use again. A
+training step whose optimizer writes all that was gathered neither takes one nor asks.
 
 Units that the user has unsharded stay so until an optimizer steps or the user reshards them. No
 forward asks between backwards that belong together (`set_is_last_backward(False)`).
@@ -144,9 +143,7 @@ class Reuse:
             return
         self.asks = wanted
         for unit in units:
-            stays = wanted and not unit.frees_after_forward
-            if not unit.reshard_after_backward:
-                stays = self.asks = True
+            stays = wanted and not (unit.frees_after_forward and unit.reshard_after_backward)
             for group in unit.own_groups:
                 group.watch(stays or group.keeps_rows, records)
 

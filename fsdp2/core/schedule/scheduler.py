@@ -156,7 +156,6 @@ class Scheduler:
         self._order = ForwardOrder(self.units)
         self._in_flight = InFlight(streams)
         self.reuse = Reuse()
-        self.reuse.asks = not all(unit.reshard_after_backward for unit in units)
         self.refresh()
 
     def refresh(self) -> None:
