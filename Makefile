@@ -26,7 +26,7 @@ test: ## the default tests
 	$(PYTHON) -m pytest
 
 extended: ## the long ones that the default leaves out
-	$(PYTHON) -m pytest -m extended
+	$(PYTHON) -m pytest -m 'extended and not exhaustive'
 
 exhaustive: ## all other combinations, for an hour and more
 	$(PYTHON) -m pytest -m exhaustive

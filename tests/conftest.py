@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.common import upper_bounds
+from tests.common.workers import RANK_BODY
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,12 +52,47 @@ def rare_collections() -> Iterator[None]:
     gc.set_threshold(*thresholds)
 
 
+BY_DEFAULT, EXTENDED = 2, 2
+"""Cases of one test on ranks that each run takes; see "Tests" in docs/design.md."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is `exhaustive` by one of its arguments is not `extended` by another."""
+    """Spread the cases of a test over the runs, so that no run grows with their number.
+
+    Ranks are processes that share two cores: a test's first case on them takes a second, and each
+    other as long again. What is `exhaustive` by one of its arguments is not `extended` by another.
+    """
+    cases: dict[object, list[pytest.Item]] = {}
+    late: dict[object, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("exhaustive"):
-            item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "extended"]
+            _unmark(item)
+            continue
+        function = getattr(item, "function", None)
+        extended = item.get_closest_marker("extended") is not None
+        if extended or hasattr(function, RANK_BODY):
+            (late if extended else cases).setdefault(function, []).append(item)
+    for function, own in cases.items():
+        rest = _all_but(BY_DEFAULT, own)
+        late.setdefault(function, [])[:0] = rest
+        for item in rest:
+            item.add_marker("extended")
+    for own in late.values():
+        for item in _all_but(EXTENDED, own):
+            _unmark(item)
+            item.add_marker("exhaustive")
+
+
+def _all_but(count: int, items: list[pytest.Item]) -> list[pytest.Item]:
+    """All but ``count`` of them, which are evenly spread."""
+    kept = {round(at * (len(items) - 1) / max(count - 1, 1)) for at in range(count)}
+    return [item for at, item in enumerate(items) if at not in kept]
+
+
+def _unmark(item: pytest.Item) -> None:
+    """No longer `extended`."""
+    item.own_markers[:] = [mark for mark in item.own_markers if mark.name != "extended"]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -117,6 +117,7 @@ def test_a_stage_that_is_killed_is_told_and_the_rest_goes_on(play: Play) -> None
     assert "| fsdp2 / torch | 0.525 | 0.500 | 0.550 |" in play.page
 
 
+@pytest.mark.extended
 def test_what_is_done_is_kept_and_what_failed_runs_again(play: Play) -> None:
     stages = stage("works"), stage("fails")
     play.run(*stages)

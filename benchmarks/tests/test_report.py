@@ -492,6 +492,7 @@ def documented() -> dict[str, tuple[float, float]]:
     return {name: (float(fp32), float(mixed)) for name, fp32, mixed in rows}
 
 
+@pytest.mark.extended
 def test_the_documented_paths_are_what_is_counted() -> None:
     """Of each operation a number for each path and precision, in the table's order."""
     text = (ROOT / "docs" / "performance.md").read_text()

@@ -119,7 +119,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, int
     return _ends(folder, "0")
 
 
-@pytest.mark.parametrize("seed", seldom(range(POINTS), extended=2))
+@pytest.mark.parametrize("seed", seldom(range(POINTS), extended=1))
 def test_resumed_as_if_never_killed(
     undisturbed: list[tuple[str, int]], tmp_path: Path, seed: int
 ) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import files
+from tests.common import combinations
 
 pytestmark = pytest.mark.alone
 
@@ -41,8 +42,7 @@ def _resident() -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.extended
+@pytest.mark.parametrize("overlap", combinations.seldom([True, False], extended=1))
 def test_memory_is_flat_over_200_saves(tmp_path: Path, overlap: bool) -> None:
     """Neither Python's objects, nor threads, files or pages grow; a state has 3 MiB."""
     model = nn.Linear(512, 512)
@@ -95,7 +95,7 @@ if sys.argv[2] == "raises":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["late", "raises"])
+@pytest.mark.parametrize("how", combinations.often(["late", "raises"]))
 def test_the_end_of_the_process(how: str, tmp_path: Path) -> None:
     """It waits for both saves, which are whole, and then ends, with nothing left running."""
     command = [sys.executable, "-c", ENDS, str(tmp_path), how]

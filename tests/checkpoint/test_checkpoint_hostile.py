@@ -1,6 +1,6 @@
 """Files that mean harm, and files that are mutated: refused, and nothing of the process is touched.
 
-python -m pytest -m extended tests/checkpoint/test_checkpoint_hostile.py  # 10,000 files each
+python -m pytest -m extended tests/checkpoint/test_checkpoint_hostile.py  # 500 files of each kind
 """
 
 from __future__ import annotations
@@ -513,6 +513,6 @@ def test_mutated_files(step: Path, tmp_path: Path, kind: str) -> None:
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_mutated_files(step: Path, tmp_path: Path, kind: str) -> None:
-    found = fuzz(step, tmp_path, kind, int(os.environ.get("FSDP2_FUZZ", "2000")), seed=1)
+    found = fuzz(step, tmp_path, kind, int(os.environ.get("FSDP2_FUZZ", "500")), seed=1)
     assert found["refused"] > 0
     print(kind, dict(found))

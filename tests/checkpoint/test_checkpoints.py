@@ -36,7 +36,7 @@ from fsdp2.core.errors import CheckpointError
 from fsdp2.optim import FlatOptimizer
 from fsdp2.ranks.channels import Members
 from fsdp2.tracing.summaries import amount
-from tests.common import workers
+from tests.common import combinations, workers
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.ranks
@@ -473,7 +473,7 @@ class FailsAt(files.Disk):
         return call
 
 
-@pytest.mark.parametrize("call", ["save", "async_save"])
+@pytest.mark.parametrize("call", combinations.often(["async_save", "save"]))
 @workers.ranks(2)
 def test_wherever_the_disk_fails(tmp_path: Path, call: str) -> None:
     """At any operation of either rank: all raise, each step there is whole, and saving goes on."""

@@ -365,6 +365,7 @@ def _rank_files(folder: Path, rows: int) -> None:
         torch.save({"model": model, "shard_metadata": about}, folder / f"rank-{rank}.pth")
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_memory(tmp_path: Path) -> None:
     """Within 1.2 of the largest tensor, all pages counted; of two tensors of 32 MiB."""

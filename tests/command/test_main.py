@@ -12,6 +12,7 @@ import pytest
 
 import fsdp2
 from fsdp2.command import checkpoint, main, trace
+from tests.common.combinations import often
 
 pytestmark = pytest.mark.alone
 
@@ -91,7 +92,7 @@ def test_wrong_usage_is_one_sentence(
     assert printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["fsdp2.nope", "fsdp2.core"])
+@pytest.mark.parametrize("name", often(["fsdp2.nope", "fsdp2.core"]))
 def test_a_module_that_cannot_be_run_is_one_sentence(name: str) -> None:
     """In a process of its own: names are installed before packages are imported."""
     given = [sys.executable, "-m", "fsdp2.run", "-m", name]

@@ -77,7 +77,7 @@ START_TIMEOUT = 180.0  # seconds until every rank has imported torch and found t
 GRACE = 5.0  # seconds the other ranks get to report, once one rank has failed
 SEED = 0
 
-_BODY = "_rank_body"  # attribute of a decorated test: the function that runs on the ranks
+RANK_BODY = "_rank_body"  # attribute of a decorated test: the function that runs on the ranks
 
 
 class RankError(AssertionError):
@@ -110,7 +110,7 @@ def ranks(
         own = [p for p in signature.parameters.values() if p.name != "world_size"]
         world_size = inspect.Parameter("world_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = signature.replace(parameters=[world_size, *own])  # type: ignore[attr-defined]
-        setattr(test, _BODY, body)
+        setattr(test, RANK_BODY, body)
         sizes = [pytest.param(size, id=f"{size}ranks") for size in world_sizes]
         more = [
             pytest.param(size, id=f"{size}ranks", marks=pytest.mark.extended) for size in extended
@@ -360,7 +360,7 @@ def _answer(target: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, An
         function: Any = importlib.import_module(module)
         for name in qualname.split("."):
             function = getattr(function, name)
-        value = getattr(function, _BODY, function)(*args, **kwargs)
+        value = getattr(function, RANK_BODY, function)(*args, **kwargs)
         report = pickle.dumps(("returned", value))
         dist.barrier()  # a body that left the ranks out of step fails here, and not in the next one
     except BaseException:

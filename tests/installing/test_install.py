@@ -242,6 +242,7 @@ def _start(folder: Path, *command: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_processes_that_are_started_meanwhile_install_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

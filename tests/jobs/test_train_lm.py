@@ -339,6 +339,7 @@ def test_killing_the_parent_alone_ends_the_workers() -> None:
         wait_until_empty(process.pid)
 
 
+@pytest.mark.extended
 def test_a_dead_worker_ends_the_run() -> None:
     with started("--steps", "100000") as process:
         read_until(process, step=20)

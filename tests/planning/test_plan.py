@@ -397,6 +397,7 @@ def test_ranks_together_are_slower_and_wait() -> None:
     assert costs_of(machine, 1).collective(gather, (0,)) == 0.0
 
 
+@pytest.mark.extended
 def test_what_ranks_take_together_is_fitted() -> None:
     """Steps that were made of two factors give them back; the plan of such a machine is exact."""
     machine = measured_machine()

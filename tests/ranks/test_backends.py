@@ -36,6 +36,7 @@ for arguments in ((), ("gloo",), ("cpu:gloo",)):
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("debug", often(["OFF", "DETAIL"]))
 def test_gloo_by_any_name_travels_packed(debug: str) -> None:
     """Started without a name, c10d calls the group's backend "undefined".

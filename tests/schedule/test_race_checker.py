@@ -53,7 +53,7 @@ def test_random_models_with_larger_windows(
 ) -> None:
     """As many units are gathered ahead as the window says at most: the watch sees to it."""
     monkeypatch.setattr(random_models.Watch, "window", window)
-    _check_seeds(scenario, range(SEEDS // 2))
+    _check_seeds(scenario, range(SEEDS // 6))
 
 
 @pytest.mark.extended
@@ -174,6 +174,7 @@ def test_every_needed_wait_is_missed_and_no_other() -> None:
     assert set(dropped.found) == labels
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutate", "schedules"),

@@ -289,6 +289,7 @@ print(ended)
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
 def test_memory_is_pages_of_files(tmp_path: Path) -> None:
