@@ -110,25 +110,27 @@ class CountCollectives:
     _library: ClassVar[torch.library.Library | None] = None
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter(dict.fromkeys(_COLLECTIVES.values(), 0))
         self.elements: Counter[str] = Counter()
 
     def __enter__(self) -> CountCollectives:
-        if CountCollectives._library is None:
-            CountCollectives._library = _observed(CountCollectives._note)
+        if not self._entered:
+            CountCollectives._library = _observed(self._note)
         self._entered.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._entered.remove(self)
+        if not self._entered and CountCollectives._library is not None:
+            CountCollectives._library._destroy()
+            CountCollectives._library = None
 
     @classmethod
     def _note(cls, kind: str, args: tuple[object, ...]) -> None:
-        if cls._entered:
-            elements = sum(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-            for each in cls._entered:
-                each.counts[kind] += 1
-                each.elements[kind] += elements
+        elements = sum(leaf.numel() for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+        for each in cls._entered:
+            each.counts[kind] += 1
+            each.elements[kind] += elements
 
     @property
     def all_gathers(self) -> int:
@@ -152,7 +154,7 @@ def _observed(note: Callable[[str, tuple[object, ...]], None]) -> torch.library.
     A kernel before those of devices, which calls them. A `TorchDispatchMode` would be called for
     every operator: tests that train spend a third of their time in one.
     """
-    library = torch.library.Library("c10d", "IMPL")  # for the life of the process
+    library = torch.library.Library("c10d", "IMPL")
     rest = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, operator = name.partition("::")
@@ -196,7 +198,7 @@ def collectives(run: Callable[[], object]) -> Counter[str]:
     """The collectives that ``run`` starts, by kind; see `CountCollectives`."""
     with CountCollectives() as found:
         run()
-    return found.counts
+    return +found.counts
 
 
 COPIES = ("copy", "copy_many", "copy_strided", "split_copy", "chunk_cat", "to_host")

@@ -186,8 +186,8 @@ def test_only_replicated(case: str) -> None:
     loss = _loss(case, model, mine)
     with parity.CountCollectives() as count:
         loss.backward()
-    assert (count.all_gathers, count.reduce_scatters) == (0, 0)
-    if case == "replicate only":
+    if case == "replicate only":  # tensor parallelism has collectives of its own
+        assert (count.all_gathers, count.reduce_scatters) == (0, 0)
         assert count.counts["all_reduce"] == 3
     parity.assert_equal(
         parity.full_params(model), parity.full_params(models.seeded(Net)), "parameters"

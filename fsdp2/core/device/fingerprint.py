@@ -46,7 +46,7 @@ def bind_fingerprint(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tens
         sums, rests = [], []
         for tensor in tensors:
             numbers, last = _as_integers(tensor)
-            rows = numbers.numel() // _WIDTH
+            rows = int(numbers.numel()) // _WIDTH  # a tensor where `torch.jit.trace` looks on
             blocks, more = divmod(rows, _HEIGHT)
             full = blocks * _HEIGHT * _WIDTH
             if blocks:
@@ -72,7 +72,7 @@ def _as_integers(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
-    words = flat.numel() // 8 * 8
+    words = int(flat.numel()) // 8 * 8
     return flat[:words].view(torch.int64), flat[words:]
 
 

@@ -61,6 +61,7 @@ class Retained:
         watches: whether gathers take fingerprints.
         records: whether autograd records the forward that gathers now.
         fingerprint: of the shards from which it was gathered last, or rows of them; if taken.
+        reads: a flat shard, and what takes fingerprints of it.
         recorded: ``records`` at that time.
         steps: `OptimizerSteps.count` at that time.
     """
@@ -70,6 +71,7 @@ class Retained:
         "fingerprint",
         "granted",
         "holds",
+        "reads",
         "recorded",
         "records",
         "steps",
@@ -80,6 +82,7 @@ class Retained:
         self.holds = self.granted = self.dropped = False
         self.watches = self.records = self.recorded = False
         self.fingerprint: torch.Tensor | None = None
+        self.reads: tuple[FlatBuffer, Callable[[], torch.Tensor]] | None = None
         self.steps = -1
 
 
@@ -166,7 +169,6 @@ class Bound:
         keeping: rows of earlier gathers, if they are kept, and the chooser of ``route``.
         keeps_mirror: whether gathered parameters are views of the mirror.
         extension: the transport of parameters with all-gather hooks.
-        fingerprint: reads the flat shard, once anything has asked for it.
         transports: all transports.
         route: the same, sorted by what a gather does.
         smaller: rows of a smaller group, and how they are gathered.
@@ -190,7 +192,6 @@ class Bound:
         "_load",
         "current",
         "extension",
-        "fingerprint",
         "full",
         "keeping",
         "keeps_mirror",
@@ -220,7 +221,6 @@ class Bound:
         assert layout is not None
         kernels = group.runtime.kernels
         self.current = True
-        self.fingerprint: Callable[[], torch.Tensor] | None = None
         self.full: TransientBuffer = kernels.transient(
             group.layout.full_bytes, f"gathered {group.name}"
         )

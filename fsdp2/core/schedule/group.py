@@ -625,21 +625,18 @@ class ParamGroup:
 
     def fingerprint(self) -> torch.Tensor | None:
         """Sums of the bytes that an all-gather reads; ``None`` if replaced since, or freed."""
-        bound = self.bound
-        dropped = self.retained is not None and self.retained.dropped
-        if bound is None or dropped or not bound.current:
+        bound, retained, shard = self.bound, self.retained, self.shard
+        if bound is None or retained is None or retained.dropped or not bound.current:
             return None
         if any(sharded._local_tensor is not local for sharded, local in bound.locals):
             return None
-        if bound.fingerprint is not None:
-            return bound.fingerprint()
-        found = [self.shard.view(torch.uint8, 0, (self.shard.nbytes,))] if self.shard.nbytes else []
+        if retained.reads is not None and retained.reads[0] is shard and bound.extension is None:
+            return retained.reads[1]()
+        found = [shard.view(torch.uint8, 0, (shard.nbytes,))] if shard.nbytes else []
         for param in self.params if bound.extension is not None else ():
             found += plain_tensors(param.local) if param.is_extended else ()
-        fingerprint = self.runtime.kernels.bind_fingerprint(found)
-        if bound.extension is None:  # of tensors that an extension may replace
-            bound.fingerprint = fingerprint
-        return fingerprint()
+        retained.reads = shard, self.runtime.kernels.bind_fingerprint(found)
+        return retained.reads[1]()
 
     def drop_for_user(self) -> None:
         """As `forget_rows`, on one rank perhaps: others ask this one before they use theirs."""

@@ -20,8 +20,8 @@ again, or none does (I1).
     otherwise                    one question for all groups of the root
 
 Fingerprints are taken where they are likely to be used: in forwards without gradients, and for kept
-rows. Forwards that autograd records take them after one of them has found something to use again. A
-training step whose optimizer writes all that was gathered neither takes one nor asks.
+rows. Forwards that autograd records take them once any forward has found what a backward left,
+before the optimizer's step. Training steps that use nothing again neither take one nor ask.
 
 Units that the user has unsharded stay so until an optimizer steps or the user reshards them. No
 forward asks between backwards that belong together (`set_is_last_backward(False)`).
@@ -52,7 +52,7 @@ class Reuse:
         rows: groups that keep rows of their all-gathers.
         asks: whether fingerprints are taken now.
         hides: whether units may be hidden for others than graphs.
-        repeats: whether a forward that autograd records has found anything to use again.
+        repeats: whether a forward has found what a backward left, before the optimizer's step.
     """
 
     __slots__ = ("asks", "flags", "hides", "repeats", "rows", "steps", "units")
@@ -86,8 +86,7 @@ class Reuse:
             records: whether autograd records it.
         """
         held = self._held()
-        repeats = records and any(self._is_repeated(*each) for each in held.items())
-        self.repeats = self.repeats or repeats
+        self.repeats = self.repeats or any(self._is_repeated(*each) for each in held.items())
         asked = {
             group: unit
             for group, unit in held.items()
