@@ -131,6 +131,29 @@ def test_torchs_muon_where_rows_are_uneven() -> None:
     parity.assert_equal(ours, torchs)
 
 
+class _ByKernels(torch.optim.SGD):
+    """As bitsandbytes': kernels get the address of a tensor's memory. A DTensor has none."""
+
+    __module__ = "bitsandbytes.optim.adamw"
+
+    def step(self, closure: Any = None) -> Any:
+        assert all(p.data_ptr() for group in self.param_groups for p in group["params"])
+        return super().step(closure)
+
+
+@ranks(2)
+def test_kernels_that_read_memory() -> None:
+    """Refused before the first step; over flat shards they read plain tensors."""
+    model = parity.shard(parity.OURS, even())
+    with raises("optimizer-kernels"):
+        _train(model, _ByKernels(model.parameters(), lr=0.1))
+    model.zero_grad()
+    flat = FlatOptimizer(model, _ByKernels, elementwise=True, lr=0.1)
+    plain = even()
+    expected = _train(plain, _ByKernels(plain.parameters(), lr=0.1))
+    parity.assert_equal(_train(model, flat), expected)
+
+
 # -- elementwise=True -----------------------------------------------------------------------------
 
 
