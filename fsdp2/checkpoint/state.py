@@ -291,7 +291,7 @@ def _check_class(path: tuple[str | int, ...], rows: Tensor) -> None:
 
 
 def _check_below(model: Mapping[str, object], params: Mapping[str, object]) -> None:
-    """bitsandbytes keeps scales beside a weight, and writes copies of them that no load reads."""
+    """A module of bitsandbytes writes the scales of a weight as entries that no load reads."""
     for name in model:
         param = above(name, params)
         if param != name and param in model:

@@ -1,8 +1,8 @@
 """The parameters that optimizers hold when they step: one that would train nothing raises.
 
-A parameter that a unit has replaced, and an unsharded form of one, are not trained. Nor is a shard
-by kernels that know no DTensor. Each optimizer is checked again when it, or the set of sharded
-parameters, has changed.
+A parameter that a unit has replaced, and an unsharded form of one, are not trained. Kernels that
+read a tensor's own memory find none in a DTensor. Each optimizer is checked again when it, or the
+set of sharded parameters, has changed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from fsdp2.core.modules import optimizers
 from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import GATHERED, OWNER, TIED
 
-_KERNELS = "bitsandbytes."
-"""The package whose optimizers pass parameters to kernels that read a tensor's own memory."""
+_KERNELS = ("bitsandbytes.", "deepspeed.ops.")
+"""Packages whose optimizers pass parameters to kernels that read a tensor's own memory."""
 
 
 def _refuse_untrained(optimizer: torch.optim.Optimizer) -> None:
-    by_kernels = any(kind.__module__.startswith(_KERNELS) for kind in type(optimizer).__mro__)
+    homes = (kind.__module__ for kind in type(optimizer).__mro__)
+    by_kernels = next((home for home in homes if home.startswith(_KERNELS)), "").split(".")[0]
     for param_group in optimizer.param_groups:
         for param in param_group["params"]:
             attributes = param.__dict__
@@ -28,7 +29,7 @@ def _refuse_untrained(optimizer: torch.optim.Optimizer) -> None:
                 raise coded(
                     ShardingStateError,
                     "optimizer-kernels",
-                    f"this {type(optimizer).__name__} of bitsandbytes passes parameters of unit "
+                    f"this {type(optimizer).__name__} of {by_kernels} passes parameters of unit "
                     f"'{attributes[OWNER]}' to kernels that cannot read a DTensor; use "
                     f"fsdp2.optim.FlatOptimizer with its 32-bit classes, or torchao's 8-bit "
                     f"classes over the parameters",

@@ -341,7 +341,7 @@ TORCHS: dict[str, Call] = {
 
 @pytest.mark.parametrize("words", TORCHS)
 def test_messages_of_torch_that_the_guide_explains(words: str) -> None:
-    """Of operators that no hook of ours is around; inside `gathered`, they work."""
+    """No hook of ours is around these operators; inside `gathered`, they work."""
     assert words in GUIDE.read_text(encoding="utf-8")
     model, call = build(), TORCHS[words]
     with torch.no_grad(), pytest.raises((RuntimeError, AssertionError)) as caught:
