@@ -298,9 +298,9 @@ def _check_below(model: Mapping[str, object], params: Mapping[str, object]) -> N
             raise coded(
                 CheckpointError,
                 "ckpt-beside",
-                f"save() cannot store '{name}', which a module keeps beside the quantized "
-                f"parameter '{param}', and which load() could not restore; pass trainable=True, "
-                f"which leaves out frozen parameters",
+                f"save() cannot store '{name}', which a module stores in addition to the "
+                f"quantized parameter '{param}', and which load() could not restore; pass "
+                f"trainable=True, which leaves out frozen parameters",
             )
 
 

@@ -346,7 +346,8 @@ def test_messages_of_torch_that_the_guide_explains(words: str) -> None:
     model, call = build(), TORCHS[words]
     with torch.no_grad(), pytest.raises((RuntimeError, AssertionError)) as caught:
         call(model.head.weight, torch.zeros(8, 4))
-    assert words.strip("`") in (str(caught.value) or "AssertionError` without a text")
+    said = str(caught.value).replace(": got", " got")  # the colon is 2.11's
+    assert words.strip("`") in (said or "AssertionError` without a text")
     with torch.no_grad(), fsdp2.gathered(model):
         call(model.head.weight, torch.zeros(8, 4))
 
