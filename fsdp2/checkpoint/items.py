@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp2.checkpoint.archives import ALIGNMENT, write_archive
 from fsdp2.checkpoint.entries import Entry
+from fsdp2.checkpoint.staging import copied
 from fsdp2.checkpoint.stores import Attempt, Stream
 from fsdp2.checkpoint.tensors import About
 
@@ -67,7 +68,7 @@ def _write_tensor(stream: Stream, value: torch.Tensor) -> None:
     if type(rows) in (torch.Tensor, nn.Parameter) and _is_strided(rows):
         write_archive(stream, Entry.of(rows))
     else:  # a class of the user's, sparse ones: torch knows how
-        torch.save(rows.clone(), cast(IO[bytes], stream))
+        torch.save(copied(rows), cast(IO[bytes], stream))
 
 
 @functools.lru_cache(4096)

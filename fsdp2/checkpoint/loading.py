@@ -21,7 +21,6 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     set_model_state_dict,
 )
 
@@ -40,7 +39,7 @@ from fsdp2.checkpoint.folder import (
 from fsdp2.checkpoint.optimizers import OptimizerMatch
 from fsdp2.checkpoint.reading import Step
 from fsdp2.checkpoint.saving import end_saves, note_load
-from fsdp2.checkpoint.snapshots import Nested, named_parameters, snapshot
+from fsdp2.checkpoint.snapshots import Nested, above, named_parameters, snapshot, whole_state
 from fsdp2.checkpoint.state import (
     Differences,
     Models,
@@ -423,7 +422,7 @@ class _Load:
     def _compare_model(self, found: Differences) -> None:
         """Tensors are read in place later; values now, so that a class in them changes nothing."""
         step, taken, units, here = self._step, set[str](), dict[str, str](), dict[str, Tensor]()
-        state = get_model_state_dict(self._wanted.model)
+        state = whole_state(self._wanted.model)
         params = named_parameters(self._wanted.model) if step.about.trainable else ()
         frozen = {name for name, param in params if not param.requires_grad}
         tensors = dict(_read_in_place(state))
@@ -436,7 +435,7 @@ class _Load:
                 continue
             (theirs, *_), tensor, transform = sources, tensors.get(name), transforms.of(name)
             if not set(sources) <= step.model.keys():
-                if name not in frozen:
+                if above(name, frozen) not in frozen:
                     found.missing.append(f"model.{name}")
             elif tensor is not None and transform is not None:
                 self._make(name, tensor, transform, sources, found)

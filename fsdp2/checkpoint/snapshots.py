@@ -10,7 +10,7 @@ called.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -81,6 +81,24 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         )
 
 
+def whole_state(model: nn.Module) -> Nested:
+    """As ``get_model_state_dict``, which needs an attribute of each entry's name.
+
+    A quantized weight has those that its module writes below its name; the weight's shard does not.
+    """
+    try:
+        return dict(get_model_state_dict(model))
+    except AttributeError:
+        return {clean(name): value for name, value in model.state_dict().items()}
+
+
+def above(name: str, params: Container[str]) -> str:
+    """The parameter that an entry is, or below whose name a module has written it; or ""."""
+    while name and name not in params:
+        name = name.rpartition(".")[0]
+    return name
+
+
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, parameter) of all, sharded wherever a unit has it; a tied one under each name."""
     yield from _parameters(model, _sharded(model))
@@ -141,7 +159,7 @@ def _buffers(model: nn.Module, persistent: bool) -> Iterator[tuple[str, torch.Te
 
 def _model_state(model: nn.Module, params: Mapping[str, torch.Tensor]) -> Nested:
     if any(_writes_itself(module) for module in model.modules()):
-        return dict(get_model_state_dict(model))
+        return whole_state(model)
     state: Nested = {name: _view(param) for name, param in params.items()}
     state.update((name, value.detach()) for name, value in _buffers(model, True))
     state.update((name, module.get_extra_state()) for name, module in extra_states(model))

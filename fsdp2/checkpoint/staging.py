@@ -101,7 +101,7 @@ class Copy:
             if not isinstance(rows, torch.Tensor):
                 self.staged[name] = copy.deepcopy(rows)
             elif name not in beside or rows.nbytes <= _AT_ONCE or not _is_plain(rows):
-                self.staged[name] = rows.cpu() if rows.device.type != "cpu" else rows.clone()
+                self.staged[name] = rows.cpu() if rows.device.type != "cpu" else copied(rows)
             else:
                 self._sources[name] = rows
         self.memory = memory
@@ -199,6 +199,16 @@ def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
     to, start = target.data_ptr(), source.data_ptr()
     for at in range(0, source.nbytes, _PIECE):
         ctypes.memmove(to + at, start + at, min(_PIECE, source.nbytes - at))
+
+
+def copied(rows: torch.Tensor) -> torch.Tensor:
+    """A copy; of a subclass, copies of what it wraps: its own ``clone`` may encode values again."""
+    if not is_traceable_wrapper_subclass(rows):
+        return rows.clone()
+    names, about = rows.__tensor_flatten__()
+    parts = {name: copied(getattr(rows, name)) for name in names}
+    made: torch.Tensor = type(rows).__tensor_unflatten__(parts, about, rows.shape, rows.stride())
+    return made
 
 
 def _versions(counters: tuple[torch.Tensor, torch.Tensor]) -> tuple[int, int]:

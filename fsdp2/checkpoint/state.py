@@ -39,7 +39,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -47,7 +46,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fsdp2.checkpoint.files import read_at
 from fsdp2.checkpoint.index import read_index
 from fsdp2.checkpoint.items import framing_of
-from fsdp2.checkpoint.snapshots import Nested, named_parameters, optimizer_state, snapshot
+from fsdp2.checkpoint.snapshots import (
+    Nested,
+    above,
+    named_parameters,
+    optimizer_state,
+    snapshot,
+    whole_state,
+)
 from fsdp2.checkpoint.stores import AnyPath
 from fsdp2.checkpoint.tensors import About, Catalogue, Place
 from fsdp2.checkpoint.tensors import Reader as TensorReader
@@ -188,7 +194,9 @@ def state_of(asked: Asked) -> Nested:
     seen = snapshot(asked.model)
     params = dict(named_parameters(asked.model))
     frozen = {name for name, p in params.items() if asked.trainable and not p.requires_grad}
-    state: Nested = {"model": {k: v for k, v in seen.model.items() if k not in frozen}}
+    kept = {k: v for k, v in seen.model.items() if above(k, params) not in frozen}
+    _check_below(kept, params)
+    state: Nested = {"model": kept}
     if asked.optimizers:
         state["optimizer"] = optimizer_state(asked.optimizers, params)
     if asked.buffers:
@@ -280,6 +288,20 @@ def _check_class(path: tuple[str | int, ...], rows: Tensor) -> None:
             f"subclass {type(rows).__name__}; save this optimizer with "
             f"torch.distributed.checkpoint",
         )
+
+
+def _check_below(model: Mapping[str, object], params: Mapping[str, object]) -> None:
+    """A module of bitsandbytes writes the scales of a weight as entries that no load reads."""
+    for name in model:
+        param = above(name, params)
+        if param != name and param in model:
+            raise coded(
+                CheckpointError,
+                "ckpt-beside",
+                f"save() cannot store '{name}', which a module stores in addition to the "
+                f"quantized parameter '{param}', and which load() could not restore; pass "
+                f"trainable=True, which leaves out frozen parameters",
+            )
 
 
 def kept_values(state: Nested) -> Nested:
@@ -602,7 +624,7 @@ def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str
     tied: dict[str, str] = {}
     others: list[str] = []
     first: dict[object, str] = {}
-    state = get_model_state_dict(model)
+    state = whole_state(model)
     registered = {clean(name): id(param) for name, param in _registered(model)}
     for name, value in state.items():
         if not isinstance(value, Tensor):

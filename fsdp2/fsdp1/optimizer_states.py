@@ -601,12 +601,14 @@ class _StatesToLoad:
         items: of all parameters, in the optimizer's order.
         others: states that belong to no parameter.
         groups: parameter groups by the optimizer's keys; ``None`` without any.
+        aliased: two entries that are one tensor; empty if there are none.
     """
 
     problem: str
     items: list[_Item]
     others: dict[object, object]
     groups: list[StateDict] | None
+    aliased: str = ""
 
     def without_tensors(self) -> _StatesToLoad:
         """As it is told to other ranks."""
@@ -614,10 +616,18 @@ class _StatesToLoad:
             _Item(i.at, i.key, None if i.travels else i.value, i.shape, i.dtype, i.travels)
             for i in self.items
         ]
-        return _StatesToLoad(self.problem, items, self.others, self.groups)
+        return _StatesToLoad(self.problem, items, self.others, self.groups, self.aliased)
 
 
 def _checked(plan: _StatesToLoad) -> _StatesToLoad:
+    if plan.aliased:
+        raise coded(
+            ValueError,
+            "optim-states-aliased",
+            f"the optimizer's state dict has one tensor as {plan.aliased}, so one of them is lost, "
+            f"as torch's FSDP1 writes it on a CPU with offload_to_cpu=True; save it again with "
+            f"offload_to_cpu=False",
+        )
     if plan.problem:
         raise coded(
             ValueError,
@@ -659,6 +669,9 @@ def _plan(given: object, positions: _Positions, model: nn.Module) -> _StatesToLo
             if wrong.problem:
                 return wrong
             items.append(_item(at, key, value))
+        wrong.aliased = _aliased(positions.names[at][0], found[at])
+        if wrong.aliased:
+            return wrong
     placed, wrong.problem = _placed_groups(groups, at_of, positions)
     return wrong if wrong.problem else _StatesToLoad("", items, others, placed)
 
@@ -687,6 +700,19 @@ def _mismatch(name: str, value: object, at: int, positions: _Positions) -> str:
     if fits:
         return ""
     return f"'{name}' is of shape {tuple(value.shape)}, and its parameter {tuple(param.shape)}"
+
+
+def _aliased(name: str, state: ParamState) -> str:
+    """Two entries of a parameter that are one memory."""
+    first: dict[object, str] = {}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.numel() < 2:
+            continue
+        if value.layout is torch.strided:
+            place = value.untyped_storage()._cdata, value.storage_offset()
+            if first.setdefault(place, key) != key:
+                return f"'{first[place]}' and '{key}' of '{name}'"
+    return ""
 
 
 def _placed_groups(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
+from torch.autograd.graph import get_gradient_edge
 
 import fsdp2
 from tests.common import compiling, gradients, models, parity
@@ -51,10 +52,10 @@ CHOICES = {
 )
 @pytest.mark.parametrize("read_before", [True, False])
 def test_backward_to_shards(read_before: bool, arguments: dict[str, Any]) -> None:
-    """A backward whose ``inputs`` are sharded parameters, then one to all."""
+    """A backward whose ``inputs`` are sharded parameters, or edges to them, then one to all."""
     model = _shard(**arguments)
     shards = dict(model.named_parameters())
-    for chosen in CHOICES.values():
+    for number, chosen in enumerate(CHOICES.values()):
 
         def compute(plain: nn.Module, rank: int, chosen: list[str] = chosen) -> None:
             found = dict(plain.named_parameters())
@@ -62,7 +63,8 @@ def test_backward_to_shards(read_before: bool, arguments: dict[str, Any]) -> Non
 
         loss = _loss(model, dist.get_rank())
         found = shards if read_before else dict(model.named_parameters())
-        loss.backward(inputs=[found[name] for name in chosen])
+        inputs: list[Any] = [found[name] for name in chosen]
+        loss.backward(inputs=list(map(get_gradient_edge, inputs)) if number % 2 else inputs)
         ours = parity.full_grads(model)
         ours = {name: ours.get(name) for name in shards}
         gradients.assert_like_unsharded(ours, _build(), compute)
@@ -80,7 +82,7 @@ def test_gradients_of_shards_are_returned_by_no_one() -> None:
     shards = list(model.parameters())
     x: Tensor = gradients.part(0)[0].requires_grad_()
     loss = model(x).square().sum()
-    for asked in ([shards[2]], [x, *model.parameters()]):
+    for asked in ([shards[2]], [x, *model.parameters()], [get_gradient_edge(shards[2])]):
         with raises("grad-of-shard"):
             torch.autograd.grad(loss, asked, allow_unused=True)
     loss.backward()

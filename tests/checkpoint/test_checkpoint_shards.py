@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import CPUOffloadPolicy, checkpoint, fully_shard
 from fsdp2.examples.int8_all_gather import gather_in_int8
+from tests.common.errors import raises
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -139,3 +140,37 @@ def _as_safetensors(folder: Path, kind: str, expected: dict[str, Tensor]) -> Non
 
 def _once(name: str) -> str | None:
     return None if name == "again.weight" else name
+
+
+class FourBit(nn.Linear):
+    """As bitsandbytes': codes in the weight, scales in an attribute of it, written below its name.
+
+    The state dict's entries are attributes of the quantized weight, and not of its shard.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(4, 4, bias=False)
+        self.weight.requires_grad_(False)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight.absmax"] = torch.ones(2)
+        destination[prefix + "weight.quant_state.nf4"] = torch.ones(3)
+
+
+def adapted(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return fully_shard(nn.Sequential(FourBit(), nn.Linear(4, 4)))
+
+
+@ranks(2)
+def test_what_a_module_writes_beside_a_frozen_weight(tmp_path: Path) -> None:
+    model, other = adapted(0), adapted(1)
+    with raises("ckpt-beside") as caught:
+        checkpoint.save(tmp_path, model, step=1)
+    assert "'0.weight.absmax'" in str(caught.value)
+    checkpoint.save(tmp_path, model, step=1, trainable=True)
+    assert not checkpoint.load(tmp_path, other).left
+    for i, param in enumerate(other.parameters()):
+        same = torch.equal(_plain(param), _plain(list(model.parameters())[i]))
+        assert same == param.requires_grad

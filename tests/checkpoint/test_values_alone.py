@@ -219,6 +219,34 @@ def test_states_in_tensor_subclasses_are_refused(tmp_path: Path) -> None:
     assert checkpoint.steps(tmp_path) == []
 
 
+class Recoded(TwoTensor):
+    """As torchao's NF4: ``clone`` decodes and encodes again, in blocks of another size."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, size: Any, stride: Any) -> Tensor:
+        return Recoded(inner["a"], inner["b"])
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func is torch.ops.aten.clone.default:
+            return cls(args[0].a + 1, args[0].b + 1)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.async_save])
+def test_codes_of_a_subclass_are_saved_as_they_are(tmp_path: Path, save: Any) -> None:
+    models = [nn.Module(), nn.Module()]
+    for model, value in zip(models, (3.0, 0.0), strict=True):
+        model.register_buffer("it", Recoded(torch.full((4, 2), value), torch.full((4, 2), value)))
+    getattr(save(tmp_path, models[0], step=1), "result", lambda: None)()
+    with torch.serialization.safe_globals([Recoded]):
+        checkpoint.load(tmp_path, models[1])
+    assert torch.equal(models[1].it.a, torch.full((4, 2), 3.0))
+    assert torch.equal(models[1].it.b, torch.full((4, 2), 3.0))
+
+
 def test_what_holds_itself_is_refused(tmp_path: Path) -> None:
     value: dict[str, Any] = {}
     value["self"] = [value]

@@ -431,12 +431,19 @@ def test_misuse() -> None:
     fewer = {**states, "param_groups": states["param_groups"][:1]}
     unknown = copy.deepcopy(states)
     unknown["param_groups"][0]["params"].append("nobody")
+    aliased = copy.deepcopy(states)
+    aliased["state"]["embed.weight"]["exp_avg"] = aliased["state"]["embed.weight"]["exp_avg_sq"]
     for wrong in ({}, optimizer.state_dict(), wider, moved, fewer, unknown):
         with raises("optim-not-loadable"):
             FSDP.shard_full_optim_state_dict(wrong, model, optim=optimizer)
         with raises("optim-not-loadable"):
             given = None if dist.get_rank() else wrong
             FSDP.scatter_full_optim_state_dict(given, model, optim=optimizer)
+    with raises("optim-states-aliased"):
+        FSDP.optim_state_dict_to_load(model, optimizer, aliased)
+    with raises("optim-states-aliased"):
+        given = None if dist.get_rank() else aliased
+        FSDP.scatter_full_optim_state_dict(given, model, optim=optimizer)
     FSDP.set_state_dict_type(model.blocks[0], SHARDED)
     with raises("state-dict-types-below"):
         FSDP.get_state_dict_type(model)

@@ -131,6 +131,32 @@ def test_torchs_muon_where_rows_are_uneven() -> None:
     parity.assert_equal(ours, torchs)
 
 
+class _ByKernels(torch.optim.SGD):
+    """As bitsandbytes': kernels get the address of a tensor's memory. A DTensor has none."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert all(p.data_ptr() for group in self.param_groups for p in group["params"])
+        return super().step(closure)
+
+
+@ranks(2)
+@pytest.mark.parametrize("module", ["bitsandbytes.optim.adamw", "deepspeed.ops.adam.cpu_adam"])
+def test_kernels_that_read_memory(module: str) -> None:
+    """Refused before the first step; over flat shards they read plain tensors."""
+
+    class Mine(type("ByKernels", (_ByKernels,), {"__module__": module})):  # type: ignore[misc]  # made here
+        """A user's subclass."""
+
+    model = parity.shard(parity.OURS, even())
+    with raises("optimizer-kernels"):
+        _train(model, Mine(model.parameters(), lr=0.1))
+    model.zero_grad()
+    flat = FlatOptimizer(model, Mine, elementwise=True, lr=0.1)
+    plain = even()
+    expected = _train(plain, Mine(plain.parameters(), lr=0.1))
+    parity.assert_equal(_train(model, flat), expected)
+
+
 # -- elementwise=True -----------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -320,6 +321,35 @@ def test_the_parameter_is_named_where_the_code_names_it() -> None:
         lambda model, x: F.embedding(TOKENS, model.head.weight),
     )
     assert text.startswith("parameter 'head.weight' was used")
+
+
+GUIDE = Path(fsdp2.__file__).parents[1] / "docs" / "guides" / "debugging.md"
+
+Call = Callable[[torch.Tensor, torch.Tensor], object]
+
+TORCHS: dict[str, Call] = {
+    "`aten._foreach_copy_.default got mixed torch.Tensor and DTensor`": (
+        lambda param, plain: torch._foreach_copy_([param], [plain])
+    ),
+    "`aten.copy_.default got mixed torch.Tensor and DTensor`": (  # `resize_token_embeddings`
+        lambda param, plain: plain[:3].copy_(param.data[:3])
+    ),
+    "`AssertionError` without a text": lambda param, _: torch.zeros(()).add_(param.data.sum()),
+    "`.numpy() is not supported for tensor subclasses`": lambda param, _: param.detach().numpy(),
+}
+
+
+@pytest.mark.parametrize("words", TORCHS)
+def test_messages_of_torch_that_the_guide_explains(words: str) -> None:
+    """No hook of ours is around these operators; inside `gathered`, they work."""
+    assert words in GUIDE.read_text(encoding="utf-8")
+    model, call = build(), TORCHS[words]
+    with torch.no_grad(), pytest.raises((RuntimeError, AssertionError)) as caught:
+        call(model.head.weight, torch.zeros(8, 4))
+    said = str(caught.value).replace(": got", " got")  # the colon is 2.11's
+    assert words.strip("`") in (said or "AssertionError` without a text")
+    with torch.no_grad(), fsdp2.gathered(model):
+        call(model.head.weight, torch.zeros(8, 4))
 
 
 def test_a_helper_that_is_given_the_parameter() -> None:

@@ -155,7 +155,9 @@ def _in_graph(inputs: Ends, accumulates: bool) -> Ends:
 
 
 def _param_of(tensor: torch.Tensor | GradientEdge) -> ShardedParam | None:
-    """The parameter of which ``tensor`` is a form, or was before `fully_shard`."""
+    """The parameter of which ``tensor`` is a form, or was before `fully_shard`; or its edge."""
+    if isinstance(tensor, GradientEdge):
+        tensor = getattr(tensor.node, "variable", tensor)
     notes = getattr(tensor, "__dict__", {})
     if REPLACED in notes:
         known: ShardedParam | None = notes[REPLACED]()
