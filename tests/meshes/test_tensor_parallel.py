@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
+from fsdp2.core.modules.registry import record_of
 from tests.common import combinations, meshes, models, parity
+from tests.common.observing import observe
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -220,6 +222,36 @@ def test_one_collective_a_group() -> None:
             meshes.parallel_loss(model, ids).backward()
         counts.append((count.all_gathers, count.reduce_scatters))
     assert counts[0] == counts[1] == (5, 3)
+
+
+@ranks(4)
+@pytest.mark.parametrize("kind", ["linears", "sequence"])
+def test_evaluations_of_kept_units_gather_what_was_written(kind: str) -> None:
+    """Nothing while nobody writes; what one rank writes into its shard, those that gather it."""
+    model = _sharded(parity.OURS, kind, reshard_after_forward=False)
+    ids = parity.my_part(_steps()[0][0], *_part())
+    gathers: list[str] = []
+
+    def heard(what: str, name: str) -> None:
+        if what == "all_gather":
+            gathers.append(name)
+
+    with torch.no_grad():
+        first = meshes.parallel_loss(model, ids)
+        observe(record_of(model).scheduler.units, heard)  # type: ignore[union-attr]  # sharded
+        for _ in range(2):
+            parity.assert_equal(meshes.parallel_loss(model, ids), first, "the same weights")
+        assert gathers == []
+        weight = model.blocks[0].up.weight
+        if dist.get_rank() == 0:
+            weight._local_tensor.mul_(2)
+        plain = BUILD()
+        for name, full in parity.full_params(model).items():
+            plain.get_parameter(name).copy_(full)
+        loss = meshes.parallel_loss(model, ids)
+    written = int(dist.get_rank() % 2 == 0)  # by the ranks with the same part of the weight
+    assert len(gathers) == written
+    parity.assert_close(loss, meshes.parallel_loss(plain, ids).detach(), parity.FP32, "written")
 
 
 @ranks(4)
