@@ -26,6 +26,7 @@ from fsdp2.checks.agreement import Agreement, Intent
 from fsdp2.checks.environment import asks_for_ranks
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.collectives import ReduceKind
+from fsdp2.core.device.fingerprint import checksum
 from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.errors import (
@@ -59,7 +60,6 @@ _SAME_WEIGHTS = (
     "build the model from the same seed, or load the same weights, on every rank before fully_shard"
 )
 _SUM = ReduceKind(average=False)
-_CHUNK = 1 << 20  # elements of which a checksum is taken at a time
 
 
 @dataclass(frozen=True)
@@ -540,13 +540,7 @@ def _checksum(local: torch.Tensor) -> str:
     """The checksum of the bits, the same on any device."""
     if local.is_meta:
         return "not there yet (meta)"
-    flat = local.detach().contiguous().view(-1).view(torch.uint8)
-    total = 0
-    for start in range(0, flat.numel(), _CHUNK):
-        chunk = flat[start : start + _CHUNK].to(torch.int64)
-        weights = torch.arange(start + 1, start + 1 + chunk.numel(), device=chunk.device)
-        total += int((chunk * weights).sum())
-    return f"checksum {total % (1 << 64):016x}"
+    return f"checksum {checksum([local]) % (1 << 64):016x}"
 
 
 Watchers.plans.append(_check_plans)
