@@ -24,6 +24,7 @@ import torch
 
 from fsdp2.checks.agreement import Agreement, Intent
 from fsdp2.checks.environment import asks_for_ranks
+from fsdp2.checks.freed import mark_freed, unmark
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.collectives import ReduceKind
 from fsdp2.core.device.fingerprint import checksum
@@ -69,7 +70,8 @@ class EnabledChecks:
     Attributes:
         check_ranks: whether ranks agree on each step before they run it.
         check_nan: whether reduced gradients must be finite.
-        check_writes: whether unsharded parameters must equal their shards, and stay so.
+        check_writes: whether unsharded parameters must equal their shards, and stay so; and
+            whether a read of freed ones raises.
         timeout: seconds that a rank waits for silent ranks; ``None`` for the process group's own
             time-out.
     """
@@ -135,6 +137,9 @@ class Checks:
             optimizers.steps.remove(_before_optimizer_step)
             cls.compared.clear()
             cls.leave("has switched the check of ranks off")
+        if not settings.check_writes:
+            for group in all_groups():
+                unmark(group.params)
         put_around(all_units(), CheckedGroup, cls.any_is_on())
 
     @classmethod
@@ -251,6 +256,7 @@ class CheckedGroup(Layer):
 
     def finish_unshard(self) -> None:
         """Finish the all-gather, and record its result."""
+        unmark(self.base.params)
         self.below.finish_unshard()
         if Checks.current().check_writes:
             self._note_contents()
@@ -264,6 +270,7 @@ class CheckedGroup(Layer):
         """Check for writes, then free, and record the rows that are left."""
         self._refuse_written()
         self.below.shard_smaller()
+        self._mark_freed()
         if self.state is GroupState.RESHARDED and self.base in Checks.contents:
             self._note_contents()
 
@@ -271,6 +278,11 @@ class CheckedGroup(Layer):
         """Check for writes, then free."""
         self._refuse_written()
         self.below.reshard()
+        self._mark_freed()
+
+    def _mark_freed(self) -> None:
+        if Checks.current().check_writes:
+            mark_freed(self.base.params)
 
     def hide(self) -> None:
         """Check for writes, then register the shards."""
@@ -286,6 +298,7 @@ class CheckedGroup(Layer):
         """Free, whatever was written."""
         Checks.contents.pop(self.base, None)
         self.below.abandon()
+        self._mark_freed()
 
     def _contents(self) -> Contents:
         smaller = self.state is GroupState.RESHARDED
