@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,9 +23,16 @@ from fsdp2.core.params.param import GATHERED, ShardedParam
 
 
 class _Freed(torch.Tensor):
-    """The common part of the classes of freed parameters."""
+    """The common part of the classes of freed parameters.
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # torch's asks nobody
+    Attributes:
+        of: the class of the parameter while it has memory.
+    """
+
+    of: ClassVar[type[torch.Tensor]]
+
+    # torch's asks nobody, and has an argument that it alone passes.
+    def __repr__(self) -> str:  # type: ignore[override]  # which this one gets from no caller
         return f"{type(self).__name__} '{self.__dict__[GATHERED]}', freed"
 
     @classmethod
@@ -69,7 +76,7 @@ def mark_freed(params: Iterable[ShardedParam]) -> None:
         if full is None or param.is_meta or param.is_extended or isinstance(full, _Freed):
             continue
         if full.numel() and not local_of(full).untyped_storage().nbytes():
-            full.__class__ = _freed_form(type(full))
+            _give_class(full, _freed_form(type(full)))
 
 
 def unmark(params: Iterable[ShardedParam]) -> None:
@@ -77,4 +84,8 @@ def unmark(params: Iterable[ShardedParam]) -> None:
     for param in params:
         full = param.unsharded
         if isinstance(full, _Freed):
-            full.__class__ = type(full).of  # type: ignore[attr-defined]  # of `_freed_form`
+            _give_class(full, full.of)
+
+
+def _give_class(param: torch.Tensor, kind: type[torch.Tensor]) -> None:
+    param.__class__ = kind
