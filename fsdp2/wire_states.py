@@ -14,13 +14,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import nan, prod
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
+from fsdp2.core.device.one_off import largest_over
 from fsdp2.core.gather.differences import DifferenceGather
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.layout.mesh import local_of
@@ -52,7 +53,7 @@ class WireState:
         one for each rank to which it sends.
 
         ``references.<parameter>`` is a copy, sharded like the parameter, in the compute dtype. If
-        nothing was gathered yet, it holds the shard's own numbers.
+        nothing was gathered yet, it is NaN: the next all-gather is exact, also after a load.
 
         The result is empty if no unit has either, or nothing is sent.
         """
@@ -222,7 +223,7 @@ def _references(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> It
     assert group.bound is not None
     for transport in group.bound.transports:
         if isinstance(transport, DifferenceGather):
-            rows = _pieces(group, transport.own_rows()) or _shards(group, transport.segment.slots)
+            rows = _pieces(group, transport.own_rows()) or _unknown(group, transport.segment.slots)
             slots = {REFERENCES + name_of(group.params[slot.index]): slot for slot, _ in rows}
             own = {
                 name: _like(group.params[slot.index], part.to(transport.segment.full_dtype))
@@ -236,8 +237,8 @@ def _references(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> It
             ) -> None:
                 _restore(group, transport, slots, found)
 
-            levels = 0 if group.between is None else group.params[0].axes.mesh.size()
-            yield _Part(own, take, levels)
+            between = 1 if group.between is None else group.between.size
+            yield _Part(own, take, group.collectives.size * between)
 
 
 def _pieces(group: ParamGroup, rows: list[tuple[Slot, Tensor]]) -> list[tuple[Slot, Tensor]]:
@@ -270,9 +271,9 @@ def _node_rows(group: ParamGroup, slot: Slot, part: Tensor) -> Tensor:
     return rows.full_tensor()
 
 
-def _shards(group: ParamGroup, slots: tuple[Slot, ...]) -> list[tuple[Slot, Tensor]]:
+def _unknown(group: ParamGroup, slots: tuple[Slot, ...]) -> list[tuple[Slot, Tensor]]:
     params = [(slot, group.params[slot.index]) for slot in slots]
-    return [(slot, param.laid_out(param.local).detach()) for slot, param in params]
+    return [(slot, torch.full_like(param.laid_out(param.local), nan)) for slot, param in params]
 
 
 def _like(param: ShardedParam, rows: Tensor) -> DTensor:
@@ -294,10 +295,16 @@ def _restore(
     slots: Mapping[str, Slot],
     found: Mapping[str, Tensor],
 ) -> None:
-    """Make the found values the next reference; gather exactly if anything is missing."""
+    """Make the found values the next reference; gather exactly if anything is missing.
+
+    The ranks agree, because one may have no number of any parameter.
+    """
     assert group.bound is not None
     if group.bound.keeping is not None:
         group.bound.keeping.lose()
-    if len(found) == len(slots):
+    if len(found) < len(slots):
+        return
+    known = not all(part.isnan().all() for part in found.values())
+    if largest_over(group.axes_of(rows=False), [int(known)]) == [1]:
         parts = {n: group.params[slot.index].laid_out(found[n]) for n, slot in slots.items()}
         transport.restore([(slot, _node_rows(group, slot, parts[n])) for n, slot in slots.items()])

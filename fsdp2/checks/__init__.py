@@ -6,6 +6,7 @@ For all users, at rare events:
     optimizers the parameters that optimizers hold when they step
     registered parameters that modules register and that belong to no unit
     presence   every rank of a process group runs fsdp2, or none communicates
+    replicas   replicas begin with equal weights
     layouts    log messages about a root's units
 
 Enabled by `fsdp2.debug`:
@@ -13,18 +14,19 @@ Enabled by `fsdp2.debug`:
     environment FSDP2_DEBUG, read by the first call of `fully_shard` or of `debug`
     switch     debug(…): the active checks, for all sharded models of this process
     groups     groups that compare ranks, and check for NaN and lost writes, before they continue
+    freed      unsharded parameters that are kept and read after their memory is freed
     agreement  ranks compare each step, by notes on a board
 
 Owns: the settings and the agreement of this process. Core does not import it: core sends notices
 (`fsdp2.core.notices`), and reports parameters that will be sharded and new groups
-(`fsdp2.core.schedule.layers`). The first five are notified from the import of fsdp2 on. `groups`
+(`fsdp2.core.schedule.layers`). The first six are notified from the import of fsdp2 on. `groups`
 loads on request: by `debug`, or by the environment at the first call of `fully_shard`.
 """
 
-from fsdp2.checks import environment, explain, layouts, optimizers, presence, registered
+from fsdp2.checks import environment, explain, layouts, optimizers, presence, registered, replicas
 from fsdp2.core.schedule.layers import Watchers
 
-__all__ = ["environment", "explain", "layouts", "optimizers", "presence", "registered"]
+__all__ = ["environment", "explain", "layouts", "optimizers", "presence", "registered", "replicas"]
 
 
 def _load_groups(*_: object) -> None:

@@ -24,8 +24,10 @@ import torch
 
 from fsdp2.checks.agreement import Agreement, Intent
 from fsdp2.checks.environment import asks_for_ranks
+from fsdp2.checks.freed import mark_freed, unmark
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.collectives import ReduceKind
+from fsdp2.core.device.fingerprint import checksum
 from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.errors import (
@@ -59,7 +61,6 @@ _SAME_WEIGHTS = (
     "build the model from the same seed, or load the same weights, on every rank before fully_shard"
 )
 _SUM = ReduceKind(average=False)
-_CHUNK = 1 << 20  # elements of which a checksum is taken at a time
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class EnabledChecks:
     Attributes:
         check_ranks: whether ranks agree on each step before they run it.
         check_nan: whether reduced gradients must be finite.
-        check_writes: whether unsharded parameters must equal their shards, and stay so.
+        check_writes: whether unsharded parameters must equal their shards, and stay so; and
+            whether a read of freed ones raises.
         timeout: seconds that a rank waits for silent ranks; ``None`` for the process group's own
             time-out.
     """
@@ -135,6 +137,9 @@ class Checks:
             optimizers.steps.remove(_before_optimizer_step)
             cls.compared.clear()
             cls.leave("has switched the check of ranks off")
+        if not settings.check_writes:
+            for group in all_groups():
+                unmark(group.params)
         put_around(all_units(), CheckedGroup, cls.any_is_on())
 
     @classmethod
@@ -251,6 +256,7 @@ class CheckedGroup(Layer):
 
     def finish_unshard(self) -> None:
         """Finish the all-gather, and record its result."""
+        unmark(self.base.params)
         self.below.finish_unshard()
         if Checks.current().check_writes:
             self._note_contents()
@@ -264,6 +270,7 @@ class CheckedGroup(Layer):
         """Check for writes, then free, and record the rows that are left."""
         self._refuse_written()
         self.below.shard_smaller()
+        self._mark_freed()
         if self.state is GroupState.RESHARDED and self.base in Checks.contents:
             self._note_contents()
 
@@ -271,6 +278,11 @@ class CheckedGroup(Layer):
         """Check for writes, then free."""
         self._refuse_written()
         self.below.reshard()
+        self._mark_freed()
+
+    def _mark_freed(self) -> None:
+        if Checks.current().check_writes:
+            mark_freed(self.base.params)
 
     def hide(self) -> None:
         """Check for writes, then register the shards."""
@@ -286,6 +298,7 @@ class CheckedGroup(Layer):
         """Free, whatever was written."""
         Checks.contents.pop(self.base, None)
         self.below.abandon()
+        self._mark_freed()
 
     def _contents(self) -> Contents:
         smaller = self.state is GroupState.RESHARDED
@@ -540,13 +553,7 @@ def _checksum(local: torch.Tensor) -> str:
     """The checksum of the bits, the same on any device."""
     if local.is_meta:
         return "not there yet (meta)"
-    flat = local.detach().contiguous().view(-1).view(torch.uint8)
-    total = 0
-    for start in range(0, flat.numel(), _CHUNK):
-        chunk = flat[start : start + _CHUNK].to(torch.int64)
-        weights = torch.arange(start + 1, start + 1 + chunk.numel(), device=chunk.device)
-        total += int((chunk * weights).sum())
-    return f"checksum {total % (1 << 64):016x}"
+    return f"checksum {checksum([local]) % (1 << 64):016x}"
 
 
 Watchers.plans.append(_check_plans)

@@ -17,7 +17,8 @@ class DebugSettings:
     Attributes:
         check_ranks: whether ranks agree on each step before they run it.
         check_nan: whether reduced gradients must be finite.
-        check_writes: whether writes to parameters that would be lost raise.
+        check_writes: whether writes to parameters that would be lost raise, and reads of freed
+            ones.
         timeout: seconds that a rank waits for silent ranks; ``None`` for the process group's own
             time-out.
     """
@@ -65,8 +66,9 @@ def debug(
             gradients are finite. ``None`` (default) leaves the setting unchanged.
         check_writes: compare checksums of parameters, so that a write raises which no version
             counter shows: to unsharded parameters, because it would be lost, and to sharded ones of
-            a unit that stays unsharded and computes with the values gathered earlier. ``None``
-            (default) leaves the setting unchanged.
+            a unit that stays unsharded and computes with the values gathered earlier. A read of an
+            unsharded parameter that was kept and is freed raises, too. ``None`` (default) leaves
+            the setting unchanged.
         timeout: with ``check_ranks``, seconds that a rank waits for silent ranks. ``None``
             (default): unchanged, initially the process group's own time-out. Ranks that are known
             to be at another step are not waited for.

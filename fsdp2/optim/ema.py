@@ -145,6 +145,7 @@ class EMA:
         return -(-self.steps // self._every)
 
     @contextmanager
+    @uncompiled
     def swapped(self) -> Iterator[nn.Module]:
         """The model with the averages as its weights, for evaluation and export; a context manager.
 

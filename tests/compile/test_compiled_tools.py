@@ -22,6 +22,22 @@ def _gathered(model: Any) -> Callable[[], object]:
     return total
 
 
+def _swapped(model: Any) -> Callable[[], object]:
+    ema = fsdp2.optim.EMA(model, 0.5)
+    inputs = gradients.part(0)[0]
+
+    def evaluate() -> Tensor:
+        with torch.no_grad(), ema.swapped():
+            found: Tensor = model(inputs)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.9)
+        ema.update()
+        return found * 3
+
+    return evaluate
+
+
 def _scaled(model: Any) -> Callable[[], object]:
     def scale() -> Tensor:
         norm = fsdp2.get_total_norm([param.grad for param in model.parameters()])
@@ -37,7 +53,9 @@ TOOLS: dict[str, Callable[[Any], Callable[[], object]]] = {
     "torch's": lambda m: lambda: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1),
     "torch's, by value": lambda m: lambda: torch.nn.utils.clip_grad_value_(m.parameters(), 1e-3),
     "EMA": lambda m: fsdp2.optim.EMA(m, 0.9).update,
+    "EMA.swapped": _swapped,
     "gathered": _gathered,
+    "Muon": lambda m: fsdp2.optim.Muon(m, lr=0.01).step,
     "FlatOptimizer": lambda m: fsdp2.optim.FlatOptimizer(m, torch.optim.AdamW, lr=0.01).step,
 }
 

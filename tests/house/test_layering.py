@@ -573,7 +573,10 @@ def _is_plain(node: ast.stmt) -> bool:
 
 
 def test_only_modules_that_become_fsdp_modules_change_their_class() -> None:
-    """Debug, trace and a profiler stand around groups, or are what they run on."""
+    """Debug, trace and a profiler stand around groups, or are what they run on.
+
+    Debug alone lets freed parameters refuse to be read, which C++ does without a question.
+    """
     changing = [
         _name(path)
         for path in FILES
@@ -582,7 +585,7 @@ def test_only_modules_that_become_fsdp_modules_change_their_class() -> None:
         or (isinstance(node, ast.Call) and _sets_class(node))
         or (isinstance(node, ast.Subscript) and "'__class__'" in ast.unparse(node.slice))
     ]
-    assert set(changing) == {"sharded_class"}
+    assert set(changing) == {"sharded_class", "checks.freed"}
 
 
 def _is_stored(node: ast.Attribute) -> bool:

@@ -514,7 +514,7 @@ def test_one_flat_all_reduce_a_dtype() -> None:
     inputs, targets = parity.my_part(parity.regression_batches(models.DIM, 4, steps=1)[0])
     with parity.CountCollectives() as count:
         parity.regression_loss(sharded, (inputs, targets)).backward()
-    assert count.counts["all_reduce"] == 2
+    assert count.counts["all_reduce"] == 3  # the first compares replicas
     assert [p.grad.dtype for p in model.parameters()] == [p.dtype for p in model.parameters()]
 
 

@@ -10,10 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import CommunicationError, MixedPrecisionPolicy, RankMismatchError, fully_shard
+from fsdp2.core.modules.registry import records_below
+from fsdp2.core.schedule.layers import layers_of
+from fsdp2.core.schedule.unit import Unit
+from fsdp2.testing.counting import CountCollectives
 from tests.common import backends, errors, meshes, models, parity
 from tests.common.workers import ranks
 
@@ -246,6 +251,93 @@ def test_replicas_that_differ_are_found_at_their_first_use() -> None:
     assert said.startswith("ranks disagree about the first use of the weights of '(root)', itera")
     assert "parameter 'head.weight' is checksum " in said
     assert said.endswith("; start every replica from the same weights [ranks-differ]")
+
+
+def _seeds_apart(mesh: DeviceMesh) -> nn.Module:
+    return _shard(mesh, seed=mesh.get_local_rank("replicate"))
+
+
+def _initializes_apart(mesh: DeviceMesh) -> nn.Module:
+    with torch.device("meta"):
+        model = _shard(mesh)
+    model.to_empty(device="cpu")
+    for number, param in enumerate(model.parameters()):
+        nn.init.constant_(param, number)
+    _change_one(model.blocks[2].up.bias)
+    return model
+
+
+def _changes_one_row(mesh: DeviceMesh) -> nn.Module:
+    model = _shard(mesh)
+    _change_one(model.blocks[2].up.bias)
+    return model
+
+
+def _changes_whole(mesh: DeviceMesh) -> nn.Module:
+    """On a mesh without replicas, of which one parameter is whole on every rank."""
+    model = models.seeded(Chain)
+    whole = model.blocks[2].up.bias
+    fully_shard(
+        model,
+        mesh=parity.world_mesh(),
+        shard_placement_fn=lambda param: Replicate() if param is whole else Shard(0),
+    )
+    _change_one(model.blocks[2].up.bias)
+    return model
+
+
+@torch.no_grad()
+def _change_one(param: Tensor) -> None:
+    if dist.get_rank() == 2:
+        assert isinstance(param, DTensor)
+        param.to_local()[0] += 1
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (_seeds_apart, "head.weight"),
+        (_initializes_apart, "blocks.2.up.bias"),
+        (_changes_one_row, "blocks.2.up.bias"),
+        (_changes_whole, "blocks.2.up.bias"),
+    ],
+)
+@pytest.mark.parametrize("check", [False, True], ids=["plain", "debug"])
+def test_replicas_that_differ_raise_at_their_first_all_reduce(
+    build: Callable[[DeviceMesh], nn.Module], name: str, check: bool
+) -> None:
+    model = build(_hsdp())
+    if check:
+        with fsdp2.debug(check_ranks=True):
+            assert f"parameter '{name}' is checksum " in _said(lambda: _step(model))
+        return
+    model.set_requires_all_reduce(False)
+    _step(model)  # nothing is added up over replicas
+    model.set_requires_all_reduce(True)
+    with errors.raises("replicas-differ"):
+        _step(model)
+    assert _said(lambda: _step(model)).startswith(f"parameter '{name}' differs between")
+
+
+@ranks(4)
+def test_replicas_are_compared_once() -> None:
+    model = _shard(_hsdp())
+    counts = []
+    for _ in range(3):
+        with CountCollectives() as found:
+            _step(model)
+        counts.append(found.counts)
+    shared = {"all_reduce": 2}  # over replicas, then over the shard axis
+    assert counts[0] - counts[1] == shared
+    assert counts[1] == counts[2]
+    assert not any(layers_of(group) for unit in _units(model) for group in unit.groups)
+    _change_one(model.head.weight)
+    _step(model)  # what is written later is the user's: replicas may average it themselves
+
+
+def _units(model: nn.Module) -> list[Unit]:
+    return [record.unit for record in records_below(model)]
 
 
 # ---- other flags and gradients

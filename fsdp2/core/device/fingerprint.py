@@ -85,6 +85,18 @@ def _mixed(sums: torch.Tensor) -> torch.Tensor:
     return mixed.sum(0)
 
 
+def checksum(tensors: Sequence[torch.Tensor]) -> int:
+    """One number of 64 bits, with a sign, for the bytes of tensors; the same on any device.
+
+    Blocks the host. A single changed sum of `bind_fingerprint` always changes it.
+
+    Args:
+        tensors: as for `bind_fingerprint`.
+    """
+    with torch.no_grad(), torch._C._DisableFuncTorch():
+        return int(_mixed(bind_fingerprint(tensors)().unsqueeze(1)))
+
+
 def differ(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> list[int]:
     """1 for each fingerprint that is not what it was, otherwise 0; blocks the host once.
 

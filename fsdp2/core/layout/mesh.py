@@ -294,34 +294,48 @@ def _pieces_behind(spec: DTensorSpec, position: int, dim: int) -> int:
 def part_of(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and lengths of this rank's part of a DTensor; negative ones if it is none.
+    """Offsets and lengths of this rank's part of a DTensor; negative ones if it is none."""
+    if mesh.get_coordinate() is None:  # of another mesh
+        return (0,) * len(shape), (0,) * len(shape)
+    # Rank in the group, not the coordinate: torch distributes and gathers in that order.
+    place = [
+        mesh.get_local_rank(dim) if isinstance(placement, Shard | _StridedShard) else 0
+        for dim, placement in enumerate(placements)
+    ]
+    return part_at(place, mesh.shape, placements, shape)
+
+
+def part_at(
+    place: Sequence[int],
+    sizes: Sequence[int],
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """As `part_of`, of the rank at ``place`` of a mesh of these ``sizes``.
 
     Several dims of a mesh may shard one dim of a tensor: from left to right, but a strided one
     comes after those to its right, whose pieces its ``split_factor`` counts.
     """
     offsets, lengths = [0] * len(shape), list(shape)
-    if mesh.get_coordinate() is None:  # of another mesh
-        return tuple(offsets), (0,) * len(shape)
     order: list[int] = []  # mesh dims that cut, in turn
-    for at in reversed(range(mesh.ndim)):
-        placement, place = placements[at], 0
+    for at in reversed(range(len(sizes))):
+        placement, turn = placements[at], 0
         if isinstance(placement, _StridedShard):
             pieces = 1
-            while place < len(order) and pieces < placement.split_factor:
-                behind = placements[order[place]]
-                pieces *= mesh.size(order[place]) if behind.is_shard(placement.dim) else 1
-                place += 1
+            while turn < len(order) and pieces < placement.split_factor:
+                behind = placements[order[turn]]
+                pieces *= sizes[order[turn]] if behind.is_shard(placement.dim) else 1
+                turn += 1
         elif not isinstance(placement, Shard):
             if placement.is_replicate():
                 continue
             return (-1,) * len(shape), (-1,) * len(shape)  # which is no part
-        order.insert(place, at)
+        order.insert(turn, at)
     for at in order:
         placement = placements[at]
         assert isinstance(placement, (Shard, _StridedShard))
         dim = placement.dim
-        # Rank in the group, not the coordinate: torch distributes and gathers in that order.
-        start, lengths[dim] = piece_of(lengths[dim], mesh.size(at), mesh.get_local_rank(at))
+        start, lengths[dim] = piece_of(lengths[dim], sizes[at], place[at])
         offsets[dim] += start
     return tuple(offsets), tuple(lengths)
 

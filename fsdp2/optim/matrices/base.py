@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import local_of
+from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.optim.matrices import exchange
 from fsdp2.optim.matrices.blocks import Split, matrices_of
 from fsdp2.optim.matrices.elementwise import Elementwise
@@ -218,6 +219,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     @torch.no_grad()
+    @uncompiled
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Step every parameter that has a gradient.
 

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp2.core.errors import coded
-from fsdp2.core.pieces import ceil_div
+from fsdp2.core.layout.mesh import part_at
 
 Split = Callable[[str, torch.Tensor], "torch.Tensor | Iterable[torch.Tensor] | None"]
 """The user's choice of matrices in a weight, from its name and a full tensor without values."""
@@ -255,41 +256,25 @@ def spread_of(name: str, spec: DTensorSpec, rows: torch.Size) -> Spread:
 
 
 @functools.lru_cache(maxsize=512)
-def _spread(mesh: object, placements: tuple[object, ...], shape: torch.Size) -> Spread | None:
-    coordinate = mesh.get_coordinate()  # type: ignore[attr-defined]  # a DeviceMesh
+def _spread(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+) -> Spread | None:
+    coordinate = mesh.get_coordinate()
     if coordinate is None or not all(
         isinstance(placement, Replicate | Shard | _StridedShard) for placement in placements
     ):
         return None
-    ranks: torch.Tensor = mesh.mesh  # type: ignore[attr-defined]
+    ranks = mesh.mesh
     sizes = tuple(ranks.shape)
     # Ranks in groups, not coordinates: torch distributes and gathers in that order.
     orders = (ranks.argsort(axis).argsort(axis).flatten().tolist() for axis in range(ranks.ndim))
     places: list[tuple[int, ...]] = list(zip(*orders, strict=True))
     return Spread(
         tuple(ranks.flatten().tolist()),
-        tuple(_box_at(place, sizes, placements, shape) for place in places),
+        tuple(Box(*part_at(place, sizes, placements, shape)) for place in places),
         tuple(
             tuple(at for at, p in zip(place, placements, strict=True) if isinstance(p, Replicate))
             for place in places
         ),
         list(itertools.product(*map(range, sizes))).index(tuple(coordinate)),
     )
-
-
-def _box_at(
-    place: tuple[int, ...],
-    sizes: tuple[int, ...],
-    placements: tuple[object, ...],
-    shape: torch.Size,
-) -> Box:
-    """The box of the rank at ``place``: pieces of pieces, `_StridedShard` last."""
-    starts, lengths = [0] * len(shape), list(shape)
-    axes = [axis for axis, p in enumerate(placements) if not isinstance(p, Replicate)]
-    for axis in sorted(axes, key=lambda axis: isinstance(placements[axis], _StridedShard)):
-        dim: int = placements[axis].dim % len(shape)  # type: ignore[attr-defined]  # a Shard
-        chunk = ceil_div(lengths[dim], sizes[axis])
-        start = min(place[axis] * chunk, lengths[dim])
-        starts[dim] += start
-        lengths[dim] = min(chunk, lengths[dim] - start)
-    return Box(tuple(starts), tuple(lengths))

@@ -1,0 +1,126 @@
+"""Replicas begin with equal weights: compared once, when they first add up gradients.
+
+    rank 0   checksums of its shards ──┐ largest, and largest of the negatives:
+    rank 2   checksums of its shards ──┘ they differ? ──> tell the shard axis ──> all raise
+
+Ranks that seed differently, or initialize differently after `to_empty`, would train weights of
+their own with gradients of all, and no later step would notice. The first all-reduce over a process
+group compares the shards of all groups of the model that have these replicas: before it, nothing
+requires replicas to be equal, or even to run the same forwards. Later ones compare nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.device.fingerprint import checksum
+from fsdp2.core.device.one_off import largest_over
+from fsdp2.core.errors import RankMismatchError, coded
+from fsdp2.core.gather.extension import plain_tensors
+from fsdp2.core.modules.registry import scheduler_of
+from fsdp2.core.params.param import ShardedParam
+from fsdp2.core.progress import communication_error
+from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.reduction import PendingReduction, Reduction
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.layers import (
+    GroupOperations,
+    Layer,
+    Watchers,
+    layers_of,
+    with_layer,
+    without_layer,
+)
+from fsdp2.core.schedule.unit import unit_of
+
+
+class FirstAllReduce(Layer):
+    """A layer that compares replicas before their first all-reduce, and is taken off then."""
+
+    __slots__ = ()
+
+    height = 2
+
+    def reduce(
+        self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
+    ) -> PendingReduction | None:
+        """Compare, if replicas communicate; then reduce."""
+        if all_reduce:
+            _compare(self.base)
+        return self.below.reduce(jobs, all_reduce)
+
+
+def _follow(groups: Sequence[GroupOperations]) -> Sequence[GroupOperations]:
+    """Put the layer around new groups that have replicas."""
+    return [
+        group
+        if group.base.replicas is None or group.base.replicas.size == 1
+        else with_layer(group, FirstAllReduce, FirstAllReduce.height)
+        for group in groups
+    ]
+
+
+def _compare(first: ParamGroup) -> None:
+    """Compare all shards of the model that have the replicas of ``first``, once.
+
+    Raises:
+        RankMismatchError: they differ; on all ranks of the replicas and of the shard axis.
+    """
+    scheduler = scheduler_of(unit_of(first))
+    assert first.replicas is not None
+    assert scheduler is not None
+    found = [
+        (unit, place, group)
+        for unit in scheduler.units
+        for place, group in enumerate(unit.groups)
+        if group.base.replicas is not None
+        and group.base.replicas.group is first.replicas.group
+        and any(type(layer) is FirstAllReduce for layer in layers_of(group))
+    ]
+    groups = [group.base for _, _, group in found if not group.is_alias]
+    held = [[param for param in group.params if not param.is_meta] for group in groups]
+    try:
+        differ = _differing(first, held)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise communication_error("all-reduce", first.name, error) from error
+    for params, differs in zip(held, differ, strict=True):
+        if differs:
+            each = _differing(first, [[param] for param in params])
+            _refuse(params[each.index(1)].name)
+    for unit, place, group in found:  # in place: the scheduler may be at one of them
+        unit.groups[place] = without_layer(group, FirstAllReduce)
+
+
+def _differing(first: ParamGroup, held: Sequence[Sequence[ShardedParam]]) -> list[int]:
+    """1 for each list of parameters of which replicas differ, on any rank; otherwise 0."""
+    assert first.replicas is not None
+    if not any(held):  # a rehearsal
+        return [0] * len(held)
+    sums = [checksum([rows for p in params for rows in _rows(p)]) >> 1 for params in held]
+    replicas = GroupCollectives(first.replicas.group, first.device, asynchronous=False)
+    found = replicas.largest([*sums, *(-number for number in sums)])
+    differ = [int(a != -b) for a, b in zip(found, found[len(sums) :], strict=False)]
+    shared = first.collectives
+    return largest_over([shared] if shared.size > 1 else [], differ)
+
+
+def _rows(param: ShardedParam) -> Sequence[torch.Tensor]:
+    return plain_tensors(param.local) if param.is_extended else [param.local]
+
+
+def _refuse(name: str) -> None:
+    raise coded(
+        RankMismatchError,
+        "replicas-differ",
+        f"parameter '{name}' differs between replicas before their first all-reduce of gradients, "
+        f"so each replica would train other weights; use the same seed on all ranks before weights "
+        f"are initialized, load a checkpoint, or broadcast the weights of one replica",
+    )
+
+
+Watchers.groups.append(_follow)
