@@ -228,7 +228,7 @@ def test_who_watches_core_is_there_after_the_import() -> None:
 
 @pytest.mark.parametrize(
     ("environment", "loaded"),
-    [({}, []), ({"FSDP2_DEBUG": "1"}, ["agreement", "groups"])],
+    [({}, []), ({"FSDP2_DEBUG": "1"}, ["agreement", "freed", "groups"])],
 )
 def test_sharding_and_steps_load_nothing(environment: dict[str, str], loaded: list[str]) -> None:
     """But for checks that the environment asks for, in the first call of `fully_shard`."""
