@@ -68,6 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("exhaustive"):
             _unmark(item)
+        if item.get_closest_marker("exhaustive") or item.get_closest_marker("clients"):
             continue
         function = getattr(item, "function", None)
         extended = item.get_closest_marker("extended") is not None

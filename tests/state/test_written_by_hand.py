@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.core.device import buffers
+from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.modules.registry import record_of
 from tests.common import combinations, gradients, models, parity, running
 from tests.common.errors import raises
@@ -499,6 +501,24 @@ def test_checked_writes(way: Callable[..., None]) -> None:
             module.reshard()
         _assert_same(model, plain, way)
         _train(model)
+
+
+@ranks(2)
+@pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
+def test_a_question_that_nobody_answers(
+    inference: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Raises as an all-gather does; the next forward computes with the weights."""
+    model, plain = _pair(reshard_after_forward=False)
+    with inference():
+        model(_x())
+        gone = RuntimeError("Connection closed by peer")
+        with (
+            mock.patch.object(GroupCollectives, "largest", side_effect=gone),
+            raises("collective-failed"),
+        ):
+            model(_x())
+        assert torch.equal(model(_x()), plain(_x()))
 
 
 # -- what a user unshards -------------------------------------------------------------------------

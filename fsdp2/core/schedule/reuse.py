@@ -36,7 +36,7 @@ import torch
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.one_off import largest_over
 from fsdp2.core.params.param import FlagChanges
-from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.progress import OptimizerSteps, communication_error
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import HIDDEN, SHARDED, UNSHARDED
 from fsdp2.core.schedule.unit import IDLE, Unit
@@ -194,7 +194,11 @@ class Reuse:
 
 
 def _changed(asked: Mapping[ParamGroup, Unit | None]) -> list[ParamGroup]:
-    """The groups whose shards differ, on any rank, from those that were gathered."""
+    """The groups whose shards differ, on any rank, from those that were gathered.
+
+    Raises:
+        CommunicationError: another rank does not answer.
+    """
     groups = list(asked)
     differ = _compared(groups)
     axes: dict[object, tuple[Collectives, list[int]]] = {}
@@ -202,7 +206,13 @@ def _changed(asked: Mapping[ParamGroup, Unit | None]) -> list[ParamGroup]:
         for axis in group.axes_of(rows=asked[group] is None):
             axes.setdefault(axis.group, (axis, []))[1].append(place)
     for axis, places in axes.values():
-        agreed = largest_over([axis], [differ[place] for place in places])
+        try:
+            agreed = largest_over([axis], [differ[place] for place in places])
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            first = groups[places[0]].name
+            raise communication_error("comparison of shards", first, error) from error
         for place, number in zip(places, agreed, strict=True):
             differ[place] = number
     return [group for group, number in zip(groups, differ, strict=True) if number]
