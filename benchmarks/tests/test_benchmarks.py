@@ -368,7 +368,7 @@ def test_scripts_run(command, tmp_path):
     _run_and_check([*command, *burst], tmp_path)
 
 
-@pytest.mark.extended
+@pytest.mark.exhaustive
 def test_start_up_runs(tmp_path):
     command = ["benchmarks/startup.py", "--blocks", "2", "--rounds", "1"]
     _run_and_check(command, tmp_path)

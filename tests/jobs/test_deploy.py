@@ -108,7 +108,7 @@ def _check_nodes(runs: list[jobs.Run], expected: dict[int, str]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.extended
+@pytest.mark.exhaustive
 def test_torchrun_with_given_numbers(undisturbed: dict[int, str], tmp_path: Path) -> None:
     """Two agents of one rank each; what each rank prints is in a file of its own, too."""
     common = {

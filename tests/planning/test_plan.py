@@ -429,7 +429,7 @@ def test_measured_machines_are_files(tmp_path: Path) -> None:
     assert made.time.step == other.time.step > 0
 
 
-@pytest.mark.extended
+@pytest.mark.exhaustive
 def test_a_machine_is_calibrated(tmp_path: Path) -> None:
     """All of this process's figures; others are of several processes at a time."""
     path = tmp_path / "m.json"
@@ -475,7 +475,7 @@ def test_settings_that_fit_are_found() -> None:
     assert "nothing that was tried fits 1 B" in str(nothing)
 
 
-@pytest.mark.extended
+@pytest.mark.exhaustive
 def test_what_needs_more_than_what_does_not_fit_is_not_tried() -> None:
     """Every setting that is left out needs more than one that was tried, and that did not fit."""
     shape = presets.PRESETS["tiny"]
@@ -934,4 +934,4 @@ def test_peaks_of_train_lm_on_a_cpu() -> None:
 @pytest.mark.extended
 @pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja")
 def test_bytes_of_many_models() -> None:
-    _compare(_cases(4, 50))
+    _compare(_cases(4, 16))
