@@ -52,7 +52,7 @@ def rare_collections() -> Iterator[None]:
     gc.set_threshold(*thresholds)
 
 
-BY_DEFAULT, EXTENDED = 2, 2
+BY_DEFAULT, EXTENDED = 2, 1
 """Cases of one test on ranks that each run takes; see "Tests" in docs/design.md."""
 
 
