@@ -706,7 +706,7 @@ def _aliased(name: str, state: ParamState) -> str:
     """Two entries of a parameter that are one memory."""
     first: dict[object, str] = {}
     for key, value in state.items():
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.numel() < 2:
+        if type(value) is not torch.Tensor or value.numel() < 2:  # rows of a rank are its own
             continue
         if value.layout is torch.strided:
             place = value.untyped_storage()._cdata, value.storage_offset()

@@ -138,8 +138,9 @@ def _in_graph(inputs: Ends, accumulates: bool) -> Ends:
     """
     found: list[torch.Tensor | GradientEdge] = []
     for each in inputs:
-        param = _param_of(each)
-        if param is None or param.unsharded is each:
+        tensor = _tensor_of(each)
+        param = _param_of(tensor)
+        if param is None or param.unsharded is tensor:
             found.append(each)
         elif accumulates:
             found.append(each if param.unsharded is None else param.unsharded)
@@ -154,10 +155,16 @@ def _in_graph(inputs: Ends, accumulates: bool) -> Ends:
     return tuple(found)
 
 
+def _tensor_of(end: torch.Tensor | GradientEdge) -> torch.Tensor | GradientEdge:
+    """The parameter that an edge leads to; anything else as it is."""
+    tensor: torch.Tensor | GradientEdge = end
+    if isinstance(end, GradientEdge):
+        tensor = getattr(end.node, "variable", end)
+    return tensor
+
+
 def _param_of(tensor: torch.Tensor | GradientEdge) -> ShardedParam | None:
-    """The parameter of which ``tensor`` is a form, or was before `fully_shard`; or its edge."""
-    if isinstance(tensor, GradientEdge):
-        tensor = getattr(tensor.node, "variable", tensor)
+    """The parameter of which ``tensor`` is a form, or was before `fully_shard`."""
     notes = getattr(tensor, "__dict__", {})
     if REPLACED in notes:
         known: ShardedParam | None = notes[REPLACED]()
