@@ -310,4 +310,7 @@ def test_nothing_stays_gathered_and_each_unit_is_reduced_once() -> None:
         operations.clear()
         schedule.step(*((inputs,) if first else ()), **({} if first else {"target": targets}))
         assert all(isinstance(param, DTensor) for param in parts[0].parameters())
-    assert Counter(operations) == {"all_gather": 3, "finish": 3, "reshard": 3, "reduce": 3}
+    found = Counter(operations)
+    assert found["all_gather"] in ((3, 6) if TORCH_VERSION < (2, 12) else (3,))  # in each call
+    assert found["all_gather"] == found["finish"] == found["reshard"]
+    assert found["reduce"] == 3
