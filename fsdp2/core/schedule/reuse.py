@@ -212,7 +212,7 @@ def _changed(asked: Mapping[ParamGroup, Unit | None]) -> list[ParamGroup]:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             first = groups[places[0]].name
-            raise communication_error("comparison of shards", first, error) from error
+            raise communication_error("all-reduce", first, error) from error
         for place, number in zip(places, agreed, strict=True):
             differ[place] = number
     return [group for group, number in zip(groups, differ, strict=True) if number]
