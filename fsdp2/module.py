@@ -395,8 +395,6 @@ class FSDPModule(TorchIdentity):
         """
         for record in records_below(self, recurse):
             record.unit.reshard_after_backward = reshard_after_backward
-            if record.scheduler is not None and not reshard_after_backward:
-                record.scheduler.reuse.asks = True
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[FSDPModule]) -> None:
         """Choose the units to prefetch when this unit's forward starts.
