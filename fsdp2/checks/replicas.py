@@ -22,7 +22,7 @@ from fsdp2.core.errors import RankMismatchError, coded
 from fsdp2.core.gather.extension import plain_tensors
 from fsdp2.core.modules.registry import scheduler_of
 from fsdp2.core.params.param import ShardedParam
-from fsdp2.core.progress import communication_error
+from fsdp2.core.progress import naming_unit
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
@@ -82,12 +82,8 @@ def _compare(first: ParamGroup) -> None:
     ]
     groups = [group.base for _, _, group in found if not group.is_alias]
     held = [[param for param in group.params if not param.is_meta] for group in groups]
-    try:
+    with naming_unit("all-reduce", first.name):
         differ = _differing(first, held)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise communication_error("all-reduce", first.name, error) from error
     for params, differs in zip(held, differ, strict=True):
         if differs:
             each = _differing(first, [[param] for param in params])

@@ -6,7 +6,8 @@ It keeps only the count of optimizer steps for the message, which all-gathers ne
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -82,6 +83,22 @@ def communication_error(
         f"iteration {OptimizerSteps.ended}{likely}; use fsdp2.debug(check_ranks=True) or "
         f"FSDP2_DEBUG=1 to find the cause: {error}",
     )
+
+
+@contextmanager
+def naming_unit(operation: str, unit: str) -> Iterator[None]:
+    """Raise `communication_error` for a collective inside that fails, outside of hot paths.
+
+    Args:
+        operation: as for `communication_error`.
+        unit: name of the unit.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise communication_error(operation, unit, error) from error
 
 
 def running_tracer() -> str | None:

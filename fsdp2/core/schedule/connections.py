@@ -27,7 +27,7 @@ from fsdp2.core.device.backends import traits_of
 from fsdp2.core.device.one_off import run_first_collective
 from fsdp2.core.device.presence import meet
 from fsdp2.core.device.process_groups import ProcessGroup, global_ranks
-from fsdp2.core.progress import communication_error
+from fsdp2.core.progress import naming_unit
 from fsdp2.core.schedule.group import ParamGroup
 
 _connected: WeakSet[ProcessGroup] = WeakSet()
@@ -103,12 +103,8 @@ def _connect(links: Sequence[Link]) -> None:
     for link in in_order:
         if link.group in _connected:  # it was twice in the list
             continue
-        try:
+        with naming_unit("first collective", link.unit):
             run_first_collective(link.group, link.device)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise communication_error("first collective", link.unit, error) from error
         _connected.add(link.group)
 
 

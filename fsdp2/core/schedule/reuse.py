@@ -36,7 +36,7 @@ import torch
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.one_off import largest_over
 from fsdp2.core.params.param import FlagChanges
-from fsdp2.core.progress import OptimizerSteps, communication_error
+from fsdp2.core.progress import OptimizerSteps, naming_unit
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import HIDDEN, SHARDED, UNSHARDED
 from fsdp2.core.schedule.unit import IDLE, Unit
@@ -206,13 +206,8 @@ def _changed(asked: Mapping[ParamGroup, Unit | None]) -> list[ParamGroup]:
         for axis in group.axes_of(rows=asked[group] is None):
             axes.setdefault(axis.group, (axis, []))[1].append(place)
     for axis, places in axes.values():
-        try:
+        with naming_unit("all-reduce", groups[places[0]].name):
             agreed = largest_over([axis], [differ[place] for place in places])
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            first = groups[places[0]].name
-            raise communication_error("all-reduce", first, error) from error
         for place, number in zip(places, agreed, strict=True):
             differ[place] = number
     return [group for group, number in zip(groups, differ, strict=True) if number]
