@@ -96,7 +96,9 @@ class WireState:
             found = {name: state[name] for name, own in part.own.items() if _fits(state, name, own)}
             if ranks is not None and part.ranks > ranks:
                 found = {}
-            part.take({name: local_of(value) for name, value in found.items()})
+                part.take(None)
+            else:
+                part.take({name: local_of(value) for name, value in found.items()})
             reset += len(part.own) - len(found)
         if reset and warn:
             warnings.warn(
@@ -140,12 +142,13 @@ class _Part:
 
     Attributes:
         own: by name.
-        take: is given this rank's part of those that were found.
+        take: is given this rank's part of those that were found; ``None``: nothing was found, and
+            not all ranks that communicate call it.
         ranks: how many communicate in `take`.
     """
 
     own: Mapping[str, DTensor]
-    take: Callable[[Mapping[str, Tensor]], None]
+    take: Callable[[Mapping[str, Tensor] | None], None]
     ranks: int = 0
 
 
@@ -176,9 +179,11 @@ def _residuals(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> Ite
             columns = dict(zip(params, feedback.columns(), strict=True))
             own = {name: _of_each_rank(params[name], part) for name, part in columns.items()}
 
-            def take(found: Mapping[str, Tensor], columns: Mapping[str, Tensor] = columns) -> None:
+            def take(
+                found: Mapping[str, Tensor] | None, columns: Mapping[str, Tensor] = columns
+            ) -> None:
                 for name, part in columns.items():
-                    if name in found:
+                    if found is not None and name in found:
                         part.copy_(found[name][0, :, : part.shape[1]])
                     else:
                         part.zero_()
@@ -231,7 +236,7 @@ def _references(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> It
             }
 
             def take(
-                found: Mapping[str, Tensor],
+                found: Mapping[str, Tensor] | None,
                 slots: Mapping[str, Slot] = slots,
                 transport: DifferenceGather = transport,
             ) -> None:
@@ -293,18 +298,19 @@ def _restore(
     group: ParamGroup,
     transport: DifferenceGather,
     slots: Mapping[str, Slot],
-    found: Mapping[str, Tensor],
+    found: Mapping[str, Tensor] | None,
 ) -> None:
-    """Make the found values the next reference; gather exactly if anything is missing.
+    """Make the found values the next reference; gather exactly if any rank misses one.
 
-    The ranks agree, because one may have no number of any parameter.
+    The ranks agree: one may have been given fewer values, another may have no number at all.
     """
     assert group.bound is not None
     if group.bound.keeping is not None:
         group.bound.keeping.lose()
-    if len(found) < len(slots):
+    if found is None:
         return
     known = not all(part.isnan().all() for part in found.values())
-    if largest_over(group.axes_of(rows=False), [int(known)]) == [1]:
+    misses = len(found) < len(slots)
+    if largest_over(group.axes_of(rows=False), [int(known), int(misses)]) == [1, 0]:
         parts = {n: group.params[slot.index].laid_out(found[n]) for n, slot in slots.items()}
         transport.restore([(slot, _node_rows(group, slot, parts[n])) for n, slot in slots.items()])

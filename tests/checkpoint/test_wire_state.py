@@ -307,6 +307,22 @@ def test_references_are_sharded_anew(tmp_path: Path) -> None:
             assert found.full_tensor().isnan().all()
 
 
+@ranks(2)
+@pytest.mark.filterwarnings("ignore:the state has not all")
+def test_a_reference_that_one_rank_lacks_is_dropped_by_all() -> None:
+    formats = {"gather": "int4", "differences": True}
+    model = make(**formats)
+    train(model, adam(model), range(1))
+    state = fsdp2.wire_state(model).state_dict()
+    lost = next(iter(state))
+    if dist.get_rank() == 1:
+        del state[lost]
+    fsdp2.wire_state(model).load_state_dict(state)
+    for name, value in kept(model).items():
+        assert bool(value.isnan().all()) == (name == lost)
+    train(model, adam(model), range(1))
+
+
 def last_dim(param: nn.Parameter) -> Shard:
     return Shard(param.ndim - 1)
 
