@@ -28,7 +28,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "parameters checked, laid out": [(group.ParamGroup, "_follow_params")],
     "rows moved to flat shards": [(group.ParamGroup, "_move_to")],
     "buffers, parameters compared": [(group, "Bound")],
-    "gathers bound": [(bound, "make_transports")],
+    "gathers bound": [(bound, "make_gathers")],
     "gathered parameters made": [(bound.Bound, "_bind_params")],
     "reductions bound": [(bound.Bound, "bind_reductions")],
     "gathers": [(group.ParamGroup, "start_unshard"), (group.ParamGroup, "finish_unshard")],

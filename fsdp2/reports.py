@@ -339,7 +339,7 @@ def _row_bytes(group: ParamGroup, segment: Segment) -> int:
     numel, itemsize = segment.shard_numel, segment.full_dtype.itemsize
     wire = group.options.wire.gather
     if segment.transport is Transport.CODED and wire is not None:
-        return GATHERS[wire].row_bytes(numel, itemsize)
+        return GATHERS[wire].nbytes(numel)
     return numel * itemsize
 
 
@@ -404,7 +404,7 @@ def _between(group: ParamGroup, trained: Set[int], gathers: int) -> int:
     for segment in pieces.segments:
         itemsize = segment.full_dtype.itemsize
         if segment.transport is Transport.CODED and wire.between_gather is not None:
-            gathered += GATHERS[wire.between_gather].row_bytes(segment.shard_numel, itemsize)
+            gathered += GATHERS[wire.between_gather].nbytes(segment.shard_numel)
         else:
             gathered += segment.shard_numel * itemsize
         for slot in segment.slots:

@@ -18,7 +18,6 @@ from fsdp2.core.codecs.codec import check_coded
 from fsdp2.core.config import EXACT_BELOW, GroupOptions, Level, MixedPrecisionPolicy, Wire
 from fsdp2.core.errors import coded
 from fsdp2.core.gather import coded as gathers
-from fsdp2.core.gather.differences import DIFFERENCES
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.registry import UnitRecord
 from fsdp2.core.params.param import PlannedParam, ShardedParam, compute_dtype, is_extended
@@ -148,8 +147,8 @@ def _stays(name: str, param: nn.Parameter, exact: Exact | None, exact_below: int
 def _check_wire(wire: Wire) -> None:
     _check_name("gather", wire.gather, gathers.CODED)
     _check_name("reduce", wire.reduce, reductions.CODED)
-    if wire.differences and wire.gather not in DIFFERENCES:
-        names = ", ".join(map(repr, DIFFERENCES))
+    if wire.differences and wire.gather is None:
+        names = ", ".join(map(repr, gathers.CODED))
         raise coded(
             ValueError,
             "wire-format-differences",

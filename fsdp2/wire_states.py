@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
 from fsdp2.core.device.one_off import largest_over
-from fsdp2.core.gather.differences import DifferenceGather
+from fsdp2.core.gather.differences import ReferenceRows
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.registry import records_below
@@ -226,21 +226,22 @@ def _largest_piece(param: ShardedParam) -> int:
 
 def _references(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> Iterator[_Part]:
     assert group.bound is not None
-    for transport in group.bound.transports:
-        if isinstance(transport, DifferenceGather):
-            rows = _pieces(group, transport.own_rows()) or _unknown(group, transport.segment.slots)
+    for _, kept in group.bound.parts:
+        if isinstance(kept, ReferenceRows):
+            segment = kept.place.segment
+            rows = _pieces(group, kept.own_rows()) or _unknown(group, segment.slots)
             slots = {REFERENCES + name_of(group.params[slot.index]): slot for slot, _ in rows}
             own = {
-                name: _like(group.params[slot.index], part.to(transport.segment.full_dtype))
+                name: _like(group.params[slot.index], part.to(segment.full_dtype))
                 for (name, slot), (_, part) in zip(slots.items(), rows, strict=True)
             }
 
             def take(
                 found: Mapping[str, Tensor] | None,
                 slots: Mapping[str, Slot] = slots,
-                transport: DifferenceGather = transport,
+                kept: ReferenceRows = kept,
             ) -> None:
-                _restore(group, transport, slots, found)
+                _restore(group, kept, slots, found)
 
             between = 1 if group.between is None else group.between.size
             yield _Part(own, take, group.collectives.size * between)
@@ -296,7 +297,7 @@ def _like(param: ShardedParam, rows: Tensor) -> DTensor:
 
 def _restore(
     group: ParamGroup,
-    transport: DifferenceGather,
+    kept: ReferenceRows,
     slots: Mapping[str, Slot],
     found: Mapping[str, Tensor] | None,
 ) -> None:
@@ -313,4 +314,4 @@ def _restore(
     misses = len(found) < len(slots)
     if largest_over(group.axes_of(rows=False), [int(known), int(misses)]) == [1, 0]:
         parts = {n: group.params[slot.index].laid_out(found[n]) for n, slot in slots.items()}
-        transport.restore([(slot, _node_rows(group, slot, parts[n])) for n, slot in slots.items()])
+        kept.restore([(slot, _node_rows(group, slot, parts[n])) for n, slot in slots.items()])

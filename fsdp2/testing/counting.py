@@ -3,7 +3,7 @@
     python, built_in = called(step)        # calls, by the function's name
     operators(step)["aten.copy_.default"]  # operators that torch dispatches
     collectives(step)["all_gather"]        # collectives of all process groups
-    copied_bytes(step).total()             # what fsdp2's own copies and casts read and write
+    copied_bytes(step).total()             # what copies and casts read and write
 
 Counts are the same on every machine, so a test can compare them. Run a step twice before you count
 it: the first two steps allocate buffers and learn the order of units.
@@ -15,11 +15,9 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from types import FrameType
 from typing import ClassVar
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,20 +25,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp2.core.device.kernels import TorchKernels
-
 
 class Operators(TorchDispatchMode):
     """Counts operators while it is entered.
 
     Attributes:
         counts: how often each operator was dispatched, by its name.
+        nbytes: sizes of the tensors that each read and wrote, by its name without the overload.
         on_dtensors: how many operators a DTensor took part in.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.nbytes: Counter[str] = Counter()
         self.on_dtensors = 0
 
     def __torch_dispatch__(
@@ -52,6 +50,8 @@ class Operators(TorchDispatchMode):
     ) -> object:
         """Count one operator and run it."""
         self.counts[str(func)] += 1
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        self.nbytes[str(func).rpartition(".")[0]] += sum(tensor.nbytes for tensor in tensors)
         self.on_dtensors += any(issubclass(kind, DTensor) for kind in types)
         return func(*args, **(kwargs or {}))
 
@@ -201,30 +201,13 @@ def collectives(run: Callable[[], object]) -> Counter[str]:
     return +found.counts
 
 
-COPIES = ("copy", "copy_many", "copy_strided", "split_copy", "chunk_cat", "to_host")
-"""The functions of `fsdp2.core.device.kernels.TorchKernels` that copy or cast."""
+COPIES = ("_foreach_copy_", "_chunk_cat", "split_with_sizes_copy", "copy_")
+"""Operators that copy or cast from tensors to tensors that are there."""
 
 
 def copied_bytes(run: Callable[[], object]) -> Counter[str]:
-    """Bytes that fsdp2's own copies and casts read and write in ``run``, by the tensors' sizes.
-
-    By the name of the kernel; nothing where another runtime runs.
-    """
-    found: Counter[str] = Counter()
-
-    def counted(name: str) -> object:
-        kernel = getattr(TorchKernels, name)
-
-        def call(*args: object, **kwargs: object) -> None:
-            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-            found[name] += sum(tensor.nbytes for tensor in tensors)
-            kernel(*args, **kwargs)
-
-        # Some are torch's own functions, called without the object.
-        return staticmethod(call) if isinstance(vars(TorchKernels)[name], staticmethod) else call
-
-    with ExitStack() as stack:
-        for name in COPIES:
-            stack.enter_context(mock.patch.object(TorchKernels, name, counted(name)))
+    """Bytes that copies and casts read and write in ``run``, by operator, by the tensors' sizes."""
+    with Operators() as counted:
         run()
-    return found
+    found = {name: counted.nbytes[f"aten.{name}"] for name in COPIES}
+    return Counter({name: nbytes for name, nbytes in found.items() if nbytes})

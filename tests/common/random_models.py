@@ -298,7 +298,7 @@ class Watch:
         for group in self._groups.values():
             group.bind()  # what it keeps for good is allocated now
         groups = self._groups.items()
-        self._silent = {name for name, group in groups if not group.bound.route.gathering}
+        self._silent = {name for name, group in groups if not group.bound.gather.collectives}
         self._silent |= {node.name for node in root.walk() if not communicates(node)}
         self._kept_for_good = self.live()
         self._fills = any(g.options.reduce_unused for u in units for g in u.own_groups)

@@ -11,8 +11,7 @@ from torch import Tensor
 from fsdp2.core.config import Wire
 from fsdp2.core.device.kernels import TorchKernels
 from fsdp2.core.gather import differences
-from fsdp2.core.gather.kinds import make_transports
-from fsdp2.core.gather.transport import GatherTransport
+from fsdp2.core.gather.make import make_gathers
 from fsdp2.core.layout.layout import ROWS, Cut, ParamShape, build_layout
 from tests.common import scenarios, thread_ranks
 
@@ -27,7 +26,7 @@ SIZE = 3
 
 
 class Rank:
-    """One rank's shard, and its transport of differences."""
+    """One rank's shard, and its all-gather of differences."""
 
     def __init__(
         self, collectives: thread_ranks.ThreadCollectives, name: str, computed: torch.dtype
@@ -46,30 +45,28 @@ class Rank:
         self.generator = torch.Generator().manual_seed(collectives.rank)
         self.step(1.0)
         self.full = KERNELS.transient(layout.full_bytes, "gathered")
-        (found,) = make_transports(
+        ((self.operations, kept),) = make_gathers(
             layout.segments, self.shard, self.full, collectives, KERNELS, None, CPU, name, True
         )
-        assert isinstance(found, differences.DifferenceGather)
-        self.transport = found
+        assert isinstance(kept, differences.ReferenceRows)
+        self.kept = kept
 
     def step(self, size: float = 0.01) -> None:
         change = torch.randn(self.weights.shape, generator=self.generator)
         self.weights.add_(size * change * self.rows)
 
     def gather(self, used: bool = True) -> list[Tensor]:
-        found: GatherTransport = self.transport
-        found.acquire()
-        found.copy_in()
-        work = found.gather()
-        assert work is None
-        if used:
-            found.copy_out()
-        found.release()
-        return [parameter.clone() for _, parameter in found.parameters()]
+        found = self.operations
+        for run in (*found.acquire, *found.copy_in):
+            run()
+        assert [launch() for launch in found.collectives] == [None]
+        for run in found.finish if used else found.release:
+            run()
+        return [parameter.clone() for _, parameter in found.parameters]
 
     @property
     def reference(self) -> Tensor:
-        return self.transport.output.view(self.collectives.size, -1).clone()
+        return self.kept.rows.output.view(self.collectives.size, -1).clone()
 
     def error(self) -> Tensor:
         return (self.reference[self.collectives.rank].float() - self.weights).abs()
@@ -116,7 +113,7 @@ def test_parameters_are_those_of_the_reference() -> None:
         rank.step()
         found = rank.gather()
         rows = rank.reference
-        for (slot, _), parameter in zip(rank.transport.parameters(), found, strict=True):
+        for (slot, _), parameter in zip(rank.operations.parameters, found, strict=True):
             own = slot.part(parameter, rank.collectives.rank)
             start = slot.shard_offset
             expected = rows[rank.collectives.rank, start : start + own.numel()]
@@ -175,19 +172,19 @@ def test_rows_are_restored_to_the_bit(dtype: torch.dtype) -> None:
         for _ in range(3):
             rank.gather()
             rank.step()
-        saved = [(slot, rows.clone()) for slot, rows in rank.transport.own_rows()]
+        saved = [(slot, rows.clone()) for slot, rows in rank.kept.own_rows()]
         other = Rank(rank.collectives, "int8", dtype)
-        assert other.transport.own_rows() == []
+        assert other.kept.own_rows() == []
         other.weights.copy_(rank.weights)
-        other.transport.restore(saved)
-        again = other.transport.own_rows()
+        other.kept.restore(saved)
+        again = other.kept.own_rows()
         assert all(torch.equal(a, b) for (_, a), (_, b) in zip(saved, again, strict=True))
         rank.collectives.calls.clear()
         other.gather()
         assert rank.collectives.calls == ["all_gather", "all_gather"]
         rank.gather()
         for (_, mine), (_, its) in zip(
-            rank.transport.parameters(), other.transport.parameters(), strict=True
+            rank.operations.parameters, other.operations.parameters, strict=True
         ):
             assert torch.equal(mine, its)
 
@@ -221,7 +218,7 @@ def test_what_was_lost_is_gathered_exactly() -> None:
         rank.step()
         rank.gather()
         assert rank.error().any()
-        rank.transport.lose()
+        rank.kept.lose()
         rank.gather()
         assert not rank.error().any()
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2.core.gather.differences import DifferenceGather
+from fsdp2.core.gather.differences import ReferenceRows
 from tests.common.workers import ranks
 from tests.gather import test_wire_format as formats
 
@@ -263,7 +263,7 @@ def test_references_are_restored(weights_first: bool, setting: str) -> None:
     _, optimizer = train(model, 3)
     weights = copy.deepcopy(model.state_dict())
     moments = copy.deepcopy(optimizer.state_dict())
-    rows = [[(slot, r.clone()) for slot, r in each.own_rows()] for each in transports(model)]
+    rows = [[(slot, r.clone()) for slot, r in each.own_rows()] for each in references(model)]
     expected = continued(model, optimizer, range(3, 6))
 
     other = formats.sharded("int4 differences", None, **arguments)
@@ -273,7 +273,7 @@ def test_references_are_restored(weights_first: bool, setting: str) -> None:
         for record in other._records(True):
             for group in record.unit.own_groups:
                 group.bind()
-    for each, saved in zip(transports(other), rows, strict=True):
+    for each, saved in zip(references(other), rows, strict=True):
         each.restore(saved)
     if not weights_first:
         other.load_state_dict(weights)
@@ -287,10 +287,10 @@ def test_references_are_restored(weights_first: bool, setting: str) -> None:
         assert torch.equal(mine, its)
 
 
-def transports(model: nn.Module) -> list[DifferenceGather]:
+def references(model: nn.Module) -> list[ReferenceRows]:
     groups = [group for record in model._records(True) for group in record.unit.own_groups]
-    found = [transport for group in groups for transport in group.bound.transports]
-    return [transport for transport in found if isinstance(transport, DifferenceGather)]
+    found = [kept for group in groups for _, kept in group.bound.parts]
+    return [kept for kept in found if isinstance(kept, ReferenceRows)]
 
 
 @ranks(2)

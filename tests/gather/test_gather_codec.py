@@ -1,4 +1,4 @@
-"""A transport of parameters that somebody adds: a class here and an entry in the table."""
+"""A format of parameters that somebody adds: a codec, and an entry in the table."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
+from fsdp2.core.codecs.rounded import Rounded
 from fsdp2.core.config import Wire
-from fsdp2.core.device.collectives import Work
 from fsdp2.core.device.kernels import TorchKernels
 from fsdp2.core.gather import coded
 from fsdp2.core.gather.coded import CODED
-from fsdp2.core.gather.kinds import make_transports
-from fsdp2.core.gather.transport import PackedTransport
+from fsdp2.core.gather.make import make_gathers
+from fsdp2.core.gather.program import combined
 from fsdp2.core.layout.layout import ROWS, Cut, ParamShape, build_layout
 from fsdp2.core.modules.registry import record_of
 from fsdp2.testing.null_group import CallLog, init_null_group
@@ -29,40 +29,9 @@ KERNELS = TorchKernels(CPU)
 FINE = 1 + 1 / 256  # no bf16 number; it becomes 1
 
 
-class RoundedGather(PackedTransport):
-    """Shards travel in bf16, whatever the compute dtype."""
-
-    def _bind(self) -> None:
-        super()._bind()
-        self.casts = True
-        ranks, width = self.collectives.size, self.segment.shard_numel
-        self._coded = self.kernels.transient(2 * ranks * width, "rounded shards")
-        self._codes = self._coded.view(BF16, 0, (ranks * width,))
-        self._own = self._coded.view(BF16, 2 * self.collectives.rank * width, (width,))
-        self._coded.release()
-
-    def acquire(self) -> None:
-        super().acquire()
-        self._coded.acquire()
-
-    def copy_in(self) -> None:
-        self.kernels.copy(self._own, self._flat)
-
-    def gather(self) -> Work | None:
-        return self.collectives.all_gather(self._codes, self._own)
-
-    def copy_out(self) -> None:
-        self.kernels.copy(self.output, self._codes)
-        super().copy_out()
-
-    def release(self) -> None:
-        super().release()
-        self._coded.release()
-
-
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CODED, "rounded", RoundedGather)
+    monkeypatch.setitem(CODED, "rounded", Rounded())
 
 
 @pytest.mark.parametrize("coalesces", [True, False])
@@ -76,19 +45,14 @@ def test_what_it_gathers_is_rounded(size: int, coalesces: bool) -> None:
         shard = KERNELS.flat(layout.shard_bytes, on_meta=False)
         shard.view(F32, 0, (layout.shard_bytes // 4,)).fill_(FINE)
         full = KERNELS.transient(layout.full_bytes, "gathered")
-        transports = make_transports(
+        parts = make_gathers(
             layout.segments, shard, full, collectives, KERNELS, None, CPU, "rounded"
         )
-        for transport in transports:
-            assert isinstance(transport, RoundedGather) == (size > 1)
-            transport.acquire()
-            if transport.communicates:
-                transport.copy_in()
-                transport.gather()
-            transport.copy_out()
-            transport.release()
-            for _, parameter in transport.parameters():
-                assert parameter.eq(1 if size > 1 else FINE).all()
+        gather = combined(part for part, _ in parts)
+        for run in (*gather.acquire, *gather.copy_in, *gather.collectives, *gather.finish):
+            run()
+        for _, parameter in gather.parameters:
+            assert parameter.eq(1 if size > 1 else FINE).all()
 
     thread_ranks.run_ranks(size, body, coalesces=coalesces)
 
@@ -96,7 +60,7 @@ def test_what_it_gathers_is_rounded(size: int, coalesces: bool) -> None:
 @pytest.mark.parametrize("scenario", ["steady", "changing", "offloaded"])
 def test_its_memory_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert scenarios.staged_in_order(
-        scenario, "rounded shards", monkeypatch, wire=Wire(gather="rounded")
+        scenario, coded.MESSAGES, monkeypatch, wire=Wire(gather="rounded")
     )
 
 
@@ -122,8 +86,8 @@ def test_a_sharded_model_uses_it_from_its_next_gather_on() -> None:
         group.set_options(replace(group.options, wire=Wire(gather="rounded")))
         with torch.no_grad():
             model(torch.ones(2, 64))
-        assert group.bound is not None
-        assert any(isinstance(each, RoundedGather) for each in group.bound.transports)
+        exact, rounded = (c.nbytes for c in log.calls if c.name == "all_gather_single")
+        assert rounded * 2 == exact
         assert log.counts() == {"all_gather_single": 2, "allreduce": 1}
     finally:
         dist.destroy_process_group()

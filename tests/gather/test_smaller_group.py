@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fsdp2.core.device.kernels import TorchKernels
-from fsdp2.core.gather.kinds import make_transports
+from fsdp2.core.gather.make import make_gathers
+from fsdp2.core.gather.program import Gather, combined
 from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows, smaller_segment
-from fsdp2.core.gather.transport import Route
 from fsdp2.core.layout.layout import (
     COLLECTIVE_ALIGN_BYTES,
     Cut,
@@ -118,18 +118,11 @@ class Param:
         return [(self.registered, 0, param)]
 
 
-def _gather(route: Route, full: Any) -> None:
+def _gather(gather: Gather, full: Any) -> None:
     """What a group does, without lanes."""
     full.acquire()
-    for transport in route.gathering:
-        transport.acquire()
-    for transport in route.copying:
-        transport.copy_in()
-    for gather in route.gathers:
-        gather()
-    for transport in {*route.gathering, *route.finishing}:
-        transport.copy_out()
-        transport.release()
+    for run in (*gather.acquire, *gather.copy_in, *gather.collectives, *gather.finish):
+        run()
 
 
 def _values(params: list[ParamShape]) -> list[torch.Tensor]:
@@ -166,18 +159,19 @@ class RankState:
         shard = KERNELS.flat(layout.shard_bytes, on_meta=False)
         _fill(shard, layout, values, self.whole.rank)
         full = KERNELS.transient(layout.full_bytes, "gathered")
-        transports = make_transports(layout.segments, shard, full, self.whole, KERNELS, None, CPU)
+        parts = make_gathers(layout.segments, shard, full, self.whole, KERNELS, None, CPU)
+        gather = combined(part for part, _ in parts)
         members: Any = [Param(p.name) for p in self.params]
         group = SmallerGroup(self.neighbours, None)  # type: ignore[arg-type]  # no mesh
         smaller = SmallerRows(group, layout, full, members, KERNELS, None, CPU, below)
-        gathered = {slot.index: tensor for t in transports for slot, tensor in t.parameters()}
+        gathered = {slot.index: tensor for slot, tensor in gather.parameters}
         for _ in range(2):
-            _gather(Route(transports), full)
+            _gather(gather, full)
             self._check(gathered, values)
             smaller.keep()
             full.view(torch.uint8, 0, (layout.full_bytes,)).fill_(0xA5)
             full.release()
-            _gather(smaller.route, full)
+            _gather(smaller.gather, full)
             self._check(gathered, values)
             smaller.release()
             smaller.release()  # once is enough

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fsdp2.core.device.kernels import TorchKernels
-from fsdp2.core.gather.kinds import make_transports
-from fsdp2.core.gather.transport import PackedTransport
+from fsdp2.core.gather.make import make_gathers
+from fsdp2.core.gather.program import Gather, combined
+from fsdp2.core.gather.segments import SegmentViews, packed
 from fsdp2.core.layout.layout import Cut, GroupLayout, ParamShape, Transport, build_layout
 from tests.common import cuts, thread_ranks
 
@@ -36,8 +37,8 @@ def _wholes(params: list[ParamShape]) -> list[torch.Tensor]:
 
 def _bind(
     layout: GroupLayout, wholes: list[torch.Tensor], collectives: thread_ranks.ThreadCollectives
-) -> tuple[list[Any], Any]:
-    """One rank's transports over a flat shard that holds its pieces, and its gathered buffer."""
+) -> tuple[Gather, Any]:
+    """One rank's all-gather of a flat shard that holds its pieces, and its gathered buffer."""
     rank = collectives.rank
     shard = KERNELS.flat(layout.shard_bytes, on_meta=False)
     full = KERNELS.transient(layout.full_bytes, "gathered")
@@ -48,27 +49,23 @@ def _bind(
             target = shard.view(whole.dtype, start, slot.local_shape(rank))
             target.copy_(slot.part(whole, rank))
     cpu = torch.device("cpu")
-    transports: list[Any]
-    transports = make_transports(layout.segments, shard, full, collectives, KERNELS, None, cpu)
-    return transports, full
+    parts = make_gathers(layout.segments, shard, full, collectives, KERNELS, None, cpu)
+    return combined(gather for gather, _ in parts), full
 
 
-def _gather(transports: list[Any], full: Any) -> None:
+def _gather(gather: Gather, full: Any) -> None:
     """The calls of `ParamGroup`, in its order."""
-    for transport in transports:
-        transport.acquire()
-    if any(transport.early for transport in transports):
+    for run in gather.acquire:
+        run()
+    if gather.early:
         full.acquire()
-    for transport in transports:
-        if transport.casts and transport.communicates:
-            transport.copy_in()
-    for transport in transports:
-        if transport.communicates and not transport.carried:
-            assert transport.gather() is None
+    for run in gather.copy_in:
+        run()
+    for launch in gather.collectives:
+        assert launch() is None
     full.acquire()
-    for transport in transports:
-        transport.copy_out()
-        transport.release()
+    for run in gather.finish:
+        run()
 
 
 def _check(
@@ -79,21 +76,17 @@ def _check(
     wholes = _wholes(params)
 
     def body(collectives: thread_ranks.ThreadCollectives) -> list[str]:
-        transports, full = _bind(layout, wholes, collectives)
-        parameters = {
-            slot.index: gathered
-            for transport in transports
-            for slot, gathered in transport.parameters()
-        }
+        gather, full = _bind(layout, wholes, collectives)
+        parameters = {slot.index: gathered for slot, gathered in gather.parameters}
         full.release()
         for _ in range(2):
-            _gather(transports, full)
+            _gather(gather, full)
             for index, found in parameters.items():
                 wanted = wholes[index].to(params[index].full_dtype)  # type: ignore[call-overload]
                 assert tuple(found.shape) == params[index].shape
                 assert found.is_contiguous()
                 assert torch.equal(found, wanted), f"seed {seed}: parameter {index}"
-                if transports[0].communicates:
+                if collectives.size > 1:
                     found.zero_()  # what is left here must not look like the second gather
             full.release()
         return collectives.calls
@@ -243,14 +236,13 @@ def test_local_communicates_nothing(full: torch.dtype) -> None:
 
 def test_local_parameter_is_the_shard_itself() -> None:
     layout = build_layout([_param((4, 4))], 1, coalesces=True)
-    (transport,), _ = thread_ranks.run_ranks(
-        1, lambda c: _bind(layout, _wholes([_param((4, 4))]), c)
-    )[0]
-    ((_, gathered),) = transport.parameters()
-    gathered.fill_(7)
-    ((_, again),) = transport.parameters()
-    assert again.eq(7).all()
-    assert again.untyped_storage().data_ptr() == gathered.untyped_storage().data_ptr()
+    weights = _wholes([_param((4, 4))])
+    gather, _ = thread_ranks.run_ranks(1, lambda c: _bind(layout, weights, c))[0]
+    assert gather.aliases
+    assert not gather.launches
+    assert not gather.finish
+    ((_, gathered),) = gather.parameters
+    assert torch.equal(gathered, weights[0])
 
 
 def test_segments_of_several_dtypes_and_transports() -> None:
@@ -295,9 +287,11 @@ def test_what_goes_along_has_the_dtype_of_the_others(coalesces: bool, wire: str)
     layout = build_layout(params, 2, coalesces)
 
     def dtypes(collectives: thread_ranks.ThreadCollectives) -> set[torch.dtype]:
-        transports, _ = _bind(layout, [torch.zeros(p.shape).to(f8) for p in params], collectives)
-        packed = [t for t in transports if isinstance(t, PackedTransport)]
-        return {t.output.dtype for t in packed} | {t.input.dtype for t in packed}
+        shard = KERNELS.flat(layout.shard_bytes, on_meta=False)
+        full = KERNELS.transient(layout.full_bytes, "gathered")
+        places = [SegmentViews(s, shard, full, collectives, KERNELS) for s in layout.segments]
+        pairs = [packed(p)[1] for p in places if p.segment.transport is Transport.PACKED]
+        return {tensor.dtype for pair in pairs for tensor in pair}
 
     assert thread_ranks.run_ranks(2, dtypes, coalesces=coalesces)[0] == {getattr(torch, wire)}
 

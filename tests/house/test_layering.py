@@ -172,7 +172,7 @@ def test_relative_imports_are_resolved() -> None:
 
 
 def _own_modules(path: Path) -> set[str]:
-    """What a file imports of fsdp2, as ``core.gather.transport``."""
+    """What a file imports of fsdp2, as ``core.gather.program``."""
     return {m.removeprefix("fsdp2.") for m in _modules_of(path) if _below(m, "fsdp2")}
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from fsdp2.core.device.streams import Lane
-from fsdp2.core.gather.transport import BoundPackedTransport
+from fsdp2.core.gather import make
+from fsdp2.core.gather.program import Gather
+from fsdp2.core.gather.segments import Pair, SegmentViews
 from fsdp2.core.reduce.partial_sums import PartialSums
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import Delivery, PendingReduction, ReduceTransport
@@ -50,19 +52,20 @@ def _release_before_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _release_staging_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    bind = BoundPackedTransport._bind
+    packed = make.packed
 
-    def bind_hasty(self: BoundPackedTransport) -> None:
-        bind(self)
-        gather, release = self.gather, self.release
+    def hasty(place: SegmentViews) -> tuple[Gather, Pair]:
+        gather, pair = packed(place)
+        launch, release = gather.collectives[0], gather.release[0]
 
-        def hasty() -> None:
-            gather()
+        def launch_and_free() -> None:
+            launch()
             release()
 
-        self.gather = hasty
+        gather.collectives = [launch_and_free]
+        return gather, pair
 
-    monkeypatch.setattr(BoundPackedTransport, "_bind", bind_hasty)
+    monkeypatch.setattr(make, "packed", hasty)
 
 
 def _forget_sums(monkeypatch: pytest.MonkeyPatch) -> None:

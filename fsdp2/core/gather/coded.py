@@ -1,4 +1,4 @@
-"""How a segment is gathered in fewer bytes: a packed one, whose rows are messages of a codec.
+"""How a segment is gathered in fewer bytes: in rows that are messages of a codec.
 
     shard ── encode ──> own message ══ one all-gather ══> messages ── decode ──> [ranks, n]
                                                          ── copy, as packed ──> slots
@@ -8,77 +8,79 @@ A rank decodes its own message, too: all ranks compute with the same bits.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import partial
+
+import torch
 
 from fsdp2.core.codecs.blocks import Bytes, Nibbles
-from fsdp2.core.codecs.codec import NUMBERS, Codec
-from fsdp2.core.device.collectives import Work
-from fsdp2.core.gather.messages import Messages
-from fsdp2.core.gather.transport import PackedTransport, SegmentTransport
+from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Codec
+from fsdp2.core.device.collectives import Collectives, Launch
+from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.gather.program import Gather
+from fsdp2.core.gather.segments import SegmentViews, packed_rows
+from fsdp2.core.pieces import round_up
 
 MESSAGES = "coded shards"
 
+CODED: dict[str, Codec] = {codec.name: codec for codec in (Bytes(), Nibbles())}
+"""The codecs of parameters, by the name in `Wire.gather`. Much is lost of weights in 4 bits."""
 
-class CodedGather(PackedTransport):
-    """Shards are sent as messages of a codec.
 
-    Attributes:
+def encoded(place: SegmentViews, codec: Codec) -> Gather:
+    """The all-gather of a segment whose shards are sent as messages.
+
+    Args:
+        place: the segment.
         codec: encodes the messages.
     """
-
-    codec: ClassVar[Codec]
-
-    def _bind(self) -> None:
-        super()._bind()
-        segment, ranks = self.segment, self.collectives.size
-        assert {segment.shard_dtype, segment.full_dtype} <= {*NUMBERS}
-        self.casts = True  # it encodes in front of the collective
-        width = segment.shard_numel
-        nbytes = self.codec.nbytes(width)
-        self._messages = Messages(nbytes, self.collectives, self.kernels, MESSAGES)
-        self._packed.acquire()
-        self._numbers = self._packed.view(segment.full_dtype, 0, (ranks, width))
-        shard = (segment.shard_dtype, segment.shard_byte_offset, (1, width))
-        self._shards = self._shard.view(*shard)
-        self._packed.release()
-        self._messages.memory.release()
-
-    @classmethod
-    def row_bytes(cls, numel: int, itemsize: int) -> int:
-        return cls.codec.nbytes(numel)
-
-    def acquire(self) -> None:
-        super().acquire()
-        self._messages.memory.acquire()
-
-    def copy_in(self) -> None:
-        self.kernels.transform(self.codec.encode, self._messages.own, self._shards)
-
-    def gather(self) -> Work | None:
-        return self._messages.gather()
-
-    def copy_out(self) -> None:
-        self.kernels.transform(self.codec.decode, self._numbers, self._messages.every)
-        super().copy_out()
-
-    def release(self) -> None:
-        super().release()
-        self._messages.memory.release()
+    segment, kernels = place.segment, place.kernels
+    assert {segment.shard_dtype, segment.full_dtype} <= {*NUMBERS}
+    ranks, width = place.collectives.size, segment.shard_numel
+    rows = packed_rows(place)
+    messages = Messages(codec.nbytes(width), place.collectives, kernels, MESSAGES)
+    numbers = rows.memory.view(segment.full_dtype, 0, (ranks, width))
+    free = [rows.memory.release, messages.memory.release]
+    found = Gather(
+        place.parameters(),
+        [rows.memory.acquire, messages.memory.acquire],
+        [partial(kernels.transform, codec.encode, messages.own, place.shards((1, width)))],
+        [messages.gather],
+        [partial(kernels.transform, codec.decode, numbers, messages.every), *rows.put],
+        free,
+    )
+    for release in free:
+        release()
+    return found
 
 
-class BytesGather(CodedGather):
-    """Messages of 8-bit integers, and a scale per block."""
+class Messages:
+    """The messages of a segment's all-gathers, one per rank, and the collective that brings them.
 
-    codec = Bytes()
+    Args:
+        nbytes: of each.
+        collectives: of the ranks that gather.
+        kernels: memory.
+        name: of the memory.
+        scratch: numbers of fp32 that have room after the messages. Default 0.
 
+    Attributes:
+        memory: of all; allocated until it is released once, when its users are bound.
+        every: all ranks' messages, [ranks, nbytes] of uint8.
+        own: this rank's, [1, nbytes].
+        numbers: the room after them, [1, scratch] of fp32.
+        gather: runs the collective.
+    """
 
-class NibblesGather(CodedGather):
-    """Messages of 4-bit integers, and a scale per block: much is lost of weights."""
-
-    codec = Nibbles()
-
-
-CODED: dict[str, type[SegmentTransport]] = {
-    kind.codec.name: kind for kind in (BytesGather, NibblesGather)
-}
-"""The transports of encoded segments, by the name in `Wire.gather`."""
+    def __init__(
+        self, nbytes: int, collectives: Collectives, kernels: Kernels, name: str, scratch: int = 0
+    ) -> None:
+        ranks, start = collectives.size, collectives.rank * nbytes
+        behind = round_up(ranks * nbytes, ALIGNMENT)
+        self.memory = memory = kernels.transient(behind + 4 * scratch, name)
+        self.every = memory.view(torch.uint8, 0, (ranks, nbytes))
+        self.own = memory.view(torch.uint8, start, (1, nbytes))
+        self.numbers = memory.view(torch.float32, behind, (1, scratch))
+        self.gather: Launch = collectives.bind_all_gather(
+            memory.view(torch.uint8, 0, (ranks * nbytes,)),
+            memory.view(torch.uint8, start, (nbytes,)),
+        )

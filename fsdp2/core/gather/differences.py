@@ -23,16 +23,16 @@ follows the weights again. An unused message, after a wrong prefetch, is added t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fsdp2.core.codecs.blocks import Bytes, Nibbles
-from fsdp2.core.codecs.codec import Codec
+from fsdp2.core.codecs.codec import NUMBERS, Codec
 from fsdp2.core.device.collectives import Work
-from fsdp2.core.gather.kept_rows import KeptTransport
-from fsdp2.core.gather.messages import Messages
+from fsdp2.core.gather.coded import Messages
+from fsdp2.core.gather.kept_rows import KeptRows
+from fsdp2.core.gather.program import Gather
+from fsdp2.core.gather.segments import SegmentViews
 from fsdp2.core.layout.layout import Slot
 
 MESSAGES = "coded differences"
@@ -41,78 +41,78 @@ AT_A_TIME = 1 << 22
 """Numbers that are decoded at a time, or one rank's: a codec takes about 8 bytes for each."""
 
 
-class DifferenceGather(KeptTransport):
-    """Messages of a codec hold differences.
+class ReferenceRows(KeptRows):
+    """The reference of a segment, and the messages of a codec that hold differences to it.
 
-    Attributes:
-        codec: what makes them.
+    Args:
+        place: the segment.
+        codec: makes the messages.
     """
 
-    codec: ClassVar[Codec]
-
-    def _bind(self) -> None:
-        super()._bind()
-        segment, ranks, rank = self.segment, self.collectives.size, self.collectives.rank
-        self.casts = True  # it encodes in front of the collective
+    def __init__(self, place: SegmentViews, codec: Codec) -> None:
+        super().__init__(place)
+        segment, memory, collectives = place.segment, self.rows.memory, place.collectives
+        assert {segment.shard_dtype, segment.full_dtype} <= {*NUMBERS}
+        self._codec, self._kernels = codec, place.kernels
         self._known = self._restored = False  # all of the reference; own rows alone
         self._exact = self._codes = False  # what a gather that has begun brings
-        width = segment.shard_numel
-        nbytes = self.codec.nbytes(width)
-        self._messages = Messages(nbytes, self.collectives, self.kernels, MESSAGES, width)
-        shard = (segment.shard_dtype, segment.shard_byte_offset, (1, width))
-        self._shards = self._shard.view(*shard)
-        self._packed.acquire()
-        self._reference = self._packed.view(segment.full_dtype, 0, (ranks, width))
-        start = rank * width * self._itemsize
-        self._own_row = self._packed.view(segment.full_dtype, start, (1, width))
-        self._gather_all = self.collectives.bind_all_gather(
-            self._packed.view(segment.full_dtype, 0, (ranks * width,)),
-            self._packed.view(segment.full_dtype, start, (width,)),
+        ranks, rank, width = collectives.size, collectives.rank, segment.shard_numel
+        nbytes = codec.nbytes(width)
+        self._messages = Messages(nbytes, collectives, place.kernels, MESSAGES, width)
+        self._shards = place.shards((1, width))
+        start, dtype = rank * width * segment.full_dtype.itemsize, segment.full_dtype
+        self._reference = memory.view(dtype, 0, (ranks, width))
+        self._own_row = memory.view(dtype, start, (1, width))
+        self._gather_all = collectives.bind_all_gather(
+            memory.view(dtype, 0, (ranks * width,)), memory.view(dtype, start, (width,))
         )
-        self._packed.release()
-        self._messages.memory.release()
 
-    @classmethod
-    def row_bytes(cls, numel: int, itemsize: int) -> int:
-        return cls.codec.nbytes(numel)
+    def fresh(self) -> Gather:
+        """The all-gather that brings them. Called once, while their memory is allocated."""
+        self.rows.memory.release()
+        self._messages.memory.release()
+        return Gather(
+            self.place.parameters(),
+            [self._acquire],
+            [self._copy_in],
+            [self._gather],
+            [self._arrive, *self.rows.put],
+            [self._release],
+        )
 
     # ---- a gather
 
-    def acquire(self) -> None:
-        super().acquire()
+    def _acquire(self) -> None:
+        self.rows.memory.acquire()
         self._exact, self._codes = not self._known, self._known or self._restored
         if self._codes:
             self._messages.memory.acquire()
 
-    def copy_in(self) -> None:
-        kernels = self.kernels
+    def _copy_in(self) -> None:
+        kernels = self._kernels
         if not self._codes:
             kernels.copy(self._own_row, self._shards)
             return
         messages = self._messages
         kernels.copy(messages.numbers, self._shards)
         kernels.transform(subtract, messages.numbers, self._own_row)
-        kernels.transform(self.codec.encode, messages.own, messages.numbers)
+        kernels.transform(self._codec.encode, messages.own, messages.numbers)
 
-    def gather(self) -> Work | None:
+    def _gather(self) -> Work | None:
         if not self._exact:
             return self._messages.gather()
         first = self._gather_all()
         second = self._messages.gather() if self._codes else None
         return _Both(first, second) if first is not None and second is not None else first
 
-    def copy_out(self) -> None:
-        self._arrive()
-        super().put()
-
-    def release(self) -> None:
+    def _release(self) -> None:
         self._arrive()  # unless it has
         self._messages.memory.release()
 
     def _arrive(self) -> None:
         """Add the gathered rows to the reference, whether they were used or not."""
         if self._codes:
-            self.kernels.transform(self.add, self._reference, self._messages.every)
+            self._kernels.transform(self.add, self._reference, self._messages.every)
         if self._codes or self._exact:
             self._known, self._restored = True, False
         self._exact = self._codes = False
@@ -124,7 +124,7 @@ class DifferenceGather(KeptTransport):
         for start in range(0, ranks, rows):
             part = reference[start : start + rows]
             decoded = torch.empty(part.shape, dtype=torch.float32, device=part.device)
-            self.codec.decode(decoded, messages[start : start + rows])
+            self._codec.decode(decoded, messages[start : start + rows])
             part.nan_to_num_(0.0, 0.0, 0.0).add_(decoded)
 
     # ---- the reference
@@ -133,18 +133,18 @@ class DifferenceGather(KeptTransport):
     def holds_rows(self) -> bool:
         return self._known or self._restored
 
-    def follow(self, former: KeptTransport) -> None:
+    def follow(self, former: KeptRows) -> None:
         super().follow(former)
-        if isinstance(former, DifferenceGather):
+        if isinstance(former, ReferenceRows):
             self._known, self._restored = former._known, former._restored
 
-    def inherit(self, former: KeptTransport) -> None:
+    def inherit(self, former: KeptRows) -> None:
         """Let what was restored wait for its first gather, whichever of weights is loaded first.
 
         The reference that was gathered is of other weights: a difference to it would be large, and
         of few bits.
         """
-        if isinstance(former, DifferenceGather) and former._restored:
+        if isinstance(former, ReferenceRows) and former._restored:
             self.follow(former)
 
     def lose(self) -> None:
@@ -155,7 +155,7 @@ class DifferenceGather(KeptTransport):
         if not self.holds_rows:
             return []
         row = self._own_row.view(-1)
-        return [(slot, self._part(row, slot)) for slot in self.segment.slots]
+        return [(slot, self._part(row, slot)) for slot in self.place.segment.slots]
 
     def restore(self, rows: Sequence[tuple[Slot, Tensor]]) -> None:
         """Let the next gather bring these rows first, and then a difference to them.
@@ -163,7 +163,7 @@ class DifferenceGather(KeptTransport):
         Args:
             rows: what `own_rows` has returned, of all parameters.
         """
-        self._packed.acquire()
+        self.rows.memory.acquire()
         self._own_row.zero_()
         row = self._own_row.view(-1)
         for slot, saved in rows:
@@ -171,13 +171,13 @@ class DifferenceGather(KeptTransport):
         self._known, self._restored = False, True
 
     def _part(self, row: Tensor, slot: Slot) -> Tensor:
-        shape = slot.local_shape(self.collectives.rank)
+        shape = slot.local_shape(self.place.collectives.rank)
         numel = torch.Size(shape).numel()
         return row.narrow(0, slot.shard_offset, numel).view(shape)
 
 
 def subtract(numbers: Tensor, reference: Tensor) -> None:
-    """Numbers to be added to ``reference``, as `DifferenceGather` adds it."""
+    """Numbers to be added to ``reference``, as `ReferenceRows` adds it."""
     numbers.sub_(torch.nan_to_num(reference.float(), 0.0, 0.0, 0.0))
 
 
@@ -191,21 +191,3 @@ class _Both:
         """Wait for both."""
         for work in self._works:
             work.wait()
-
-
-class BytesDifferences(DifferenceGather):
-    """In messages of 8-bit integers."""
-
-    codec = Bytes()
-
-
-class NibblesDifferences(DifferenceGather):
-    """In messages of 4-bit integers."""
-
-    codec = Nibbles()
-
-
-DIFFERENCES: dict[str, type[DifferenceGather]] = {
-    kind.codec.name: kind for kind in (BytesDifferences, NibblesDifferences)
-}
-"""The transports of segments that are sent as differences, by the name in `Wire.gather`."""

@@ -42,7 +42,7 @@ from fsdp2.core.device.buffers import TransientBuffer, contiguous_strides
 from fsdp2.core.device.collectives import Collectives, Work
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.gather.transport import GatherTransport
+from fsdp2.core.gather.program import Gather
 from fsdp2.core.layout.layout import (
     COLLECTIVE_ALIGN_BYTES,
     Cut,
@@ -139,7 +139,7 @@ def check_hooks(name: str, local: torch.Tensor, cut: Cut, even: bool) -> None:
 
 @dataclass(frozen=True)
 class ExtensionContext:
-    """The context of the transport besides buffers.
+    """The context of an `Extension` besides buffers.
 
     Attributes:
         options: dtypes, and the policy that is passed to the hooks.
@@ -151,7 +151,7 @@ class ExtensionContext:
     options: GroupOptions
     device: torch.device
     offload: CPUOffloadPolicy | None
-    made: weakref.WeakMethod[Callable[[ShardedParam], None]]  # its object owns this transport
+    made: weakref.WeakMethod[Callable[[ShardedParam], None]]  # its object owns this extension
 
 
 class ExtendedParam:
@@ -328,7 +328,7 @@ class ExtendedParam:
         )
 
 
-class ExtensionTransport(GatherTransport):
+class Extension:
     """All extended parameters of a group, in one collective; the first gather makes them.
 
     Args:
@@ -352,8 +352,7 @@ class ExtensionTransport(GatherTransport):
     ) -> None:
         self.kernels = kernels
         self.collectives = collectives
-        self.casts = True
-        self.communicates = collectives.size > 1
+        self._sends = collectives.size > 1
         self.comm: AllGather | None = None
         self._context = context
         self._members = [ExtendedParam(params[s.index], s, context) for s in segment.slots]
@@ -368,7 +367,14 @@ class ExtensionTransport(GatherTransport):
         """Use others from the next gather on, for the same ranks and device."""
         self.collectives, self.kernels = collectives, kernels
 
-    def acquire(self) -> None:
+    def operations(self) -> Gather:
+        """The operations of an all-gather; a single rank sends nothing."""
+        copy_out, release = [self._copy_out], [self._release]
+        if not self._sends:
+            return Gather(copy_out=copy_out, release=release)
+        return Gather((), [self._acquire], [self._copy_in], [self._gather], copy_out, release)
+
+    def _acquire(self) -> None:
         if not self._learned:
             with torch.inference_mode(False), torch.no_grad():
                 self._learn()
@@ -378,7 +384,7 @@ class ExtensionTransport(GatherTransport):
         else:
             self._packed = checked_buffer(self.comm, numel, torch.uint8, self._context.device)
 
-    def copy_in(self) -> None:
+    def _copy_in(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             if self._inputs is None:
                 self._inputs = self._pre()
@@ -388,17 +394,17 @@ class ExtensionTransport(GatherTransport):
             targets = [row.view(i.shape) for row, i in zip(rows, self._described, strict=True)]
             self.kernels.copy_many(targets, self._inputs)
 
-    def gather(self) -> Work | None:
+    def _gather(self) -> Work | None:
         assert self._packed is not None
         assert self._own is not None
         if self.comm is None:
             return self.collectives.all_gather(self._packed, self._own)
         return self.collectives.custom_all_gather(self.comm, self._packed, self._own)
 
-    def copy_out(self) -> None:
+    def _copy_out(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             ranks = self.collectives.size
-            if self._packed is not None and self.communicates:
+            if self._packed is not None and self._sends:
                 pieces = self._pieces(self._packed.view(ranks, self._width))
             else:
                 if not self._learned:
@@ -413,7 +419,7 @@ class ExtensionTransport(GatherTransport):
             for member in self._members:
                 member.post()
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Drop the sent tensors: the copy-in lane's work on them has ended."""
         self._packed = self._own = self._inputs = None
 
@@ -451,7 +457,7 @@ class ExtensionTransport(GatherTransport):
         except Exception as error:
             failure = error
         try:
-            if self.communicates:
+            if self._sends:
                 self._compare(len(inputs), failure)
             elif failure is not None:
                 raise failure
@@ -514,13 +520,13 @@ def make_extension(
     collectives: Collectives,
     kernels: Kernels,
     context: ExtensionContext,
-) -> ExtensionTransport | None:
-    """The transport of the parameters with all-gather hooks; ``None`` where there are none.
+) -> Extension | None:
+    """The parameters with all-gather hooks; ``None`` where there are none.
 
     It makes them in its first gather and owns their memory, so it outlives changes of how to
     gather.
     """
     for segment in layout.segments:
         if segment.transport is Transport.EXTENSION:
-            return ExtensionTransport(segment, params, collectives, kernels, context)
+            return Extension(segment, params, collectives, kernels, context)
     return None

@@ -10,7 +10,8 @@ rows: (N - 1) / N of 1 / L of the parameters, over N nodes of L ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,13 +19,13 @@ import torch
 from fsdp2.core.device.buffers import Buffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Launch, Work
 from fsdp2.core.device.kernels import Kernels
-from fsdp2.core.gather.kinds import make_transports
-from fsdp2.core.gather.transport import GatherTransport, Load, Route
+from fsdp2.core.gather.make import make_gathers
+from fsdp2.core.gather.program import Gather, Run, combined
 from fsdp2.core.layout.layout import GroupLayout, Segment
 from fsdp2.core.layout.levels import gaps
 
 
-class NodeRows(GatherTransport):
+class NodeRows:
     """Fills node rows, before the all-gather inside.
 
     Args:
@@ -34,7 +35,7 @@ class NodeRows(GatherTransport):
         between: collectives of the ranks that share rows.
         kernels: memory and copies.
         device: where the rows are.
-        codec: name of the transport of coded segments.
+        codec: name of the codec of coded segments.
 
     Attributes:
         rows: the buffer; allocated when this is created.
@@ -54,28 +55,28 @@ class NodeRows(GatherTransport):
         self.rows: TransientBuffer = kernels.transient(pieces.full_bytes, f"node rows of {name}")
         self.stays = False
         self._kernels = kernels
-        self._transports = make_transports(
+        parts = make_gathers(
             pieces.segments, shard, self.rows, between, kernels, None, device, codec
         )
-        self._own = Route(self._transports)
+        self._own = combined(gather for gather, _ in parts)
         self._gaps: list[torch.Tensor] = []
         self._zeros: list[torch.Tensor] = []
-        self._inside = Route(())
-        self.casts = bool(self._own.copying)
 
-    def route(self, transports: Sequence[GatherTransport], load: Load | None) -> Route:
-        """A gather through both levels.
+    def before(self, inside: Gather) -> Gather:
+        """An all-gather through both levels.
 
         Args:
-            transports: those of the gather inside.
-            load: what copies masters from the host first, if they live there.
+            inside: the operations of the all-gather inside a node.
         """
-        self._inside = inside = Route(transports)
-        self.communicates = bool(self._own.gathers or inside.gathers)  # empty ones have none
-        route = Route([self, *transports], load)
-        route.gathers = [self.gather] if self.communicates else []
-        route.copying = [each for each in route.copying if each not in inside.copying]
-        return route
+        own = self._own
+        release = [*own.release, self._leave]
+        finish = [*release, *inside.finish]
+        found = replace(inside, release=[*release, *inside.release], finish=finish)
+        if not (own.collectives or inside.collectives):  # empty parameters have nothing to say
+            return replace(found, acquire=[], copy_in=[])
+        acquire = [self.rows.acquire, *own.acquire, *inside.acquire]
+        launch = partial(self._launch, inside)
+        return replace(found, acquire=acquire, copy_in=own.copy_in, collectives=[launch])
 
     def fill_gaps(self, segments: Sequence[Segment], rank: int) -> None:
         """Set the padding of node rows to zero, because block codecs read it.
@@ -91,31 +92,19 @@ class NodeRows(GatherTransport):
                 self._gaps.append(self.rows.view(dtype, place, (length,)))
                 self._zeros.append(self._kernels.zeros((length,), dtype, "padding"))
 
-    def acquire(self) -> None:
-        self.rows.acquire()
-        for transport in self._own.acquiring:
-            transport.acquire()
-
-    def copy_in(self) -> None:
-        for transport in self._own.copying:
-            transport.copy_in()
-
-    def gather(self) -> Work | None:
-        works = [work for launch in self._own.gathers if (work := launch()) is not None]
-        inside = self._inside
-        landing: list[Callable[[], object]] = [each.copy_out for each in self._own.finishing]
+    def _launch(self, inside: Gather) -> Work | None:
+        works = [work for launch in self._own.collectives if (work := launch()) is not None]
+        landing = [*self._own.copy_out]
         if self._gaps:
             landing.append(partial(self._kernels.copy_many, self._gaps, self._zeros))
-        landing += [each.copy_in for each in inside.copying]  # of node rows, which are there then
-        following = _Following(works, landing, inside.gathers)
+        landing += inside.copy_in  # of node rows, which are there then
+        following = _Following(works, landing, inside.collectives)
         if works:
             return following
         following.go_on()
         return following if following.works else None
 
-    def release(self) -> None:
-        for transport in self._own.finishing:
-            transport.release()
+    def _leave(self) -> None:
         if not self.stays:
             self.free()
 
@@ -137,7 +126,7 @@ class _Following:
     def __init__(
         self,
         works: list[Work],
-        landing: Sequence[Callable[[], object]],
+        landing: Sequence[Run],
         inside: Sequence[Launch],
     ) -> None:
         self.works = works

@@ -25,9 +25,8 @@ from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.gather.kept_rows import Keeping, Nearby
-from fsdp2.core.gather.kinds import make_transports
-from fsdp2.core.gather.transport import GatherTransport, Load, Route
+from fsdp2.core.gather.make import make_gathers
+from fsdp2.core.gather.program import combined
 from fsdp2.core.layout.layout import (
     COLLECTIVE_ALIGN_BYTES,
     Cut,
@@ -104,7 +103,7 @@ class SmallerRows:
         pack_below: as for `smaller_segment`.
 
     Attributes:
-        route: transports of backward's gather.
+        gather: backward's all-gather.
         swaps: the stores that register the parameters of this form.
         stays: whether the rows are kept for gathers of other micro-batches.
         kept: called when the rows are there.
@@ -147,14 +146,12 @@ class SmallerRows:
             nbytes += smaller.shard_numel * smaller.full_dtype.itemsize
             nbytes = round_up(nbytes, COLLECTIVE_ALIGN_BYTES)
         self._rows = kernels.transient(nbytes, "rows of the smaller group")
-        transports = make_transports(
-            segments, self._rows, full, group.collectives, kernels, comm, device
-        )
-        gathered = {slot.index: tensor for t in transports for slot, tensor in t.parameters()}
+        parts = make_gathers(segments, self._rows, full, group.collectives, kernels, comm, device)
+        self.gather = combined(gather for gather, _ in parts)
+        gathered = {slot.index: tensor for slot, tensor in self.gather.parameters}
         for smaller in segments:
             for slot in smaller.slots:
                 self._add(params[slot.index], slot, smaller, gathered[slot.index], full)
-        self.route = Route(transports)
         self._rows.release()
 
     def _add(
@@ -189,48 +186,3 @@ class SmallerRows:
         """Free them, if they exist and are not kept."""
         if self._rows.allocated and not self.stays:
             self._rows.release()
-
-
-class KeepingSmaller(Keeping):
-    """As `Keeping`, for rows of a smaller group: the rows that a forward kept are gathered again.
-
-    Args:
-        transports: of the group.
-        load: as for `Route`.
-        choose: as for `Keeping`.
-        smaller: the rows.
-        nodes: rows of a node in front of the gather of all, if there are any: they do not stay.
-    """
-
-    def __init__(
-        self,
-        transports: Sequence[GatherTransport],
-        load: Load | None,
-        choose: Callable[[Route], None],
-        smaller: SmallerRows,
-        nodes: Nearby | None,
-    ) -> None:
-        super().__init__(transports, load, choose, nodes)
-        self._smaller = smaller
-        self.again = smaller.route
-        smaller.kept = self._stay
-
-    def copy_out(self) -> None:
-        """A gather of all is finished: its rows are copied when forward is over."""
-
-    def follow(self, former: Keeping) -> None:
-        """Nothing: rows of a smaller group are in other memory with each bind."""
-
-    def _stay(self) -> None:
-        if self._counts:
-            self.current = self._smaller.stays = True
-            self._choose(self.again)
-
-    def forget(self) -> None:
-        super().forget()
-        self._smaller.stays = False
-
-    def free(self) -> None:
-        super().free()
-        if not self.current:
-            self._smaller.release()

@@ -1,7 +1,7 @@
 """The record of all that binding makes of a group, for its gathers, frees and reductions.
 
-    ParamGroup.bind ──> Bound(group)          buffers, transports, gathered parameters, reductions
-                   └──> Bound.reroute         transports alone; autograd may hold the parameters
+    ParamGroup.bind ──> Bound(group)          buffers, all-gathers, gathered parameters, reductions
+                   └──> Bound.reroute         all-gathers alone; autograd may hold the parameters
     set_options, … ──> Bound.bind_reductions  reductions alone
 
 A `Bound` is made as a whole. After parameters were moved or changed, the next bind makes another,
@@ -27,12 +27,13 @@ from fsdp2.core.device.buffers import Buffer, FlatBuffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Replicas
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import Streams
-from fsdp2.core.gather.extension import ExtensionContext, ExtensionTransport, make_extension
-from fsdp2.core.gather.kept_rows import Keeping
-from fsdp2.core.gather.kinds import make_transports
+from fsdp2.core.gather.extension import Extension, ExtensionContext, make_extension
+from fsdp2.core.gather.keeping import Keeping
 from fsdp2.core.gather.levels import NodeRows
-from fsdp2.core.gather.smaller_group import KeepingSmaller, SmallerGroup, SmallerRows
-from fsdp2.core.gather.transport import GatherTransport, Load, Route
+from fsdp2.core.gather.make import Part, make_gathers
+from fsdp2.core.gather.program import Gather, combined
+from fsdp2.core.gather.segments import from_host
+from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
 from fsdp2.core.layout.layout import GroupLayout, Segment, Slot, Transport
 from fsdp2.core.layout.levels import node_segments
 from fsdp2.core.layout.mesh import local_of
@@ -47,8 +48,8 @@ requires_grad = operator.attrgetter("requires_grad")
 version = operator.attrgetter("_version")
 
 
-NOTHING_TO_GATHER = Route(())
-"""The route of a gather whose result is there."""
+NOTHING_TO_GATHER = combined(())
+"""The all-gather whose result is there."""
 
 
 class Retained:
@@ -166,11 +167,11 @@ class Bound:
         full: the gathered rows, between acquire and release.
         mirror: the device's copy of offloaded shards, while a gather reads them (decision 8).
         nodes: rows that are gathered inside a node, if masters are sharded over two levels.
-        keeping: rows of earlier gathers, if they are kept, and the chooser of ``route``.
+        keeping: rows of earlier gathers, if they are kept, and the chooser of ``gather``.
         keeps_mirror: whether gathered parameters are views of the mirror.
-        extension: the transport of parameters with all-gather hooks.
-        transports: all transports.
-        route: the same, sorted by what a gather does.
+        extension: the parameters with all-gather hooks.
+        parts: the operations of each segment's all-gather, and the rows that it leaves.
+        gather: the operations of the next all-gather.
         smaller: rows of a smaller group, and how they are gathered.
         to_sharded: stores that register the sharded parameters.
         to_unsharded: stores that register the gathered ones.
@@ -193,22 +194,22 @@ class Bound:
         "current",
         "extension",
         "full",
+        "gather",
         "keeping",
         "keeps_mirror",
         "locals",
         "mirror",
         "nodes",
+        "parts",
         "rebinds",
         "reduces_frozen",
         "reductions",
         "references",
-        "route",
         "sharded",
         "sharded_flags",
         "smaller",
         "to_sharded",
         "to_unsharded",
-        "transports",
         "unsharded",
         "unsharded_flags",
         "versions",
@@ -230,7 +231,7 @@ class Bound:
             self.mirror.acquire()
         self.extension = self._extension_of(group)
         self.keeping: Keeping | None = None
-        self._bind_transports(group)
+        self._bind_gathers(group)
         self.to_sharded: list[Swap] = []
         self.to_unsharded: list[Swap] = []
         self.unsharded: list[nn.Parameter] = []
@@ -255,7 +256,7 @@ class Bound:
         self.full.acquire()
         if self.mirror is not None:
             self.mirror.acquire()
-        self._bind_transports(group)
+        self._bind_gathers(group)
         self._bind_shards(group)
         if self.mirror is not None and not group.is_retained:
             self.mirror.release()
@@ -265,7 +266,7 @@ class Bound:
             self.full.release()
         self.references = self.count_references(group.params)
 
-    def _extension_of(self, group: Bindable) -> ExtensionTransport | None:
+    def _extension_of(self, group: Bindable) -> Extension | None:
         assert group.layout is not None
         made: WeakMethod[Callable[[ShardedParam], None]] = WeakMethod(self._bind_swaps)
         context = ExtensionContext(group.options, group.device, group.offload, made)
@@ -273,13 +274,14 @@ class Bound:
             group.layout, group.params, group.collectives, group.runtime.kernels, context
         )
 
-    def _bind_transports(self, group: Bindable) -> None:
+    def _bind_gathers(self, group: Bindable) -> None:
         layout, masters = group.layout, group.shard_layout
         assert layout is not None
         assert masters is not None
-        load = None
+        self._load: Gather | None = None
         if self.mirror is not None and masters.shard_bytes:
-            load = Load(self.mirror, group.shard, masters.shard_bytes, group.runtime.kernels)
+            kernels = group.runtime.kernels
+            self._load = from_host(self.mirror, group.shard, masters.shard_bytes, kernels)
         shard = group.shard if self.mirror is None else self.mirror
         segments: Sequence[Segment] = layout.segments
         self.nodes: NodeRows | None = None
@@ -290,7 +292,7 @@ class Bound:
             shard, segments = self.nodes.rows, node_segments(layout)
             coded = [s for s in segments if s.transport is Transport.CODED]
             self.nodes.fill_gaps(coded, group.collectives.rank)
-        self.transports: list[GatherTransport] = make_transports(
+        self.parts: list[Part] = make_gathers(
             [s for s in segments if s.transport is not Transport.EXTENSION],
             shard,
             self.full,
@@ -305,13 +307,11 @@ class Bound:
         if self.extension is not None:
             self.extension.run_on(group.collectives, group.runtime.kernels)
             self.extension.comm = group.options.all_gather
-            self.transports.append(self.extension)
-        if self.nodes is None:
-            self.route = Route(self.transports, load)
-        else:
-            self.route = self.nodes.route(self.transports, load)
-        self._load = load
-        self.keeps_mirror = any(transport.aliases for transport in self.transports)
+            self.parts.append((self.extension.operations(), None))
+        found = combined(gather for gather, _ in self.parts)
+        self.keeps_mirror = found.aliases
+        found = found if self.nodes is None else self.nodes.before(found)
+        self.gather = found if self._load is None else combined([self._load, found])
 
     def _keep_rows(self, group: Bindable) -> None:
         """Let gathers reuse rows, those that were there before too."""
@@ -320,18 +320,15 @@ class Bound:
         if not group.keeps_rows:
             return
 
-        def choose(route: Route) -> None:
+        def choose(gather: Gather) -> None:
             if (found := bound()) is not None:
-                found.route = route
+                found.gather = gather
 
-        common = self.transports, self._load, choose
-        if self.smaller is not None and group.options.keep_rows:
-            self.keeping = KeepingSmaller(*common, self.smaller, self.nodes)
-        else:
-            self.keeping = Keeping(*common, self.nodes)
-            if self.nodes is not None:
-                self.nodes.stays = True
-        self.route = self.keeping.fresh
+        smaller = self.smaller if group.options.keep_rows else None
+        self.keeping = Keeping(self.parts, self._load, choose, self.nodes, smaller)
+        if self.nodes is not None and smaller is None:
+            self.nodes.stays = True
+        self.gather = self.keeping.fresh
         if former is not None:
             self.keeping.follow(former)
 
@@ -341,11 +338,11 @@ class Bound:
         Extended ones follow in their first gather.
         """
         with torch.inference_mode(False), torch.no_grad():
-            for transport in self.transports:
+            for gather, _ in self.parts:
                 memory: Buffer = self.full
-                if transport.aliases:
+                if gather.aliases:
                     memory = group.shard if self.mirror is None else self.mirror
-                for slot, gathered in transport.parameters():
+                for slot, gathered in gather.parameters:
                     param = group.params[slot.index]
                     param.materialize(gathered)
                     assert param.unsharded is not None

@@ -27,9 +27,8 @@ from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import COMPUTE, Event
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.gather.extension import plain_tensors
-from fsdp2.core.gather.launch import Launched, gather_inline, gather_on_lanes
+from fsdp2.core.gather.program import Gather, Launched, gather_inline, gather_on_lanes
 from fsdp2.core.gather.smaller_group import SmallerGroup
-from fsdp2.core.gather.transport import Route
 from fsdp2.core.layout.layout import GroupLayout, ParamShape, Transport, layout_of
 from fsdp2.core.layout.levels import pieces_layout
 from fsdp2.core.layout.logs import BIND, BindReason
@@ -133,7 +132,7 @@ class ParamGroup:
         self.stale = True
         self._accumulated = False
         self._gathered_at = -1
-        self._taken: Route | None = None  # of the gather that was issued last
+        self._taken: Gather | None = None  # of the gather that was issued last
         self._works: list[Work] = []
         self._gathered_event: Event = None
         self._loaded_event: Event = None
@@ -500,23 +499,23 @@ class ParamGroup:
         bound, state = self.bound, self.state
         if state is SHARDED:
             assert bound is not None
-            route = bound.route if self.retained is None else self._route_of(self.retained)
+            gather = bound.gather if self.retained is None else self._gather_of(self.retained)
             self._gathered_at = OptimizerSteps.count
         elif state is RESHARDED:
             assert bound is not None
             assert bound.smaller is not None
-            route = bound.smaller.route
+            gather = bound.smaller.gather
             self._follow_smaller()
         else:
             raise refused("start_unshard", self.name, state)
-        self.state, self._taken = GATHERING, route
-        if route.early:
+        self.state, self._taken = GATHERING, gather
+        if gather.early:
             bound.full.acquire()
-        if route.launches:
-            for transport in route.acquiring:
-                transport.acquire()
-            launched = self._launch_gather(self.streams, route, self.name, self._works)
-            if route.loads:
+        if gather.launches:
+            for run in gather.acquire:
+                run()
+            launched = self._launch_gather(self.streams, gather, self.name, self._works)
+            if gather.loads:
                 self._loaded_event = launched.copied
             self._gathered_event = launched.gathered
 
@@ -524,25 +523,24 @@ class ParamGroup:
         """Make COMPUTE wait for the all-gather and register the gathered parameters."""
         if self.state is not GATHERING:
             raise refused("finish_unshard", self.name, self.state)
-        bound, route = self.bound, self._taken
+        bound, gather = self.bound, self._taken
         assert bound is not None
-        assert route is not None
-        self._await_gather(route)
-        if route.finishes:
-            self._finish_copies(bound, route)
+        assert gather is not None
+        self._await_gather(gather)
+        if gather.finishes:
+            self._finish_copies(bound, gather)
         if bound.smaller is not None:
             bound.smaller.release()
         for store, name, param in bound.to_unsharded:
             store[name] = param
         self.state = UNSHARDED
 
-    def _finish_copies(self, bound: Bound, route: Route) -> None:
-        if not route.early:
+    def _finish_copies(self, bound: Bound, gather: Gather) -> None:
+        if not gather.early:
             bound.full.acquire()
-        for transport in route.finishing:
-            transport.copy_out()
-            transport.release()
-        if bound.mirror is not None and route.loads and not bound.keeps_mirror:
+        for run in gather.finish:
+            run()
+        if bound.mirror is not None and gather.loads and not bound.keeps_mirror:
             bound.mirror.release()
 
     def shard_smaller(self) -> None:
@@ -571,8 +569,8 @@ class ParamGroup:
         if state is GATHERING:  # a prefetch that nobody used: over before its memory goes
             assert self._taken is not None
             self._await_gather(self._taken)
-            for transport in self._taken.finishing:
-                transport.release()
+            for run in self._taken.release:
+                run()
         for store, name, param in bound.to_sharded:
             store[name] = param
         if bound.smaller is not None:
@@ -646,8 +644,8 @@ class ParamGroup:
         if retained is not None and seen is not None:
             self.retained, retained.fingerprint, retained.dropped = retained, seen, True
 
-    def _route_of(self, retained: Retained) -> Route:
-        """The route of a gather of what may be there already, or is to be asked for later."""
+    def _gather_of(self, retained: Retained) -> Gather:
+        """The all-gather of what may be there already, or is to be asked for later."""
         bound = self.bound
         assert bound is not None
         reuses = retained.holds and retained.granted
@@ -658,7 +656,7 @@ class ParamGroup:
             retained.fingerprint = self.fingerprint()
             assert retained.fingerprint is not None
             retained.steps, retained.recorded = OptimizerSteps.count, retained.records
-        return bound.route
+        return bound.gather
 
     def drop_retained(self) -> None:
         """Free what is retained; what is known of the shards counts no more."""
@@ -740,7 +738,7 @@ class ParamGroup:
         if self.bound is not None:
             self.bound.versions = list(map(version, self.bound.watched))
 
-    def _await_gather(self, route: Route) -> None:
+    def _await_gather(self, gather: Gather) -> None:
         try:
             while self._works:  # one whose wait is interrupted is not over
                 self._works[-1].wait()
@@ -750,7 +748,7 @@ class ParamGroup:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise communication_error("all-gather", self.name, error) from error
-        if self._gathered_event is not None and route.launches:
+        if self._gathered_event is not None and gather.launches:
             self.streams.wait(COMPUTE, self._gathered_event, "compute after all-gather")
 
     def refresh_requires_grad(self) -> None:

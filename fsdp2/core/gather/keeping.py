@@ -1,0 +1,132 @@
+"""Which all-gather a group that keeps rows makes next: a fresh one, or one from its rows.
+
+    fresh   shards ══ all-gather ══> rows ── copy ──> slots     as its first operation: begin
+    again                            rows ── copy ──> slots     as its last one: end
+
+    fresh ── an all-gather has ended ──> again ── forget ──> fresh
+
+Kept rows are those of all ranks (`fsdp2.core.gather.kept_rows`), of a node
+(`fsdp2.core.gather.levels`), or of a smaller group, which a forward leaves
+(`fsdp2.core.gather.smaller_group`). An all-gather evaluates no condition: its last operation chooses
+the next one. `fsdp2.core.schedule.reuse` knows when shards may have changed, and calls `forget`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from fsdp2.core.gather.kept_rows import KeptRows
+from fsdp2.core.gather.levels import NodeRows
+from fsdp2.core.gather.make import Part
+from fsdp2.core.gather.program import Gather, combined
+from fsdp2.core.gather.smaller_group import SmallerRows
+
+
+class Keeping:
+    """The two all-gathers of a group that keeps rows.
+
+    Args:
+        parts: the operations of the group's segments, and the rows that stay.
+        load: copies shards from the host first, if they are offloaded.
+        choose: called with the all-gather that is the next.
+        nodes: rows of a node that others than kept ones are gathered from, if there are any: they
+            stay, too, unless a smaller group's do.
+        smaller: rows of a smaller group, if these stay.
+
+    Attributes:
+        fresh: with collectives; rows are kept after it.
+        again: reuses them.
+        kept: rows of all ranks.
+        current: whether the next all-gather reuses rows.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        load: Gather | None,
+        choose: Callable[[Gather], None],
+        nodes: NodeRows | None = None,
+        smaller: SmallerRows | None = None,
+    ) -> None:
+        self._choose, self._nodes, self._smaller = choose, nodes, smaller
+        self.kept = [kept for _, kept in parts if kept is not None]
+        own = combined(gather for gather, _ in parts)
+        fresh = own if nodes is None else nodes.before(own)
+        fresh = fresh if load is None else combined([load, fresh])
+        self.fresh = replace(fresh, acquire=[*fresh.acquire, self._begin])
+        if smaller is not None:
+            self.again = smaller.gather
+            smaller.kept = self._end  # its rows are copied when forward is over
+        else:
+            self.fresh.finish = [*self.fresh.finish, self._end]
+            self.fresh.finishes = True
+            loads = load is not None and nodes is None and any(kept is None for _, kept in parts)
+            again = [Gather(copy_out=kept.rows.put) for kept in self.kept]
+            again += [gather for gather, kept in parts if kept is None]
+            self.again = combined([load, *again] if loads and load is not None else again)
+        self.current = self._counts = False
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the rows of all ranks, once they are there."""
+        return sum(kept.rows.output.nbytes for kept in self.kept)
+
+    def _begin(self) -> None:
+        """An all-gather begins: its result counts, unless `forget` is called before it ends."""
+        self._counts = True
+
+    def _end(self) -> None:
+        """Rows are there."""
+        if self._counts:
+            self.current = True
+            if self._smaller is not None:
+                self._smaller.stays = True
+            self._choose(self.again)
+
+    def forget(self) -> None:
+        """Let the next gather communicate."""
+        self._counts = self.current = False
+        if self._smaller is not None:
+            self._smaller.stays = False
+        self._choose(self.fresh)
+
+    def free(self) -> None:
+        """Free memory that the next all-gather fills again, if no operation reads it."""
+        if self.current:
+            return
+        if self._nodes is not None:
+            self._nodes.free()
+        if self._smaller is not None:
+            self._smaller.release()
+
+    def lose(self) -> None:
+        """As `forget`, where a gather may have stopped half way."""
+        self.forget()
+        for kept in self.kept:
+            kept.lose()
+
+    def follow(self, former: Keeping) -> None:
+        """Take over the rows of the earlier binding to the same segments.
+
+        Rows of a smaller group and of a node are in other memory with each bind.
+        """
+        if self._smaller is not None:
+            return
+        known = self._known_to(former)
+        for kept, before in known:
+            kept.follow(before)
+        if former.current and self._nodes is None and len(known) == len(self.kept):
+            self.current = True
+            self._choose(self.again)
+
+    def inherit(self, former: Keeping) -> None:
+        """Take over what remains valid if shards may have other values and memory."""
+        for kept, before in self._known_to(former):
+            kept.inherit(before)
+
+    def _known_to(self, former: Keeping) -> list[tuple[KeptRows, KeptRows]]:
+        before = {kept.place.segment: kept for kept in former.kept}
+        return [
+            (kept, before[kept.place.segment]) for kept in self.kept if kept.place.segment in before
+        ]

@@ -1,0 +1,303 @@
+"""How a segment's shards become unsharded parameters, if they are sent as they are.
+
+    coalesced   shard ─(cast)─> own piece of its slot ══ one launch, an all-gather each ══> slots
+                no copy afterwards; none before if shard and compute dtype agree (decision 17)
+    packed      shard ─(cast)─> own row of [ranks, n] ══ one all-gather ══> rows ── copy ──> slots
+                with coalesced ones of the same dtype it is part of their launch
+    one slot    a packed segment of one parameter whose pieces are in order: straight into its slot
+    local       one rank: the shard is the parameter; or ── cast ──> slots
+
+Each is a function from the `SegmentViews` of a segment to the operations of a `Gather`.
+`packed_rows` is the common part of all that are sent in rows, one per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from fsdp2.core.device.buffers import Buffer, FlatBuffer, TransientBuffer, row_major
+from fsdp2.core.device.collectives import Collectives, collectives_of
+from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.gather.program import Gather, Run
+from fsdp2.core.layout.layout import Segment, Slot
+
+
+class SegmentViews:
+    """A segment in the two buffers of its group, and what moves it from one to the other.
+
+    Args:
+        segment: the segment.
+        shard: the flat shard, or the device's copy of it.
+        full: the gathered buffer, allocated.
+        collectives: of the ranks that gather.
+        kernels: memory and copies.
+
+    Attributes:
+        segment, shard, full, kernels: the same.
+        collectives: those for the segment's dtype.
+        casts: whether shards have another dtype than what is gathered.
+        wire: the dtype that collectives and copies see.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        shard: Buffer,
+        full: TransientBuffer,
+        collectives: Collectives,
+        kernels: Kernels,
+    ) -> None:
+        dtype = segment.full_dtype
+        self.segment, self.shard, self.full, self.kernels = segment, shard, full, kernels
+        self.collectives = collectives_of(dtype, collectives)
+        self.casts = segment.shard_dtype != dtype
+        self.wire = dtype
+        if not (self.casts or collectives.coalesces) and dtype.itemsize == 1:
+            self.wire = torch.uint8  # gloo knows no 8-bit floats
+
+    def parameters(self) -> list[tuple[Slot, torch.Tensor]]:
+        """Every slot, and the tensor of its gathered parameter."""
+        segment = self.segment
+        start, places = segment.full_byte_offset, segment.gathered_places
+        gathered = self.full.views(segment.full_dtype, start, places)
+        return list(zip(segment.slots, gathered, strict=True))
+
+    def shards(self, shape: tuple[int, ...] | None = None, sent: bool = False) -> torch.Tensor:
+        """This rank's rows, flat unless a shape is given.
+
+        Args:
+            shape: of the view.
+            sent: whether a collective reads it, unless a cast does.
+        """
+        segment = self.segment
+        dtype = self.wire if sent and not self.casts else segment.shard_dtype
+        return self.shard.view(dtype, segment.shard_byte_offset, shape or (segment.shard_numel,))
+
+    def slot(
+        self,
+        slot: Slot,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None = None,
+        offset: int = 0,
+    ) -> torch.Tensor:
+        """A view in the memory of a slot, from an element on."""
+        start = (slot.full_offset + offset) * self.segment.full_dtype.itemsize
+        return self.full.view(self.wire, self.segment.full_byte_offset + start, shape, strides)
+
+    def rows_of(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
+        """The slots of parameters whose pieces are in order, as rows of a rank each."""
+        ranks = self.collectives.size
+        places = [row_major((ranks, slot.shard_numel), slot.full_offset) for slot in slots]
+        return self.full.views(self.wire, self.segment.full_byte_offset, places)
+
+    def block(self, slot: Slot, ranks: int, first: int, length: int) -> torch.Tensor:
+        """Destination of ``length`` indices of the sharded dim, from ``ranks`` ranks of a band."""
+        inner = slot.inner
+        piece, row = slot.chunk * inner, slot.shape[slot.dim] * inner
+        shape = (slot.cut.bands, ranks, slot.outer, length, inner)
+        strides = (slot.outer * row, piece, row, inner, 1)
+        return self.slot(slot, shape, strides, first * piece)
+
+
+class Pair(NamedTuple):
+    """The tensors that one all-gather writes and reads."""
+
+    output: torch.Tensor
+    input: torch.Tensor
+
+
+# ---- straight into slots
+
+
+def coalesced(place: SegmentViews, also: Sequence[Pair] = ()) -> Gather:
+    """Every parameter is gathered directly into its slot; a cast shard is already there.
+
+    Args:
+        place: the segment.
+        also: all-gathers of the same dtype that the launch takes along.
+    """
+    segment, full = place.segment, place.full
+    slots, start = segment.slots, segment.full_byte_offset
+    sizes = [slot.shard_numel for slot in slots]
+    if segment.tail:
+        sizes.append(segment.tail)
+    shards = list(place.kernels.pieces(place.shards(), sizes))[: len(slots)]
+    for piece in shards:
+        place.shard.keep_valid(piece)
+    wire = segment.full_dtype
+    inputs, outputs = shards, full.views(wire, start, segment.slot_places)
+    copy_in: list[Run] = []
+    if place.casts:
+        inputs = full.views(wire, start, segment.piece_places(place.collectives.rank))
+        copy_in = [partial(place.kernels.copy_many, inputs, shards)]
+    launch = place.collectives.bind_all_gather_many(
+        [*outputs, *(pair.output for pair in also)], [*inputs, *(pair.input for pair in also)]
+    )
+    return Gather(place.parameters(), copy_in=copy_in, collectives=[launch], early=True)
+
+
+def one_slot(place: SegmentViews) -> Gather:
+    """A segment of one contiguous parameter: the gathered pieces are its slot, without a copy."""
+    (slot,) = (slot for slot in place.segment.slots if slot.shard_numel)
+    sent, numel, copy_in = place.shards(sent=True), slot.shard_numel, list[Run]()
+    if place.casts:
+        own = place.slot(slot, (numel,), offset=place.collectives.rank * numel)
+        copy_in = [partial(place.kernels.copy, own, sent)]
+        sent = own
+    launch = place.collectives.bind_all_gather(place.slot(slot, (slot.full_numel,)), sent)
+    return Gather(place.parameters(), copy_in=copy_in, collectives=[launch], early=True)
+
+
+def local(place: SegmentViews) -> Gather:
+    """One rank: the shard is the parameter, or is cast into its slot."""
+    segment, flat = place.segment, place.shards()
+    if place.casts:
+        target = place.full.view(segment.full_dtype, segment.full_byte_offset, tuple(flat.shape))
+        return Gather(place.parameters(), copy_out=[partial(place.kernels.copy, target, flat)])
+    places = [row_major(slot.shape, slot.shard_offset) for slot in segment.slots]
+    gathered = place.shard.views(segment.shard_dtype, segment.shard_byte_offset, places)
+    return Gather(list(zip(segment.slots, gathered, strict=True)), aliases=True)
+
+
+def from_host(mirror: TransientBuffer, shard: FlatBuffer, nbytes: int, kernels: Kernels) -> Gather:
+    """The copy of offloaded shards to the device, in front of an all-gather.
+
+    Args:
+        mirror: the transient buffer from which they are gathered; allocated.
+        shard: their memory on the CPU.
+        nbytes: of either.
+        kernels: memory and copies.
+    """
+    target = mirror.view(torch.uint8, 0, (nbytes,))
+    source = shard.view(torch.uint8, 0, (nbytes,))
+    load = partial(kernels.from_host, target, source)
+    return Gather(acquire=[mirror.acquire], copy_in=[load], loads=True)
+
+
+# ---- in rows, one per rank
+
+WASTED_AT_MOST = 16
+"""The part of a segment's bytes that may be copied needlessly, so that one kernel suffices."""
+
+
+@dataclass
+class Rows:
+    """All ranks' rows of a segment, rank-major, and what copies them into slots.
+
+    Attributes:
+        memory: of the rows; allocated until it is released once, when its users are bound.
+        output: all rows, flat.
+        put: copies them into the slots.
+    """
+
+    memory: TransientBuffer
+    output: torch.Tensor
+    put: list[Run]
+
+
+def packed_rows(place: SegmentViews, name: str = "all-gather output") -> Rows:
+    """Memory for the rows of all ranks, [ranks, n], and the copies out of it.
+
+    Args:
+        place: the segment.
+        name: of the memory.
+    """
+    segment, kernels, itemsize = place.segment, place.kernels, place.segment.full_dtype.itemsize
+    ranks, width = place.collectives.size, segment.shard_numel
+    in_order = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
+    sizes = [slot.shard_numel for slot in in_order] if kernels.fuses else []
+    columns, rest = sum(sizes), width - sum(sizes)
+    # One kernel splits whole rows only. Where little else is in them, it goes to waste.
+    wasted = rest if 0 < rest * WASTED_AT_MOST <= columns else 0
+    memory = kernels.transient(ranks * (width + wasted) * itemsize, name)
+
+    def view(start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+        return memory.view(place.wire, start * itemsize, shape, strides)
+
+    put: list[Run] = []
+    if sizes:  # the kernel creates its own views of the tensor that it splits
+        targets = place.rows_of(in_order)
+        if wasted:
+            targets.append(view(ranks * width, (ranks, wasted), (wasted, 1)))
+            sizes.append(wasted)
+        source = view(0, (ranks, sum(sizes)), (width, 1))
+        put.append(partial(kernels.split_copy, source, sizes, targets))
+    pairs: list[Pair] = []
+    for run in () if kernels.fuses else runs_of_one_size(in_order):
+        # One copy for all, of views that last: a split copies each by itself on a CPU.
+        first, numel = run[0], run[0].shard_numel
+        shape = (len(run), ranks, numel)
+        step = run[-1].full_offset - run[-2].full_offset if len(run) > 1 else first.full_numel
+        source = view(first.shard_offset, shape, (numel, width, 1))
+        pairs.append(Pair(place.slot(first, shape, (step, numel, 1)), source))
+    for slot in segment.slots:
+        # Two strided copies at most: the ranks with a whole piece, and the one with a part.
+        for count, begin, length in () if slot.in_order else slot.blocks():
+            source = view(
+                begin * width + slot.shard_offset,
+                (slot.cut.bands, count, slot.outer, length, slot.inner),
+                (slot.per_band * width, width, length * slot.inner, slot.inner, 1),
+            )
+            pairs.append(Pair(place.block(slot, count, begin, length), source))
+    if pairs:
+        sources = [pair.input for pair in pairs]
+        put.append(partial(kernels.copy_many, [pair.output for pair in pairs], sources))
+    return Rows(memory, memory.view(place.wire, 0, (ranks * width,)), put)
+
+
+def own_row(place: SegmentViews, rows: Rows) -> tuple[Pair, list[Run]]:
+    """The tensors of one all-gather of all rows, and the cast in front of it, if any.
+
+    It reads this rank's own row if the shard is cast, otherwise the flat shard itself.
+    """
+    sent, width = place.shards(sent=True), place.segment.shard_numel
+    if not place.casts:
+        return Pair(rows.output, sent), []
+    dtype = place.segment.full_dtype
+    own = rows.memory.view(dtype, place.collectives.rank * width * dtype.itemsize, (width,))
+    return Pair(rows.output, own), [partial(place.kernels.copy, own, sent)]
+
+
+def packed(place: SegmentViews) -> tuple[Gather, Pair]:
+    """All shards are sent together; a copy puts them into their slots.
+
+    Returns:
+        The operations, and what the collective writes and reads: a launch of coalesced ones may
+        take it along.
+    """
+    rows = packed_rows(place)
+    pair, copy_in = own_row(place, rows)
+    memory, launch = rows.memory, place.collectives.bind_all_gather(*pair)
+    memory.release()
+    own = [memory.acquire], copy_in, [launch], rows.put, [memory.release]
+    return Gather(place.parameters(), *own), pair
+
+
+def runs_of_one_size(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Neighbours, in both buffers, whose pieces are of one size: a strided copy moves them all.
+
+    Args:
+        slots: whose pieces are in order, by offset.
+
+    Example: a Llama block's norms, q, k, v and o, and gate, up and down are three runs.
+    """
+    found: list[list[Slot]] = []
+    for slot in slots:
+        if found and _continues(found[-1], slot):
+            found[-1].append(slot)
+        else:
+            found.append([slot])
+    return found
+
+
+def _continues(run: Sequence[Slot], slot: Slot) -> bool:
+    last, numel = run[-1], slot.shard_numel
+    if last.shard_numel != numel or last.shard_offset + numel != slot.shard_offset:
+        return False
+    step = slot.full_offset - last.full_offset
+    return len(run) == 1 or last.full_offset - run[-2].full_offset == step
