@@ -7,8 +7,9 @@
 
 Kept rows are those of all ranks (`fsdp2.core.gather.kept_rows`), of a node
 (`fsdp2.core.gather.levels`), or of a smaller group, which a forward leaves
-(`fsdp2.core.gather.smaller_group`). An all-gather evaluates no condition: its last operation chooses
-the next one. `fsdp2.core.schedule.reuse` knows when shards may have changed, and calls `forget`.
+(`fsdp2.core.gather.smaller_group`). An all-gather evaluates no condition: its last operation
+chooses the next one. `fsdp2.core.schedule.reuse` knows when shards may have changed, and calls
+`forget`.
 """
 
 from __future__ import annotations
