@@ -1,15 +1,14 @@
 """The reporters to a tracer: objects on which groups run, and watchers of units.
 
     group.runtime  `TracedStreams`      events, waits of lanes for them, and which lane is current
-                   `TracedKernels`      copies, and buffers whose memory is counted
-                   `TracedCollectives`  all-gathers and reduce-scatters
-                   `TracedReplicas`     all-reduces
+                   `Reporting` kernels  copies, and buffers whose memory is counted
+                   and collectives      of shard and replicate axes
     unit.groups    `TracedGroup`        for which unit fsdp2 works, and for how long the host does
     unit.phase     `core.schedule.moves`  whose forward or backward computes
     optimizers     torch's hooks        their steps
 
-Each of the first four wraps the plain object, performs its operation, and reports it. Groups run on
-them while a trace is on, and on the plain ones again afterwards (`ParamGroup.run_on`). A step
+Each of the first three wraps the plain object, performs its operation, and reports it. Groups run
+on them while a trace is on, and on the plain ones again afterwards (`ParamGroup.run_on`). A step
 without a trace makes no check and no call. Objects that were bound during a trace, such as the
 copies of a running all-gather, may outlive it, and then report nothing.
 """
@@ -19,9 +18,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import TypeVar, cast
 
 import torch
 from torch.optim.optimizer import (
@@ -29,18 +29,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp2.core.custom_collectives import AllGather, ReduceScatter
-from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
+from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import (
     Collectives,
     GroupCollectives,
     Launch,
-    ReduceKind,
     ReplicaCollectives,
     Replicas,
-    Work,
 )
-from fsdp2.core.device.kernels import Kernels, Tensors
+from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import DeviceStreams, Event, Lane, Streams
@@ -120,179 +117,134 @@ def _waiting(lane: Place, event: Event, label: str) -> AbstractContextManager[ob
     return contextlib.nullcontext() if here is None else here.waiting(lane, event, label)
 
 
-# ---- kernels and their memory
+# ---- kernels and collectives
+
+Function = Callable[..., object]
+Report = Callable[[Function], Function]
+"""From a function of a plain object to one that reports what it runs."""
+
+P = TypeVar("P")
 
 
-def _copied(
-    name: str, written: Sequence[Tensor], run: Callable[..., object], *args: object, **given: object
-) -> object:
-    """Run what copies, and tell of it where fsdp2 works for a unit."""
-    here = Tracer.current
-    if here is None or not here.word:
-        return run(*args, **given)
-    return here.copy(name, written, functools.partial(run, *args, **given))
-
-
-class TracedKernels:
-    """Kernels that tell of copies and of memory that comes and goes.
+class Reporting:
+    """A plain object some of whose functions report what they run.
 
     Args:
-        plain: those that do it.
+        plain: kernels, or collectives of an axis.
+        reports: what reports, by the function's name; everything else is as it is.
     """
 
-    def __init__(self, plain: Kernels) -> None:
+    def __init__(self, plain: object, reports: Mapping[str, Report]) -> None:
         self.plain = plain
-        self.fuses = plain.fuses
-        self.flat: Callable[[int, bool], FlatBuffer] = plain.flat
-        self.host_flat, self.host_empty = plain.host_flat, plain.host_empty
-        self.bind_empty, self.zeros, self.constant = plain.bind_empty, plain.zeros, plain.constant
-        self.numbers, self.pieces, self.add_many = plain.numbers, plain.pieces, plain.add_many
-        self.bind_fingerprint, self.differ = plain.bind_fingerprint, plain.differ
+        self._reports = reports
 
-    def transient(self, nbytes: int, name: str) -> TransientBuffer:
-        """Made, and looked at from now on."""
-        made = self.plain.transient(nbytes, name)
-        if Tracer.current is not None:
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self.plain, name)
+        return self._reports[name](found) if name in self._reports else found
+
+
+def reporting(plain: P, reports: Mapping[str, Report]) -> P:
+    """``plain``, reporting: it takes and gives the same."""
+    return cast(P, Reporting(plain, reports))
+
+
+def plainly(found: P) -> P:
+    """Without reports."""
+    return cast(P, found.plain) if isinstance(found, Reporting) else found
+
+
+def _copies(label: str, written: int | str) -> Report:
+    """A copy, by its label; "": by what fsdp2 does then. It writes the argument ``written``."""
+
+    def copied(run: Function, *args: object, **given: object) -> object:
+        here = Tracer.current
+        if here is None or not here.word:  # fsdp2 works for no unit
+            return run(*args, **given)
+        targets = args[written] if isinstance(written, int) else given[written]
+        return here.copy(label, _listed(targets), functools.partial(run, *args, **given))
+
+    return lambda run: functools.partial(copied, run)
+
+
+def _listed(tensors: object) -> Sequence[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else cast(Sequence[Tensor], tensors)
+
+
+def _transforms(run: Function) -> Function:
+    """A copy by a codec's function, whose name it has."""
+    return lambda function, *args: _copies(function.__name__, 1)(run)(function, *args)
+
+
+def _followed(make: Function) -> Function:
+    def transient(nbytes: int, name: str) -> object:
+        made = make(nbytes, name)
+        if Tracer.current is not None and isinstance(made, TransientBuffer):
             Tracer.current.follow(made)
         return made
 
-    def to_host(self, target: Tensor, source: Tensor) -> None:
-        """As it is, and told."""
-        _copied("to-host", [target], self.plain.to_host, target, source)
-
-    def from_host(self, target: Tensor, source: Tensor) -> None:
-        """As it is, and told."""
-        _copied("load from host", [target], self.plain.from_host, target, source)
-
-    def fetched(self, source: Tensor) -> Tensor:
-        """As it is, and told."""
-        found = _copied("to-host", [source], self.plain.fetched, source)
-        assert isinstance(found, Tensor)
-        return found
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """As it is, and told."""
-        _copied("", [target], self.plain.copy, target, source)
-
-    def copy_many(self, targets: Tensors, sources: Tensors, /) -> object:
-        """As it is, and told."""
-        return _copied("", targets, self.plain.copy_many, targets, sources)
-
-    def copy_strided(self, targets: Tensors, sources: Tensors, /) -> object:
-        """As it is, and told."""
-        return _copied("stage", targets, self.plain.copy_strided, targets, sources)
-
-    def split_copy(self, source: Tensor, sizes: Sequence[int], targets: Tensors) -> None:
-        """As it is, and told."""
-        _copied("", targets, self.plain.split_copy, source, sizes, targets)
-
-    def chunk_cat(self, tensors: Tensors, dim: int, chunks: int, /, *, out: Tensor) -> object:
-        """As it is, and told."""
-        return _copied("stage", [out], self.plain.chunk_cat, tensors, dim, chunks, out=out)
-
-    def transform(
-        self, function: Callable[[Tensor, Tensor], None], target: Tensor, source: Tensor
-    ) -> None:
-        """As it is, and told: by the name of the codec's function."""
-        _copied(function.__name__, [target], self.plain.transform, function, target, source)
-
-    def divide(self, tensor: Tensor, factor: float, /) -> object:
-        """As it is, and told."""
-        return _copied("divide", [tensor], self.plain.divide, tensor, factor)
+    return transient
 
 
-# ---- collectives
+KERNELS: dict[str, Report] = {
+    "transient": _followed,
+    "to_host": _copies("to-host", 0),
+    "from_host": _copies("load from host", 0),
+    "fetched": _copies("to-host", 0),
+    "copy": _copies("", 0),
+    "copy_many": _copies("", 0),
+    "copy_strided": _copies("stage", 0),
+    "split_copy": _copies("", 2),
+    "chunk_cat": _copies("stage", "out"),
+    "divide": _copies("divide", 0),
+    "transform": _transforms,
+}
 
 
 def _collective(
-    name: str,
-    group: ProcessGroup | None,
-    moved: Sequence[Tensor],
-    launch: Callable[..., Work | None],
-    *args: object,
-) -> Work | None:
-    """Run a collective, and tell of it, if a trace is on: what is bound may outlive one."""
-    here, bound = Tracer.current, functools.partial(launch, *args)
-    if here is None or group is None:
-        return bound()
-    return here.collective(name, moved, group, bound)
+    name: str, group: ProcessGroup, moved: int, launch: Function, *args: object
+) -> object:
+    """Run a collective of the tensors in the argument ``moved``, and report it.
 
-
-class TracedCollectives:
-    """Collectives of the shard axis that tell when they run.
-
-    Args:
-        plain: those that run.
+    Functions that were bound during a trace may outlive it.
     """
-
-    def __init__(self, plain: Collectives) -> None:
-        self.plain = plain
-        self.size, self.rank, self.group = plain.size, plain.rank, plain.group
-        self.coalesces, self.premultiplies = plain.coalesces, plain.premultiplies
-        self.exchange, self.largest = plain.exchange, plain.largest
-
-    def over(self, group: ProcessGroup) -> Collectives:
-        """The same over another process group: told, too."""
-        return TracedCollectives(self.plain.over(group))
-
-    def all_gather(self, output: Tensor, input_: Tensor) -> Work | None:
-        """As it is, and told."""
-        return _collective(GATHER, self.group, [output], self.plain.all_gather, output, input_)
-
-    def bind_all_gather(self, output: Tensor, input_: Tensor) -> Launch:
-        """A function that runs and reports it."""
-        launch = self.plain.bind_all_gather(output, input_)
-        return functools.partial(_collective, GATHER, self.group, [output], launch)
-
-    def bind_all_gather_many(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Launch:
-        """A function that runs and reports it."""
-        launch = self.plain.bind_all_gather_many(outputs, inputs)
-        return functools.partial(_collective, GATHER, self.group, outputs, launch)
-
-    def bind_all_to_all(self, output: Tensor, input_: Tensor) -> Launch:
-        """A function that runs and reports it."""
-        launch = self.plain.bind_all_to_all(output, input_)
-        return functools.partial(_collective, EXCHANGE, self.group, [input_], launch)
-
-    def bind_reduce_scatter(self, kind: ReduceKind) -> Callable[[Tensor, Tensor], Work | None]:
-        """A function that runs and reports it."""
-        launch, group = self.plain.bind_reduce_scatter(kind), self.group
-        return lambda out, given: _collective(SCATTER, group, [given], launch, out, given)
-
-    def bind_reduce_scatter_many(
-        self, kind: ReduceKind
-    ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], Work | None]:
-        """A function that runs and reports it."""
-        launch, group = self.plain.bind_reduce_scatter_many(kind), self.group
-        return lambda out, given: _collective(SCATTER, group, given, launch, out, given)
-
-    def custom_all_gather(self, comm: AllGather, output: Tensor, input_: Tensor) -> Work | None:
-        """As it is, and told."""
-        launch = self.plain.custom_all_gather
-        return _collective(GATHER, self.group, [output], launch, comm, output, input_)
-
-    def custom_reduce_scatter(
-        self, comm: ReduceScatter, output: Tensor, input_: Tensor, kind: ReduceKind
-    ) -> Work | None:
-        """As it is, and told."""
-        launch = self.plain.custom_reduce_scatter
-        return _collective(SCATTER, self.group, [input_], launch, comm, output, input_, kind)
+    here, bound = Tracer.current, functools.partial(cast(Launch, launch), *args)
+    return bound() if here is None else here.collective(name, _listed(args[moved]), group, bound)
 
 
-class TracedReplicas:
-    """All-reduces that tell when they run.
+def _reports_of(group: ProcessGroup) -> dict[str, Report]:
+    """Reports of the collectives of a process group."""
 
-    Args:
-        plain: those that run.
-    """
+    def runs(name: str, moved: int) -> Report:
+        return lambda run: functools.partial(_collective, name, group, moved, run)
 
-    def __init__(self, plain: Replicas) -> None:
-        self.plain = plain
-        self.size, self.group = plain.size, plain.group
+    def binds(name: str, moved: int) -> Report:
+        """For a function that binds tensors."""
 
-    def all_reduce(self, tensor: Tensor, kind: ReduceKind) -> Work | None:
-        """As it is, and told."""
-        return _collective(SUM, self.group, [tensor], self.plain.all_reduce, tensor, kind)
+        def bind(make: Function, *args: object) -> Function:
+            launch = cast(Launch, make(*args))
+            return lambda: _collective(name, group, moved, lambda *_: launch(), *args)
+
+        return lambda make: functools.partial(bind, make)
+
+    def binds_kind(name: str, moved: int) -> Report:
+        """For a function that binds no more than the kind of a reduction."""
+        return lambda make: lambda kind: runs(name, moved)(cast(Function, make(kind)))
+
+    def over(make: Function, other: ProcessGroup) -> object:
+        return reporting(make(other), _reports_of(other))
+
+    return {
+        "all_gather": runs(GATHER, 0),
+        "bind_all_gather": binds(GATHER, 0),
+        "bind_all_gather_many": binds(GATHER, 0),
+        "custom_all_gather": runs(GATHER, 1),
+        "bind_reduce_scatter": binds_kind(SCATTER, 1),
+        "bind_reduce_scatter_many": binds_kind(SCATTER, 1),
+        "custom_reduce_scatter": runs(SCATTER, 2),
+        "bind_all_to_all": binds(EXCHANGE, 1),
+        "all_reduce": runs(SUM, 0),
+        "over": lambda make: functools.partial(over, make),
+    }
 
 
 # ---- groups
@@ -359,7 +311,7 @@ class _Seams:
     def __init__(self) -> None:
         found = [group for group in _groups() if isinstance(group.streams, DeviceStreams)]
         self.streams = TracedStreams(found[0].streams, found[0].device) if found else None
-        self._made: dict[Collectives, TracedCollectives] = {}
+        self._made: dict[Collectives, Collectives] = {}
 
     def take(self) -> None:
         """Let all groups, and their schedulers, run on what tells."""
@@ -368,9 +320,9 @@ class _Seams:
         for group in _groups():
             replicas = group.replicas
             if isinstance(replicas, ReplicaCollectives):
-                replicas = TracedReplicas(replicas)
-            kernels, streams = TracedKernels(group.runtime.kernels), self._streams(group.streams)
-            _run_on(group, self._collectives, kernels, streams, replicas)
+                replicas = reporting(replicas, _reports_of(replicas.group))
+            kernels, streams = group.runtime.kernels, self._streams(group.streams)
+            _run_on(group, self._collectives, reporting(kernels, KERNELS), streams, replicas)
 
     def _streams(self, streams: Streams) -> Streams:
         told = self.streams
@@ -380,7 +332,7 @@ class _Seams:
         if not isinstance(collectives, GroupCollectives):
             return collectives
         if collectives not in self._made:
-            self._made[collectives] = TracedCollectives(collectives)
+            self._made[collectives] = reporting(collectives, _reports_of(collectives.group))
         return self._made[collectives]
 
 
@@ -393,10 +345,10 @@ def _give_back() -> None:
         kernels, streams, replicas = group.runtime.kernels, group.streams, group.replicas
         _run_on(
             group,
-            lambda found: found.plain if isinstance(found, TracedCollectives) else found,
-            kernels.plain if isinstance(kernels, TracedKernels) else kernels,
+            plainly,
+            plainly(kernels),
             streams.plain if isinstance(streams, TracedStreams) else streams,
-            replicas.plain if isinstance(replicas, TracedReplicas) else replicas,
+            plainly(replicas),
         )
 
 

@@ -26,7 +26,7 @@ from fsdp2.optim import FlatOptimizer
 from fsdp2.testing.counting import called
 from fsdp2.testing.null_group import init_null_group, null_mesh
 from fsdp2.tracing import Slice, Timeline
-from fsdp2.tracing.seams import TracedCollectives, TracedGroup, TracedKernels
+from fsdp2.tracing.seams import Reporting, TracedGroup
 from tests.common.errors import raises
 from tests.common.perfetto import problems_of
 
@@ -380,7 +380,7 @@ def test_what_groups_run_on_tells_nothing_behind_it(tmp_path: Path) -> None:
     before = seams(model)
     with fsdp2.trace(tmp_path / "step.json"):
         step(model, optimizer)
-        assert {TracedCollectives, TracedKernels} <= seams(model)
+        assert Reporting in seams(model)
     assert seams(model) == before
     step(model, optimizer)
 
@@ -401,7 +401,7 @@ def test_what_is_chosen_inside_stays_behind_it_and_is_plain(tmp_path: Path) -> N
         assert group.reducers.group is not group.collectives.group
         assert group.smaller_group is not None
         assert type(group.smaller_group.collectives) is GroupCollectives
-    assert TracedCollectives not in seams(model)
+    assert Reporting not in seams(model)
     step(model, optimizer)
 
 
