@@ -27,7 +27,7 @@ from fsdp2.core.schedule.bound import Runtime
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import GroupOperations
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.ties import lend, tied_group
+from fsdp2.core.schedule.ties import lend, tie_of
 from fsdp2.core.schedule.unit import Phase, Unit
 from fsdp2.core.schedule.whole import WholeGroup
 from fsdp2.record.notes import USER
@@ -415,7 +415,7 @@ class Simulation:
         left = []  # tied ones
         for unit in self.scheduler.units:
             gathered = [g for g in unit.groups if not (g.is_alias or g.state.needs_gather)]
-            tied = [found for g in gathered if (found := tied_group(g)) is not None]
+            tied = [found for g in gathered if (found := tie_of(g)) is not None]
             left += tied
             if len(gathered) > len(tied) and not self._is_in_use(unit):
                 ahead.append(unit)

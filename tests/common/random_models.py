@@ -17,7 +17,7 @@ from fsdp2.core.gather import kept_rows
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.layers import GroupOperations, layers_of
-from fsdp2.core.schedule.ties import tied_group
+from fsdp2.core.schedule.ties import tie_of
 from fsdp2.core.schedule.unit import Phase, Unit
 from fsdp2.core.schedule.whole import WholeGroup
 from fsdp2.record.notes import HOST, Allocation, Place, operations
@@ -226,7 +226,7 @@ def is_gathered(unit: Unit) -> bool:
 
     Whole ones do not count: a hook that writes them frees what was gathered ahead.
     """
-    own = [g for g in unit.groups if tied_group(g) is None and not _is_whole(g)]
+    own = [g for g in unit.groups if tie_of(g) is None and not _is_whole(g)]
     return any(not group.state.needs_gather for group in own)
 
 
@@ -395,7 +395,7 @@ class Watch:
     def discard_gradients(self) -> None:
         """What ``zero_grad()`` does of those that are not reduced: they are gone."""
         called = [group for unit in self.sim.scheduler.units for group in unit.groups]
-        waiting = [g for g in called if tied_group(g) is not None or g.base.name in self._whole]
+        waiting = [g for g in called if tie_of(g) is not None or g.base.name in self._whole]
         params = [param.name for group in waiting for param in group.params]
         names = {f"{what} {name}" for name in params for what in ("gradient", "accumulated")}
         for op in operations(self.device.trace):
@@ -479,7 +479,7 @@ class Watch:
         """The log with one entry for what all groups of a unit do."""
         log: list[tuple[str, str]] = []
         called = [group for unit in self.sim.scheduler.units for group in unit.groups]
-        tied = {group.base.name for group in called if tied_group(group) is not None}
+        tied = {group.base.name for group in called if tie_of(group) is not None}
         for kind, name in self.log:
             if name in tied and kind in ("reshard", "free what is outdated"):
                 continue  # they go with any of several units

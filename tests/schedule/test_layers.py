@@ -10,7 +10,7 @@ import pytest
 
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import GroupOperations, Layer, layers_of
-from fsdp2.core.schedule.ties import GroupAlias, TiedGroup, inherit, lend
+from fsdp2.core.schedule.ties import TiedUse, inherit, lend
 from fsdp2.core.schedule.unit import put_around
 from fsdp2.testing.simulation import Simulation
 from fsdp2.testing.virtual import VirtualDevice
@@ -49,7 +49,7 @@ def test_a_layer_passes_everything_on(name: str) -> None:
     assert [*call.args, *call.kwargs.values()] == list(given.values())
 
 
-@pytest.mark.parametrize("kind", [ParamGroup, Layer, TiedGroup, GroupAlias])
+@pytest.mark.parametrize("kind", [ParamGroup, Layer, TiedUse])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_all_take_what_the_protocol_says(kind: type, name: str) -> None:
     declared = vars(GroupOperations)[name]
@@ -70,8 +70,8 @@ def test_a_tie_that_is_made_and_inherited_while_layers_are_there() -> None:
     (group,) = owner.own_groups
     lend(group, owner, user)
     put_around([owner, user], Lower, True)
-    assert kinds(owner.groups[0]) == [Higher, Lower, TiedGroup]
-    assert [kinds(each) for each in user.groups] == [[Higher, Lower], [Higher, Lower, *ALIAS]]
+    assert kinds(owner.groups[0]) == [Higher, Lower, TiedUse]
+    assert [kinds(each) for each in user.groups] == [[Higher, Lower], [Higher, Lower, TiedUse]]
     sim.iteration()
     inherit(user, lambda unit: unit is owner)
     assert user.own_groups[0] is group
@@ -80,6 +80,3 @@ def test_a_tie_that_is_made_and_inherited_while_layers_are_there() -> None:
     put_around([owner, user], Higher, False)
     put_around([owner, user], Lower, False)
     assert user.groups == user.own_groups
-
-
-ALIAS = [GroupAlias, TiedGroup]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2.core.schedule.ties import give_back, tied_group
+from fsdp2.core.schedule.ties import give_back, tie_of
 from fsdp2.testing.simulation import Node, Simulation
 from tests.common import schedules
 from tests.common.observing import observe
@@ -101,7 +101,7 @@ def test_a_group_is_a_plain_one_before_and_after() -> None:
     sim = schedules.warm(tied("a", "b", "c"))
     owner, user = schedules.unit_of(sim, "a"), schedules.unit_of(sim, "c")
     (group,) = owner.own_groups
-    assert tied_group(owner.groups[0]) is not None
+    assert tie_of(owner.groups[0]) is not None
     alias = next(group for group in user.groups if group.is_alias)
     assert alias.base is group
     assert (alias.state, alias.params, alias.is_over) == (group.state, [], True)

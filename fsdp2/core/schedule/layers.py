@@ -3,7 +3,7 @@
     nothing is asked    unit.groups ──> ParamGroup
     a profiler runs     unit.groups ──> ProfiledGroup ──> ParamGroup
     checks are on too   unit.groups ──> ProfiledGroup ──> CheckedGroup ──> ParamGroup
-    a tied group        unit.groups ──> … ──> GroupAlias ──> TiedGroup ──> ParamGroup
+    a tied group        unit.groups ──> … ──> TiedUse ──> ParamGroup
 
 A unit's list of groups is the single point of interception (decision 27). It holds the outermost
 object of each group, and the scheduler calls groups only through this list. A layer therefore sees
