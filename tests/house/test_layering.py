@@ -42,6 +42,7 @@ TESTING = ("device", "layout", "params", "gather", "reduce", "schedule", "module
 C10D = "torch._C._distributed_c10d"
 
 TOUCHING: dict[str, set[str]] = {
+    "core.device.backends": {"torch.distributed"},
     "core.device.collectives": {"torch.distributed", C10D},
     "core.device.one_off": {"torch.distributed", "torch.distributed._functional_collectives"},
     "ranks.channels": {"torch.distributed", C10D},
@@ -51,6 +52,8 @@ TOUCHING: dict[str, set[str]] = {
     "comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
     "paper.null_group": {"torch.distributed"},
     "paper.stage": {"torch.distributed"},
+    "elastic.contents": {"torch.distributed.checkpoint.stateful"},
+    "elastic.transport": {"torch.distributed.checkpoint.stateful"},
     "command.checkpoint": {"torch.distributed.checkpoint.metadata"},
     "command.doctor": {"torch.distributed"},
     "command.selftest": {"torch.distributed"},

@@ -33,7 +33,7 @@ from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import GATHERED, OWNER, ShardedParam
 from fsdp2.core.progress import Backwards
 from fsdp2.core.schedule.calls import Call, Calls
-from fsdp2.core.schedule.graphs import GRAPHS, Graph
+from fsdp2.core.schedule.iteration import GRAPHS, Graph
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.side_doors import noting, stop_noting_unused
 from fsdp2.core.schedule.unit import Unit, all_groups, all_units

@@ -63,8 +63,8 @@ from fsdp2.core.modules.roots import served_with, start
 from fsdp2.core.modules.ties import owners_of, take_up
 from fsdp2.core.params.param import GATHERED, ModuleEntries
 from fsdp2.core.progress import tracing_error
-from fsdp2.core.schedule.graphs import GRAPHS
 from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.iteration import GRAPHS
 from fsdp2.core.schedule.retrace import next_node, running_node
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import BACKWARD, FORWARD, REDUCED, Unit, all_units, enlist

@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -69,17 +69,6 @@ ModuleEntry = tuple[nn.Module, str]
 """A module and the name under which it holds the parameter."""
 
 
-class ParamStore(Protocol):
-    """The place in which a module stores its parameters."""
-
-    def __setitem__(self, name: str, param: nn.Parameter, /) -> None:
-        """Register ``param`` under ``name``."""
-
-
-Swap = tuple[ParamStore, str, nn.Parameter]
-"""A store, a key and a parameter: ``store[key] = parameter`` registers it."""
-
-
 class ModuleEntries:
     """Entries of modules: they do not keep modules alive, and end with them.
 
@@ -115,11 +104,18 @@ class AttributeStore:
                 AttributeStore.storing = None
 
 
+ParamStore = dict[str, nn.Parameter] | AttributeStore | Alias
+"""Registers a form of a parameter: ``store[name] = parameter``."""
+
+Swap = tuple[ParamStore, str, nn.Parameter]
+"""A store, a key and a parameter: ``store[key] = parameter`` registers it."""
+
+
 def store_of(module: nn.Module) -> ParamStore:
     """The store of ``module``'s parameters, which does not count as a registration by the user."""
     # A store into the dictionary costs 0.05 µs; nn.Module.__setattr__ several.
     if type(module).__setattr__ is nn.Module.__setattr__:
-        return cast(ParamStore, module._parameters)
+        return cast(dict[str, nn.Parameter], module._parameters)
     return AttributeStore(module)
 
 
@@ -643,19 +639,7 @@ class ShardedParam:
         return stores
 
 
-class HasDtype(Protocol):
-    """Determines the dtype in which a parameter is gathered."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the shards."""
-
-    @property
-    def dtype_override(self) -> torch.dtype | None:
-        """The user's exception from the policy."""
-
-
-def compute_dtype(options: GroupOptions, param: HasDtype) -> torch.dtype:
+def compute_dtype(options: GroupOptions, param: ShardedParam) -> torch.dtype:
     """The dtype in which a parameter is gathered; integers are gathered without a cast."""
     dtype = param.dtype
     chosen = param.dtype_override or options.precision.param_dtype
