@@ -15,10 +15,11 @@ in how many files they are:
 What the null process group runs is left out. A generator counts at each item, and up to Python
 3.11 a comprehension counts as a function.
 
-The walk is that of one parameter, a module of its own: from `fully_shard` on, the first 400 calls.
-A *stay* is a run of calls in one room; *rooms* are the different ones; a *climb* is a move from a
-room to one above it, in the order of docs/design.md. Counts are the same on every machine, for one
-version of Python and torch: `benchmarks/tests/test_visits.py` has bounds of them.
+The walk is that of one parameter, a module of its own, through `fully_shard` and its first step. A
+*stay* is a run of calls in one room; *rooms* are the different ones; a *climb* is a move from a
+room to one above it, in the order of docs/design.md. The first 400 calls are counted apart. Counts
+are the same on every machine, for one version of Python and torch:
+`benchmarks/tests/test_visits.py` has bounds of them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from fsdp2.testing.blocks import llama_blocks
 from fsdp2.testing.null_group import null_mesh, null_world
 
 BLOCKS, WIDTH, WORLD_SIZE = 4, 64, 8
-WALKED = 400  # calls
+FIRST = 400  # calls of a walk
 
 PARTS = ("fully_shard(block)", "the first step", "a steady step")
 
@@ -90,10 +91,15 @@ class Walk:
     """The rooms of a run, one after another.
 
     Attributes:
-        stays: a room for each run of calls in it.
+        calls: the room of each call.
     """
 
-    stays: tuple[str, ...]
+    calls: tuple[str, ...]
+
+    @property
+    def stays(self) -> list[str]:
+        """A room for each run of calls in it."""
+        return [room for room, _ in itertools.groupby(self.calls)]
 
     @property
     def rooms(self) -> int:
@@ -196,9 +202,7 @@ def walked() -> Walk:
                 step()  # noqa: B023
 
             codes = entered(run, PACKAGES["fsdp2"] if watched else ())
-    rooms = [room_of(code) for code in codes[:WALKED]]
-    stays = [room for before, room in zip([None, *rooms], rooms, strict=False) if room != before]
-    return Walk(tuple(stays))
+    return Walk(tuple(map(room_of, codes)))
 
 
 def _in_line(found: Visits) -> str:
@@ -209,6 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the counts, and what was asked for besides."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--walk", action="store_true", help="list the stays of one parameter")
+    parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--functions", type=int, default=0, metavar="N", help="list the N busiest")
     options = parser.parse_args(arguments)
     found = {variant: counted(variant) for variant in PACKAGES}
@@ -216,10 +221,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("calls / functions / files\n")
     print(stats.table(["", *found], rows))
     walk = walked()
-    print(
-        f"\none parameter, {WALKED} calls: {len(walk.stays)} stays, {walk.rooms} rooms, "
-        f"{walk.climbs} climbs"
-    )
+    print("\none parameter\n")
+    for each in (walk, Walk(walk.calls[:FIRST])):
+        print(
+            f"{len(each.calls):,} calls: {len(each.stays)} stays, {each.rooms} rooms, "
+            f"{each.climbs} climbs"
+        )
+    results: dict[str, dict[str, int]] = {
+        part: {"calls": seen.calls, "functions": seen.functions, "files": seen.files}
+        for part, seen in found["fsdp2"].items()
+    }
+    results["walk"] = {"stays": len(walk.stays), "rooms": walk.rooms, "climbs": walk.climbs}
+    stats.write_json(options.json, "cpu", results, timed=False)
     if options.walk:
         print(" ".join(walk.stays))
     for part in PARTS if options.functions else ():

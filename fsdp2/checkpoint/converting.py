@@ -63,7 +63,7 @@ from fsdp2.checkpoint.stores import (
 from fsdp2.checkpoint.tensors import SUFFIX, About, catalogue, plan
 from fsdp2.checkpoint.values import packed, unpacked
 from fsdp2.core.errors import CheckpointError, coded, resaid
-from fsdp2.sharding.cuts import default_cut
+from fsdp2.core.layout.layout import default_cut
 from fsdp2.xla.files import check_models, check_ranks
 from fsdp2.xla.shards import FORMAT, check_metadata, rows_of
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
-from fsdp2.core.device.buffers import Buffer, FlatBuffer, TransientBuffer
+from fsdp2.core.device.buffers import Buffer, FlatBuffer, SwappedBuffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Replicas
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import Streams
@@ -398,17 +398,18 @@ class Bound:
                     param = group.params[slot.index]
                     param.materialize(gathered)
                     assert param.unsharded is not None
-                    memory.keep_valid(local_of(param.unsharded))
-                    self._bind_swaps(param)
+                    if isinstance(memory, SwappedBuffer):
+                        memory.keep_valid(local_of(param.unsharded))
+                    self._bind_swaps(param, transport is self.extension)
 
-    def _bind_swaps(self, param: ShardedParam) -> None:
+    def _bind_swaps(self, param: ShardedParam, extended: bool = True) -> None:
         assert param.unsharded is not None
         for store, name in param.stores():
             self.to_sharded.append((store, name, param.sharded))
             self.to_unsharded.append((store, name, param.unsharded))
         self.unsharded.append(param.unsharded)
         self.unsharded_flags.append(param.unsharded.requires_grad)
-        if not (param.is_extended or param.is_its_shard):  # whose gathers write it themselves
+        if not (extended or param.is_its_shard):  # whose gathers write it themselves
             self.watched.append(param.unsharded)
             self.versions.append(param.unsharded._version)
 

@@ -68,6 +68,8 @@ from fsdp2.core.schedule.states import (
     refused,
 )
 
+is_meta = operator.attrgetter("is_meta")
+
 
 class ParamGroup(GroupFacts):
     """Parameters that share collectives.
@@ -80,13 +82,13 @@ class ParamGroup(GroupFacts):
 
     Attributes:
         bound: all that binding has made of it; ``None`` before the first use.
+        gathered_at: `OptimizerSteps.count` when its shards were gathered last, or rows of them.
         stale: whether the next gather has something to bind.
     """
 
     __slots__ = (
         "__weakref__",
         "_accumulated",
-        "_gathered_at",
         "_gathered_event",
         "_launch_gather",
         "_launch_reduction",
@@ -94,6 +96,7 @@ class ParamGroup(GroupFacts):
         "_taken",
         "_works",
         "bound",
+        "gathered_at",
         "stale",
         "streams",
     )
@@ -111,7 +114,7 @@ class ParamGroup(GroupFacts):
         self.retained = None
         self.stale = True
         self._accumulated = False
-        self._gathered_at = -1
+        self.gathered_at = -1
         self._taken: Route | None = None  # of the gather that was issued last
         self._works: list[Work] = []
         self._gathered_event: Event = None
@@ -144,7 +147,7 @@ class ParamGroup(GroupFacts):
     @property
     def is_outdated(self) -> bool:
         """Whether it was gathered before an optimizer step: its parameters have changed since."""
-        return self.state is not SHARDED and self._gathered_at != OptimizerSteps.count
+        return self.state is not SHARDED and self.gathered_at != OptimizerSteps.count
 
     @property
     def is_unsharded(self) -> bool:
@@ -190,11 +193,6 @@ class ParamGroup(GroupFacts):
         """Whether rows of an all-gather are kept that later ones are to reuse."""
         keeping = None if self.bound is None else self.bound.keeping
         return keeping is not None and keeping.current
-
-    @property
-    def gathered_at(self) -> int:
-        """`OptimizerSteps.count` when its shards were gathered last, or rows of them."""
-        return self._gathered_at
 
     @property
     def accumulates(self) -> bool:
@@ -275,7 +273,7 @@ class ParamGroup(GroupFacts):
         return dataclasses.replace(layout, pieces=pieces)
 
     def _new_shard(self, layout: GroupLayout) -> FlatBuffer:
-        on_meta, kernels = any(param.is_meta for param in self.params), self.runtime.kernels
+        on_meta, kernels = any(map(is_meta, self.params)), self.runtime.kernels
         if self.offload is None:
             return kernels.flat(layout.shard_bytes, on_meta)
         return kernels.host_flat(layout.shard_bytes, on_meta, self.offload.pin_memory)
@@ -411,8 +409,9 @@ class ParamGroup(GroupFacts):
         """Lay the group out again, if parameters were changed or moved."""
         offloads = self.offload is not None and self.device != META
         home = torch.device("cpu") if offloads else self.device
+        offloaded = self.offload is not None
         for param in self.params:
-            param.check_usable(home, self.offload is not None)
+            param.check_usable(home, offloaded)
         follow_requires_grad(self.params)
         shapes = shapes_of(self.params, self.options)
         moved = [param.name for param in self.params if not param.is_in_place]
@@ -444,7 +443,7 @@ class ParamGroup(GroupFacts):
         if state is SHARDED:
             assert bound is not None
             route = bound.route if self.retained is None else self._route_of(self.retained)
-            self._gathered_at = OptimizerSteps.count
+            self.gathered_at = OptimizerSteps.count
         elif state is RESHARDED:
             assert bound is not None
             assert bound.smaller is not None
