@@ -45,8 +45,8 @@ from fsdp2.core.layout.layout import (
     ParamShape,
     Transport,
     build_layout,
+    default_cut,
 )
-from fsdp2.sharding.cuts import default_cut
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice
 

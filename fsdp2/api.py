@@ -235,7 +235,7 @@ def plan_call(
     ignored = _checked_ignored(ignored_params) | replicated_parameters(modules)
     _check_callable(shard_placement_fn)
     axes = resolve_axes(default_mesh() if mesh is None else mesh, dp_mesh_dims)
-    name = ", ".join(type(m).__name__ for m in modules)
+    name = ", ".join([type(m).__name__ for m in modules])
     options = GroupOptions(policy)
     taken = plan_taken(modules, ignored, axes, shard_placement_fn, policy, pending=pending)
     reshard, smaller = _checked_reshard(reshard_after_forward, axes, taken.plans)
@@ -314,6 +314,7 @@ def _checked_modules(module: object, pending: Pending | None) -> tuple[nn.Module
         raise coded(
             ValueError, "empty-list", "fully_shard got an empty list; pass at least one module"
         )
+    inner: set[nn.Module] = set()
     for position, member in enumerate(modules):
         if not isinstance(member, nn.Module):
             raise coded(
@@ -322,7 +323,7 @@ def _checked_modules(module: object, pending: Pending | None) -> tuple[nn.Module
                 f"fully_shard takes a list of modules, but one in it is a {type(member).__name__}; "
                 f"leave it out",
             )
-        if any(member is other for other in modules[:position]):
+        if id(member) in map(id, modules[:position]):
             raise coded(
                 ValueError,
                 "listed-twice",
@@ -334,8 +335,10 @@ def _checked_modules(module: object, pending: Pending | None) -> tuple[nn.Module
                 "applied-twice",
                 f"fully_shard was already called on this {type(member).__name__}; call it once",
             )
-        check_untouched(member)
-        _check_wrappers(member)
+        below = modules_below(member)
+        inner.update(below[1:])
+        check_untouched(member, below)
+        _check_wrappers(member, below)
         containers = (nn.ModuleList, nn.ModuleDict)
         if isinstance(member, containers) and type(member).forward is nn.Module.forward:
             raise coded(
@@ -344,17 +347,21 @@ def _checked_modules(module: object, pending: Pending | None) -> tuple[nn.Module
                 f"{type(member).__name__} has no forward, so nothing would gather its "
                 f"parameters; call fully_shard on its modules, or on a list of them",
             )
-    inner = {below for member in modules for below in modules_below(member)[1:]}
-    outer = tuple(member for member in modules if member not in inner)
+    outer = tuple([member for member in modules if member not in inner])
     for member in outer:
         sharded_class(member)  # raises if there can be none
     return outer
 
 
-def _check_wrappers(module: nn.Module) -> None:
-    """Refuse modules that manage their parameters themselves, in ways that sharding would break."""
+def _check_wrappers(module: nn.Module, inside: Sequence[nn.Module]) -> None:
+    """Refuse modules that manage their parameters themselves, in ways that sharding would break.
+
+    Args:
+        module: the module.
+        inside: `modules_below` it.
+    """
     kinds = (nn.parallel.DistributedDataParallel, nn.DataParallel, torch.jit.ScriptModule)
-    if not any(isinstance(below, kinds) for below in modules_below(module)):
+    if not [below for below in inside if isinstance(below, kinds)]:
         return
     for name, below in module.named_modules():
         if isinstance(below, nn.parallel.DistributedDataParallel | nn.DataParallel):

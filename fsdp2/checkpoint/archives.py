@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeGuard, cast
+from typing import IO, Any, TypeGuard, cast
 
 import torch
 
@@ -33,11 +33,8 @@ _MEMBER = struct.Struct("<26xHH")  # lengths of a member's name and of what else
 
 Bytes = bytes | bytearray | memoryview
 
-
-class Sink(Protocol):
-    """The output, written from beginning to end."""
-
-    def write(self, data: Bytes, /) -> int: ...
+Write = Callable[[Bytes], object]
+"""Takes the output, from beginning to end."""
 
 
 # ---- reading
@@ -311,15 +308,15 @@ def _data_of(file: MappedFile, begin: int, info: zipfile.ZipInfo) -> int:
 class _Counted(io.RawIOBase):
     """Counts written bytes; cannot seek, so that zip files store sizes after the bytes."""
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
+    def __init__(self, write: Write) -> None:
+        self._write = write
         self.count = 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self._sink.write(data)
+        self._write(data)
         self.count += len(data)
         return len(data)
 
@@ -364,17 +361,17 @@ def _storage_class(dtype: torch.dtype) -> type:
     return torch.UntypedStorage if name is None else cast(type, getattr(torch, name))
 
 
-def write_archive(sink: Sink, tree: Tree) -> None:
+def write_archive(write: Write, tree: Tree) -> None:
     """Write what ``torch.load(weights_only=True, mmap=True)`` reads, a block at a time.
 
     Args:
-        sink: takes the bytes.
+        write: takes the bytes.
         tree: entries and plain values. An entry that is there twice is one tensor.
     """
     text = io.BytesIO()
     pickler = _Pickler(text)
     pickler.dump(tree)
-    counted = _Counted(sink)
+    counted = _Counted(write)
     with zipfile.ZipFile(cast("IO[bytes]", counted), "w") as archive:
 
         def member(name: str, blocks: Iterable[Bytes], size: int) -> None:

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdp2.checkpoint import binaries, files
-from fsdp2.checkpoint.archives import Bytes, Sink, read_archive, read_file, write_archive
+from fsdp2.checkpoint.archives import Bytes, Write, read_archive, read_file, write_archive
 from fsdp2.checkpoint.contents import Contents, contents_of, contents_of_step, joined
 from fsdp2.checkpoint.entries import Entry, MappedFile, Piece, Tree, entries_of, whole_of
 from fsdp2.checkpoint.folder import (
@@ -63,7 +63,7 @@ from fsdp2.checkpoint.stores import (
 from fsdp2.checkpoint.tensors import SUFFIX, About, catalogue, plan
 from fsdp2.checkpoint.values import packed, unpacked
 from fsdp2.core.errors import CheckpointError, coded, resaid
-from fsdp2.sharding.cuts import default_cut
+from fsdp2.core.layout.layout import default_cut
 from fsdp2.xla.files import check_models, check_ranks
 from fsdp2.xla.shards import FORMAT, check_metadata, rows_of
 
@@ -456,12 +456,12 @@ def _read_safetensors(path: Path) -> Contents:
 class _Stream:
     """Passes bytes on, and says how many there were."""
 
-    def __init__(self, sink: Sink, progress: Progress | None, total: int) -> None:
-        self._sink, self._progress, self._total = sink, progress, total
+    def __init__(self, write: Write, progress: Progress | None, total: int) -> None:
+        self._write, self._progress, self._total = write, progress, total
         self.done = 0
 
     def write(self, data: Bytes) -> int:
-        self._sink.write(data)
+        self._write(data)
         self.done += len(data)
         if self._progress is not None:
             self._progress(min(self.done, self._total), self._total)
@@ -540,7 +540,7 @@ def _total(tree: Tree) -> int:
 
 def _write_file(path: Path, tree: Tree, progress: Progress | None) -> None:
     with files.DurableFile(path) as stream:
-        write_archive(_Stream(stream, progress, _total(tree)), tree)
+        write_archive(_Stream(stream.write, progress, _total(tree)).write, tree)
 
 
 def _write_step(
@@ -649,7 +649,7 @@ def _write_dcp(
     about: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     stored: dict[MetadataIndex, object] = {}
     with disk.create(folder / file_of(0)) as stream:
-        counted = _Stream(stream, progress, _total(tree))
+        counted = _Stream(stream.write, progress, _total(tree))
         for name, value in flat.items():
             begin = counted.done
             if isinstance(value, torch.Tensor):
@@ -658,11 +658,11 @@ def _write_dcp(
                 chunk = ChunkStorageMetadata(zeros, value.shape)
                 properties = TensorProperties(dtype=value.dtype)
                 about[name] = TensorStorageMetadata(properties, value.shape, [chunk])
-                write_archive(counted, entries[id(value)])
+                write_archive(counted.write, entries[id(value)])
             else:
                 index = MetadataIndex(name)
                 about[name] = BytesStorageMetadata()
-                write_archive(counted, _mapped(value, lambda v: entries.get(id(v), v)))
+                write_archive(counted.write, _mapped(value, lambda v: entries.get(id(v), v)))
             info = filesystem._StorageInfo(file_of(0), begin, counted.done - begin)
             stored[index] = info
     with disk.create(folder / INDEX) as stream:
@@ -729,7 +729,7 @@ def _write_safetensors(place: Path, contents: Contents, progress: Progress | Non
     (header,) = layout.headers.values()
     by_name = {name: entry for entry, name in names.items()}
     with _beside_file(place) as path, files.DurableFile(path) as stream:
-        counted = _Stream(stream, progress, _total(by_name))
+        counted = _Stream(stream.write, progress, _total(by_name))
         counted.write(header)
         for name in sorted(
             by_name, key=lambda name: (layout.places[name].offset, by_name[name].nbytes)

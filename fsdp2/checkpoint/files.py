@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 
 HASH = "crc32"
 """The type of checksum, as named in the manifest: see `Checksum`."""
 
-_CHUNK = 1 << 22  # bytes that are read at once
+CHUNK = 1 << 22  # bytes that are read at once
 _BESIDE = 1 << 20  # bytes from which a checksum is computed beside the write
 
 
@@ -308,27 +308,3 @@ def discard(path: Path) -> None:
     """Remove what is there, if anything is: a folder, a file, or a link that leads nowhere."""
     if os.path.lexists(path):
         remove_tree(path)
-
-
-class Readable(Protocol):
-    """A `Path`, or what can be opened as one."""
-
-    def open(self, mode: Literal["rb"]) -> BinaryIO: ...
-
-
-def length_of(path: Readable) -> int:
-    """Bytes of a file."""
-    with path.open("rb") as file:
-        return file.seek(0, os.SEEK_END)
-
-
-def hash_of(path: Readable, read: Callable[[int], None] | None = None) -> str:
-    """The checksum of a file's bytes; ``read`` is told how many of them were read."""
-    found, done = Checksum(), 0
-    with path.open("rb") as file:
-        while piece := file.read(_CHUNK):
-            found.update(piece)
-            done += len(piece)
-            if read is not None:
-                read(done)
-    return found.hexdigest()

@@ -23,6 +23,7 @@ from fsdp2.checkpoint.stores import (
     DiskStore,
     PathLike,
     Store,
+    hash_of,
     is_inside,
     is_url,
     items_folder,
@@ -274,7 +275,7 @@ def check_hashes(store: Store, manifest: Manifest, names: Iterable[str]) -> None
     """
     for name in names:
         path = store.folder(manifest.step) / name
-        if files.hash_of(path) != manifest.files[name][1]:
+        if hash_of(path) != manifest.files[name][1]:
             raise coded(
                 CheckpointError,
                 "ckpt-file-changed",
@@ -372,7 +373,7 @@ def _changed(
         return "it is missing"
     if found != length:
         return f"it has {found} bytes of {length}"
-    return None if files.hash_of(path, read) == checksum else "its bytes have changed"
+    return None if hash_of(path, read) == checksum else "its bytes have changed"
 
 
 def remove(folder: PathLike, step: int | None = None) -> list[str]:

@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fsdp2.checkpoint import files
 from fsdp2.checkpoint.archives import ALIGNMENT, write_archive
 from fsdp2.checkpoint.entries import Entry
 from fsdp2.checkpoint.staging import copied
-from fsdp2.checkpoint.stores import Attempt, Stream
+from fsdp2.checkpoint.stores import Attempt
 from fsdp2.checkpoint.tensors import About
 
 
@@ -63,10 +64,10 @@ def write_items(
     return found
 
 
-def _write_tensor(stream: Stream, value: torch.Tensor) -> None:
+def _write_tensor(stream: files.Summed, value: torch.Tensor) -> None:
     rows = value.detach().cpu()
     if type(rows) in (torch.Tensor, nn.Parameter) and _is_strided(rows):
-        write_archive(stream, Entry.of(rows))
+        write_archive(stream.write, Entry.of(rows))
     else:  # a class of the user's, sparse ones: torch knows how
         torch.save(copied(rows), cast(IO[bytes], stream))
 
@@ -90,7 +91,7 @@ def framing_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int]:
             before = whole.tell()
             yield memoryview(bytes(over))
 
-    write_archive(whole, Hollow(shape, dtype, ()))
+    write_archive(whole.write, Hollow(shape, dtype, ()))
     return whole.getvalue()[:before], len(whole.getvalue()) - over
 
 

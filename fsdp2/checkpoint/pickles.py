@@ -3,8 +3,8 @@
 Python's own interpreter runs BUILD on any object on its stack, including a class: a pickle that is
 refused in the end may already have changed a class for the whole process. In this interpreter, a
 name in the file becomes a `Maker`, which can only be called; BUILD fills an object that a maker has
-created for it (`Built`), and all other opcodes reach only containers of this pickle. Memory is
-bounded by the file's length.
+created, by its ``build_from``, and all other opcodes reach only containers of this pickle. Memory
+is bounded by the file's length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,12 +37,6 @@ class Maker:
     make: Callable[..., object]
 
 
-class Built(Protocol):
-    """An object that a maker has created, to be filled by the state that follows it."""
-
-    def build_from(self, state: object) -> None: ...
-
-
 Find = Callable[[str, str], object]
 """(module, name) -> a `Maker`, or an immutable value; it raises for all others."""
 
@@ -54,7 +48,7 @@ class Interpreter:
         data: its bytes.
         find: what a name stands for.
         persistent: what a persistent id stands for. Default: none is known.
-        hashable: classes of `Built` that may be keys.
+        hashable: classes with ``build_from`` that may be keys.
     """
 
     def __init__(

@@ -16,13 +16,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from fsdp2.checkpoint import files
 from fsdp2.checkpoint.binaries import are_binaries, catalogue_of
 from fsdp2.checkpoint.consensus import Call
 from fsdp2.checkpoint.exporting import Names
 from fsdp2.checkpoint.folder import any_path
 from fsdp2.checkpoint.state import Differences, Held, held_by
-from fsdp2.checkpoint.stores import PathLike
+from fsdp2.checkpoint.stores import PathLike, length_of
 from fsdp2.checkpoint.tensors import Catalogue, Reader, catalogue
 from fsdp2.checkpoint.unsaved import recomputed, unsaved
 from fsdp2.core.device.process_groups import ProcessGroup
@@ -143,7 +142,7 @@ class _PretrainedLoad:
     def _check_files(self) -> None:
         for name, length in self._found.lengths.items():
             path = self._found.folder / name
-            seen = files.length_of(path) if path.is_file() else None
+            seen = length_of(path) if path.is_file() else None
             if seen != length:
                 raise coded(
                     CheckpointError,

@@ -55,11 +55,22 @@ class AnyPath(Protocol):
     def read_bytes(self) -> bytes: ...
 
 
-class Stream(Protocol):
-    """A new file while it is written."""
+def length_of(path: AnyPath) -> int:
+    """Bytes of a file."""
+    with path.open("rb") as file:
+        return file.seek(0, os.SEEK_END)
 
-    def write(self, data: object, /) -> int: ...
-    def tell(self) -> int: ...
+
+def hash_of(path: AnyPath, read: Callable[[int], None] | None = None) -> str:
+    """The checksum of a file's bytes; ``read`` is told how many of them were read."""
+    found, done = files.Checksum(), 0
+    with path.open("rb") as file:
+        while piece := file.read(files.CHUNK):
+            found.update(piece)
+            done += len(piece)
+            if read is not None:
+                read(done)
+    return found.hexdigest()
 
 
 class Attempt(Protocol):
@@ -78,7 +89,7 @@ class Attempt(Protocol):
     def begin(self) -> None:
         """Make room for files."""
 
-    def create(self, name: str) -> AbstractContextManager[Stream]:
+    def create(self, name: str) -> AbstractContextManager[files.Summed]:
         """A new file, which is durable when it is closed."""
 
     def commit(self, index: bytes, manifest: bytes) -> None:

@@ -32,9 +32,10 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol, TypedDict
+from typing import NoReturn, TypedDict
 
 from fsdp2.core.errors import RankMismatchError, coded, resaid
+from fsdp2.ranks.channels import StoreBoard
 
 SHORTEST_PAUSE = 0.0002  # seconds between looks at the board, at first
 LONGEST_PAUSE = 0.02
@@ -43,22 +44,6 @@ GRACE = 3.0  # seconds that a rank which found a disagreement gives others to sa
 _NONE = "-"
 _TAKEN, _GIVEN_UP = "taken", "given up"
 _FAILURE, _OUTCOME = "failure", "outcome"
-
-
-class Board(Protocol):
-    """Notes that ranks leave for each other; see `fsdp2.ranks.channels.StoreBoard`."""
-
-    rank: int
-
-    def write(self, key: str, text: str) -> None: ...
-
-    def has(self, keys: list[str]) -> bool: ...
-
-    def read(self, keys: list[str]) -> list[str]: ...
-
-    def claim(self, key: str, expected: str, text: str) -> str: ...
-
-    def erase(self, key: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -114,7 +99,7 @@ class Agreement:
         clock: how many iterations this process has counted.
     """
 
-    def __init__(self, board: Board, clock: Callable[[], int]) -> None:
+    def __init__(self, board: StoreBoard, clock: Callable[[], int]) -> None:
         self.board = board
         self._clock = clock
         self._failures = -1

@@ -22,6 +22,9 @@ def _log_layout(root: str, units: Iterable[tuple[str, Sequence[GroupLayout]]]) -
         units: a name, and the layouts of its groups, for each.
     """
     named = [(name, layout) for name, layouts in units for layout in layouts]
+    if not LAYOUT.isEnabledFor(logging.INFO):
+        return
+    details = LAYOUT.isEnabledFor(logging.DEBUG)
     layouts = [layout for _, layout in named]
     gathered = [layout.gathered_bytes for layout in layouts]
     LAYOUT.info(
@@ -36,7 +39,7 @@ def _log_layout(root: str, units: Iterable[tuple[str, Sequence[GroupLayout]]]) -
         sum(gathered),
         max(gathered, default=0),
     )
-    for (name, layout), nbytes in zip(named, gathered, strict=True):
+    for (name, layout), nbytes in zip(named, gathered, strict=True) if details else ():
         LAYOUT.debug(
             "%s: %d parameters (%d not on dim 0), %d bytes of shards, %d padding, %d gathered, %s",
             name,

@@ -13,8 +13,7 @@ from fsdp2.command.options import CODES, DONE, PROBLEM, Parser, complain, count,
 from fsdp2.command.output import ProgressLine, print_json, print_table, print_text
 
 if TYPE_CHECKING:
-    from fsdp2.planning.planner import Plan
-    from fsdp2.planning.search import Fit
+    from fsdp2.planning.planner import Fit, Plan
 
 PROG = "fsdp2 plan"
 
@@ -247,7 +246,7 @@ def _list(as_json: bool) -> int:
     return DONE
 
 
-def _facts_of(made: Plan, found: Fit[Plan] | None) -> dict[str, object]:
+def _facts_of(made: Plan, found: Fit | None) -> dict[str, object]:
     return _facts(made) if found is None else _facts_of_fit(found)
 
 
@@ -275,7 +274,7 @@ def _facts(made: Plan) -> dict[str, object]:
     }
 
 
-def _facts_of_fit(found: Fit[Plan]) -> dict[str, object]:
+def _facts_of_fit(found: Fit) -> dict[str, object]:
     fitting = found.fitting
     return {
         "room_bytes": found.room,

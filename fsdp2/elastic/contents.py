@@ -21,10 +21,10 @@ up, so that the next gather is exact.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -47,16 +47,6 @@ from fsdp2.wire_states import wire_state
 
 _COPIED = 4096
 """Bytes up to which a tensor is copied when the value is made: step counts, scales."""
-
-
-class Stateful(Protocol):
-    """An object whose state goes to peers: a scheduler, a scaler, an `fsdp2.optim.EMA`."""
-
-    def state_dict(self) -> Nested:
-        """The state that it needs to continue."""
-
-    def load_state_dict(self, state_dict: Nested, /) -> object:
-        """Take that over."""
 
 
 class Contents:

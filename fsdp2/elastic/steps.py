@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -29,25 +28,12 @@ from fsdp2.module import FSDPModule
 from fsdp2.optim.in_backward import InBackward, is_stepped
 
 
-class Scaler(Protocol):
-    """The used part of a gradient scaler, such as ``torch.amp.GradScaler``."""
-
-    def step(self, optimizer: torch.optim.Optimizer) -> object:
-        """Step the optimizer unless a gradient is infinite."""
-
-    def update(self, new_scale: float | None = None) -> None:
-        """Choose the next scale, and forget what was unscaled."""
-
-    def get_scale(self) -> float:
-        """The scale."""
-
-
 def attach(
     model: nn.Module,
     manager: Manager,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     *,
-    scaler: Scaler | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Steps:
     """Average a model's gradients between replica groups, and step all groups alike.
 
@@ -105,7 +91,7 @@ class Steps:
         model: nn.Module,
         manager: Manager,
         optimizers: Sequence[torch.optim.Optimizer],
-        scaler: Scaler | None,
+        scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.manager = manager
         self._model, self._optimizers, self._scaler = model, optimizers, scaler

@@ -23,6 +23,7 @@ from datetime import timedelta
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from fsdp2.checkpoint.saving import forget_load
 from fsdp2.checkpoint.snapshots import Nested
@@ -30,7 +31,7 @@ from fsdp2.checkpoint.staging import watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import Optimizers, as_list
 from fsdp2.core.errors import coded
 from fsdp2.core.progress import ShardReaders
-from fsdp2.elastic.contents import Contents, Stateful
+from fsdp2.elastic.contents import Contents
 from fsdp2.elastic.fetching import Fetch
 from fsdp2.elastic.image import Image, Layout
 from fsdp2.elastic.serving import ShardServer

@@ -14,7 +14,7 @@ No step looks into wrappers that exist already.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
 import torch
@@ -39,14 +39,14 @@ def is_wrapper(module: nn.Module) -> bool:
 
 def own_modules(
     module: nn.Module, pending: Set[nn.Module] = frozenset()
-) -> Iterator[tuple[nn.Module, str]]:
+) -> list[tuple[nn.Module, str]]:
     """``module`` and those below it, breadth first, without what a wrapper or a unit has.
 
     Args:
         module: where to begin.
         pending: modules below that are to be wrapped by themselves.
 
-    Yields:
+    Returns:
         A module, and what names of its parameters begin with.
     """
 

@@ -667,13 +667,17 @@ def register_with_torch(modules: Sequence[nn.Module], record: UnitRecord) -> Non
         registry["fully_shard"] = registry["replicate"] = RegistryItem()
 
 
-def check_untouched(module: nn.Module) -> None:
+def check_untouched(module: nn.Module, inside: Sequence[nn.Module]) -> None:
     """Raise if torch's ``fully_shard`` was applied to or below ``module``, or ``replicate`` to it.
+
+    Args:
+        module: the module.
+        inside: `modules_below` it.
 
     Raises:
         ValueError: it was; the message names the module and the function.
     """
-    if not any(below.__dict__.get(REGISTRY_KEY) for below in modules_below(module)):
+    if not [below for below in inside if below.__dict__.get(REGISTRY_KEY)]:
         return
     for name, below in module.named_modules():
         registry = below.__dict__.get(REGISTRY_KEY)

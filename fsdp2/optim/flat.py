@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -25,17 +25,13 @@ from torch import nn
 
 from fsdp2.core.errors import coded
 from fsdp2.core.modules.dynamo import uncompiled
-from fsdp2.core.modules.registry import records_below
-from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.optim import asserted, offloaded
-from fsdp2.optim.in_backward import InBackward, LeaveInBackward, StepInBackward
-from fsdp2.optim.offloaded import HostSection, Staging, step_all
+from fsdp2.optim.in_backward import InBackward, LeaveInBackward, Sectioned, StepInBackward
 from fsdp2.optim.runs import (
     ParamGroupOptions,
     ParamState,
     Section,
     localized,
-    places_of,
     wrapped,
 )
 
@@ -55,7 +51,7 @@ ELEMENTWISE = (
 """Optimizers of torch that update each element independently."""
 
 
-class FlatOptimizer(torch.optim.Optimizer):
+class FlatOptimizer(Sectioned):
     """An element-wise optimizer that steps the flat shards of a model's units.
 
     The results are those of the plain optimizer over ``model.parameters()``; a step takes about as
@@ -132,16 +128,15 @@ class FlatOptimizer(torch.optim.Optimizer):
                 f"FlatOptimizer, or pass elementwise=True if it does",
             )
         self._model = model
-        self._make_inner: Callable[..., torch.optim.Optimizer]
         self._make_inner = functools.partial(optimizer_class, **options)
         if optimizer_class not in ELEMENTWISE:
             asserted.refuse_whole(optimizer_class)
             self._make_inner = asserted.watched(self._make_inner)
         self._sections = [Section(self._make_inner)]
-        self._loaded: dict[torch.Tensor, ParamState] = {}  # state that no run has yet
+        self._loaded = {}
         self._in_backward: InBackward | None = None
         self._offloads = False
-        self._staging: Staging | None = None
+        self._staging = None
         # The base class takes the same arguments as the class, and reads iterators only once.
         super().__init__(model.parameters() if params is None else params, {})
         devices = (param.device for group in self.param_groups for param in group["params"])
@@ -240,66 +235,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         if self._in_backward is not None:
             self._in_backward.forget()
-
-    @property
-    def rest(self) -> Section:
-        """The parameters that no unit has; all of them if units are not stepped separately."""
-        return self._sections[0]
-
-    def split(self) -> list[tuple[ParamGroup, Section]]:
-        """Step each unit separately whose parameters are in no other section."""
-        rest = self._sections[0]
-        for param, state in rest.states().items():
-            self._loaded[param] = localized(state)
-        known = {p for section in self._sections[1:] for p in section.members or ()}
-        own = {p for group in self.param_groups for p in group["params"]} - known
-        made: list[tuple[ParamGroup, Section]] = []
-        for group in (g for r in records_below(self._model) for g in r.unit.own_groups):
-            members = own & {param.sharded for param in group.params}
-            if members:
-                made.append((group, self._section_of(members)))
-                own -= members
-        self._sections = [
-            Section(self._make_inner, own),
-            *self._sections[1:],
-            *(section for _, section in made),
-        ]
-        return made
-
-    def _section_of(self, members: Set[torch.Tensor]) -> Section:
-        device = next(iter(members)).device
-        if not self._offloads or not offloaded.travels(device):
-            return Section(self._make_inner, members)
-        if self._staging is None:
-            self._staging = Staging(device)
-        return HostSection(self._make_inner, members, self._staging)
-
-    def step_sections(self) -> None:
-        """Step all sections; those that are copied to the host, one after the other."""
-        hosted: list[HostSection] = []
-        for section in self._sections:
-            if section.stale or not section.set_gradients():
-                self._cut(section)
-            if isinstance(section, HostSection):
-                hosted.append(section)
-            else:
-                section.step(self.param_groups)
-        if hosted:
-            step_all(hosted, self.param_groups)
-        self._sections[-1].hand_back(self.param_groups)
-
-    def prepare(self, section: Section) -> None:
-        """Set the gradients of a section's runs; create the runs again if they do not fit."""
-        if section.stale or not section.set_gradients():
-            self._cut(section)
-
-    def _cut(self, section: Section) -> None:
-        members = section.members
-        known = self._loaded if members is None else self._loaded.keys() & members
-        loaded = {param: self._loaded.pop(param) for param in tuple(known)}
-        section.cut(self.param_groups, places_of(self._model), loaded)
-        fits = section.set_gradients()
-        assert fits
 
 
 def _check(model: object, optimizer_class: object, params: object) -> None:

@@ -21,19 +21,22 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.optimizers import zeroed
+from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import Unit, unit_of
-from fsdp2.optim.offloaded import LEAVING, HostSection
-from fsdp2.optim.runs import ParamGroupOptions, Section
+from fsdp2.optim import offloaded
+from fsdp2.optim.offloaded import LEAVING, HostSection, Staging, step_all
+from fsdp2.optim.runs import ParamGroupOptions, ParamState, Section, localized, places_of
 
 T = TypeVar("T")
 
@@ -44,23 +47,75 @@ TAKEN = "_fsdp2_gradient_taken"
 """A mark of a parameter: the `InBackward` that uses its gradients, by a weak reference."""
 
 
-class InSections(Protocol):
+class Sectioned(torch.optim.Optimizer):
     """An optimizer that steps its parameters in sections: `fsdp2.optim.flat.FlatOptimizer`."""
 
-    param_groups: list[ParamGroupOptions]
+    _model: nn.Module
+    _make_inner: Callable[..., torch.optim.Optimizer]
+    _sections: list[Section]
+    _loaded: dict[torch.Tensor, ParamState]  # state that no run has yet
+    _offloads: bool
+    _staging: Staging | None
 
     @property
     def rest(self) -> Section:
-        """The parameters that no unit has."""
+        """The parameters that no unit has; all of them if units are not stepped separately."""
+        return self._sections[0]
 
     def split(self) -> list[tuple[ParamGroup, Section]]:
-        """Create sections of the parameters of units that have none yet."""
+        """Step each unit separately whose parameters are in no other section."""
+        rest = self._sections[0]
+        for param, state in rest.states().items():
+            self._loaded[param] = localized(state)
+        known = {p for section in self._sections[1:] for p in section.members or ()}
+        own = {p for group in self.param_groups for p in group["params"]} - known
+        made: list[tuple[ParamGroup, Section]] = []
+        for group in (g for r in records_below(self._model) for g in r.unit.own_groups):
+            members = own & {param.sharded for param in group.params}
+            if members:
+                made.append((group, self._section_of(members)))
+                own -= members
+        self._sections = [
+            Section(self._make_inner, own),
+            *self._sections[1:],
+            *(section for _, section in made),
+        ]
+        return made
+
+    def _section_of(self, members: Set[torch.Tensor]) -> Section:
+        device = next(iter(members)).device
+        if not self._offloads or not offloaded.travels(device):
+            return Section(self._make_inner, members)
+        if self._staging is None:
+            self._staging = Staging(device)
+        return HostSection(self._make_inner, members, self._staging)
+
+    def step_sections(self) -> None:
+        """Step all sections; those that are copied to the host, one after the other."""
+        hosted: list[HostSection] = []
+        for section in self._sections:
+            if section.stale or not section.set_gradients():
+                self._cut(section)
+            if isinstance(section, HostSection):
+                hosted.append(section)
+            else:
+                section.step(self.param_groups)
+        if hosted:
+            step_all(hosted, self.param_groups)
+        self._sections[-1].hand_back(self.param_groups)
 
     def prepare(self, section: Section) -> None:
         """Set the gradients of a section's runs; create the runs again if they do not fit."""
+        if section.stale or not section.set_gradients():
+            self._cut(section)
 
-    def step_sections(self) -> None:
-        """Step all sections."""
+    def _cut(self, section: Section) -> None:
+        members = section.members
+        known = self._loaded if members is None else self._loaded.keys() & members
+        loaded = {param: self._loaded.pop(param) for param in tuple(known)}
+        section.cut(self.param_groups, places_of(self._model), loaded)
+        fits = section.set_gradients()
+        assert fits
 
 
 def refuse_stepped(params: Iterable[torch.Tensor], action: str) -> None:
@@ -118,8 +173,8 @@ class InBackward(ABC):
     count = 0
     option = ""
 
-    def __init__(self, optimizer: InSections) -> None:
-        self._optimizer: weakref.ref[InSections] = weakref.ref(optimizer)
+    def __init__(self, optimizer: Sectioned) -> None:
+        self._optimizer: weakref.ref[Sectioned] = weakref.ref(optimizer)
         self._units: list[_UnitGradients] = []
         self.watch()
         InBackward.count += 1
@@ -151,7 +206,7 @@ class InBackward(ABC):
         return True
 
     @property
-    def optimizer(self) -> InSections:
+    def optimizer(self) -> Sectioned:
         """The optimizer of the sections."""
         optimizer = self._optimizer()
         assert optimizer is not None  # it holds this
@@ -179,7 +234,7 @@ class StepInBackward(InBackward):
 
     option = "step_in_backward"
 
-    def __init__(self, optimizer: InSections) -> None:
+    def __init__(self, optimizer: Sectioned) -> None:
         self._written: list[ParamGroupOptions] = []
         self._thread: ThreadPoolExecutor | None = None
         self._running: deque[tuple[HostSection, Future[None]]] = deque()
@@ -256,7 +311,7 @@ class LeaveInBackward(InBackward):
 
     option = "leave_in_backward"
 
-    def __init__(self, optimizer: InSections) -> None:
+    def __init__(self, optimizer: Sectioned) -> None:
         self._sections: dict[torch.Tensor, HostSection] = {}
         super().__init__(optimizer)
         forget = _when_alive(weakref.WeakMethod(self._forget_units))
@@ -374,7 +429,7 @@ class _UnitGradients:
             self.section.forget()
 
 
-def _params_of(optimizer: InSections) -> set[torch.Tensor]:
+def _params_of(optimizer: Sectioned) -> set[torch.Tensor]:
     groups = optimizer.param_groups
     return {param for group in groups for param in cast("list[torch.Tensor]", group["params"])}
 

@@ -1,16 +1,14 @@
 """Memory and time of a step, estimated before a run, without a device.
 
-planner    plan(…) -> Plan: results, other settings, a search for settings that fit
+planner    plan(…) -> Plan: results, other settings, a search for settings that fit, in print
 rehearsal  the step itself, run on paper
 reasons    why a model cannot be rehearsed, in a sentence
-search     other settings: which fit, and which to change first
 timing     when each operation runs on a machine
 memory     the memory allocated at each moment
 costs      the cost of an operation on a machine
 hardware   machines, from files in the folder of that name
 presets    Llama-like, mixture-of-experts and ViT models of known sizes
 calibrate  measures the machine that it runs on, with the probes of a process
-printing   tables, and settings as code
 picture    a plan as a timeline
 
 ``fsdp2 plan`` plans a preset, or a function of yours; ``fsdp2 calibrate`` measures the machine.
@@ -18,9 +16,8 @@ picture    a plan as a timeline
 
 from fsdp2.planning.hardware import Hardware
 from fsdp2.planning.memory import Memory, Moment
-from fsdp2.planning.planner import Plan, plan
+from fsdp2.planning.planner import Fit, Plan, plan
 from fsdp2.planning.rehearsal import Settings
-from fsdp2.planning.search import Fit
 from fsdp2.planning.timing import Times, UnitTimes
 
 __all__ = ["Fit", "Hardware", "Memory", "Moment", "Plan", "Settings", "Times", "UnitTimes", "plan"]

@@ -2,17 +2,21 @@
 
 plan(make_model, make_batch, units={Block}, mesh=(64,), hardware="h100")  ──>  Plan
 Plan.with_(checkpointing=True)  ──>  Plan         Plan.fit(memory=80e9)  ──>  Fit
+
+A search tries meshes, micro-batches, checkpointing and resharding; then the best of them with a
+larger window, units kept in part, …; offload last.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp2.core.device.streams import Lane
@@ -20,7 +24,6 @@ from fsdp2.core.errors import coded
 from fsdp2.planning.hardware import Hardware, load
 from fsdp2.planning.memory import Memory, follow
 from fsdp2.planning.picture import drawn
-from fsdp2.planning.printing import code, render
 from fsdp2.planning.rehearsal import (
     Loss,
     MakeModel,
@@ -36,10 +39,10 @@ from fsdp2.planning.rehearsal import (
     rehearse,
     takes_count,
 )
-from fsdp2.planning.search import Fit, advice, search
 from fsdp2.planning.timing import Times, Timing, UnitTimes, schedule
+from fsdp2.record.categories import CATEGORIES
 from fsdp2.tracing import Timeline, show
-from fsdp2.tracing.summaries import amount
+from fsdp2.tracing.summaries import amount, table
 from fsdp2.wrap.choices import Policy
 
 REMEMBERED = 4
@@ -269,7 +272,7 @@ class Plan:
         limit: int = 30,
         low_precision: bool = False,
         progress: Callable[[str], object] | None = None,
-    ) -> Fit[Plan]:
+    ) -> Fit:
         """Search for the fastest settings that fit.
 
         It tries checkpointing, resharding after forward, micro-batches with the same number of
@@ -461,3 +464,473 @@ def plan(
     make = (lambda: on_meta(model)) if isinstance(model, nn.Module) else model
     subject = Subject(make, make_batch, policy_of(units), shard, loss, optimizer, tokens)
     return Plan(subject, chosen, machine, _rehearsed(subject, chosen, _kind(machine)))
+
+
+# ---- other settings: which fit, and which of those is the fastest
+
+REFINEMENTS = 6
+"""Rehearsals reserved for settings that are tried only with the best ones."""
+
+ALIKE = 0.995
+"""Relative difference in speed within which plans count as equally fast, and less memory wins."""
+
+Progress = Callable[[str], object]
+
+
+class Fit:
+    """The plans that `Plan.fit` tried.
+
+    Attributes:
+        room: the allowed bytes.
+        tried: all plans.
+    """
+
+    def __init__(self, room: int, tried: list[Plan]) -> None:
+        self.room = room
+        self.tried = tried
+
+    @property
+    def fitting(self) -> list[Plan]:
+        """The plans that fit, the fastest first; of those within 0.5 % of it, the one with least
+        memory comes first.
+        """
+        found = [plan for plan in self.tried if _peak(plan) <= self.room]
+        most = max((plan.tokens_per_second for plan in found), default=0.0)
+
+        def order(plan: Plan) -> tuple[float, int]:
+            speed = plan.tokens_per_second
+            return (-most if speed >= ALIKE * most else -speed), _peak(plan)
+
+        return sorted(found, key=order)
+
+    @property
+    def best(self) -> Plan | None:
+        """The first of `fitting`; ``None`` if none fits."""
+        found = self.fitting
+        return found[0] if found else None
+
+    def __str__(self) -> str:
+        return render_fit(self.fitting, self.tried, self.room)
+
+
+def search(
+    plan: Plan, room: int, limit: int, low_precision: bool, progress: Progress | None = None
+) -> Fit:
+    """See `Plan.fit`."""
+    found: _Search = _Search(room, limit, progress)
+    for settings in _candidates(plan):
+        if len(found.tried) + REFINEMENTS >= max(limit, REFINEMENTS + 1):
+            break
+        if not found.is_hopeless(settings):
+            found.run(plan, settings)
+    if found.best is None:
+        thrifty = min(found.tried, key=_peak)
+        found.run_all(thrifty, [replace(thrifty.settings, offload=True)])
+    best = found.best
+    if best is not None:
+        found.run_all(best, _refinements(best, room))
+    best = found.best
+    if best is not None and low_precision and best.settings.precision is not None:
+        halves = replace(best.settings.precision, reduce_dtype=torch.bfloat16)
+        found.run_all(best, [replace(best.settings, precision=halves)])
+    return Fit(room, found.tried)
+
+
+class _Search(Fit):
+    """A running search."""
+
+    def __init__(self, room: int, limit: int, progress: Progress | None) -> None:
+        super().__init__(room, [])
+        self._limit, self._progress = limit, progress
+
+    def run(self, plan: Plan, settings: Settings) -> None:
+        """Plan these settings, and tell what came of it."""
+        made = _with(plan, settings)
+        self.tried.append(made)
+        if self._progress is not None:
+            fits = "fits" if _peak(made) <= self.room else "does not fit"
+            self._progress(
+                f"{len(self.tried)} of at most {self._limit}: {told(settings)}: "
+                f"{amount(_peak(made))} {fits}, {made.tokens_per_second:,.0f} tokens/s"
+            )
+
+    def run_all(self, plan: Plan, settings: Sequence[Settings]) -> None:
+        """Those that were not tried, within the limit."""
+        known = {made.settings for made in self.tried}
+        for each in settings:
+            if len(self.tried) < self._limit and each not in known:
+                self.run(plan, each)
+
+    def is_hopeless(self, settings: Settings) -> bool:
+        """Whether other settings of this micro-batch that need less memory do not fit.
+
+        Keeping units unsharded after forward takes more memory. So does less recomputation, unless
+        activations are small: then the recomputed tensors may take more than checkpointing saves.
+        """
+        for made in self.tried:
+            now = made.settings
+            if (now.mesh, now.batch) != (settings.mesh, settings.batch):
+                continue
+            same = now.checkpointing == settings.checkpointing
+            frees = now.reshard_after_forward is True
+            if same and frees and _peak(made) > self.room:
+                return True
+            less = _recomputed(now) > _recomputed(settings) and (
+                frees or now.reshard_after_forward == settings.reshard_after_forward
+            )
+            if less and _peak(made) > 1.25 * self.room:
+                return True
+        return False
+
+
+def _recomputed(settings: Settings) -> float:
+    """The part of units that are computed again."""
+    every = int(settings.checkpointing)
+    return 1 / every if every else 0.0
+
+
+def _refinements(best: Plan, room: int) -> list[Settings]:
+    """Further changes to try with settings that fit."""
+    now = best.settings
+    found = [replace(now, window=now.window + 1)]
+    if now.reshard_after_forward is not False:
+        kept = _kept(best, room - _peak(best))
+        if kept:
+            found.append(replace(now, kept=kept))
+        if now.accumulate > 1:
+            found.append(replace(now, reshard_after_backward=False))
+    if now.accumulate > 1:
+        found.append(replace(now, reduce_each=not now.reduce_each))
+    return found
+
+
+def _kept(plan: Plan, spare: float) -> tuple[str, ...]:
+    """The last units, whose backward begins first, as many as there is spare memory for."""
+    kept: list[str] = []
+    for group in reversed(plan.rehearsal.reports):
+        spare -= group.unsharded_bytes
+        if spare < 0:
+            break
+        if group.name != "(root)":
+            kept.append(group.name)
+    return tuple(reversed(kept))
+
+
+def advice(plan: Plan) -> str:
+    """The first change for a plan that does not fit: a part of a sentence, "" for nothing."""
+    room = plan.room
+    for settings, words in _changes_of(plan):
+        made = _with(plan, settings)
+        if _peak(made) <= room:
+            slower = plan.tokens_per_second / made.tokens_per_second - 1
+            pace = f"{abs(slower):.0%} {'slower' if slower > 0 else 'faster'}"
+            return f"with {words} it does, {pace if abs(slower) >= 0.005 else 'no slower'}"
+    return ""
+
+
+def _changes_of(plan: Plan) -> Iterator[tuple[Settings, str]]:
+    """One change after another, those that cost least first."""
+    now = plan.settings
+    if plan.is_own:
+        return
+    blocks = [group for group in plan.rehearsal.reports if group.name != "(root)"]
+    if now.reshard_after_forward is False and blocks:
+        over, freed = _peak(plan) - plan.room, 0
+        for group in blocks:
+            freed, over = freed + 1, over - group.unsharded_bytes
+            if over <= 0:
+                break
+        for count in dict.fromkeys((freed, len(blocks))):
+            kept = tuple(group.name for group in blocks[count:])
+            where = f" on {blocks[0].name} to {blocks[count - 1].name}" if kept else ""
+            yield (
+                replace(now, reshard_after_forward=True, kept=kept),
+                f"reshard_after_forward=True{where}",
+            )
+        now = replace(now, reshard_after_forward=True)
+    if now.batch > 1 and plan.is_resizable:
+        accumulate = now.accumulate * now.batch
+        yield (
+            replace(now, batch=1, accumulate=accumulate, reduce_each=_is_large(plan)),
+            f"batch=1 and accumulate={accumulate}",
+        )
+    if now.accumulate > 1 and not now.reduce_each:
+        yield replace(now, reduce_each=True), "reduce_each"
+    if now.checkpointing is not True:
+        yield replace(now, checkpointing=True), "checkpointing"
+    if not now.offload:
+        yield replace(now, checkpointing=True, offload=True), "checkpointing and offload"
+
+
+def _peak(plan: Plan) -> int:
+    return plan.memory.peak.rounded
+
+
+def _with(plan: Plan, settings: Settings) -> Plan:
+    changes: dict[str, object] = {
+        each.name: getattr(settings, each.name)
+        for each in fields(Settings)
+        if getattr(settings, each.name) != getattr(plan.settings, each.name)
+    }
+    return plan.with_(**changes) if changes else plan
+
+
+def _candidates(plan: Plan) -> Iterator[Settings]:
+    """The thriftiest of a micro-batch first: where that does not fit, none does."""
+    now = plan.settings
+    samples = now.batch * now.accumulate
+    sizes = [size for size in range(samples, 0, -1) if samples % size == 0][:4]
+    if not plan.is_resizable:
+        sizes = [now.batch]
+    for mesh in _meshes(now, plan.hardware.node):
+        for size in sizes:
+            for reshard in (True, False):
+                for checkpointing in (True, 2, False):
+                    yield replace(
+                        now,
+                        mesh=mesh,
+                        batch=size,
+                        accumulate=samples // size if plan.is_resizable else now.accumulate,
+                        reduce_each=now.reduce_each or _is_large(plan),
+                        reshard_after_forward=reshard,
+                        checkpointing=checkpointing,
+                    )
+
+
+def _is_large(plan: Plan) -> bool:
+    """Whether whole gradients, which stay between micro-batches, take a quarter of the device."""
+    return sum(group.unsharded_bytes for group in plan.rehearsal.reports) > plan.room / 4
+
+
+def _meshes(now: Settings, node: int) -> list[tuple[int, ...]]:
+    """As it is; over several nodes also all ranks, and shards within one node, or within two."""
+    world, found = now.world, [now.mesh]
+    if world > node and world % node == 0:
+        found.append((world,))
+        found += [(world // size, size) for size in (node, 2 * node) if world % size == 0]
+    return [mesh for mesh in dict.fromkeys(found) if mesh[0] > 1 or len(mesh) == 1]
+
+
+# ---- plans in print: tables for people, and settings as code
+
+MOST_UNITS = 12
+
+
+def render(plan: Plan) -> str:
+    """A plan as a page of text."""
+    settings, hardware, peak = plan.settings, plan.hardware, plan.memory.peak
+    time = plan.time
+    shape = " x ".join(map(str, settings.mesh))
+    batches = "micro-batch" if settings.accumulate == 1 else "micro-batches"
+    lines = [
+        f"{_number(plan.rehearsal.parameters)} parameters on {shape} x {hardware.name}, "
+        f"{settings.accumulate} {batches} of {plan.rehearsal.tokens:,} tokens per rank",
+        plan.verdict,
+        "",
+        f"Memory of one rank at its peak: {peak.where}",
+    ]
+    categories = [name for name in CATEGORIES if name in peak.categories]
+    rows = [[name, amount(peak.categories[name])] for name in categories]
+    rows += [
+        ["live", amount(peak.live)],
+        ["rounded by the allocator", amount(peak.rounded)],
+        ["between steps", amount(plan.memory.before.live)],
+    ]
+    if plan.memory.host:
+        rows.append(["in CPU memory", amount(plan.memory.host)])
+    lines += [*table(["", "bytes"], rows), "", "Time of a step, in ms"]
+    rows = [
+        ["step", _ms(time.step)],
+        ["compute: forward", _ms(time.forward)],
+        ["compute: backward", _ms(time.backward)],
+        ["compute: optimizer", _ms(time.optimizer)],
+        ["the engine's copies", _ms(time.copies)],
+        ["communication, hidden or not", _ms(time.communication)],
+        ["communication, exposed", _ms(time.exposed)],
+        ["waiting for the host", _ms(time.host)],
+        ["waiting for slower ranks", _ms(time.stragglers)],
+    ]
+    lines += [*table(["", "ms"], rows), ""]
+    lines.append(
+        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}; per step, a rank sends "
+        f"{amount(plan.bytes_in_node)} within its node and {amount(plan.bytes_between_nodes)} "
+        f"to other nodes"
+    )
+    lines += ["", *_units(plan.units)]
+    return "\n".join(lines)
+
+
+def _units(units: Sequence[UnitTimes]) -> list[str]:
+    header = ["unit", "compute", "gathers", "gather", "exposed", "reduction", "exposed", "MB moved"]
+    shown = list(units)
+    left = ""
+    if len(shown) > MOST_UNITS:
+        worst = sorted(units, key=lambda u: -(u.gather_exposed + u.reduction_exposed))[:MOST_UNITS]
+        shown = [unit for unit in units if unit in worst]
+        left = f"(the {MOST_UNITS} of {len(units)} units with most exposed communication)"
+    rows = [
+        [
+            unit.name,
+            _ms(unit.compute),
+            str(unit.gathers),
+            _ms(unit.gather),
+            _ms(unit.gather_exposed),
+            _ms(unit.reduction),
+            _ms(unit.reduction_exposed),
+            f"{unit.nbytes / 1e6:,.1f}",
+        ]
+        for unit in shown
+    ]
+    return [f"Units, in ms {left}".rstrip(), *table(header, rows)]
+
+
+def render_fit(fitting: Sequence[Plan], tried: Sequence[Plan], room: int) -> str:
+    """The plans that were tried, the fastest that fits first, and the best as code."""
+    header = ["mesh", "batch", "accumulate", "reshard", "checkpointing", "other", "peak"]
+    header += ["tokens/s", "fits"]
+    rest = [plan for plan in tried if plan not in fitting]
+    rest.sort(key=lambda plan: plan.memory.peak.rounded)
+    rows = []
+    for plan in (*fitting, *rest):
+        settings = plan.settings
+        rows.append(
+            [
+                " x ".join(map(str, settings.mesh)),
+                str(settings.batch),
+                str(settings.accumulate),
+                str(settings.reshard_after_forward),
+                str(settings.checkpointing),
+                _others(settings),
+                amount(plan.memory.peak.rounded),
+                f"{plan.tokens_per_second:,.0f}",
+                "yes" if plan in fitting else "no",
+            ]
+        )
+    lines = table(header, rows)
+    if not fitting:
+        return "\n".join([*lines, "", f"nothing that was tried fits {amount(room)}"])
+    best = fitting[0]
+    peak = best.memory.peak
+    lines += ["", f"the fastest takes {amount(peak.rounded)} of {amount(room)}, at {peak.where}: "]
+    lines[-1] += f"{told(best.settings)}; {best.time.step:.3g} s per step, "
+    lines[-1] += f"{best.tokens_per_second:,.0f} tokens/s"
+    return "\n".join([*lines, "", best.code()])
+
+
+def told(settings: Settings) -> str:
+    """Settings in a line, those that `Plan.fit` changes."""
+    parts = [
+        f"mesh {' x '.join(map(str, settings.mesh))}",
+        f"batch {settings.batch}",
+        f"accumulate {settings.accumulate}",
+        f"reshard_after_forward {settings.reshard_after_forward}",
+        f"checkpointing {settings.checkpointing}",
+    ]
+    others = _others(settings)
+    return ", ".join(parts if others == "-" else [*parts, others])
+
+
+def _others(settings: Settings) -> str:
+    """Settings without a column that differ from the default."""
+    found = []
+    if settings.kept:
+        found.append(f"{len(settings.kept)} kept")
+    if settings.window != 1:
+        found.append(f"window {settings.window}")
+    if not settings.reshard_after_backward:
+        found.append("gathered once")
+    if settings.accumulate > 1 and settings.reduce_each:
+        found.append("reduced each time")
+    if settings.offload:
+        found.append("offload")
+    return ", ".join(found) or "-"
+
+
+def code(settings: Settings, hardware: Hardware, policy: str) -> str:
+    """Settings as lines to paste; ``policy`` stands for what chooses units."""
+    names = ("replicate", "shard")[-len(settings.mesh) :]
+    lines = []
+    if settings.checkpointing:
+        lines += ["import functools", "from torch.utils.checkpoint import checkpoint"]
+    if settings.precision is not None:
+        lines += ["import torch"]
+    lines += [
+        "from torch.distributed.device_mesh import init_device_mesh",
+        f"from fsdp2 import {', '.join(_used(settings))}",
+        "from fsdp2.wrap import chosen_modules",
+        "",
+        f'mesh = init_device_mesh("{hardware.device}", {settings.mesh}, mesh_dim_names={names})',
+        'options = {"mesh": mesh}',
+    ]
+    if settings.precision is not None:
+        mixed = settings.precision
+        lines.append(
+            f'options["mp_policy"] = MixedPrecisionPolicy(param_dtype={mixed.param_dtype}, '
+            f"reduce_dtype={mixed.reduce_dtype})"
+        )
+    if settings.offload:
+        lines.append('options["offload_policy"] = CPUOffloadPolicy()')
+    lines.append(f"for number, choice in enumerate(chosen_modules(model, {policy})):")
+    if settings.checkpointing:
+        lines.append(f"    if number % {int(settings.checkpointing)} == 0:")
+        lines.append(
+            "        choice.module.forward = functools.partial(\n"
+            "            checkpoint, choice.module.forward, use_reentrant=False)"
+        )
+    freed = settings.reshard_after_forward if settings.reshard_after_backward else False
+    value = f"{freed}"
+    if settings.kept and freed is not False:
+        value = f"False if choice.name in {sorted(settings.kept)} else {freed}"
+    lines.append(f'    own = {{"reshard_after_forward": {value}, **choice.options}}')
+    lines.append("    fully_shard(choice.module, **{**options, **own})")
+    lines.append("fully_shard(model, **options, reshard_after_forward=False)")
+    if settings.window != 1:
+        lines.append(f"model.set_prefetch_window({settings.window})")
+    if not settings.reshard_after_backward:
+        lines.append("model.set_reshard_after_backward(False)")
+    return "\n".join([*lines, "", *_step(settings)])
+
+
+def _used(settings: Settings) -> list[str]:
+    """The names of fsdp2 that the lines use."""
+    wanted = {
+        "CPUOffloadPolicy": settings.offload,
+        "MixedPrecisionPolicy": settings.precision is not None,
+        "clip_grad_norm_": settings.clip is not None,
+        "fully_shard": True,
+    }
+    return [name for name, used in wanted.items() if used]
+
+
+def _step(settings: Settings) -> list[str]:
+    """A step as a function: its micro-batches, when gradients are reduced, clipping."""
+    lines = [
+        f"BATCH = {settings.batch}  # samples of a micro-batch",
+        f"ACCUMULATE = {settings.accumulate}  # micro-batches of a step",
+        "",
+        "def train_step(micro_batches, loss, optimizer):",
+    ]
+    if settings.accumulate == 1:
+        lines += ["    (batch,) = micro_batches", "    loss(model, batch).backward()"]
+    else:
+        lines += ["    for number, batch in enumerate(micro_batches):"]
+        lines += ["        is_last = number == ACCUMULATE - 1"]
+        if not settings.reduce_each:
+            lines += ["        model.set_requires_gradient_sync(is_last)"]
+        lines += ["        model.set_is_last_backward(is_last)"]
+        lines += ["        (loss(model, batch) / ACCUMULATE).backward()"]
+    if settings.clip is not None:
+        lines += [f"    clip_grad_norm_(model.parameters(), {settings.clip})"]
+    return [*lines, "    optimizer.step()", "    optimizer.zero_grad()"]
+
+
+def _number(count: int) -> str:
+    """A number of elements, for people, such as "1.24 million"."""
+    for size, name in ((10**9, "billion"), (10**6, "million")):
+        if count >= size:
+            return f"{count / size:,.2f} {name}"
+    return f"{count:,}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f}"

@@ -13,7 +13,7 @@ import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -71,20 +71,7 @@ def members_of(group: dist.ProcessGroup | None) -> Members | None:
         return None
 
 
-class _Peers(Protocol):
-    """Sends and sums tensors: a process group, or a backend without one."""
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
-        """Send to a rank of the group."""
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work:
-        """Receive from a rank of the group, in place."""
-
-    def allreduce(self, tensors: list[torch.Tensor], /) -> Work:
-        """Sum over its ranks, in place."""
-
-
-def _beside_training(members: Members) -> _Peers | None:
+def _beside_training(members: Members) -> dist.ProcessGroup | None:
     """A new gloo group; ``None`` for one rank. A collective of all ``members``.
 
     If these are not all ranks, the group is not registered with torch, which would name it by the

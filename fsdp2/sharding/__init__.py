@@ -2,10 +2,8 @@
 
     planned      the parameters that calls take, planned before anything is changed
     meshes       the mesh to shard over, and whether a parameter can be sharded on it
-    cuts         the dim on which a parameter is sharded if several are possible
     selection    which parameters a call takes, and whether they can be sharded
     ties         parameters that other units have: joined, or refused
-    aliases      references to parameters from before, besides the entries of modules
     assembly     from those to groups: collectives, offload, aliases
     state_dicts  state dicts that hold shards
     random_values  random operators on shards: the numbers of the full tensor, on the CPU

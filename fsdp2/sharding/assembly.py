@@ -30,7 +30,7 @@ from fsdp2.core.layout.mesh import MeshAxes, local_of, smaller_mesh
 from fsdp2.core.modules.registrations import mark_managed
 from fsdp2.core.modules.registry import Arguments, UnitRecord
 from fsdp2.core.modules.walks import managed_modules
-from fsdp2.core.params.aliases import REPLACED
+from fsdp2.core.params.aliases import REPLACED, aliases_in, refuse_gradients
 from fsdp2.core.params.param import (
     GATHERED,
     OWNER,
@@ -44,7 +44,6 @@ from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import Watchers, watched
 from fsdp2.core.schedule.unit import Unit, all_groups
 from fsdp2.core.schedule.whole import with_whole_layers
-from fsdp2.sharding.aliases import aliases_in, refuse_gradients
 
 _streams: dict[torch.device, Streams] = {}
 
@@ -68,7 +67,8 @@ def check_groups(
 def connect_meshes(plans: list[PlannedParam], arguments: Arguments) -> None:
     """Create the process groups that groups of ``plans`` use: this fails if a peer is missing."""
     for plan in plans:
-        plan.axes.mesh_of(plan.cut)
+        if plan.cut.bands > 1:
+            plan.axes.mesh_of(plan.cut)
     for axes in axes_in(plans):
         _smaller_group(axes, arguments.reshard_to)
         announce(axes.group, axes.device)
@@ -85,14 +85,23 @@ def make_groups(
         streams = streams_for(axes.device)
         members = [plan for plan in plans if plan.axes is axes]
         params = [ShardedParam(plan) for plan in members]
+        device, asynchronous = axes.device, streams.asynchronous
+        collectives: Collectives = SoloCollectives()
+        if axes.group is not None:
+            collectives = GroupCollectives(axes.group, device, asynchronous)
+        replicas = between = None
+        if axes.replicas is not None and axes.levels:
+            between = GroupCollectives(axes.replicas, device, asynchronous)
+        elif axes.replicas is not None:
+            replicas = ReplicaCollectives(axes.replicas, asynchronous)
         runtime = Runtime(
-            _collectives(axes, streams),
+            collectives,
             streams,
             _kernels(axes.device, streams),
             axes.device,
-            None if axes.replicas is None or axes.levels else _replicas(axes, streams),
+            replicas,
             _effective_offload(arguments.offload, axes.device),
-            between=_between(axes, streams) if axes.levels else None,
+            between=between,
         )
         group = ParamGroup(name, params, runtime, options)
         mark_managed(params)
@@ -118,22 +127,6 @@ def _check_memory(plans: list[PlannedParam]) -> None:
                 f"cannot be freed on {plan.axes.device}, which cannot resize a storage to zero; "
                 f"shard it as a plain tensor, or name it in ignored_params",
             )
-
-
-def _collectives(axes: MeshAxes, streams: Streams) -> Collectives:
-    if axes.group is None:
-        return SoloCollectives()
-    return GroupCollectives(axes.group, axes.device, streams.asynchronous)
-
-
-def _replicas(axes: MeshAxes, streams: Streams) -> ReplicaCollectives:
-    assert axes.replicas is not None
-    return ReplicaCollectives(axes.replicas, streams.asynchronous)
-
-
-def _between(axes: MeshAxes, streams: Streams) -> Collectives:
-    assert axes.replicas is not None
-    return GroupCollectives(axes.replicas, axes.device, streams.asynchronous)
 
 
 def _effective_offload(
@@ -201,14 +194,13 @@ def follow_aliases(modules: tuple[nn.Module, ...]) -> None:
     Args:
         modules: the unit's; attributes of all modules below are looked at.
     """
-    for module, _ in managed_modules(modules, into_units=True):
-        for alias, former in aliases_in(module):
-            replaced = former.__dict__.get(REPLACED)
-            param = None if replaced is None or GATHERED in former.__dict__ else replaced()
-            if param is not None:
-                param.aliases.append(alias)
-                alias[param.name] = param.sharded
-                _rebind(param)
+    for alias, former in aliases_in(dict(managed_modules(modules, into_units=True))):
+        replaced = former.__dict__.get(REPLACED)
+        param = None if replaced is None or GATHERED in former.__dict__ else replaced()
+        if param is not None:
+            param.aliases.append(alias)
+            alias[param.name] = param.sharded
+            _rebind(param)
 
 
 def _rebind(param: ShardedParam) -> None:

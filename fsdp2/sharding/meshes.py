@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -99,13 +98,6 @@ class Levels:
 
     def __repr__(self) -> str:
         return f"Levels({self.mesh})"
-
-
-class MeshInfo(Protocol):
-    """A mesh and its data-parallel dims: ours, or an object of torch's with these attributes."""
-
-    mesh: DeviceMesh
-    shard_mesh_dim: int | None
 
 
 @dataclass(frozen=True)
@@ -294,7 +286,7 @@ def _line_mesh(device_type: str, group: ProcessGroup) -> DeviceMesh:
     return DeviceMesh.from_group(group, device_type)
 
 
-def axes_of_info(name: str, info: MeshInfo) -> MeshAxes:
+def axes_of_info(name: str, info: FSDPMeshInfo) -> MeshAxes:
     """The axes of an `FSDPMeshInfo` (or an object with its attributes).
 
     Args:

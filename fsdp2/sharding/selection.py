@@ -6,6 +6,7 @@ modules ── managed_parameters ──> parameter -> the entries that hold it
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
@@ -16,15 +17,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp2.core.config import MixedPrecisionPolicy
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import coded
-from fsdp2.core.gather.extension import check_hooks
-from fsdp2.core.layout.layout import Cut
+from fsdp2.core.gather.extension import RELEASE_HOOK, check_hooks
+from fsdp2.core.layout.layout import Cut, default_cut
 from fsdp2.core.layout.mesh import MeshAxes, local_of, memory_order
 from fsdp2.core.modules.registrations import is_managed
 from fsdp2.core.modules.registry import UnitRecord
 from fsdp2.core.modules.walks import managed_modules
 from fsdp2.core.params.param import OWNER, ModuleEntry, PlannedParam, is_extended
 from fsdp2.core.pieces import ceil_div
-from fsdp2.sharding.cuts import default_cut
 from fsdp2.sharding.meshes import (
     ShardPlacementResult,
     axes_of_info,
@@ -129,16 +129,18 @@ def plan_parameters(
     plans = []
     meshes: dict[tuple[ProcessGroup | None, ProcessGroup | None], MeshAxes] = {}
     whole: dict[int, MeshAxes] = {}  # of axes' ids
+    plain: dict[str, torch.Tensor] = {}  # local tensors whose memory is cut
     for param, entries in found.items():
         name = entries[0].name
-        _check_unowned(entries[0], param)
+        if OWNER in param.__dict__:
+            _check_unowned(entries[0], param)
         placement: Any = choose(param) if choose is not None else None
         own = axes
         if hasattr(placement, "mesh_info"):  # ours, or torch's
             found_axes = axes_of_info(name, placement.mesh_info)
-            key = (found_axes.group, found_axes.replicas)
-            own = meshes.setdefault(key, found_axes)
-            if key == (axes.group, axes.replicas) and not axes.levels:
+            groups = (found_axes.group, found_axes.replicas)
+            own = meshes.setdefault(groups, found_axes)
+            if groups == (axes.group, axes.replicas) and not axes.levels:
                 own = axes
             placement = placement.placement
         if isinstance(placement, Replicate):
@@ -149,9 +151,11 @@ def plan_parameters(
         check_shardable(name, param, own)
         _check_renormalised(name, entries)
         dims = None if placement is None else check_placement(name, param, placement)
+        local = local_of(param)
+        extended = is_extended(local)
         order = memory_order(param)
-        cut = _cut(param, own, dims if order is None or dims is not None else (0,))
-        if order is not None and (cut.dims != (0,) or is_extended(param)):
+        cut = _cut(param, local, extended, own, dims if order is None or dims is not None else (0,))
+        if order is not None and (cut.dims != (0,) or extended):
             raise coded(
                 ValueError,
                 "non-contiguous-dim",
@@ -159,19 +163,28 @@ def plan_parameters(
                 f"sharded on dim 0 only, not on {cut}; let shard_placement_fn return None for it, "
                 f"or replace it by nn.Parameter(param.detach().contiguous()) before fully_shard",
             )
-        _check_extension(name, param, own, cut)
-        where: list[ModuleEntry] = [(entry.module, entry.key) for entry in entries]
-        plans.append(
-            PlannedParam(name, param, where, own, cut, policy.overridden_dtype(name, param))
-        )
-    _check_memory({entries[0].name: local_of(param) for param, entries in found.items()})
+        if extended or hasattr(local, RELEASE_HOOK):
+            check_hooks(name, local, cut, local.shape[cut.dim] % own.size == 0)
+        if extended:
+            _ = own.shard_mesh  # its hooks get this mesh, which must have a name
+        else:
+            plain[name] = local
+        where: list[ModuleEntry] = list(map(operator.itemgetter(0, 1), entries))
+        override = policy.overridden_dtype(name, param)
+        plans.append(PlannedParam(name, param, where, own, cut, override))
+    _check_memory(plain)
     return plans
 
 
-def _cut(param: nn.Parameter, axes: MeshAxes, dims: tuple[int, ...] | None) -> Cut:
+def _cut(
+    param: nn.Parameter,
+    local: torch.Tensor,
+    extended: bool,
+    axes: MeshAxes,
+    dims: tuple[int, ...] | None,
+) -> Cut:
     """The cut of a parameter, on the dims that its owner named."""
-    local = local_of(param)
-    if is_extended(local):
+    if extended:
         named = (0,) if dims is None else dims  # its hooks may know no other
         even = (dim for dim in named if dim == 0 or local.shape[dim] % axes.size == 0)
         return Cut(next(even, named[0]))
@@ -181,13 +194,6 @@ def _cut(param: nn.Parameter, axes: MeshAxes, dims: tuple[int, ...] | None) -> C
         shape = tuple(ceil_div(n, p) for n, p in zip(param.shape, pieces, strict=True))
     bands = not (isinstance(param, DTensor) or axes.levels)  # whose mesh has no dim to split
     return default_cut(shape, axes.size, param.element_size(), dims, bands)
-
-
-def _check_extension(name: str, param: nn.Parameter, axes: MeshAxes, cut: Cut) -> None:
-    local = local_of(param)
-    check_hooks(name, local, cut, local.shape[cut.dim] % axes.size == 0)
-    if is_extended(local):
-        _ = axes.shard_mesh  # its hooks get this mesh, which must have a name
 
 
 def _check_plain(name: str, param: nn.Parameter) -> None:
@@ -236,7 +242,7 @@ def _check_memory(params: dict[str, torch.Tensor]) -> None:
     """Raise for two parameters over the same memory, which sharding would split."""
     taken: dict[int, list[tuple[int, int, str]]] = {}
     for name, param in params.items():
-        if param.is_meta or not param.numel() or is_extended(param):
+        if param.is_meta or not param.numel():
             continue
         begin = int(param.storage_offset()) * param.element_size()
         end = begin + int(param.numel()) * param.element_size()

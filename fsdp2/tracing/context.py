@@ -185,7 +185,7 @@ def _metadata(tracer: Tracer, title: str | None, error: BaseException | None) ->
     metadata: dict[str, Value] = {
         "title": title or f"rank {rank} of {size}",
         "source": "run",
-        "clock": "host" if tracer.clock.streams is None else "events",
+        "clock": "host" if tracer.clock.events is None else "events",
         "rank": rank,
         "world_size": size,
         "device": next((group.device.type for group in all_groups()), "cpu"),

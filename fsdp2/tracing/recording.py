@@ -16,7 +16,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -41,26 +41,20 @@ _LANES = dict(
 )
 
 
-class Stamps(Protocol):
-    """Streams whose moments can be told."""
-
-    def stamp(self, lane: Lane) -> torch.Event:
-        """An event on a lane's stream that knows its time."""
-
-
 class Clock:
     """Moments of lanes and of the host, in µs from its making.
 
     Args:
-        streams: of which lanes are; ``None``: all lanes are the host's.
+        events: makes an event on a lane's stream, which knows its time; ``None``: all lanes are the
+            host's.
     """
 
-    def __init__(self, streams: Stamps | None) -> None:
+    def __init__(self, events: Callable[[Lane], torch.Event] | None) -> None:
         self._began = time.perf_counter_ns()
-        self.streams = streams
-        if streams is not None:
+        self.events = events
+        if events is not None:
             torch.accelerator.synchronize()
-            zero = streams.stamp(Lane.COMPUTE)
+            zero = events(Lane.COMPUTE)
             torch.accelerator.synchronize()
             self._zero = self.host(), zero
 
@@ -70,9 +64,9 @@ class Clock:
 
     def stamp(self, lane: Place) -> Stamp:
         """A moment of a lane, or of the host."""
-        if self.streams is None or not isinstance(lane, Lane):
+        if self.events is None or not isinstance(lane, Lane):
             return self.host()
-        return self.streams.stamp(lane)
+        return self.events(lane)
 
     def read(self, stamp: Stamp) -> float:
         """When it was; of a lane's once all is over."""
@@ -132,7 +126,7 @@ class Tracer(Notes):
 
     def timeline(self, metadata: dict[str, Value]) -> Timeline:
         """All that was seen, once it is over."""
-        if self.clock.streams is not None:
+        if self.clock.events is not None:
             torch.accelerator.synchronize()
         read = self.clock.read
         times = []
@@ -223,7 +217,7 @@ class Tracer(Notes):
         """
         outer = self.unit, self.word, self.lane
         self.unit, self.word = unit, word
-        if self.clock.streams is None:
+        if self.clock.events is None:
             self.lane = lane
         start = self.clock.stamp(HOST)
         if not self.entering:  # on the way into a unit compute was not in the user's code
@@ -366,7 +360,7 @@ class Tracer(Notes):
             buffer = reference()
             if buffer is not None and buffer.allocated:
                 found[category] = found.get(category, 0) + buffer.nbytes
-        if self.clock.streams is not None:
+        if self.clock.events is not None:
             with contextlib.suppress(RuntimeError, AttributeError):  # a device may not count
                 known = sum(found.values())
                 found["activations"] = max(torch.accelerator.memory_allocated() - known, 0)

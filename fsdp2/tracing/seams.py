@@ -392,7 +392,8 @@ def tracing() -> Iterator[Tracer]:
         exits.callback(_let_go)
         seams = _Seams()
         device = next((group.device.type for group in _groups()), "cpu")
-        here = Tracer.current = Tracer(Clock(seams.streams), device)
+        events = None if seams.streams is None else seams.streams.stamp
+        here = Tracer.current = Tracer(Clock(events), device)
         seams.take()
         put_around(_units(), TracedGroup, True)
         exits.enter_context(watching(_moves_of(_units(), here)))

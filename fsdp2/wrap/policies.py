@@ -22,11 +22,9 @@ Options = dict[str, object]
 """The options of a wrapper call, besides the module."""
 
 
-class WrapFunction(Protocol):
-    """A policy that is a function; its further arguments have defaults or are bound."""
-
-    def __call__(self, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        """Whether to descend into ``module`` (``recurse``), or to make it a unit."""
+WrapFunction = Callable[..., bool]
+"""A policy that is a function of ``module``, ``recurse`` and ``nonwrapped_numel``: whether to
+descend into the module (``recurse``), or to make it a unit. It needs no further arguments."""
 
 
 class WrapPolicy(Protocol):

@@ -626,7 +626,7 @@ def _chosen_below(module: nn.Module, policy: Policy | None, given: _Given) -> li
 
 def _own_modules(
     module: nn.Module, pending: Set[nn.Module] = frozenset()
-) -> Iterator[tuple[nn.Module, str]]:
+) -> list[tuple[nn.Module, str]]:
     """A module and those below that are in no other wrapper, with what their names begin with."""
 
     def leaves_out(below: nn.Module) -> bool:

@@ -29,7 +29,7 @@ def test_what_stands_around_values(dtype: torch.dtype) -> None:
     for shape in ((), (0,), (1,), (3, 5), (64,), (7, 1, 9), (1000,)):
         values = torch.zeros(shape, dtype=torch.uint8).to(dtype)
         whole = io.BytesIO()
-        write_archive(whole, Entry.of(values))
+        write_archive(whole.write, Entry.of(values))
         before, without = framing_of(dtype, shape)
         assert whole.getvalue().startswith(before)
         assert len(whole.getvalue()) == without + values.nbytes

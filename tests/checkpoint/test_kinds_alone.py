@@ -296,7 +296,7 @@ def test_files_of_torch_save(tmp_path: Path) -> None:
     read = read_file(tmp_path / "a")
     assert read["weight"] is read["tied"]
     with mock.patch.object(entries, "BLOCK", 64), (tmp_path / "b").open("wb") as file:
-        write_archive(file, read)
+        write_archive(file.write, read)
     assert zipfile.ZipFile(tmp_path / "b").testzip() is None
     for mmap in (False, True):
         after = torch.load(tmp_path / "b", weights_only=True, mmap=mmap)

@@ -310,7 +310,7 @@ class Watch:
 
     def _observe(self, operation: str, name: str) -> None:
         self._follow_gradients()
-        if operation == "reshard" and self._groups[name]._gathered_at != OptimizerSteps.count:
+        if operation == "reshard" and self._groups[name].gathered_at != OptimizerSteps.count:
             operation = "free what is outdated"
         self.log.append((operation, name))
         if operation == "all_gather":

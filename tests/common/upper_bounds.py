@@ -1,6 +1,7 @@
 """Numbers that may only fall: how much a reader or a step must go through, in one table.
 
-    pytest -n0 tests/house tests/schedule/test_paths.py --lower-bounds    # writes what has fallen
+    pytest -n0 tests/house tests/schedule/test_paths.py benchmarks/tests/test_visits.py \\
+        --lower-bounds    # writes what has fallen
 
 `upper_bounds.json` has them, by name. A number above its bound fails the test that measures it; one
 below is a reason to run that command.

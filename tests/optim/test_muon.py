@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
+from fsdp2.core.layout import layout
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.optim.matrices.blocks import spread_of
-from fsdp2.sharding import cuts
 from tests.common import meshes, models, parity
 from tests.common.workers import ranks
 
@@ -206,7 +206,7 @@ def test_splits_and_bands() -> None:
     """Experts of a stack that is cut on two dims, and parts of a fused projection."""
     model, whole = both(Experts)
     place = {3: (Shard(0), Shard(1))}
-    with mock.patch.object(cuts, "SMALL_PADDING_BYTES", 0):
+    with mock.patch.object(layout, "SMALL_PADDING_BYTES", 0):
         sharded(model, shard_placement_fn=lambda p: place.get(p.dim()))
     bands = dist.get_world_size() == 4
     assert (model.experts.placements == (Shard(0), Shard(1))) is bands

@@ -83,7 +83,7 @@ def test_a_step_of_the_flat_optimizer(units: int, offload: str | None) -> None:
             "core.modules.optimizers.before": 2,
             "core.modules.optimizers.after": 2,
             "optim.flat.step": 1,
-            "optim.flat.step_sections": 1,
+            "optim.in_backward.step_sections": 1,
             "optim.runs.set_gradients": 1,
             "optim.runs.set_gradient": units,
             "optim.runs.side_by_side": units,

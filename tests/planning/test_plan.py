@@ -24,7 +24,7 @@ from fsdp2.core.device.rehearsal import Stage, rehearsing
 from fsdp2.core.device.streams import Lane
 from fsdp2.examples import train_lm
 from fsdp2.paper.stage import GlooOnPaper
-from fsdp2.planning import calibrate, hardware, presets, printing, probes
+from fsdp2.planning import calibrate, hardware, planner, presets, probes
 from fsdp2.planning.costs import costs_of
 from fsdp2.planning.hardware import Attained, Contention, Hardware, Measured
 from fsdp2.planning.memory import Ledger
@@ -701,7 +701,7 @@ def test_the_command_line_in_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_numbers_of_parameters_are_told() -> None:
-    told = [printing._number(n) for n in (999_999, 1_240_000, 70_553_706_496)]
+    told = [planner._number(n) for n in (999_999, 1_240_000, 70_553_706_496)]
     assert told == ["999,999", "1.24 million", "70.55 billion"]
 
 

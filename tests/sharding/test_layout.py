@@ -21,9 +21,9 @@ from fsdp2.core.layout.layout import (
     Slot,
     Transport,
     build_layout,
+    default_cut,
     pick_transport,
 )
-from fsdp2.sharding.cuts import default_cut
 from tests.common import cuts
 
 pytestmark = pytest.mark.alone

@@ -16,9 +16,10 @@ first use of a process group compares them (`fsdp2.checks.presence`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _TORCH = "pytorch, torch/csrc/distributed/c10d/"
 
@@ -83,13 +84,6 @@ _WRAPPER = "_ProcessGroupWrapper"
 """The wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL adds around each backend."""
 
 
-class Group(Protocol):
-    """The interface of a process group in this module."""
-
-    def _get_backend(self, device: torch.device) -> object:
-        """The object that runs the collectives of ``device``."""
-
-
 def know(kind: str, traits: Traits) -> None:
     """Add the properties of a backend that is not in the table, for example one of a test.
 
@@ -105,7 +99,7 @@ def know(kind: str, traits: Traits) -> None:
     _KNOWN[kind] = traits
 
 
-def traits_of(group: Group, device: torch.device) -> Traits:
+def traits_of(group: dist.ProcessGroup, device: torch.device) -> Traits:
     """The known traits of the backend that serves ``device`` in ``group``.
 
     A wrapped backend does not coalesce: the wrapper does not pass on coalesced collectives (torch
@@ -120,7 +114,7 @@ def traits_of(group: Group, device: torch.device) -> Traits:
     return _KNOWN.get(kind) or replace(UNKNOWN, name=f"unknown ({kind})")
 
 
-def backend_of(group: Group, device: torch.device) -> Any:
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """The object that serves ``device`` in ``group``; ``None`` in a group that is written in
     Python.
     """

@@ -21,7 +21,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -108,31 +108,8 @@ def row_major(shape: tuple[int, ...], start: int) -> Strided:
     return shape, contiguous_strides(shape), start
 
 
-class Buffer(Protocol):
-    """Memory that tensors are views of."""
-
-    def view(
-        self,
-        dtype: torch.dtype,
-        byte_offset: int,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...] | None = None,
-    ) -> torch.Tensor:
-        """A tensor over the buffer; ``strides`` in elements, contiguous by default."""
-
-    def views(
-        self, dtype: torch.dtype, byte_offset: int, places: Sequence[Strided]
-    ) -> list[torch.Tensor]:
-        """Several views, each at its position in a part of the buffer; see `view` for one."""
-
-    def keep_valid(self, tensor: torch.Tensor) -> None:
-        """Let ``tensor``, made of a view of the buffer, be as valid as the view is."""
-
-
-class _OneStorage:
-    """The common part of the buffers: views of one storage, which are valid while its memory is
-    allocated.
-    """
+class Buffer:
+    """Memory that tensors are views of: one storage. They are valid while that is allocated."""
 
     __slots__ = ("_raw",)
 
@@ -179,7 +156,7 @@ class _OneStorage:
         """Nothing to do: what shares the storage finds its memory there."""
 
 
-class FlatBuffer(_OneStorage):
+class FlatBuffer(Buffer):
     """A persistent flat buffer, viewed in any dtype at any aligned offset.
 
     Args:
@@ -240,7 +217,7 @@ def all_buffers() -> list[TransientBuffer]:
     return [buffer for buffer in _all if not buffer._raw.is_meta]
 
 
-class TransientBuffer(_OneStorage):
+class TransientBuffer(Buffer):
     """A flat buffer whose memory is allocated only between ``acquire`` and ``release``.
 
     Views are created once, while the buffer is first allocated, and stay valid objects permanently.

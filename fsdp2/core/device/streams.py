@@ -18,7 +18,7 @@ before the buffer is freed. `fsdp2.testing.virtual` has a third implementation t
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
@@ -83,22 +83,12 @@ class Streams(Protocol):
         """Run the operations inside the ``with`` on ``lane``."""
 
 
-class _Stay:
-    """A context that changes nothing; one shared object costs less than a nullcontext each."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exc: object) -> None:
-        return None
-
-
 class InlineStreams:
     """One lane for all: an operation has run when its call returns, or before any later one."""
 
     asynchronous = False
     captures: Callable[[], bool] | None = None
-    _stay = _Stay()
+    _stay = nullcontext()  # one for all: it has no state
 
     def make_event(self) -> None:
         """There are no events."""

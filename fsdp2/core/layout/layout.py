@@ -21,6 +21,7 @@ so that every rank decides alike (invariant I1 in docs/invariants.md).
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -95,6 +96,61 @@ ROWS = Cut()
 """The cut of torch's FSDP2."""
 
 
+SMALL_PADDING = 0.03
+"""Padding of the first dim, as a share of a parameter, up to which no other is looked at."""
+
+SMALL_PADDING_BYTES = 1 << 20
+"""The same in bytes, over all ranks."""
+
+
+def default_cut(
+    shape: Sequence[int],
+    ranks: int,
+    itemsize: int,
+    dims: Sequence[int] | None = None,
+    in_bands: bool = True,
+) -> Cut:
+    """The cut that is taken where several will do (decision 14).
+
+    On the first dim, unless equal pieces of it pad more than 3 % of the parameter and more than
+    1 MiB over all ranks. Then, of all dims and, where dim 0 and others were named, of dim 0 in as
+    many bands as can be with another: one that pads no more than 3 %, rather one that needs no
+    copies, rather on one dim, rather one that pads less; if there is none, the one that pads least.
+
+    Args:
+        shape: shape of the parameter, at least one dim.
+        ranks: how many ranks it is sharded over.
+        itemsize: bytes of an element.
+        dims: those that it may be cut on; ``None`` (default) for any one.
+        in_bands: whether it may be cut on two of them.
+
+    Example::
+
+        >>> default_cut((128, 5760, 2880), 256, 4)  # on dim 0, half of all ranks would be empty
+        Cut(dim=1, bands=1)
+        >>> default_cut((128, 5760, 2880), 256, 4, dims=(0, 1))
+        Cut(dim=1, bands=128)
+    """
+    numel = math.prod(shape)
+    first = 0 if dims is None else dims[0]
+    length = shape[first]
+    small = SMALL_PADDING * numel
+    # As `Cut.padded`, without calls: most parameters need no more than this.
+    padding = -length % ranks * (numel // length) if length else 0
+    if padding <= small or padding * itemsize <= SMALL_PADDING_BYTES:
+        return Cut(first)
+    cuts = [Cut(dim) for dim in (range(len(shape)) if dims is None else dims)]
+    bands = math.gcd(shape[0], ranks)
+    if in_bands and dims is not None and 0 in dims and 1 < bands < ranks:
+        cuts += [Cut(dim, bands) for dim in dims if dim]
+
+    def cost(cut: Cut) -> tuple[float, bool, int, int]:
+        padding = cut.padded(shape, ranks) - numel
+        return max(padding - small, 0), not cut.in_order(shape, ranks), cut.bands, padding
+
+    return min(cuts, key=cost)
+
+
 class Transport(Enum):
     """How a segment's shards become its gathered parameters."""
 
@@ -159,12 +215,12 @@ class Slot:
     shard_offset: int
     full_offset: int
 
-    @property
+    @functools.cached_property
     def dim(self) -> int:
         """The dim that is cut into pieces; besides, dim 0 may be cut into bands."""
         return self.cut.dim
 
-    @property
+    @functools.cached_property
     def per_band(self) -> int:
         """Ranks that share a band; all, if there is one."""
         return self.world_size // self.cut.bands
@@ -233,8 +289,9 @@ class Slot:
         if self.cut.bands > 1:
             height = self.piece[0]
             whole = whole.narrow(0, rank // self.per_band * height, height)
-        start = min(rank % self.per_band * self.chunk, self.shape[self.dim])
-        return whole.narrow(self.dim, start, self.rows(rank))
+        length = self.shape[self.dim]
+        start = min(rank % self.per_band * self.chunk, length)
+        return whole.narrow(self.dim, start, min(self.chunk, length - start))
 
     def whole_ranks(self) -> int:
         """How many ranks of a band hold a whole piece; at most one further holds a part of one."""
@@ -373,10 +430,10 @@ class GroupLayout:
             ],
         )
 
-    @property
+    @functools.cached_property
     def slots(self) -> tuple[Slot, ...]:
         """The slots of all segments."""
-        return tuple(slot for segment in self.segments for slot in segment.slots)
+        return tuple(itertools.chain.from_iterable(segment.slots for segment in self.segments))
 
     @property
     def gathered_bytes(self) -> int:

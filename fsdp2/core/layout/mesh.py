@@ -240,10 +240,8 @@ def _joined(outer: DeviceMesh, inner: DeviceMesh, world: object) -> DeviceMesh:
     return DeviceMesh._concatenate([outer, inner])
 
 
-def sharded_spec(axes: MeshAxes, param: torch.Tensor, cut: Cut) -> DTensorSpec:
-    """The spec of a parameter of this global shape and dtype; a DTensor is not cut in bands."""
-    if not isinstance(param, DTensor):
-        return axes.spec_of(cut, param.size(), param.stride(), param.dtype)
+def sharded_spec(axes: MeshAxes, param: DTensor, cut: Cut) -> DTensorSpec:
+    """The spec of a parameter that was a DTensor before, which is not cut in bands."""
     meta = TensorMeta(param.size(), param.stride(), param.dtype)
     placements = axes.placements(cut)
     dim = cut.dim

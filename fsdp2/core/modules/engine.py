@@ -33,7 +33,7 @@ from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import GATHERED, OWNER, ShardedParam
 from fsdp2.core.progress import Backwards
 from fsdp2.core.schedule.calls import Call, Calls
-from fsdp2.core.schedule.graphs import GRAPHS, Graph
+from fsdp2.core.schedule.iteration import GRAPHS, Graph
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.side_doors import noting, stop_noting_unused
 from fsdp2.core.schedule.unit import Unit, all_groups, all_units
@@ -192,15 +192,16 @@ def _hook_side_doors(ends: Ends) -> None:
     if not noted:
         return
     nodes = nodes_behind(ends)
+    numbers = [node._sequence_nr() for node in nodes]
     for calls in noted:
-        inside = {node: calls.owner(node._sequence_nr()) for node in nodes}
+        inside = dict(zip(nodes, calls.owners(numbers), strict=True))
         calls.looked = calls.looked or any(inside.values())
         doors = {node: inside[node] for node in _first(ends)}
         for node, owner in inside.items():
             for following, _ in node.next_functions:
                 if following is None or inside[following] is owner:
                     continue
-                if not _ends_call(following, inside):
+                if not (following.name() in _MARKS and _ends_call(following, inside)):
                     doors[following] = inside[following]
         for node, call in doors.items():
             if call is not None:
@@ -208,11 +209,11 @@ def _hook_side_doors(ends: Ends) -> None:
 
 
 def _ends_call(node: Node, inside: Mapping[Node, Call | None]) -> bool:
-    """Whether it is the mark at which the backward of its call ends: nothing inside comes after.
+    """Whether a mark is that at which the backward of its call ends: nothing inside comes after.
 
     The hook that leaves the unit runs before those of the node. To enter there is to enter again.
     """
-    return node.name() in _MARKS and all(
+    return all(
         following is None or inside[following] is not inside[node]
         for following, _ in node.next_functions
     )

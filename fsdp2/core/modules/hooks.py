@@ -43,6 +43,7 @@ from fsdp2.core.modules.containers import (
 from fsdp2.core.modules.dynamo import uncompiled, uncompiled_methods
 from fsdp2.core.modules.frames import failure_of, running_calls
 from fsdp2.core.modules.registrations import (
+    Move,
     Registrations,
     find_emptied,
     find_moves,
@@ -61,12 +62,13 @@ from fsdp2.core.modules.registry import (
 )
 from fsdp2.core.modules.roots import served_with, start
 from fsdp2.core.modules.ties import owners_of, take_up
-from fsdp2.core.params.param import GATHERED, ModuleEntries
+from fsdp2.core.params.param import GATHERED, ModuleEntries, ModuleEntry, ShardedParam
 from fsdp2.core.progress import tracing_error
-from fsdp2.core.schedule.graphs import GRAPHS
 from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.iteration import GRAPHS
 from fsdp2.core.schedule.retrace import next_node, running_node
 from fsdp2.core.schedule.scheduler import Scheduler
+from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.unit import BACKWARD, FORWARD, REDUCED, Unit, all_units, enlist
 
 SEEN = "_fsdp2_seen"
@@ -266,12 +268,20 @@ class UnitHooks(UnitRecord):
         if self.unit.is_root and not fresh and self._serves_others(scheduler):
             scheduler = start(self)
         groups = scheduler.groups
-        known = {id(form) for group in groups for p in group.params for form in p.forms()}
-        for group in groups:
-            follow_replaced(group, known)
         params = [param for group in groups for param in group.params]
-        managed = {entry: param for param in params for entry in param.entries}
-        moves = find_emptied(managed)
+        managed: dict[ModuleEntry, ShardedParam] = {}
+        shards_alone = True  # whether each entry holds the sharded parameter
+        for param in params:
+            for entry in param.entries:
+                managed[entry] = param
+                if entry[0]._parameters.get(entry[1]) is not param.sharded:
+                    shards_alone = False
+        moves: list[Move] = []
+        if not shards_alone:
+            known = {id(form) for param in params for form in param.forms()}
+            for group in groups:
+                follow_replaced(group, known)
+            moves = find_emptied(managed)
         inside: list[UnitRecord] = []
         for module in self.modules:
             below = records_below(module)
@@ -282,10 +292,12 @@ class UnitHooks(UnitRecord):
             scheduler.wait_for_reductions()
             take_up(moves, scheduler.units)
             scheduler.refresh()
-        groups = [group for record in inside for group in record.unit.own_groups]
-        self._first_group = groups[0] if groups else None
-        for group in groups:
-            put_back(group)
+        inner = [group for record in inside for group in record.unit.own_groups]
+        self._first_group = inner[0] if inner else None
+        as_found = set(groups) if shards_alone and not moves else set()
+        for group in inner:
+            if group.state is not SHARDED or group not in as_found:
+                put_back(group)
         self._watch_outside(self.unit.is_root)
         self._registrations = Registrations.count
         return scheduler

@@ -226,7 +226,9 @@ def find_moves(
         ignored: the entries of ``ignored_params``.
     """
     moves: list[Move] = []
-    forms = {id(form): param for param in params for form in param.forms()}
+    # A loader may have put one tensor in the place of two parameters.
+    are_distinct = len({id(param.sharded) for param in params}) == len(params)
+    forms: dict[int, ShardedParam] = {}
     known = {id(param): param for param in params}
     meshes = {p.sharded.device_mesh for p in params if isinstance(p.sharded, DTensor)}
     for prefix, module in root.named_modules():
@@ -235,7 +237,12 @@ def find_moves(
                 continue
             name = f"{prefix}.{key}" if prefix else key
             marks = registered.__dict__
-            param, other = managed.get((module, key)), forms.get(id(registered))
+            param = managed.get((module, key))
+            is_shard = param is not None and registered is param.sharded
+            if is_shard and are_distinct and WHOLE not in marks:
+                continue
+            forms = forms or {id(form): each for each in params for form in each.forms()}
+            other = forms.get(id(registered))
             is_whole = param is not None and WHOLE in marks
             if param is not None and other is param and not is_whole:
                 continue

@@ -98,8 +98,7 @@ class UnitRecord(abc.ABC):
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules that `fully_shard` was called on, as far as they still exist."""
-        found = (reference() for reference in self._modules)
-        return tuple(module for module in found if module is not None)
+        return tuple([m for reference in self._modules if (m := reference()) is not None])
 
     def run_on(self, streams: Streams) -> None:
         """Let the scheduler, and later ones, order lanes by another object for the same streams."""
@@ -180,16 +179,16 @@ def require_record(module: object) -> UnitRecord:
 def records_below(module: nn.Module, recurse: bool = True) -> list[UnitRecord]:
     """The records of a module's unit and, with ``recurse``, of those below it; each once."""
     members = modules_below(module) if recurse else [module]
-    return list({record: None for member in members if (record := record_of(member)) is not None})
+    return list(dict.fromkeys(filter(None, [m.__dict__.get(RECORD) for m in members])))
 
 
 def modules_below(module: nn.Module) -> list[nn.Module]:
     """As ``module.modules()``, in the same order: without a generator for each depth."""
     found: dict[nn.Module, None] = {}
-    waiting = [module]
+    waiting: list[nn.Module | None] = [module]
     while waiting:
         member = waiting.pop()
-        if member not in found:
+        if member is not None and member not in found:
             found[member] = None
-            waiting += [below for below in reversed(member._modules.values()) if below is not None]
+            waiting += reversed(member._modules.values())
     return list(found)

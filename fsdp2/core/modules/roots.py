@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.layout import GroupLayout
-from fsdp2.core.modules.registry import UnitRecord, record_of, record_of_unit, records_below
+from fsdp2.core.modules.registry import RECORD, UnitRecord, record_of_unit, records_below
 from fsdp2.core.notices import Notice
 from fsdp2.core.params.param import ModuleEntry, ShardedParam
 from fsdp2.core.schedule.scheduler import Scheduler
@@ -100,7 +100,7 @@ def served_with(record: UnitRecord) -> dict[UnitRecord, list[str]]:
     """
     found: dict[UnitRecord, list[str]] = {}
     for name, module in record.modules[0].named_modules():
-        below = record_of(module)
+        below = module.__dict__.get(RECORD)
         if below is not None:
             found.setdefault(below, []).append(name)
     reached = list(found)
@@ -135,13 +135,13 @@ def _name_parameters(root: nn.Module) -> None:
     """By where they are registered, the first place of several; whatever is registered there."""
     managed: dict[ModuleEntry, ShardedParam] = {}
     modules = list(root.named_modules())
-    found = dict.fromkeys(record_of(module) for _, module in modules)
-    for below in filter(None, found):
+    for below in records_below(root):
         for group in below.unit.own_groups:
             group.name = below.unit.title
-            managed.update({entry: param for param in group.params for entry in param.entries})
+            for param in group.params:
+                managed.update(dict.fromkeys(param.entries, param))
     entries = [(m, key, prefix) for prefix, m in modules for key in m._parameters]
     for module, key, prefix in reversed(entries):
-        param = managed.get((module, key))
-        if param is not None:
-            param.name = f"{prefix}.{key}" if prefix else key
+        named = managed.get((module, key))
+        if named is not None:
+            named.name = f"{prefix}.{key}" if prefix else key

@@ -1,7 +1,7 @@
 """One parameter: its two forms, the module entries that hold them, and its gradients.
 
     param      ShardedParam, and the plan from which it is created
-    aliases    a reference from before sharding, which follows the parameter
+    aliases    references from before sharding: those that follow the parameter, those refused
     hooks      hooks that users register on sharded parameters
     gradients  the gradients of several, taken and delivered; reuse of their DTensors
 

@@ -199,8 +199,8 @@ class ShardedGradients:
     def _look_for_hooks(self) -> None:
         self._hooks_seen = CountedHooks.count
         found = [may_have_hooks(param.sharded) for param in self.params]
-        self._edited = any(edited for edited, _ in found)
-        self._watched = any(watched for _, watched in found)
+        self._edited = True in [edited for edited, _ in found]
+        self._watched = True in [watched for _, watched in found]
 
     def _deliver_to_hooks(
         self,
@@ -279,7 +279,7 @@ class PermutedGradients(ShardedGradients):
 
 def gradients_of(params: Sequence[ShardedParam]) -> Gradients:
     """The gradients of parameters that are reduced alike."""
-    permuted = any(param.order is not None for param in params)
+    permuted = [param for param in params if param.order is not None]
     return PermutedGradients(params) if permuted else ShardedGradients(params)
 
 

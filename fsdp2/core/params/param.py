@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -69,17 +69,6 @@ ModuleEntry = tuple[nn.Module, str]
 """A module and the name under which it holds the parameter."""
 
 
-class ParamStore(Protocol):
-    """The place in which a module stores its parameters."""
-
-    def __setitem__(self, name: str, param: nn.Parameter, /) -> None:
-        """Register ``param`` under ``name``."""
-
-
-Swap = tuple[ParamStore, str, nn.Parameter]
-"""A store, a key and a parameter: ``store[key] = parameter`` registers it."""
-
-
 class ModuleEntries:
     """Entries of modules: they do not keep modules alive, and end with them.
 
@@ -90,10 +79,13 @@ class ModuleEntries:
         self._entries = [(weakref.ref(module), name) for module, name in entries]
 
     def __iter__(self) -> Iterator[ModuleEntry]:
+        # No generator, which would be entered once for each entry and once more.
+        found: list[ModuleEntry] = []
         for reference, name in self._entries:
             module = reference()
             if module is not None:
-                yield module, name
+                found.append((module, name))
+        return iter(found)
 
 
 class AttributeStore:
@@ -115,11 +107,18 @@ class AttributeStore:
                 AttributeStore.storing = None
 
 
+ParamStore = dict[str, nn.Parameter] | AttributeStore | Alias
+"""Registers a form of a parameter: ``store[name] = parameter``."""
+
+Swap = tuple[ParamStore, str, nn.Parameter]
+"""A store, a key and a parameter: ``store[key] = parameter`` registers it."""
+
+
 def store_of(module: nn.Module) -> ParamStore:
     """The store of ``module``'s parameters, which does not count as a registration by the user."""
     # A store into the dictionary costs 0.05 µs; nn.Module.__setattr__ several.
     if type(module).__setattr__ is nn.Module.__setattr__:
-        return cast(ParamStore, module._parameters)
+        return cast(dict[str, nn.Parameter], module._parameters)
     return AttributeStore(module)
 
 
@@ -181,8 +180,11 @@ class PlannedParam:
 
 def axes_in(plans: list[PlannedParam]) -> list[MeshAxes]:
     """The different axes, in the order in which parameters name them; those of whole ones last."""
-    found = {id(plan.axes): plan.axes for plan in plans}
-    return sorted(found.values(), key=lambda axes: axes.whole)
+    sharded: dict[int, MeshAxes] = {}
+    whole: dict[int, MeshAxes] = {}
+    for plan in plans:
+        (whole if plan.axes.whole else sharded)[id(plan.axes)] = plan.axes
+    return [*sharded.values(), *whole.values()]
 
 
 def refuse_written(name: str) -> NoReturn:
@@ -265,12 +267,20 @@ class ShardedParam:
         self.dtype_override = plan.dtype_override
         self.attributes = _users_attributes(param)
         self.requires_grad = param.requires_grad
-        self._spec: DTensorSpec = sharded_spec(axes, param, cut)
-        self.parallel = param._spec if isinstance(param, DTensor) else None
-        self.order = memory_order(param)
-        # Until the shard has its rows.
-        self._whole: torch.Tensor | None = self.laid_out(local_of(param.detach()))
-        self.shape = tuple(self._whole.shape)
+        whole = param.detach()
+        self.parallel: DTensorSpec | None = None
+        self.order: tuple[int, ...] | None = None
+        if isinstance(param, DTensor):
+            self.parallel = param._spec
+            whole = local_of(whole)
+            self._spec = sharded_spec(axes, param, cut)
+        else:
+            self._spec = axes.spec_of(cut, param.size(), param.stride(), param.dtype)
+            if not param.is_contiguous():
+                self.order = memory_order(param)
+                whole = self.laid_out(whole)
+        self._whole: torch.Tensor | None = whole  # until the shard has its rows
+        self.shape = tuple(whole.shape)
         self._target: torch.Tensor | None = None
         self.sharded: nn.Parameter = param
         self.unsharded: nn.Parameter | None = None
@@ -283,8 +293,11 @@ class ShardedParam:
         # Of `register_hook` and `register_post_accumulate_grad_hook`. The dicts themselves go on,
         # so that handles which users have still remove what they stand for.
         self._hooks = param._backward_hooks, param._post_accumulate_grad_hooks
-        self._grad_dtype = _chosen_grad_dtype(param)
-        self.grad_spec: DTensorSpec = with_dtype(self._spec, self.grad_dtype)
+        chosen: torch.dtype | None = getattr(param, "grad_dtype", None)
+        self._grad_dtype = None if chosen == param.dtype else chosen  # the user's
+        self.grad_spec = self._spec
+        if self._grad_dtype is not None:
+            self.grad_spec = with_dtype(self._spec, self._grad_dtype)
 
     @property
     def differs_over(self) -> tuple[tuple[DeviceMesh, int], ...]:
@@ -332,7 +345,9 @@ class ShardedParam:
     @property
     def is_extended(self) -> bool:
         """Whether its present local tensor has all-gather hooks."""
-        return is_extended(self.local if self._whole is None else self._whole)
+        present = self.local if self._whole is None else self._whole
+        is_plain = type(present) is torch.Tensor and not present.__dict__  # as most: no call
+        return not is_plain and is_extended(present)
 
     def adopt(self, slot: Slot, target: torch.Tensor) -> None:
         """Move this rank's rows to ``target``, a view of the flat shard, and be backed by it.
@@ -349,7 +364,7 @@ class ShardedParam:
             else:
                 rows = slot.part(self._whole, self.axes.piece_rank)
             target.copy_(rows)
-        self._wrap(self.as_seen(target))
+        self._wrap(target if self.order is None else self.as_seen(target))
 
     def adopt_extended(self, slot: Slot, offload: CPUOffloadPolicy | None) -> None:
         """Be backed by this rank's rows as a tensor of the subclass, which its own operators make.
@@ -374,6 +389,7 @@ class ShardedParam:
                 self.sharded.__dict__.setdefault(name, value)
             self.sharded._local_tensor = rows  # type: ignore[attr-defined]  # a DTensor
             self._spec = self.sharded._spec  # type: ignore[attr-defined]  # a DTensor
+            self.grad_spec = with_dtype(self._spec, self.grad_dtype)
         else:
             self._whole = None
             self.sharded = wrap_parameter(rows, self._spec, self.requires_grad)
@@ -382,7 +398,6 @@ class ShardedParam:
                 self.sharded._post_accumulate_grad_hooks = self._hooks[1]
             count_hooks(self.sharded)
             self.register(self.sharded)
-        self.grad_spec = with_dtype(self._spec, self.grad_dtype)
         if self._grad_dtype is not None:
             self.sharded.grad_dtype = self._grad_dtype
 
@@ -563,20 +578,19 @@ class ShardedParam:
         Args:
             gathered: ``shape``; the parameter, or its local tensor if it was a DTensor before.
         """
-        gathered = self.as_seen(gathered)
+        if self.order is not None:
+            gathered = self.as_seen(gathered)
         if self.parallel is not None:
             gathered = wrap_local(gathered, with_dtype(self.parallel, gathered.dtype))
         unsharded = nn.Parameter(gathered, requires_grad=self.sharded.requires_grad)
-        unsharded.__dict__.update({**self.attributes, **self._marks()})
+        unsharded.__dict__.update(self.attributes)
+        unsharded.__dict__.update({GATHERED: self.name, REPLACED: weakref.ref(self)})
         if self._hooks[0] is not None:
             unsharded._backward_hooks = self._hooks[0]
         old = self.unsharded
         if old is not None and old.grad is not None:  # accumulated without sync
             unsharded.grad = old.grad.to(unsharded.dtype)
         self.unsharded = unsharded
-
-    def _marks(self) -> dict[str, Any]:
-        return {GATHERED: self.name, REPLACED: weakref.ref(self)}
 
     def forbid_reading(self) -> None:
         """Let a backward raise that reads the unsharded parameter: autograd compares versions."""
@@ -601,7 +615,8 @@ class ShardedParam:
         spec = DTensorSpec(mesh, (Replicate(), Shard(self.cut.dim)), tensor_meta=meta)
         with torch.inference_mode(False):  # which training registers, too
             param = nn.Parameter(wrap_local(rows, spec), requires_grad=self.sharded.requires_grad)
-        param.__dict__.update({**self.attributes, **self._marks()})
+        param.__dict__.update(self.attributes)
+        param.__dict__.update({GATHERED: self.name, REPLACED: weakref.ref(self)})
         param._backward_hooks = self.sharded._backward_hooks
         param._post_accumulate_grad_hooks = self.sharded._post_accumulate_grad_hooks
         self.smaller, self._smaller_version = param, param._version
@@ -629,8 +644,8 @@ class ShardedParam:
 
     def register(self, param: nn.Parameter) -> None:
         """Put ``param`` into every entry."""
-        for target, name, value in self.swaps(param):
-            target[name] = value
+        for store, name in self.stores():
+            store[name] = param
 
     def swaps(self, param: nn.Parameter) -> list[Swap]:
         """The stores that register ``param``, ready to be run in a loop."""
@@ -639,23 +654,12 @@ class ShardedParam:
     def stores(self) -> list[tuple[ParamStore, str]]:
         """The stores in which a form of it is registered, and the names."""
         stores = [(store_of(module), name) for module, name in self.entries]
-        stores += [(alias, self.name) for alias in self.aliases]
+        if self.aliases:
+            stores += [(alias, self.name) for alias in self.aliases]
         return stores
 
 
-class HasDtype(Protocol):
-    """Determines the dtype in which a parameter is gathered."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the shards."""
-
-    @property
-    def dtype_override(self) -> torch.dtype | None:
-        """The user's exception from the policy."""
-
-
-def compute_dtype(options: GroupOptions, param: HasDtype) -> torch.dtype:
+def compute_dtype(options: GroupOptions, param: ShardedParam) -> torch.dtype:
     """The dtype in which a parameter is gathered; integers are gathered without a cast."""
     dtype = param.dtype
     chosen = param.dtype_override or options.precision.param_dtype
@@ -670,20 +674,24 @@ def shapes_of(params: Sequence[ShardedParam], options: GroupOptions) -> list[Par
     """
     shapes = []
     kin: dict[object, int] = {}
+    wanted, wire = options.precision.param_dtype, options.wire.gather
     for param in params:
-        shard, full = param.dtype, compute_dtype(options, param)
+        shard, extended = param.dtype, param.is_extended
+        full = param.dtype_override or wanted  # as in `compute_dtype`
+        if full is None or not shard.is_floating_point:
+            full = shard
         dtypes = (shard, shard.itemsize, full, full.itemsize)
-        coded = options.wire.gather is not None and not (param.exact or param.is_extended)
+        coded = wire is not None and not (param.exact or extended)
         if coded:
             from fsdp2.core.codecs.codec import check_coded  # who needs none loads none
 
-            check_coded(param.name, (shard, full), f"{options.wire.gather}")
+            check_coded(param.name, (shard, full), f"{wire}")
         shape = ParamShape(
             param.name,
             param.shape,
             param.cut,
             *dtypes,
-            param.is_extended,
+            extended,
             coded,
             kin.setdefault(param.differs_over, len(kin)) if coded else 0,
         )
@@ -699,8 +707,11 @@ def is_extended(local: torch.Tensor) -> bool:
 
 def _users_attributes(param: nn.Parameter) -> dict[str, object]:
     """Attributes that users set on a parameter, without those of its tensor subclass."""
-    own = () if isinstance(param, DTensor) or not is_extended(param) else param.detach().__dict__
-    return {name: value for name, value in param.__dict__.items() if name not in own}
+    found = dict(param.__dict__)
+    if found and not isinstance(param, DTensor) and is_extended(param):
+        for name in param.detach().__dict__:
+            found.pop(name, None)
+    return found
 
 
 def _shard_of(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
@@ -716,9 +727,3 @@ def _shard_of(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
     if length:
         rows.copy_(torch.chunk(whole, slot.world_size, dim)[rank])
     return rows
-
-
-def _chosen_grad_dtype(param: nn.Parameter) -> torch.dtype | None:
-    """The ``grad_dtype`` that the user gave the parameter, if it is another than its dtype."""
-    chosen: torch.dtype | None = getattr(param, "grad_dtype", None)
-    return None if chosen == param.dtype else chosen

@@ -1,7 +1,7 @@
 """When groups of parameters are unsharded, resharded and reduced.
 
     scheduler  order, prefetch and windows of the units below one root
-    iteration  state from the first forward to the end of the last backward
+    iteration  state from the first forward to the end of the last backward; recorded graphs
     reuse      units that are left gathered, rows that are kept: whether shards were written
     claimed    a layer around groups that a user has unsharded: writes to them
     in_flight  pending reductions, and the memory that they hold
@@ -14,7 +14,6 @@
     retrace    a backward that misses no unit, whatever this rank's loss uses
     calls      which autograd node belongs to which unit, for backwards that enter by no output
     side_doors which schedulers record that, and for how long
-    graphs     graphs that backwards record, for which parameters stay in memory
     ties       groups that several units use
     whole      parameters replicated on every rank, whose gradients are all-reduced together
     layers     operations of a group that the scheduler calls, and layers around them on request

@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 from weakref import WeakMethod
 
 import torch
@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
-from fsdp2.core.device.buffers import Buffer, FlatBuffer, TransientBuffer
+from fsdp2.core.device.buffers import Buffer, FlatBuffer, SwappedBuffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Replicas
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import Streams
@@ -43,6 +43,7 @@ from fsdp2.core.reduce.binding import hand_over, make_reductions
 from fsdp2.core.reduce.levels import Pieces
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
+from fsdp2.core.schedule.states import SHARDED, GroupState
 
 requires_grad = operator.attrgetter("requires_grad")
 version = operator.attrgetter("_version")
@@ -114,8 +115,43 @@ class Runtime:
     between: Collectives | None = None
 
 
-class Bindable(Protocol):
-    """The group that is bound; `fsdp2.core.schedule.group.ParamGroup` says what each is."""
+class GroupFacts:
+    """The facts that binding reads of a `fsdp2.core.schedule.group.ParamGroup`, which sets them.
+
+    Attributes:
+        name: name of the unit, for messages.
+        params: the parameters.
+        options: what the user chose.
+        layout: where each parameter's rows are; ``None`` where a move of them was interrupted.
+        shard: this rank's rows of all parameters but extended ones, as ``layout`` says, or their
+            pieces.
+        runtime: what it runs on.
+        collectives: of the shard axis.
+        reducers: collectives of the gradients; ``collectives`` unless they got a process group of
+            their own.
+        replicas: collectives of the replicate axis, if there is one.
+        device: where it computes.
+        smaller_group: the group to reshard to after forward, if not this one or none.
+        state: where the parameters are.
+        retained: what was gathered and outlives its use, if anything does, and the fingerprint of
+            its shards (`fsdp2.core.schedule.reuse`).
+    """
+
+    __slots__ = (
+        "collectives",
+        "device",
+        "layout",
+        "name",
+        "options",
+        "params",
+        "reducers",
+        "replicas",
+        "retained",
+        "runtime",
+        "shard",
+        "smaller_group",
+        "state",
+    )
 
     name: str
     params: list[ShardedParam]
@@ -128,30 +164,43 @@ class Bindable(Protocol):
     replicas: Replicas | None
     device: torch.device
     smaller_group: SmallerGroup | None
+    state: GroupState
+    retained: Retained | None
 
     @property
     def offload(self) -> CPUOffloadPolicy | None:
-        """The offload policy of offloaded shards."""
+        """The offload policy, if shards and gradients are in CPU memory apart from the device."""
+        return self.runtime.offload
 
     @property
     def between(self) -> Collectives | None:
-        """Collectives of the ranks that hold pieces of the same rows."""
+        """Collectives of the ranks with pieces of the same rows, where masters have two levels."""
+        return self.runtime.between
 
     @property
     def shard_layout(self) -> GroupLayout | None:
-        """The layout of what optimizers step in the flat shard."""
+        """The layout of what optimizers step in the flat shard: of rows, or of their pieces."""
+        return None if self.layout is None else self.layout.pieces or self.layout
 
     @property
     def is_retained(self) -> bool:
-        """Whether what was gathered stays in memory while shards are registered."""
+        """Whether sharded parameters are registered, and what was gathered is still there."""
+        return self.state is SHARDED and self.retained is not None and self.retained.holds
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether rows are kept after an all-gather."""
+        """Whether rows of a gather stay, so that others reuse them (invariant I17)."""
+        if self.between is not None and self.options.keep_rows is not False:
+            return True
+        kept_near = bool(self.options.keep_rows) and self.smaller_group is not None
+        return kept_near or self.keeps_whole_rows
 
     @property
     def keeps_whole_rows(self) -> bool:
-        """Whether these are the rows of all ranks."""
+        """Whether these are the rows of all ranks, not a node's or a smaller group's."""
+        near = self.between is not None or self.smaller_group is not None
+        wanted = self.options.wire.differences or (bool(self.options.keep_rows) and not near)
+        return wanted and self.collectives.size > 1
 
 
 class Bound:
@@ -216,7 +265,7 @@ class Bound:
         "watched",
     )
 
-    def __init__(self, group: Bindable, former: Bound | None, waiting: bool) -> None:
+    def __init__(self, group: GroupFacts, former: Bound | None, waiting: bool) -> None:
         layout = group.shard_layout
         assert group.layout is not None
         assert layout is not None
@@ -251,7 +300,7 @@ class Bound:
         self.full.release()
         self.references = self.count_references(group.params)
 
-    def reroute(self, group: Bindable) -> None:
+    def reroute(self, group: GroupFacts) -> None:
         """Bind another way to gather; the gathered parameters stay the objects that they are."""
         self.full.acquire()
         if self.mirror is not None:
@@ -266,7 +315,7 @@ class Bound:
             self.full.release()
         self.references = self.count_references(group.params)
 
-    def _extension_of(self, group: Bindable) -> Extension | None:
+    def _extension_of(self, group: GroupFacts) -> Extension | None:
         assert group.layout is not None
         made: WeakMethod[Callable[[ShardedParam], None]] = WeakMethod(self._bind_swaps)
         context = ExtensionContext(group.options, group.device, group.offload, made)
@@ -274,7 +323,7 @@ class Bound:
             group.layout, group.params, group.collectives, group.runtime.kernels, context
         )
 
-    def _bind_gathers(self, group: Bindable) -> None:
+    def _bind_gathers(self, group: GroupFacts) -> None:
         layout, masters = group.layout, group.shard_layout
         assert layout is not None
         assert masters is not None
@@ -313,7 +362,7 @@ class Bound:
         found = found if self.nodes is None else self.nodes.before(found)
         self.gather = found if self._load is None else combined([self._load, found])
 
-    def _keep_rows(self, group: Bindable) -> None:
+    def _keep_rows(self, group: GroupFacts) -> None:
         """Let gathers reuse rows, those that were there before too."""
         former, bound = self.keeping, weakref.ref(self)
         self.keeping = None
@@ -332,7 +381,7 @@ class Bound:
         if former is not None:
             self.keeping.follow(former)
 
-    def _bind_params(self, group: Bindable) -> None:
+    def _bind_params(self, group: GroupFacts) -> None:
         """Make the gathered parameters, and the stores that register either form.
 
         Extended ones follow in their first gather.
@@ -346,21 +395,22 @@ class Bound:
                     param = group.params[slot.index]
                     param.materialize(gathered)
                     assert param.unsharded is not None
-                    memory.keep_valid(local_of(param.unsharded))
-                    self._bind_swaps(param)
+                    if isinstance(memory, SwappedBuffer):
+                        memory.keep_valid(local_of(param.unsharded))
+                    self._bind_swaps(param, extended=False)
 
-    def _bind_swaps(self, param: ShardedParam) -> None:
+    def _bind_swaps(self, param: ShardedParam, extended: bool = True) -> None:
         assert param.unsharded is not None
         for store, name in param.stores():
             self.to_sharded.append((store, name, param.sharded))
             self.to_unsharded.append((store, name, param.unsharded))
         self.unsharded.append(param.unsharded)
         self.unsharded_flags.append(param.unsharded.requires_grad)
-        if not (param.is_extended or param.is_its_shard):  # whose gathers write it themselves
+        if not (extended or param.is_its_shard):  # whose gathers write it themselves
             self.watched.append(param.unsharded)
             self.versions.append(param.unsharded._version)
 
-    def _bind_shards(self, group: Bindable) -> None:
+    def _bind_shards(self, group: GroupFacts) -> None:
         """The facts compared before an all-gather, and the rows that a smaller group keeps."""
         backed = [param for param in group.params if hasattr(param.sharded, "_local_tensor")]
         self.locals = [(cast(DTensor, param.sharded), param.local) for param in backed]
@@ -381,7 +431,7 @@ class Bound:
             )
         self._keep_rows(group)
 
-    def bind_reductions(self, group: Bindable, waiting: bool) -> None:
+    def bind_reductions(self, group: GroupFacts, waiting: bool) -> None:
         """Build the reduction steps of the parameters that require grad now.
 
         Partial sums that wait for an all-reduce belong to the steps that made them, which stay

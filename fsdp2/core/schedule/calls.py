@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdp2.core.schedule.retrace import next_node
@@ -72,10 +73,10 @@ class Calls:
         """Whether any are known to this thread."""
         return bool(self._starts) and self._thread == threading.get_ident()
 
-    def owner(self, number: int) -> Call | None:
-        """The innermost call that created the node of that sequence number."""
-        position = bisect_right(self._starts, number) - 1
-        return self._owners[position] if position >= 0 else None
+    def owners(self, numbers: Iterable[int]) -> list[Call | None]:
+        """The innermost calls that created the nodes of these sequence numbers."""
+        found = [bisect_right(self._starts, number) - 1 for number in numbers]
+        return [self._owners[position] if position >= 0 else None for position in found]
 
     def forget(self) -> None:
         """Discard all calls."""

@@ -58,40 +58,26 @@ def connect_groups(groups: Sequence[ParamGroup], expects_backward: bool) -> bool
     now: list[Link] = []
     later: list[Link] = []
     for group in groups:
-        now += _links(group, _used_in_forward(group))
-        later += _links(group, _used_in_backward(group))
-    _connect(_unconnected(now + later if expects_backward else now))
-    return not _unconnected(later)
-
-
-def _used_in_forward(group: ParamGroup) -> list[ProcessGroup | None]:
-    between = None if group.between is None else group.between.group
-    return [group.collectives.group, between]
-
-
-def _used_in_backward(group: ParamGroup) -> list[ProcessGroup | None]:
-    used = [group.reducers.group]
-    if group.smaller_group is not None:
-        used.append(group.smaller_group.collectives.group)
-    if group.replicas is not None:
-        used.append(group.replicas.group)
-    return [found for found in used if found is not group.collectives.group]
-
-
-def _links(group: ParamGroup, used: Sequence[ProcessGroup | None]) -> list[Link]:
-    return [Link(found, group.device, group.name) for found in used if found is not None]
-
-
-def _unconnected(links: Sequence[Link]) -> list[Link]:
-    """Those whose backends make communicators in the first collective, which did not run yet."""
-    return [link for link in links if _connects_late(link)]
+        own = group.collectives.group
+        between = None if group.between is None else group.between.group
+        further = [group.reducers.group]
+        if group.smaller_group is not None:
+            further.append(group.smaller_group.collectives.group)
+        if group.replicas is not None:
+            further.append(group.replicas.group)
+        name, device = group.name, group.device
+        now += [Link(used, device, name) for used in (own, between) if used is not None]
+        later += [Link(used, device, name) for used in further if used not in (None, own)]
+    _connect(list(filter(_connects_late, now + later if expects_backward else now)))
+    return not any(map(_connects_late, later))
 
 
 def _connect(links: Sequence[Link]) -> None:
     """Run the first collective of process groups, each once in a process.
 
     Args:
-        links: `_unconnected` ones; all ranks of each connect it before they wait for anything else.
+        links: those that connect late; all ranks of each connect it before they wait for anything
+            else.
 
     Raises:
         RankMismatchError: as `meet`.
@@ -109,6 +95,8 @@ def _connect(links: Sequence[Link]) -> None:
 
 
 def _connects_late(link: Link) -> bool:
-    if link.group in _connected or link.group.size() == 1:
+    """Whether its backend makes communicators in the first collective, which did not run yet."""
+    group = link.group
+    if group in _connected or group.size() == 1:
         return False
-    return traits_of(link.group, link.device).connects_late
+    return traits_of(group, link.device).connects_late

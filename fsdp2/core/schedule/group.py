@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
-from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
+from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.buffers import FlatBuffer
 from fsdp2.core.device.collectives import Collectives, Replicas, Work
 from fsdp2.core.device.presence import meet
@@ -52,6 +52,7 @@ from fsdp2.core.reduce.reduction import (
 from fsdp2.core.schedule.bound import (
     NOTHING_TO_GATHER,
     Bound,
+    GroupFacts,
     Retained,
     Runtime,
     requires_grad,
@@ -66,8 +67,10 @@ from fsdp2.core.schedule.states import (
     refused,
 )
 
+is_meta = operator.attrgetter("is_meta")
 
-class ParamGroup:
+
+class ParamGroup(GroupFacts):
     """Parameters that share collectives.
 
     Args:
@@ -77,23 +80,14 @@ class ParamGroup:
         options: of the unit that it belongs to, which hands on what the user chose.
 
     Attributes:
-        collectives: of the shard axis.
-        reducers: collectives of the gradients; ``collectives`` unless they got a process group of
-            their own.
-        smaller_group: the group to reshard to after forward, if not this one or none.
-        layout: where each parameter's rows are; ``None`` where a move of them was interrupted.
-        shard: this rank's rows of all parameters but extended ones, as ``layout`` says, or their
-            pieces.
         bound: all that binding has made of it; ``None`` before the first use.
-        retained: what was gathered and outlives its use, if anything does, and the fingerprint of
-            its shards (`fsdp2.core.schedule.reuse`).
+        gathered_at: `OptimizerSteps.count` when its shards were gathered last, or rows of them.
         stale: whether the next gather has something to bind.
     """
 
     __slots__ = (
         "__weakref__",
         "_accumulated",
-        "_gathered_at",
         "_gathered_event",
         "_launch_gather",
         "_launch_reduction",
@@ -101,20 +95,8 @@ class ParamGroup:
         "_taken",
         "_works",
         "bound",
-        "collectives",
-        "device",
-        "layout",
-        "name",
-        "options",
-        "params",
-        "reducers",
-        "replicas",
-        "retained",
-        "runtime",
-        "shard",
-        "smaller_group",
+        "gathered_at",
         "stale",
-        "state",
         "streams",
     )
 
@@ -125,19 +107,18 @@ class ParamGroup:
         self.params = list(params)
         self.options = options
         self._run_on(runtime)
-        self.smaller_group: SmallerGroup | None = None
+        self.smaller_group = None
         self.state = SHARDED
         self.bound: Bound | None = None
-        self.retained: Retained | None = None
+        self.retained = None
         self.stale = True
         self._accumulated = False
-        self._gathered_at = -1
+        self.gathered_at = -1
         self._taken: Gather | None = None  # of the gather that was issued last
         self._works: list[Work] = []
         self._gathered_event: Event = None
         self._loaded_event: Event = None
-        self.layout: GroupLayout | None = None
-        self.shard: FlatBuffer
+        self.layout = None
         self.adopt()
 
     def _run_on(self, runtime: Runtime) -> None:
@@ -165,7 +146,7 @@ class ParamGroup:
     @property
     def is_outdated(self) -> bool:
         """Whether it was gathered before an optimizer step: its parameters have changed since."""
-        return self.state is not SHARDED and self._gathered_at != OptimizerSteps.count
+        return self.state is not SHARDED and self.gathered_at != OptimizerSteps.count
 
     @property
     def is_unsharded(self) -> bool:
@@ -173,30 +154,10 @@ class ParamGroup:
         return self.state is UNSHARDED
 
     @property
-    def keeps_rows(self) -> bool:
-        """Whether rows of a gather stay, so that others reuse them (invariant I17)."""
-        if self.between is not None and self.options.keep_rows is not False:
-            return True
-        kept_near = bool(self.options.keep_rows) and self.smaller_group is not None
-        return kept_near or self.keeps_whole_rows
-
-    @property
-    def keeps_whole_rows(self) -> bool:
-        """Whether these are the rows of all ranks, not a node's or a smaller group's."""
-        near = self.between is not None or self.smaller_group is not None
-        wanted = self.options.wire.differences or (bool(self.options.keep_rows) and not near)
-        return wanted and self.collectives.size > 1
-
-    @property
     def reuses_rows(self) -> bool:
         """Whether the next gather communicates nothing of what is kept."""
         keeping = None if self.bound is None or self.stale else self.bound.keeping
         return keeping is not None and keeping.current
-
-    @property
-    def is_retained(self) -> bool:
-        """Whether sharded parameters are registered, and what was gathered is still there."""
-        return self.state is SHARDED and self.retained is not None and self.retained.holds
 
     @property
     def is_dropped(self) -> bool:
@@ -233,11 +194,6 @@ class ParamGroup:
         return keeping is not None and keeping.current
 
     @property
-    def gathered_at(self) -> int:
-        """`OptimizerSteps.count` when its shards were gathered last, or rows of them."""
-        return self._gathered_at
-
-    @property
     def accumulates(self) -> bool:
         """Whether gradients of backwards without sync, or partial sums, are waiting."""
         return self._accumulated or (self.bound is not None and self.bound.has_partial_sums)
@@ -270,22 +226,7 @@ class ParamGroup:
         """Whether a backward that its own unit took no part in has left gradients."""
         return False
 
-    @property
-    def offload(self) -> CPUOffloadPolicy | None:
-        """The offload policy, if shards and gradients are in CPU memory apart from the device."""
-        return self.runtime.offload
-
     # ---- layout and binding
-
-    @property
-    def between(self) -> Collectives | None:
-        """Collectives of the ranks with pieces of the same rows, where masters have two levels."""
-        return self.runtime.between
-
-    @property
-    def shard_layout(self) -> GroupLayout | None:
-        """The layout of what optimizers step in the flat shard: of rows, or of their pieces."""
-        return None if self.layout is None else self.layout.pieces or self.layout
 
     def adopt(self) -> None:
         """Lay the group out and move every parameter's rows into one flat shard.
@@ -331,7 +272,7 @@ class ParamGroup:
         return dataclasses.replace(layout, pieces=pieces)
 
     def _new_shard(self, layout: GroupLayout) -> FlatBuffer:
-        on_meta, kernels = any(param.is_meta for param in self.params), self.runtime.kernels
+        on_meta, kernels = any(map(is_meta, self.params)), self.runtime.kernels
         if self.offload is None:
             return kernels.flat(layout.shard_bytes, on_meta)
         return kernels.host_flat(layout.shard_bytes, on_meta, self.offload.pin_memory)
@@ -467,8 +408,9 @@ class ParamGroup:
         """Lay the group out again, if parameters were changed or moved."""
         offloads = self.offload is not None and self.device != META
         home = torch.device("cpu") if offloads else self.device
+        offloaded = self.offload is not None
         for param in self.params:
-            param.check_usable(home, self.offload is not None)
+            param.check_usable(home, offloaded)
         follow_requires_grad(self.params)
         shapes = shapes_of(self.params, self.options)
         moved = [param.name for param in self.params if not param.is_in_place]
@@ -500,7 +442,7 @@ class ParamGroup:
         if state is SHARDED:
             assert bound is not None
             gather = bound.gather if self.retained is None else self._gather_of(self.retained)
-            self._gathered_at = OptimizerSteps.count
+            self.gathered_at = OptimizerSteps.count
         elif state is RESHARDED:
             assert bound is not None
             assert bound.smaller is not None

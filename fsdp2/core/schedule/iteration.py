@@ -11,11 +11,55 @@ Only the scheduler writes it. An abandoned iteration is dropped, and another one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Set
+from typing import ClassVar
 
-from fsdp2.core.schedule.graphs import Graph
 from fsdp2.core.schedule.retrace import Retracing
 from fsdp2.core.schedule.unit import Unit
+
+GRAPHS = "_fsdp2_graphs"
+"""In the metadata of a node of autograd: the set of the `Graph` objects that it is in."""
+
+
+class Graph:
+    """Represents a graph that a backward records (``create_graph=True``), which may read parameters
+    unseen; its nodes reference this object while they live.
+
+    Args:
+        let_go: a method of the scheduler whose units' backward records it: a graph was freed.
+
+    Attributes:
+        alive: all graphs that may still be read; empty if no derivatives of derivatives are taken.
+        ending: the graphs that the running backward reads for the last time, because it keeps none.
+    """
+
+    __slots__ = ("__weakref__", "_let_go")
+
+    alive: ClassVar[weakref.WeakSet[Graph]] = weakref.WeakSet()
+    ending: ClassVar[Set[Graph]] = frozenset()
+
+    def __init__(self, let_go: Callable[[], None]) -> None:
+        self._let_go = weakref.WeakMethod(let_go)  # a scheduler that is gone keeps nothing
+        Graph.alive.add(self)
+        weakref.finalize(self, _call_if_alive, self._let_go).atexit = False
+
+    @classmethod
+    def any_held_by(cls, let_go: Callable[[], None]) -> bool:
+        """Whether one of this scheduler's may still be read when the running backward is over."""
+        return any(graph._let_go() == let_go for graph in cls.alive - cls.ending)
+
+    @classmethod
+    def hand_over(cls, former: Callable[[], None], let_go: Callable[[], None]) -> None:
+        """A scheduler takes over everything that ``former`` keeps for graphs."""
+        for graph in cls.alive:
+            if graph._let_go() == former:
+                graph._let_go = weakref.WeakMethod(let_go)
+
+
+def _call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (found := method()) is not None:
+        found()
 
 
 class Iteration:

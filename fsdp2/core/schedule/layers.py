@@ -18,7 +18,7 @@ layouts are not operations: callers read them from `GroupOperations.base`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.params.param import PlannedParam, ShardedParam
@@ -26,118 +26,6 @@ from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
-
-
-class GroupOperations(Protocol):
-    """A group as the scheduler calls it: the group itself, or the outermost layer around it.
-
-    `ParamGroup` says what each operation does.
-    """
-
-    @property
-    def base(self) -> ParamGroup:
-        """The group itself."""
-
-    @property
-    def is_alias(self) -> bool:
-        """Whether it stands for a group of another unit."""
-
-    @property
-    def params(self) -> list[ShardedParam]:
-        """The parameters that are the unit's own."""
-
-    # ---- where it is
-
-    @property
-    def state(self) -> GroupState:
-        """The state of the parameters."""
-
-    @property
-    def stale(self) -> bool:
-        """Whether the next gather has something to bind."""
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether it was gathered before an optimizer step."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it is sharded, and nothing is there to reduce."""
-
-    @property
-    def is_owed(self) -> bool:
-        """Whether a backward that its own unit took no part in has left gradients."""
-
-    @property
-    def is_referred_to(self) -> bool:
-        """Whether anybody else may read what is gathered."""
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients of backwards without sync, or partial sums, are waiting."""
-
-    @property
-    def written(self) -> str | None:
-        """Name of a gathered parameter that was written in place since the last look."""
-
-    # ---- gather and free
-
-    def bind(self) -> None:
-        """Build what gathers and reductions run, if anything changed."""
-
-    def start_unshard(self) -> None:
-        """Issue the all-gather."""
-
-    def finish_unshard(self) -> None:
-        """Wait for the all-gather, and register the gathered parameters."""
-
-    def refresh_requires_grad(self) -> None:
-        """Carry ``requires_grad`` from one form of a parameter to the other, if it changed."""
-
-    def shard_smaller(self) -> None:
-        """After forward: keep a smaller group's rows, free the rest."""
-
-    def reshard(self) -> None:
-        """Free the gathered parameters, and register the sharded ones."""
-
-    def hide(self) -> None:
-        """Register the sharded parameters; what is gathered stays in memory."""
-
-    def retain(self, granted: bool = False) -> None:
-        """Register the sharded parameters; later forwards decide whether to use the rest again."""
-
-    def show(self) -> None:
-        """Register what is gathered and was hidden."""
-
-    def take_back(self, stays: bool = True) -> None:
-        """Look at what the user had at hand while it stayed gathered."""
-
-    def forbid_reading(self) -> None:
-        """Let a backward raise that reads parameters while they are freed."""
-
-    def abandon(self) -> None:
-        """Free what an exception left half way."""
-
-    def settle(self) -> None:
-        """Block the host until it may write offloaded shards."""
-
-    # ---- gradients
-
-    def accumulate(self) -> None:
-        """Keep this backward's gradients, unreduced."""
-
-    def collect(
-        self, all_reduce: bool, fill: bool, again: bool = False
-    ) -> list[tuple[Reduction, Job]]:
-        """Take the gradients that are there."""
-
-    def reduce(
-        self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
-    ) -> PendingReduction | None:
-        """Reduce what was collected."""
-
-    def discard_gradients(self) -> None:
-        """Drop gradients that are not reduced yet."""
 
 
 class Watchers:
@@ -156,6 +44,8 @@ class Watchers:
 class Layer:
     """A layer around a group: it passes everything on to what is below it.
 
+    It has the operations that the scheduler calls; `ParamGroup` says what each one does.
+
     Args:
         below: the group, or the next layer around it.
 
@@ -167,6 +57,7 @@ class Layer:
 
     __slots__ = ("base", "below")
 
+    base: ParamGroup
     height: ClassVar[int]
 
     def __init__(self, below: GroupOperations) -> None:
@@ -300,6 +191,10 @@ class Layer:
     def discard_gradients(self) -> None:
         """As below."""
         self.below.discard_gradients()
+
+
+GroupOperations = ParamGroup | Layer
+"""A group as the scheduler calls it: the group itself, or the outermost layer around it."""
 
 
 def layers_of(group: GroupOperations) -> list[Layer]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +19,9 @@ from fsdp2.core.schedule.unit import BACKWARD, IDLE, Unit
 
 NOWHERE = -2
 """The position of a call inside another, of a unit without groups: there is none."""
+
+Turn = Callable[[Unit, bool], None]
+"""The scheduler's: enters the backward of a call of a unit that is skipped, or leaves one."""
 
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of autograd's next node; nodes of a later call have higher numbers."""
@@ -42,18 +45,6 @@ class _Begin(NamedTuple):
     call: int
     node: int
     ended: int
-
-
-class Follower(Protocol):
-    """Enters and leaves units that a backward skips: the scheduler."""
-
-    def enter_backward(
-        self, unit: Unit, recomputed_for: int | None = None, skipped: bool = False
-    ) -> None:
-        """The backward of a call of ``unit`` begins."""
-
-    def exit_backward(self, unit: Unit) -> None:
-        """It ends."""
 
 
 class Retracing:
@@ -97,13 +88,13 @@ class Retracing:
         """The last finished call has ended."""
         self._ends.append(next_node())
 
-    def comes_to(self, unit: Unit, recomputed_for: int | None, follower: Follower) -> bool:
+    def comes_to(self, unit: Unit, recomputed_for: int | None, turn: Turn) -> bool:
         """The backward of a call of ``unit`` is to begin: enter the units that it skips.
 
         Args:
             unit: the unit.
             recomputed_for: sequence number of autograd's node for which its forward runs again.
-            follower: enters and leaves units.
+            turn: enters and leaves units.
 
         Returns:
             Whether ``unit`` is entered now; not if its forward runs again before its position.
@@ -111,9 +102,9 @@ class Retracing:
         if not unit.visits or unit.visits[-1] == NOWHERE:
             return True
         if recomputed_for is not None:
-            self.recompute(unit, recomputed_for, follower)
+            self.recompute(unit, recomputed_for, turn)
             return False
-        self.enter(unit.visits[-1], follower)
+        self.enter(unit.visits[-1], turn)
         return True
 
     def backward_begins(self, unit: Unit, node: int | None) -> None:
@@ -148,13 +139,13 @@ class Retracing:
                 return last._replace(node=own)
         return last
 
-    def enter(self, position: int, follower: Follower) -> None:
+    def enter(self, position: int, turn: Turn) -> None:
         """The unit whose call ended at ``position`` is entered next; handle the units after it."""
-        self._follow(position, follower)
-        self._catch_up(position + 1, follower)
-        self._leave_behind(position, follower)
+        self._follow(position, turn)
+        self._catch_up(position + 1, turn)
+        self._leave_behind(position, turn)
 
-    def recompute(self, unit: Unit, node: int, follower: Follower) -> None:
+    def recompute(self, unit: Unit, node: int, turn: Turn) -> None:
         """The last call of ``unit`` runs again; handle the units that backward has passed.
 
         These are not all units after it, if more units than this one run again.
@@ -162,19 +153,19 @@ class Retracing:
         Args:
             unit: the unit of the call.
             node: sequence number of the autograd node for which it runs.
-            follower: enters and leaves units.
+            turn: enters and leaves units.
         """
-        self._follow(unit.visits[-1], follower)
+        self._follow(unit.visits[-1], turn)
         if len(self._ends) < len(self._finished):  # the mode was chosen after the forward
             return
         begun = self._begins.get(unit)
         call = begun[-1].call if begun else 0  # around none, where all were entered
         # Not calls in which that node is the last, nor those of a reentrant checkpoint that it is
         # the node of: they made none.
-        self._catch_up(self._ended_before(node + 1), follower)
+        self._catch_up(self._ended_before(node + 1), turn)
         # Nor a list of modules around this call, of which it was the first thing in the checkpoint.
         self._leave_until(
-            lambda last: self.inside[last].node <= node or self.inside[last].call < call, follower
+            lambda last: self.inside[last].node <= node or self.inside[last].call < call, turn
         )
 
     def _ended_before(self, node: int) -> int:
@@ -197,29 +188,29 @@ class Retracing:
         begin, node = self.inside.get(unit), running_node()
         return begin is not None and node is not None and node < begin.node
 
-    def _follow(self, position: int, follower: Follower) -> None:
+    def _follow(self, position: int, turn: Turn) -> None:
         """The backward is in the forward that ``position`` is in."""
         forward = bisect.bisect_right(self._starts, position) - 1
         start = self._starts[forward]
         if start != self._floor:
             if self._floor is not None:
-                self._catch_up(self._floor, follower)  # the rest of a later forward
+                self._catch_up(self._floor, turn)  # the rest of a later forward
             following = self._starts[forward + 1 : forward + 2]
             self._reached = following[0] if following else len(self._finished)
             self._floor = start
 
-    def exit(self, unit: Unit, follower: Follower) -> None:
+    def exit(self, unit: Unit, turn: Turn) -> None:
         """The end of ``unit`` was seen: take up the rest of what is inside it."""
-        self._catch_up(self.inside[unit].ended, follower)
-        self._leave_until(lambda last: last is unit, follower)
+        self._catch_up(self.inside[unit].ended, turn)
+        self._leave_until(lambda last: last is unit, turn)
         del self.inside[unit]
 
-    def end(self, follower: Follower) -> None:
+    def end(self, turn: Turn) -> None:
         """The whole backward has run: take up the rest."""
         if self._floor is not None:
-            self._catch_up(self._floor, follower)
+            self._catch_up(self._floor, turn)
             self._floor = None
-        self._leave_until(lambda last: False, follower)
+        self._leave_until(lambda last: False, turn)
 
     def fills(self, unit: Unit, over: bool) -> bool:
         """Whether no more gradients of ``unit`` will arrive, so that absent ones count as zeros.
@@ -249,25 +240,25 @@ class Retracing:
         self._first.clear()
         self.inside.clear()
 
-    def _catch_up(self, position: int, follower: Follower) -> None:
+    def _catch_up(self, position: int, turn: Turn) -> None:
         """Enter the units that this backward skips, down to ``position``."""
         while self._reached > position:
             self._reached -= 1
             skipped = self._finished[self._reached]
             if skipped is not None and skipped.visits[-1:] == [self._reached]:
-                self._leave_behind(self._reached, follower)
+                self._leave_behind(self._reached, turn)
                 if skipped.phase is not BACKWARD:
-                    follower.enter_backward(skipped, skipped=True)
+                    turn(skipped, True)
 
-    def _leave_behind(self, position: int, follower: Follower) -> None:
+    def _leave_behind(self, position: int, turn: Turn) -> None:
         """Leave the units whose calls began after ``position``."""
-        self._leave_until(lambda last: self.inside[last].ended <= position, follower)
+        self._leave_until(lambda last: self.inside[last].ended <= position, turn)
 
-    def _leave_until(self, stays: Callable[[Unit], bool], follower: Follower) -> None:
+    def _leave_until(self, stays: Callable[[Unit], bool], turn: Turn) -> None:
         """Leave units, the one whose call began last first, until that one ``stays``."""
         while self.inside:
             last = max(self.inside, key=self.inside.__getitem__)
             if stays(last):
                 return
             del self.inside[last]
-            follower.exit_backward(last)
+            turn(last, False)

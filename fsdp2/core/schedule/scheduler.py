@@ -35,9 +35,8 @@ from fsdp2.core.params.param import FlagChanges
 from fsdp2.core.progress import Backwards, OptimizerSteps
 from fsdp2.core.schedule.calls import Calls
 from fsdp2.core.schedule.connections import connect_groups
-from fsdp2.core.schedule.graphs import Graph
 from fsdp2.core.schedule.in_flight import InFlight
-from fsdp2.core.schedule.iteration import Iteration
+from fsdp2.core.schedule.iteration import Graph, Iteration
 from fsdp2.core.schedule.layers import GroupOperations
 from fsdp2.core.schedule.profiling import ProfiledGroup
 from fsdp2.core.schedule.retrace import NOWHERE, running_node
@@ -182,7 +181,7 @@ class Scheduler:
         """Take over from ``former``, whose root is now part of a larger model."""
         self.iteration.succeed(former.iteration)
         self.reuse.succeed(former.reuse)
-        Graph.hand_over(former, self)
+        Graph.hand_over(former.let_go, self.let_go)
 
     def run_on(self, streams: Streams) -> None:
         """Order lanes by another object for the same streams, such as that of a trace."""
@@ -448,7 +447,7 @@ class Scheduler:
         if profiler._is_profiler_enabled is not self.ranges:
             self.follow_profiler()
         if records:
-            self.iteration.graph, self.iteration.holds = Graph(self), True
+            self.iteration.graph, self.iteration.holds = Graph(self.let_go), True
 
     def end_unseen_backward(self) -> None:
         """A backward ended whose gradients passed no hook of a unit: reduce what it has left."""
@@ -469,7 +468,7 @@ class Scheduler:
             return
         now = self.iteration
         if now.retracing is not None:
-            if not skipped and not now.retracing.comes_to(unit, recomputed_for, self):
+            if not skipped and not now.retracing.comes_to(unit, recomputed_for, self._turn):
                 self._gather(unit)
                 return
             now.retracing.backward_begins(unit, None if skipped else running_node())
@@ -524,6 +523,13 @@ class Scheduler:
         self.exit_backward(unit)
         return True
 
+    def _turn(self, unit: Unit, enters: bool) -> None:
+        """For `Retracing`: enter a unit that is skipped, or leave one."""
+        if enters:
+            self.enter_backward(unit, skipped=True)
+        else:
+            self.exit_backward(unit)
+
     def enter_recomputation(self, unit: Unit) -> None:
         """Gather ``unit`` in backward for a recomputed forward."""
         if unit.is_sharded or self.iteration.holds:
@@ -551,7 +557,7 @@ class Scheduler:
         fill = False  # whether absent gradients count as zeros, on request
         if now.retracing is not None:
             if not over and unit in now.retracing.inside:
-                now.retracing.exit(unit, self)
+                now.retracing.exit(unit, self._turn)
             fill = unit.sync and now.retracing.fills(unit, over)
             if unit.sync and not (fill or over) and self._is_reduced_later(unit, reshard):
                 return
@@ -631,11 +637,11 @@ class Scheduler:
         now = self.iteration
         if now.retracing is not None:
             if now.forward_root is None:
-                now.retracing.end(self)
+                now.retracing.end(self._turn)
             else:  # a derivative inside a forward: the backward of that is to come
                 now.retracing.interrupt()
         if now.holds:
-            now.holds = Graph.any_held_by(self)
+            now.holds = Graph.any_held_by(self.let_go)
         last = self.is_last_backward and not self.manual
         # Left over are units none of whose inputs required grad (often the root), units that got
         # gradients after their own end, and units that this backward did not reach.

@@ -88,7 +88,7 @@ def with_whole_layers(groups: Sequence[ParamGroup]) -> list[GroupOperations]:
 
 def is_whole(group: ParamGroup) -> bool:
     """Whether a group is of whole parameters."""
-    return any(param.axes.whole for param in group.params)
+    return bool(group.params) and group.params[0].axes.whole  # a group has one mesh
 
 
 class Family:

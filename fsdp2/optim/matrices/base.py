@@ -1,7 +1,7 @@
 """Optimizers of whole matrices: their common part, and the methods of a subclass.
 
     step()    element-wise parameters            Elementwise
-              matrices, wave by wave             exchange.run
+              matrices, wave by wave             _run
                 before_exchange(grads, states)     rows that are sent to the owner
                 update(matrix, state)              a whole matrix, on the owner
                 write_rows(rows, updates)          rows
@@ -13,7 +13,7 @@ only on their owners, as plain tensors under ``matrix0.…`` of the parameter's 
 from __future__ import annotations
 
 import fnmatch
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import cast, overload
 
@@ -24,10 +24,9 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.dynamo import uncompiled
-from fsdp2.optim.matrices import exchange
 from fsdp2.optim.matrices.blocks import Split, matrices_of
 from fsdp2.optim.matrices.elementwise import Elementwise
-from fsdp2.optim.matrices.exchange import Item, Stack
+from fsdp2.optim.matrices.exchange import Item, Message, Stack, Wave
 from fsdp2.optim.matrices.members import MatrixMembers, Member, resolved
 from fsdp2.optim.matrices.owners import MatrixOwners
 from fsdp2.optim.matrices.plan import StepPlan, specs_of
@@ -284,7 +283,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             for item in plan.items():
                 if item.member.param in self.state:  # in the same order on all ranks
                     _StateOfMatrix(self.state, item).settle()
-        exchange.run(waves, _Step(self, dict(zip(plan.members.listed, gradients, strict=True))))
+        _run(waves, _Step(self, dict(zip(plan.members.listed, gradients, strict=True))))
 
     def _bind(self) -> StepPlan:
         names = {id(resolved(param)): name for param, name in self._names}
@@ -371,7 +370,7 @@ class _StateOfMatrix(MatrixState):
 
 
 class _Step:
-    """One step of an optimizer, for `exchange.run`.
+    """One step of an optimizer, for `_run`.
 
     Args:
         optimizer: the optimizer.
@@ -438,3 +437,49 @@ class _Step:
 def _row_state(state: ParamState) -> ParamState:
     """The state that `before_exchange` has stored, as rows."""
     return {k: local_of(v) for k, v in state.items() if not k.startswith("matrix")}
+
+
+# ---- wave by wave
+
+_Outgoing = tuple[Wave, Message]
+
+
+def _run(waves: Sequence[Wave], step: _Step) -> None:
+    """Update all matrices; all ranks start messages in the same order."""
+    unit = max((wave.all_nbytes for wave in waves), default=0)
+    incoming = waves[0].start(step.rows_to_send(waves[0].members)) if waves else None
+    outgoing: _Outgoing | None = None
+    for index, wave in enumerate(waves):
+        if outgoing is not None and 2 * wave.nbytes + outgoing[0].nbytes > 2 * unit:
+            outgoing = _finished(outgoing, step)  # memory for two waves only
+        assert incoming is not None
+        stacks = deque(wave.stacks(incoming))
+        first = 1 if len(stacks) > 1 else 0
+        updates = _updates(stacks, first, step)
+        outgoing = _finished(outgoing, step)
+        incoming = None
+        if index + 1 < len(waves):
+            following = waves[index + 1]
+            incoming = following.start(step.rows_to_send(following.members))
+        updates += _updates(stacks, len(stacks), step)
+        outgoing = wave, wave.send_back(updates)
+        del updates
+    _finished(outgoing, step)
+
+
+def _finished(outgoing: _Outgoing | None, step: _Step) -> _Outgoing | None:
+    """Finish the message; ``None`` is typed like the caller's variable."""
+    if outgoing is not None:
+        wave, message = outgoing
+        step.write(wave.members, wave.received(message))
+    return None
+
+
+def _updates(stacks: deque[Stack], count: int, step: _Step) -> list[Stack]:
+    """Update the next stacks, and keep only the updates."""
+    found = []
+    for _ in range(count):
+        stack = stacks.popleft()
+        update = step.update(stack)
+        found.append(Stack(stack.items, stack.items[0].matrix.unseen(update)))
+    return found

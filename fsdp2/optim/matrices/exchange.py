@@ -12,10 +12,8 @@ received. The updates of a wave are sent while the first stack of the next wave 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -79,7 +77,7 @@ class Stack:
         return self.items[0].matrix.seen(self.blocks)
 
 
-class _Message:
+class Message:
     """A message that is being sent: flat, with one part after the other, by rank."""
 
     def __init__(
@@ -116,19 +114,6 @@ class _Message:
         yield from _parts(self._received, output)
 
 
-class MatrixStep(Protocol):
-    """The work of an optimizer on rows and matrices."""
-
-    def rows_to_send(self, members: Sequence[Member]) -> dict[Member, torch.Tensor]:
-        """The tensor that is sent for each, in the shape of its rows."""
-
-    def update(self, stack: Stack) -> torch.Tensor:
-        """The updates of a stack, in the shape of its matrices."""
-
-    def write(self, members: Sequence[Member], updates: dict[Item, torch.Tensor]) -> None:
-        """Step rows by this rank's elements of updates; it has none of some items."""
-
-
 class Wave:
     """Matrices that are exchanged in one message per direction.
 
@@ -163,15 +148,18 @@ class Wave:
         self.nbytes = sum(item.matrix.box.numel for item in self._mine) * line.dtype.itemsize
         self.all_nbytes = sum(item.matrix.box.numel for item in items) * line.dtype.itemsize
 
-    def start(self, step: MatrixStep) -> _Message:
-        """Send this rank's rows to owners."""
-        rows = step.rows_to_send(self.members)
-        message = _Message(self.line, self._to_owners, self._to_me)
+    def start(self, rows: Mapping[Member, torch.Tensor]) -> Message:
+        """Send this rank's rows to owners.
+
+        Args:
+            rows: what is sent for each member, in the shape of its rows.
+        """
+        message = Message(self.line, self._to_owners, self._to_me)
         message.fill(lambda piece: _own(piece).of(rows[piece.item.member]))
         message.start()
         return message
 
-    def stacks(self, message: _Message) -> list[Stack]:
+    def stacks(self, message: Message) -> list[Stack]:
         """This rank's matrices, whole."""
         line = self.line
         stacks = [
@@ -188,58 +176,17 @@ class Wave:
             piece.box.within(piece.item.matrix.box).of(blocks[piece.item]).copy_(values)
         return stacks
 
-    def send_back(self, updates: Iterable[Stack]) -> _Message:
+    def send_back(self, updates: Iterable[Stack]) -> Message:
         """Send updates to the ranks that have rows of them."""
         blocks = _blocks(updates)
-        message = _Message(self.line, self._to_ranks, self._back_to_me)
+        message = Message(self.line, self._to_ranks, self._back_to_me)
         message.fill(lambda piece: piece.box.within(piece.item.matrix.box).of(blocks[piece.item]))
         message.start()
         return message
 
-    def finish(self, message: _Message, step: MatrixStep) -> None:
-        """Apply the received updates."""
-        step.write(self.members, {piece.item: values for piece, values in message.wait()})
-
-
-_Outgoing = tuple[Wave, _Message]
-
-
-def run(waves: Sequence[Wave], step: MatrixStep) -> None:
-    """Update all matrices; all ranks start messages in the same order."""
-    unit = max((wave.all_nbytes for wave in waves), default=0)
-    incoming = waves[0].start(step) if waves else None
-    outgoing: _Outgoing | None = None
-    for index, wave in enumerate(waves):
-        if outgoing is not None and 2 * wave.nbytes + outgoing[0].nbytes > 2 * unit:
-            outgoing = _finished(outgoing, step)  # memory for two waves only
-        assert incoming is not None
-        stacks = deque(wave.stacks(incoming))
-        first = 1 if len(stacks) > 1 else 0
-        updates = _updates(stacks, first, step)
-        outgoing = _finished(outgoing, step)
-        incoming = waves[index + 1].start(step) if index + 1 < len(waves) else None
-        updates += _updates(stacks, len(stacks), step)
-        outgoing = wave, wave.send_back(updates)
-        del updates
-    _finished(outgoing, step)
-
-
-def _finished(outgoing: _Outgoing | None, step: MatrixStep) -> _Outgoing | None:
-    """Finish the message; ``None`` is typed like the caller's variable."""
-    if outgoing is not None:
-        wave, message = outgoing
-        wave.finish(message, step)
-    return None
-
-
-def _updates(stacks: deque[Stack], count: int, step: MatrixStep) -> list[Stack]:
-    """Update the next stacks, and keep only the updates."""
-    found = []
-    for _ in range(count):
-        stack = stacks.popleft()
-        update = step.update(stack)
-        found.append(Stack(stack.items, stack.items[0].matrix.unseen(update)))
-    return found
+    def received(self, message: Message) -> dict[Item, torch.Tensor]:
+        """Wait for updates: elements of this rank, which has none of some items."""
+        return {piece.item: values for piece, values in message.wait()}
 
 
 # ---- pieces of messages
