@@ -19,7 +19,7 @@ from fsdp2.core.gather.coded import CODED as GATHERS
 from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Segment, Slot, Transport
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.pieces import round_up
-from fsdp2.core.reduce.coded import CODED as REDUCTIONS
+from fsdp2.core.reduce.coded import codec_of
 from fsdp2.core.reduce.feedback import DTYPE as FEEDBACK_DTYPE
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import window_of
@@ -356,8 +356,7 @@ def _reduced(group: ParamGroup, trained: Set[int]) -> int:
     exact, coded = _reduced_numel(group, trained)
     nbytes = sum(numel * dtype.itemsize for dtype, numel in exact.items())
     if wire.reduce is not None:
-        row_bytes = REDUCTIONS[wire.reduce].row_bytes
-        nbytes += sum(row_bytes(n, dtype.itemsize, wire.rotate) for dtype, n in coded.items())
+        nbytes += sum(map(codec_of(wire.reduce, wire.rotate).nbytes, coded.values()))
     return nbytes * layout.world_size
 
 
@@ -426,7 +425,7 @@ def _crossing(wire: Wire, key: tuple[torch.dtype, bool], numel: int, members: in
     if not coded or name is None:
         return round_up(numel + members, multiple) * dtype.itemsize
     marks = round_up(members, multiple) * dtype.itemsize
-    return REDUCTIONS[name].row_bytes(round_up(numel, multiple), dtype.itemsize) + marks
+    return codec_of(name).nbytes(round_up(numel, multiple)) + marks
 
 
 def _why_packed(group: ParamGroup, slot: Slot) -> str:

@@ -173,7 +173,7 @@ def _parts(model: nn.Module) -> Iterator[_Part]:
 def _residuals(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> Iterator[_Part]:
     assert group.bound is not None
     for reduction in group.bound.reductions:
-        feedback = reduction.transport.feedback
+        feedback = reduction.way.feedback
         if feedback is not None:
             params = {RESIDUALS + name_of(param): param for param in reduction.members}
             columns = dict(zip(params, feedback.columns(), strict=True))

@@ -50,7 +50,7 @@ from fsdp2.core.params.param import (
 )
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.reduce.program import Job
-from fsdp2.core.reduce.reduction import PendingReduction, Reduction
+from fsdp2.core.reduce.reduction import PendingReduction, Reduction, views_of
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import GroupOperations, Layer, Watchers, layered
 from fsdp2.core.schedule.states import GroupState
@@ -245,7 +245,7 @@ class CheckedGroup(Layer):
         rows = [
             job.outputs
             if job.flat is None or self.base.between is not None
-            else r.transport.views(job.flat)
+            else views_of(r.context.flat.runs, job.flat)
             for r, job in jobs
         ]
         after = [_finite(tensor) for tensors in rows for tensor in tensors]
@@ -394,7 +394,7 @@ class CheckedGroup(Layer):
         details: dict[str, str] = {"requires_all_reduce": str(bool(all_reduce))}
         for reduction, _ in jobs:
             for member in reduction.members:  # ranks may differ in who has a gradient
-                gradient = f"{_shape(member)} in {reduction.reduce_dtype}"
+                gradient = f"{_shape(member)} in {reduction.context.spec.reduce_dtype}"
                 details[f"the gradient of '{member.name}'"] = gradient
         details.update(self._flags(unit_of(self.base)))
         where = f"of '{self.base.name}' in backward, {self._iteration()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,7 @@ import torch
 from fsdp2.core.device.kernels import TorchKernels
 from fsdp2.core.layout.layout import Cut, ParamShape, Slot, build_layout
 from fsdp2.core.reduce.binding import bind_reduction
-from fsdp2.core.reduce.program import Step
-from fsdp2.core.reduce.reduction import ReduceTransport, Reduction
+from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.reduce.spec import ReductionSpec, is_direct
 from fsdp2.testing.parameters import PaperGradients, PaperParam
 from tests.common.cuts import as_cut
@@ -127,22 +127,15 @@ def run(reduction: Reduction, take_missing: bool = False, all_reduce: bool = Tru
     assert job is not None
     program = reduction.full if all_reduce else reduction.partial
     for step in ((job.seeks and program.seeking) or program).inline:
-        step(job)
+        work = step(job)
+        if work is not None:
+            work.wait()
 
 
 def step_names(reduction: Reduction, all_reduce: bool = True) -> tuple[str, ...]:
-    """What a program does on each lane and on the host."""
+    """What a program does on each lane and on the host, as one word for each operation."""
     program = reduction.full if all_reduce else reduction.partial
     return tuple(
-        " ".join(map(_name, steps))
+        " ".join(re.sub("[ -]", "_", program.name_of(step)) for step in steps)
         for steps in (program.compute, program.reduce, program.all_reduce, program.host)
     )
-
-
-def _name(step: Step) -> str:
-    """A verb of a transport with the transport's name."""
-    name: str = step.__name__  # type: ignore[attr-defined]  # a method's
-    owner = getattr(step, "__self__", None)
-    if name in ("stage", "reduce") and isinstance(owner, ReduceTransport):
-        return f"{name}_{type(owner).__name__.removesuffix('Reduce').lower()}"
-    return name

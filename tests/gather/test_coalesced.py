@@ -98,22 +98,28 @@ def test_a_first_forward_in_inference_mode() -> None:
 
 
 @ranks(2)
-def test_gradients_are_reduced_where_autograd_left_them() -> None:
+def test_gradients_are_reduced_where_autograd_left_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No copy of an even parameter's gradient is made: the collective reads autograd's tensors."""
     layer = nn.Linear(DIM, DIM)
     with coalescing():
         fsdp2.fully_shard(layer)
     group = record_of(layer).unit.own_groups[0]
-    layer(torch.randn(4, DIM)).sum()  # binds
-    (reduction,) = group.bound.reductions
     seen: list[int] = []
-    original = reduction.transport.scatter
+    bind = group.reducers.bind_reduce_scatter_many
 
-    def spy(outputs, inputs):
-        seen.extend(tensor.data_ptr() for tensor in inputs[:-1])  # and who had a gradient
-        return original(outputs, inputs)
+    def spy(kind):
+        original = bind(kind)
 
-    reduction.transport.scatter = spy
+        def scatter(outputs, inputs):
+            seen.extend(tensor.data_ptr() for tensor in inputs[:-1])  # and who had a gradient
+            return original(outputs, inputs)
+
+        return scatter
+
+    monkeypatch.setattr(group.reducers, "bind_reduce_scatter_many", spy)
+    layer(torch.randn(4, DIM)).sum()  # binds
     left: list[int] = []
     for param in group.params:
         param.unsharded.register_post_accumulate_grad_hook(lambda p: left.append(p.grad.data_ptr()))

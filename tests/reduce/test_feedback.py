@@ -41,7 +41,7 @@ def gradient(shape: tuple[int, ...], rank: int, step: int, which: int) -> torch.
 def give(reduction: Reduction, rank: int, step: int, scale: float = 1.0) -> None:
     for which, member in enumerate(reduction.members):
         full = gradient(tuple(member.shape), rank, step, which) * scale
-        member.full_grad = full.to(reduction.grad_dtype)
+        member.full_grad = full.to(reduction.context.spec.grad_dtype)
 
 
 def delivered(setup: reductions.Setup, ranks: int = 2, copies: int = 1) -> list[torch.Tensor]:
@@ -105,7 +105,7 @@ def test_residuals_are_what_one_message_leaves_out(dtype: torch.dtype) -> None:
 
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = replace(FED, grad=dtype, reduce=dtype).bind(collectives)
-        feedback = reduction.transport.feedback
+        feedback = reduction.way.feedback
         assert feedback is not None
         assert feedback.is_zero
         for step in range(STEPS):
@@ -115,7 +115,7 @@ def test_residuals_are_what_one_message_leaves_out(dtype: torch.dtype) -> None:
         columns = feedback.columns()
         assert {column.dtype for column in columns} == {torch.bfloat16}
         # Half a step of 4 bits; in bf16 a difference is rounded, too
-        before = feedback.units.before or 1.0
+        before = feedback.units[1] or 1.0
         assert all(0 < column.abs().max() <= 38 / 14 * 1.1 / before for column in columns)
 
     thread_ranks.run_ranks(4, body)
@@ -138,7 +138,7 @@ def test_what_is_not_finite_is_seen_once(bad: float, rotate: bool) -> None:
         reductions.run(reduction)
         found = reduction.members[0].gradient
         assert bool(found.isfinite().all()) == (collectives.rank == 1)
-        feedback = reduction.transport.feedback
+        feedback = reduction.way.feedback
         assert feedback is not None
         columns = feedback.columns()[0]
         assert columns.isfinite().all()
@@ -172,7 +172,7 @@ def both(
         own = list(made.members)
         known = len(own) - strangers
         made.members = [by_shape[member.shape] for member in own[:known]] + own[known:]
-        old, new = former.transport.feedback, made.transport.feedback
+        old, new = former.way.feedback, made.way.feedback
         assert old is not None
         left = {m.shape: c.clone() for m, c in zip(former.members, old.columns(), strict=True)}
         hand_over([former], [made])
@@ -224,7 +224,7 @@ def test_what_an_exception_has_torn_begins_at_zero(monkeypatch: pytest.MonkeyPat
 
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = FED.bind(collectives)
-        feedback = reduction.transport.feedback
+        feedback = reduction.way.feedback
         assert feedback is not None
         give(reduction, collectives.rank, 0)
         with pytest.raises(KeyboardInterrupt):
@@ -282,7 +282,7 @@ def test_residuals_outlive_what_binds_reductions_anew() -> None:
 
         def feedbacks() -> list[Feedback]:
             assert group.bound is not None
-            found = [reduction.transport.feedback for reduction in group.bound.reductions]
+            found = [reduction.way.feedback for reduction in group.bound.reductions]
             return [feedback for feedback in found if feedback is not None]
 
         def residuals() -> list[torch.Tensor]:

@@ -48,7 +48,8 @@ def _reduce(reduction: Reduction, value: float, present: Sequence[bool] | None =
 def _leave(reduction: Reduction, value: float, present: Sequence[bool] | None = None) -> None:
     for i, member in enumerate(reduction.members):
         if present is None or present[i]:
-            member.full_grad = torch.full(member.shape, value, dtype=reduction.grad_dtype)
+            dtype = reduction.context.spec.grad_dtype
+            member.full_grad = torch.full(member.shape, value, dtype=dtype)
 
 
 def _drop(reduction: Reduction) -> None:
@@ -71,20 +72,20 @@ def _scale(setup: reductions.Setup, ranks: int) -> float:
 @pytest.mark.parametrize(
     ("setup", "steps"),
     [
-        (KEPT, ("hold_flat stage_packed", "reduce_packed deliver", "", "")),
+        (KEPT, ("hold_flat stage_packed", "reduce_scatter deliver", "", "")),
         (
             replace(KEPT, direct=True),
-            ("hold_flat stage_direct", "reduce_direct deliver", "", ""),
+            ("hold_flat stage_direct", "reduce_scatter deliver", "", ""),
         ),
         (
             replace(KEPT, result=reductions.BF16),
-            ("allocate stage_packed hold_result", "reduce_packed cast deliver", "", ""),
+            ("allocate stage_packed hold_result", "reduce_scatter cast deliver", "", ""),
         ),
         (
             replace(KEPT, result=reductions.BF16, to_host=True),
             (
                 "allocate stage_packed allocate_result",
-                "reduce_packed cast hold_on_host",
+                "reduce_scatter cast hold_on_host",
                 "",
                 "deliver give_back",
             ),
@@ -101,7 +102,7 @@ def test_partial_sums_are_not_in_memory_that_is_kept() -> None:
     ) -> tuple[str, ...]:
         return reductions.step_names(KEPT.bind(collectives, replicas), all_reduce=False)
 
-    wanted = ("allocate stage_packed", "reduce_packed keep", "", "")
+    wanted = ("allocate stage_packed", "reduce_scatter keep", "", "")
     assert thread_ranks.run_mesh(2, 2, names) == [wanted] * 4
 
 

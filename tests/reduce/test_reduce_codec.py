@@ -1,4 +1,4 @@
-"""A transport that somebody adds: a class here, an entry in the table, and nothing else."""
+"""A transport that somebody adds: a function here, entries in tables, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,59 +11,60 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
+from fsdp2.core.codecs.rounded import Rounded
 from fsdp2.core.config import Wire
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.reduce import coded
 from fsdp2.core.reduce.coded import CODED
 from fsdp2.core.reduce.program import Job
-from fsdp2.core.reduce.reduction import ReduceContext
-from fsdp2.core.reduce.transport import PackingReduce
+from fsdp2.core.reduce.reduction import ReduceContext, Way, operations, unify
+from fsdp2.core.reduce.transport import packing
 from fsdp2.testing.null_group import CallLog, init_null_group
 from tests.common import reductions, scenarios, thread_ranks
 
 pytestmark = pytest.mark.alone
 
 
-class RoundedReduce(PackingReduce):
+def reduce_rounded(context: ReduceContext) -> Way:
     """Gradients travel in bf16, whatever the reduce dtype; the sums come back in that."""
+    spec, kernels, collectives = context.spec, context.kernels, context.collectives
+    width, pack = packing(context)
+    shape = (collectives.size, width)
+    staging = kernels.transient(2 * math.prod(shape), "rounded gradients")
+    rows = staging.view(reductions.BF16, 0, shape)
+    sent = staging.view(reductions.BF16, 0, (math.prod(shape),))
+    staging.release()
+    new_sums = kernels.bind_empty((width,), reductions.BF16, "rounded sums")
+    scatter = collectives.bind_reduce_scatter(context.division.kind)
 
-    carries_marks = False  # so that no mark is rounded
-    unstages = True
+    def stage(job: Job) -> None:
+        staging.acquire()
+        pack(job, rows, unify(job, spec))
+        job.scattered = new_sums()
 
-    def _bind(self, context: ReduceContext) -> None:
-        super()._bind(context)
-        shape = (self.collectives.size, self.width)
-        self.staging = staging = self.kernels.transient(2 * math.prod(shape), "rounded gradients")
-        self._rows = staging.view(reductions.BF16, 0, shape)
-        self._input = staging.view(reductions.BF16, 0, (math.prod(shape),))
-        staging.release()
-        self._new_sums = self.kernels.bind_empty((self.width,), reductions.BF16, "rounded sums")
-        self.scatter = self.collectives.bind_reduce_scatter(context.division.kind)
-
-    def stage(self, job: Job) -> None:
-        assert self.staging is not None
-        self.staging.acquire()
-        self.pack(job, self._rows)
-        job.scattered = self._new_sums()
-
-    def divide(self, job: Job) -> None:
-        assert self.before is not None
-        self.kernels.divide(self._input, self.before)
-
-    def reduce(self, job: Job) -> None:
-        work = self.scatter(job.scattered, self._input)
+    def reduce(job: Job) -> None:
+        assert job.scattered is not None
+        work = scatter(job.scattered, sent)
         if work is not None:
             work.wait()
 
-    def unstage(self, job: Job) -> None:
+    def unstage(job: Job) -> None:
         assert job.flat is not None
         assert job.scattered is not None
-        self.kernels.copy(job.flat.narrow(0, 0, self.width), job.scattered)
+        kernels.copy(job.flat.narrow(0, 0, width), job.scattered)
+
+    return Way(operations(context, "rounded", stage, reduce, unstage, [sent]), staging)
 
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CODED, "rounded", RoundedReduce)
+    others = coded.reduce_coded
+
+    def chosen(context: ReduceContext) -> Way:
+        return (reduce_rounded if context.spec.codec == "rounded" else others)(context)
+
+    monkeypatch.setitem(CODED, "rounded", Rounded())  # its name
+    monkeypatch.setattr(coded, "reduce_coded", chosen)
 
 
 ROUNDED = reductions.Setup(codec="rounded", shapes=reductions.ODD)
@@ -74,12 +75,12 @@ def test_its_steps_stand_where_those_of_others_do() -> None:
     found = thread_ranks.run_ranks(2, lambda c: reductions.step_names(ROUNDED.bind(c)))[0]
     assert found == (
         "allocate stage_rounded",
-        "reduce_rounded unstage reduce divide deliver",  # and the marks' own
+        "reduce_scatter unstage reduce_scatter divide deliver",  # and the marks' own
         "",
         "",
     )
     halves = replace(ROUNDED, grad=reductions.F16, reduce=reductions.F16)
-    reduce = "divide reduce_rounded unstage reduce divide cast deliver"
+    reduce = "divide reduce_scatter unstage reduce_scatter divide cast deliver"
     assert (
         thread_ranks.run_ranks(4, lambda c: reductions.step_names(halves.bind(c)))[0][1] == reduce
     )
@@ -115,7 +116,7 @@ def test_what_it_reduces_is_rounded_and_all_else_as_ever(
                 assert member.gradient.dtype is reductions.F32
                 assert member.gradient.eq(factor * repetition).all()
         assert collectives.calls == ["reduce_scatter"] * 4  # gradients and marks
-        staging = reduction.transport.staging
+        staging = reduction.way.staging
         assert staging is not None
         assert not staging.allocated
 
@@ -176,7 +177,9 @@ def test_a_sharded_model_uses_it() -> None:
         group.set_options(replace(group.options, wire=Wire(reduce="rounded")))
         model(torch.ones(2, 64)).sum().backward()
         assert group.bound is not None
-        assert isinstance(group.bound.reductions[0].transport, RoundedReduce)
+        staging = group.bound.reductions[0].way.staging
+        assert staging is not None
+        assert staging.name == "rounded gradients"
         assert log.counts()["reduce_scatter_single"] == 2
         assert model.weight.grad is not None
     finally:

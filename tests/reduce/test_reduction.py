@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed import ReduceOp
 
+from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import ReduceKind
 from fsdp2.core.device.kernels import FusedKernels
 from fsdp2.core.layout.layout import Slot
@@ -109,28 +109,28 @@ def _steps(setup: reductions.Setup, size: int) -> tuple[str, str]:
 
 
 FOUR_RANKS = [
-    (reductions.Setup(direct=True), "allocate stage_direct", "reduce_direct deliver"),
+    (reductions.Setup(direct=True), "allocate stage_direct", "reduce_scatter deliver"),
     (
         reductions.Setup(direct=True, factor=3.0, premultiplies=True),
         "allocate stage_direct",
-        "reduce_direct deliver",
+        "reduce_scatter deliver",
     ),
     (
         reductions.Setup(direct=True, factor=3.0),
         "allocate stage_direct",
-        "reduce_direct divide deliver",
+        "reduce_scatter divide deliver",
     ),
     (
         reductions.Setup(direct=True, shapes=reductions.ALIGNED, grad=reductions.BF16),
         "allocate stage_cast",
-        "reduce_cast deliver",
+        "reduce_scatter deliver",
     ),
     (
         reductions.Setup(
             direct=True, shapes=reductions.ALIGNED, grad=reductions.BF16, reduce=reductions.BF16
         ),
         "allocate stage_direct allocate_result",
-        "reduce_direct cast deliver",
+        "reduce_scatter cast deliver",
     ),
     (
         reductions.Setup(
@@ -141,19 +141,19 @@ FOUR_RANKS = [
             shard=reductions.F16,
         ),
         "allocate stage_direct",
-        "divide reduce_direct divide deliver",
+        "divide reduce_scatter divide deliver",
     ),
     (
         reductions.Setup(direct=True, shapes=reductions.LARGE_AND_SMALL, pack_below=64),
         "allocate stage_joined",
-        "reduce_joined deliver",
+        "reduce_scatter deliver",
     ),
     (
         reductions.Setup(
             direct=True, shapes=reductions.LARGE_AND_SMALL, pack_below=64, grad=reductions.BF16
         ),
         "allocate stage_joined",
-        "reduce_joined deliver",
+        "reduce_scatter deliver",
     ),
     (
         reductions.Setup(
@@ -165,14 +165,14 @@ FOUR_RANKS = [
             shard=reductions.F16,
         ),
         "allocate stage_joined",
-        "divide reduce_joined divide deliver",
+        "divide reduce_scatter divide deliver",
     ),
-    (reductions.Setup(), "allocate stage_packed", "reduce_packed deliver"),
-    (reductions.Setup(grad=reductions.BF16), "allocate stage_packed", "reduce_packed deliver"),
+    (reductions.Setup(), "allocate stage_packed", "reduce_scatter deliver"),
+    (reductions.Setup(grad=reductions.BF16), "allocate stage_packed", "reduce_scatter deliver"),
     (
         reductions.Setup(grad=reductions.F16, reduce=reductions.F16, factor=6.0),
         "allocate stage_packed allocate_result",
-        "divide reduce_packed divide cast deliver",
+        "divide reduce_scatter divide cast deliver",
     ),
     (reductions.Setup(shapes=reductions.EMPTY), "allocate", "deliver"),
     (reductions.Setup(shapes=reductions.EMPTY, factor=6.0), "allocate", "deliver"),
@@ -192,16 +192,16 @@ def test_steps_of_four_ranks(setup: reductions.Setup, compute: str, reduce: str)
 @pytest.mark.parametrize(
     ("setup", "compute"),
     [
-        (reductions.Setup(), "allocate deliver"),
-        (reductions.Setup(reduce=reductions.BF16), "allocate deliver"),
-        (reductions.Setup(factor=1.0), "allocate deliver"),
-        (reductions.Setup(factor=2.0), "allocate divide_rows deliver"),
+        (reductions.Setup(), "adopt deliver"),
+        (reductions.Setup(reduce=reductions.BF16), "adopt deliver"),
+        (reductions.Setup(factor=1.0), "adopt deliver"),
+        (reductions.Setup(factor=2.0), "adopt divide deliver"),
         (reductions.Setup(grad=reductions.BF16), "allocate stage_local deliver"),
         (
             reductions.Setup(grad=reductions.BF16, factor=2.0),
-            "allocate stage_local divide_rows deliver",
+            "allocate stage_local divide deliver",
         ),
-        (reductions.Setup(shapes=reductions.EMPTY), "allocate deliver"),
+        (reductions.Setup(shapes=reductions.EMPTY), "adopt deliver"),
     ],
 )
 def test_steps_of_one_rank(setup: reductions.Setup, compute: str) -> None:
@@ -213,7 +213,8 @@ def test_steps_of_one_rank(setup: reductions.Setup, compute: str) -> None:
 def test_one_rank_reduces_in_the_dtype_of_the_shard(reduce: torch.dtype, grad: torch.dtype) -> None:
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = reductions.Setup(grad=grad, reduce=reduce).bind(collectives)
-        assert reduction.reduce_dtype is reductions.F32  # what gradients without sync accumulate in
+        # What gradients without sync accumulate in
+        assert reduction.context.spec.reduce_dtype is reductions.F32
         (member, _) = reduction.members
         member.full_grad = torch.full(member.shape, 1 + 1 / 256)  # not a bf16 number
         reductions.run(reduction)
@@ -234,8 +235,11 @@ def test_a_reduction_that_is_replaced_is_freed_at_once() -> None:
                     member.full_grad = torch.zeros(member.shape, dtype=setup.grad)
                 reductions.run(reduction)
                 memory = [member.gradient for member in reduction.members]
-                left = [*map(weakref.ref, (reduction, reduction.transport, *memory))]
-                del reduction, member, memory
+                programs = (reduction.full, reduction.partial, reduction.full.seeking)
+                steps = [step for program in programs if program for step in program.inline]
+                owners = [getattr(step, "__self__", step) for step in steps]  # of methods
+                left = [*map(weakref.ref, (reduction, *owners, *memory))]
+                del reduction, member, memory, programs, steps, owners
                 assert [each() for each in left] == [None] * len(left)
 
     for size in (1, 4):
@@ -337,13 +341,13 @@ def test_every_rank_gets_its_rows(setup: reductions.Setup, size: int) -> None:
 def _check_rows(setup: reductions.Setup, size: int) -> None:
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = setup.bind(collectives)
-        grads = _gradients(setup, reduction.transport.slots, collectives.rank)
+        grads = _gradients(setup, reduction.context.slots, collectives.rank)
         for repetition in (1, 2):  # the second adds to what is there
             for member, grad in zip(reduction.members, grads, strict=True):
                 member.full_grad = grad.clone()
             reductions.run(reduction)
             for i, (member, slot) in enumerate(
-                zip(reduction.members, reduction.transport.slots, strict=True)
+                zip(reduction.members, reduction.context.slots, strict=True)
             ):
                 rows = member.gradient
                 assert rows.shape == slot.local_shape(collectives.rank)
@@ -384,7 +388,7 @@ def test_every_rank_gets_its_part_of_a_band(setup: reductions.Setup) -> None:
 def test_collectives_of_a_reduction(setup: reductions.Setup, name: str) -> None:
     def body(collectives: thread_ranks.ThreadCollectives) -> list[str]:
         reduction = setup.bind(collectives)
-        grads = _gradients(setup, reduction.transport.slots, collectives.rank)
+        grads = _gradients(setup, reduction.context.slots, collectives.rank)
         for member, grad in zip(reduction.members, grads, strict=True):
             member.full_grad = grad
         reductions.run(reduction)
@@ -493,7 +497,7 @@ def test_gradients_that_are_not_contiguous(size: int, direct: bool) -> None:
 
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = setup.bind(collectives)
-        (member,), (slot,) = reduction.members, reduction.transport.slots
+        (member,), (slot,) = reduction.members, reduction.context.slots
         whole = torch.arange(32.0).view(4, 8).t()
         member.full_grad = whole
         reductions.run(reduction)
@@ -506,26 +510,26 @@ def test_gradients_that_are_not_contiguous(size: int, direct: bool) -> None:
 def test_memory_of_the_collective_is_there_only_while_it_is_needed() -> None:
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = reductions.Setup(shapes=reductions.ODD).bind(collectives)
-        assert not reduction.transport.staging.allocated
+        assert not reduction.way.staging.allocated
         job = reduction.collect(take_missing=True)
         assert job is not None
         for step in reduction.full.compute:
             step(job)
-        assert reduction.transport.staging.allocated
+        assert reduction.way.staging.allocated
         assert job.grads == []  # copied: autograd's gradients may go
         for step in reduction.full.reduce:
             step(job)
-        assert reduction.transport.staging.allocated  # until COMPUTE is behind the collective
-        reduction.transport.release()
-        assert not reduction.transport.staging.allocated
-        reduction.transport.release()  # once is enough, twice does no harm
+        assert reduction.way.staging.allocated  # until COMPUTE is behind the collective
+        reduction.release()
+        assert not reduction.way.staging.allocated
+        reduction.release()  # once is enough, twice does no harm
 
     thread_ranks.run_ranks(2, body)
 
 
 @pytest.mark.parametrize("shapes", [reductions.ALIGNED, reductions.ODD])
 def test_gradients_that_are_cast_are_gone_before_staging_comes(
-    shapes: Sequence[Any],
+    shapes: Sequence[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no kernel fuses casts, they are packed in their dtype first: memory of theirs, twice.
 
@@ -533,9 +537,18 @@ def test_gradients_that_are_cast_are_gone_before_staging_comes(
     """
     setup = reductions.Setup(grad=reductions.BF16, shapes=shapes)
 
+    looks: dict[TransientBuffer, Callable[[], None]] = {}
+    acquire = TransientBuffer.acquire
+
+    def watched_acquire(buffer: TransientBuffer) -> None:
+        looks.get(buffer, lambda: None)()
+        acquire(buffer)
+
+    monkeypatch.setattr(TransientBuffer, "acquire", watched_acquire)
+
     def body(collectives: thread_ranks.ThreadCollectives) -> list[bool]:
         reduction = setup.bind(collectives)
-        slots = reduction.transport.slots
+        slots = reduction.context.slots
         watched = []
         for member, grad in zip(
             reduction.members, _gradients(setup, slots, collectives.rank), strict=True
@@ -544,13 +557,8 @@ def test_gradients_that_are_cast_are_gone_before_staging_comes(
             watched.append(weakref.ref(member.full_grad))
         del member, grad
         found: list[bool] = []
-        acquire = reduction.transport.staging.acquire
-
-        def look() -> None:
-            found.extend(reference() is None for reference in watched)
-            acquire()
-
-        reduction.transport.staging = SimpleNamespace(acquire=look)
+        assert reduction.way.staging is not None
+        looks[reduction.way.staging] = lambda: found.extend(one() is None for one in watched)
         job = reduction.collect(take_missing=True)
         assert job is not None
         for step in reduction.full.compute:
@@ -565,7 +573,7 @@ def test_gradient_that_was_added_to_is_kept_though_a_hook_drops_it() -> None:
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = reductions.Setup().bind(collectives)
         first, second = reduction.members
-        shape = reduction.transport.slots[0].local_shape(collectives.rank)
+        shape = reduction.context.slots[0].local_shape(collectives.rank)
         first.gradient = there = torch.ones(shape)
 
         def drop() -> None:

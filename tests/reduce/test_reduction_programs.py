@@ -112,28 +112,28 @@ STEPS = [
         4,
         (
             "allocate stage_joined",
-            "reduce_joined",
+            "reduce_scatter",
             "add all_reduce deliver",
             "",
         ),
-        ("allocate stage_joined", "reduce_joined keep", "", ""),
+        ("allocate stage_joined", "reduce_scatter keep", "", ""),
     ),
     (
         reductions.Setup(direct=True),
         4,
-        ("allocate stage_direct", "reduce_direct", "add all_reduce deliver", ""),
-        ("allocate stage_direct", "reduce_direct keep", "", ""),
+        ("allocate stage_direct", "reduce_scatter", "add all_reduce deliver", ""),
+        ("allocate stage_direct", "reduce_scatter keep", "", ""),
     ),
     (
         reductions.Setup(grad=reductions.F16, reduce=reductions.F16),
         4,
         (
             "allocate stage_packed allocate_result",
-            "divide reduce_packed",
+            "divide reduce_scatter",
             "add all_reduce divide cast deliver",
             "",
         ),
-        ("allocate stage_packed", "divide reduce_packed keep", "", ""),
+        ("allocate stage_packed", "divide reduce_scatter keep", "", ""),
     ),
     (
         reductions.Setup(),
@@ -157,11 +157,11 @@ STEPS = [
         2,
         (
             "allocate stage_packed allocate_result",
-            "reduce_packed",
-            "add all_reduce run_hook cast to_host",
+            "reduce_scatter",
+            "add all_reduce hook cast to_host",
             "deliver",
         ),
-        ("allocate stage_packed", "reduce_packed keep", "", ""),
+        ("allocate stage_packed", "reduce_scatter keep", "", ""),
     ),
     (
         reductions.Setup(shapes=reductions.EMPTY, to_host=True),
@@ -191,25 +191,25 @@ def test_steps_with_replicas(
         (
             reductions.Setup(to_host=True),
             2,
-            ("allocate stage_packed", "reduce_packed to_host", "", "deliver"),
+            ("allocate stage_packed", "reduce_scatter to_host", "", "deliver"),
         ),
         (reductions.Setup(to_host=True), 1, ("allocate stage_local", "to_host", "", "deliver")),
-        (reductions.Setup(hook=_hook), 1, ("allocate stage_local", "", "run_hook deliver", "")),
+        (reductions.Setup(hook=_hook), 1, ("allocate stage_local", "", "hook deliver", "")),
         (
             reductions.Setup(hook=_hook, factor=2.0),
             2,
-            ("allocate stage_packed", "reduce_packed", "run_hook deliver", ""),
+            ("allocate stage_packed", "reduce_scatter", "hook deliver", ""),
         ),
         (
             reductions.Setup(sum_only=True),
             2,
-            ("allocate stage_packed", "reduce_packed divide deliver", "", ""),
+            ("allocate stage_packed", "reduce_scatter divide deliver", "", ""),
         ),
-        (reductions.Setup(sum_only=True), 1, ("allocate deliver", "", "", "")),
+        (reductions.Setup(sum_only=True), 1, ("adopt deliver", "", "", "")),
         (
             reductions.Setup(result=reductions.BF16),
             2,
-            ("allocate stage_packed allocate_result", "reduce_packed cast deliver", "", ""),
+            ("allocate stage_packed allocate_result", "reduce_scatter cast deliver", "", ""),
         ),
     ],
 )
@@ -437,7 +437,7 @@ def test_hook_sees_the_sum_once_and_before_delivery(copies: int, size: int, to_h
 
         setup = reductions.Setup(hook=hook, reduce=reductions.F64, factor=1.0, to_host=to_host)
         reduction = setup.bind(collectives, replicas)
-        payload = sum(slot.shard_numel for slot in reduction.transport.slots)
+        payload = sum(slot.shard_numel for slot in reduction.context.slots)
         for all_reduce in (False, True):
             for member in reduction.members:
                 member.full_grad = torch.ones(member.shape)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fsdp2.core.device.buffers import contiguous_strides
-from fsdp2.core.reduce.reduction import ReduceTransport
+from fsdp2.core.reduce.reduction import views_of
 from fsdp2.core.reduce.rows import Run, runs, whole_run
 
 pytestmark = pytest.mark.alone
 
 
-def _views(flat: torch.Tensor, planned: list[Run]) -> list[torch.Tensor]:
-    """As a reduction makes them whose members' rows are so planned."""
-    return ReduceTransport.views(SimpleNamespace(_runs=planned), flat)  # type: ignore[arg-type]
+def _shapes(planned: list[Run]) -> list[tuple[int, ...]]:
+    """The shape of each view."""
+    return [(size, *run.shape[1:]) for run in planned for size in run.sizes or (run.shape[0],)]
 
 
 def _one_by_one(
@@ -35,8 +34,8 @@ def _check(shapes: list[tuple[int, ...]], gaps: list[int]) -> list[Run]:
         end += math.prod(shape) + gap
     flat = torch.arange(float(end))
     planned = runs(shapes, starts)
-    found = _views(flat, planned)
-    assert [shape for run in planned for shape in run.shapes] == shapes
+    found = views_of(planned, flat)
+    assert _shapes(planned) == shapes
     for view, expected in zip(found, _one_by_one(flat, shapes, starts), strict=True):
         assert view.shape == expected.shape
         assert view.stride() == expected.stride()
@@ -75,8 +74,10 @@ def test_views_of_all_of_a_tensor(shapes: list[tuple[int, ...]]) -> None:
     run = whole_run(shapes)
     assert run is not None
     flat = torch.arange(float(math.prod(run.shape))).view(run.shape)
-    found = _views(flat, [run])
-    assert [view.shape for view in found] == [torch.Size(shape) for shape in shapes] == run.shapes
+    found = views_of([run], flat)
+    assert (
+        [view.shape for view in found] == [torch.Size(shape) for shape in shapes] == _shapes([run])
+    )
     assert torch.equal(torch.cat([view.reshape(-1) for view in found]), flat.reshape(-1))
     assert all(view.untyped_storage()._cdata == flat.untyped_storage()._cdata for view in found)
 

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather.transport import BoundPackedTransport
+from fsdp2.core.params.gradients import Gradients
+from fsdp2.core.reduce import result
 from fsdp2.core.reduce.partial_sums import PartialSums
 from fsdp2.core.reduce.program import Job
-from fsdp2.core.reduce.reduction import Delivery, PendingReduction, ReduceTransport
+from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import Phase, Unit
@@ -31,7 +34,7 @@ def _release_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def hasty(self: ParamGroup, jobs: list[Any], all_reduce: bool) -> PendingReduction | None:
         pending = reduce(self, jobs, all_reduce)
         for reduction, job in jobs:
-            reduction.transport.release()
+            reduction.release()
             job.grads = []
         return pending
 
@@ -66,13 +69,13 @@ def _release_staging_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    deliver = Delivery.deliver
+    deliver = result.deliver
 
-    def hasty(self: Delivery, job: Job) -> None:
-        deliver(self, job)
+    def hasty(gradients: Gradients, kernels: Kernels, job: Job) -> None:
+        deliver(gradients, kernels, job)
         job.sums = []
 
-    monkeypatch.setattr(Delivery, "deliver", hasty)
+    monkeypatch.setattr(result, "deliver", hasty)
 
 
 def _free_before_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +332,7 @@ def _finish_idle_units_after_every_backward(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _leak_staging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReduceTransport, "release", lambda self: None)
+    monkeypatch.setattr(Reduction, "release", lambda self: None)
 
 
 def _allocate_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,55 +1,46 @@
-"""A reduction bound: its transport chosen, its parts made, its programs written down.
+"""A reduction bound: its transport chosen, its operations made and written down in programs.
 
     members of a group ── equal specs ──> make_reductions ──> bind_reduction, for each spec
-    bind_reduction     dtypes and division ──> layout of the flat result ──> transport, other parts
-    Parts.program      the steps of all parts in their order, lane by lane
+    bind_reduction     dtypes and division ──> layout of the flat result ──> transport
+    _reduction         all operations in their order
 
-The order of steps is decided here and nowhere else (decision 6).
+The order of operations is decided here and nowhere else (decision 6).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
-import torch
-
+from fsdp2.core.custom_collectives import OwnMemory
+from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Replicas, collectives_of, replicas_of
 from fsdp2.core.device.kernels import Kernels
-from fsdp2.core.layout.layout import Slot
+from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE
+from fsdp2.core.layout.layout import GroupLayout, Slot
 from fsdp2.core.params.gradients import Gradients
-from fsdp2.core.reduce.average import Average
-from fsdp2.core.reduce.division import Division, plan_division
-from fsdp2.core.reduce.kept_gradients import KeptGradients
-from fsdp2.core.reduce.kinds import transport_of
-from fsdp2.core.reduce.levels import BetweenNodes, Pieces, PiecesReduce, pieces_reduce
-from fsdp2.core.reduce.partial_sums import AllReduce, PartialSums
+from fsdp2.core.reduce.division import plan_division
+from fsdp2.core.reduce.levels import Pieces, context_between, cross_nodes
+from fsdp2.core.reduce.partial_sums import PartialSums, sum_replicas
 from fsdp2.core.reduce.presence_marks import PresenceMarks
-from fsdp2.core.reduce.program import Program, Step
-from fsdp2.core.reduce.reduction import Delivery, ReduceContext, ReduceTransport, Reduction
-from fsdp2.core.reduce.result import DivisionAfter, Hook, Result
-from fsdp2.core.reduce.rows import FlatPlan, plan_flat
+from fsdp2.core.reduce.program import BEHIND, REDUCE_SCATTER, SUM_OF_REPLICAS, Job, Op, Program
+from fsdp2.core.reduce.reduction import ReduceContext, Reduction, Way, allocation, reduce_direct
+from fsdp2.core.reduce.result import ending
+from fsdp2.core.reduce.rows import plan_flat
 from fsdp2.core.reduce.spec import ReductionSpec
+from fsdp2.core.reduce.transport import (
+    reduce_adopted,
+    reduce_custom,
+    reduce_empty,
+    reduce_joined,
+    reduce_local,
+    reduce_packed,
+)
 
 P = TypeVar("P")
 T = TypeVar("T")
-
-Family = tuple[list[tuple[P, Slot]], list[tuple[P, Slot]]]
-"""Members that are reduced alike, with their slots: directly, and packed."""
-
-
-class Once(Protocol):
-    """Facts that alike groups share: made by the first of them."""
-
-    def __call__(self, key: Hashable, make: Callable[[], T], /) -> T:
-        """As `GroupLayout.once`."""
-
-
-def anew(_: Hashable, make: Callable[[], T], /) -> T:
-    """For a reduction by itself, which shares nothing."""
-    return make()
 
 
 def make_reductions(
@@ -58,43 +49,48 @@ def make_reductions(
     collectives: Collectives,
     replicas: Replicas | None,
     kernels: Kernels,
-    once: Once,
+    layout: GroupLayout,
     pieces: Pieces | None = None,
 ) -> list[Reduction]:
     """A reduction for all parameters of equal specs, in the order of their first.
 
     Args:
-        members: of each parameter what sets its steps, itself, its place in the layout, and
+        members: of each parameter what sets its operations, itself, its place in the layout, and
             whether it is reduced directly (`is_direct`).
         gradients_of: the gradients of parameters that are reduced alike.
         collectives: of the shard axis.
         replicas: of the replicate axis, if there is one.
         kernels: memory and copies.
-        once: objects that the group shares with equal groups (`GroupLayout.once`).
+        layout: of the group; it has what equal groups share.
         pieces: what of the rows this rank keeps, with masters sharded over two levels. Default:
             all.
     """
-    families: dict[ReductionSpec, Family[P]] = {}
-    known: dict[int, Family[P]] = {}  # most have one and the same: it need not be hashed
+    alike: dict[ReductionSpec, list[tuple[P, Slot, bool]]] = {}
+    known: dict[int, list[tuple[P, Slot, bool]]] = {}  # most have one: it need not be hashed
     for spec, param, slot, direct in members:
-        family = known.get(id(spec))
-        if family is None:
-            family = known[id(spec)] = families.setdefault(spec, ([], []))
-        family[0 if direct else 1].append((param, slot))
-    return [
-        bind_reduction(
-            gradients_of([param for param, _ in (*direct_ones, *packed_ones)]),
-            [slot for _, slot in (*direct_ones, *packed_ones)],
-            len(direct_ones),
-            spec,
-            collectives,
-            replicas,
-            kernels,
-            once,
-            pieces,
+        found = known.get(id(spec))
+        if found is None:
+            found = known[id(spec)] = alike.setdefault(spec, [])
+        found.append((param, slot, direct))
+    made = []
+    for spec, found in alike.items():
+        ordered = [one for one in found if one[2]]
+        direct_ones = len(ordered)
+        ordered += [one for one in found if not one[2]]
+        made.append(
+            bind_reduction(
+                gradients_of([param for param, _, _ in ordered]),
+                [slot for _, slot, _ in ordered],
+                direct_ones,
+                spec,
+                collectives,
+                replicas,
+                kernels,
+                layout,
+                pieces,
+            )
         )
-        for spec, (direct_ones, packed_ones) in families.items()
-    ]
+    return made
 
 
 def bind_reduction(
@@ -105,7 +101,7 @@ def bind_reduction(
     collectives: Collectives,
     replicas: Replicas | None,
     kernels: Kernels,
-    once: Once = anew,
+    layout: GroupLayout | None = None,
     pieces: Pieces | None = None,
 ) -> Reduction:
     """The reduction of members that are reduced alike.
@@ -115,83 +111,56 @@ def bind_reduction(
         slots: the members' slots in the group's layout.
         direct: how many of the first members are reduced from where their gradients are, or from
             where they are cast to; the others are packed.
-        spec: what sets the steps.
+        spec: what sets the operations.
         collectives: of the shard axis.
         replicas: of the replicate axis, if there is one.
         kernels: memory and copies.
-        once: objects shared with equal groups; none by default.
+        layout: of the group, if all members are of one.
         pieces: as for `make_reductions`.
     """
     collectives = collectives_of(spec.reduce_dtype, collectives)
-    rank, between = collectives.rank, pieces
-    if between is not None and not any(slot.shard_numel for slot in slots):
-        slots, rank, between = between.of(slots), between.collectives.rank, None
+    rank, size = collectives.rank, collectives.size
+    empty = not any(slot.shard_numel for slot in slots)
+    if pieces is not None and empty:
+        slots, rank, pieces = pieces.of(slots), pieces.collectives.rank, None
     if replicas is not None:
-        empty = not any(slot.shard_numel for slot in slots)
         alike = replicas.size == 1 or empty
         replicas = None if alike else replicas_of(spec.reduce_dtype, replicas)
-    whole = (replicas, spec.hook, spec.average, between)  # they take the result as one tensor
+    whole = (replicas, spec.hook, spec.average, pieces)  # they take the result as one tensor
     needs_flat = any(part is not None for part in whole)
-    alone = collectives.size == 1 and not needs_flat and not spec.to_host
+    alone = size == 1 and not needs_flat and not spec.to_host
     if alone:  # nothing travels: a gradient of the result's dtype becomes ``.grad`` as it is
         gradients.keep_apart()  # autograd's, of memory of their own
         spec = replace(spec, reduce_dtype=spec.result_dtype, keep=False)
     if spec.codec is not None or spec.between_codec is not None:  # each rank sums by itself
         spec = replace(spec, sum_only=True)
-    chosen = transport_of(spec, slots, direct, collectives.size, alone)
-    where = (rank, collectives.size, spec.reduce_dtype, needs_flat)
-    ways = (direct == len(slots), not chosen.carries_marks)
-    flat = once(
-        ("flat result", tuple(slot.index for slot in slots), where, ways),
-        lambda: plan_flat(slots, *where, *ways),
+    transport, carries_marks = transport_of(spec, slots, direct, size, alone)
+    rows = (rank, spec.reduce_dtype, size > 1, needs_flat, direct == len(slots), carries_marks)
+    flat = _once(
+        layout,
+        ("flat result", tuple(slot.index for slot in slots), rows),
+        lambda: plan_flat(slots, *rows),
     )
-    copies = _copies(replicas, between)
-    division = once(
-        _facts(spec, collectives, copies, flat, alone),
-        lambda: _division(spec, collectives, copies, flat, alone),
-    )
-    marks = _marks(flat, spec, collectives, kernels)
-    if marks is not None and not chosen.carries_marks:
-        marks.scatter = collectives.bind_reduce_scatter(division.kind)
-    context = ReduceContext(slots, direct, spec, division, flat, marks, collectives, kernels)
-    crossing = None
-    if between is not None:
-        crossing = pieces_reduce(
-            between.of(slots),
-            between.collectives,
-            spec,
-            division.replicas,
-            kernels,
-            _coded_pieces() if spec.between_codec is not None else None,
-        )
-    parts = _parts(gradients, context, chosen(context), replicas, crossing, alone)
-    full, partial = parts.programs()
-    return Reduction(gradients, parts.transport, parts.partial_sums, parts.kept, full, partial)
-
-
-def _marks(
-    flat: FlatPlan, spec: ReductionSpec, collectives: Collectives, kernels: Kernels
-) -> PresenceMarks | None:
-    if flat.marks is None:
-        return None
-    apart = flat.marks.start is None  # they are not staged with gradients then
-    dtypes = (spec.reduce_dtype, spec.reduce_dtype if apart else spec.grad_dtype)
-    small = spec.hook is not None
-    return PresenceMarks(collectives.size, flat.marks, dtypes, small, kernels)
-
-
-def _coded_pieces() -> type[PiecesReduce]:
-    """The module, loaded on first use."""
-    from fsdp2.core.reduce.coded_levels import CodedPieces
-
-    return CodedPieces
-
-
-def _copies(replicas: Replicas | None, pieces: Pieces | None) -> int:
-    """Ranks that the sums of a node, or of a shard axis, are summed over."""
+    copies = 1 if replicas is None else replicas.size
     if pieces is not None:
-        return pieces.collectives.size
-    return 1 if replicas is None else replicas.size
+        copies = pieces.collectives.size
+    where = (spec.reduce_dtype, size, spec.factor, collectives.premultiplies, copies)
+    facts = (*where, spec.sum_only, alone, not flat.payload)
+    division = _once(layout, ("division", facts), lambda: plan_division(*facts))
+    marks = None
+    if flat.marks_width:
+        staged = spec.reduce_dtype if flat.marks_start is None else spec.grad_dtype
+        dtypes, small = (spec.reduce_dtype, staged), spec.hook is not None
+        marks = PresenceMarks(size, flat, dtypes, small, kernels)
+    context = ReduceContext(
+        slots, direct, spec, division, flat, marks, carries_marks, alone, collectives, kernels
+    )
+    return _reduction(gradients, context, transport(context), replicas, pieces)
+
+
+def _once(layout: GroupLayout | None, key: Hashable, make: Callable[[], T]) -> T:
+    """Share a fact with equal groups; a reduction by itself shares nothing."""
+    return make() if layout is None else layout.once(key, make)
 
 
 def hand_over(former: Sequence[Reduction], made: Sequence[Reduction]) -> None:
@@ -201,232 +170,108 @@ def hand_over(former: Sequence[Reduction], made: Sequence[Reduction]) -> None:
         former: the earlier reductions.
         made: the reductions that replace them.
     """
-    fed = [(r.members, feedback) for r in former if (feedback := r.transport.feedback) is not None]
+    fed = [(r.members, feedback) for r in former if (feedback := r.way.feedback) is not None]
     if fed:
         for reduction in made:
-            new = reduction.transport.feedback
-            if new is not None:
-                new.take_over(reduction.members, fed)
+            if reduction.way.feedback is not None:
+                reduction.way.feedback.take_over(reduction.members, fed)
 
 
-def _facts(
-    spec: ReductionSpec,
-    collectives: Collectives,
-    copies: int,
-    flat: FlatPlan,
-    alone: bool,
-) -> Hashable:
-    """The facts on which `_division` depends."""
-    own = (spec.reduce_dtype, spec.factor, spec.sum_only, bool(flat.payload), alone)
-    return ("division", *own, collectives.size, collectives.premultiplies, copies)
+# ---- the order of operations
 
 
-def _division(
-    spec: ReductionSpec,
-    collectives: Collectives,
-    copies: int,
-    flat: FlatPlan,
-    alone: bool,
-) -> Division:
-    factor, ranks = spec.factor, collectives.size * copies
-    if factor is None and ranks == 1:
-        factor = 1.0
-    division = plan_division(
-        spec.reduce_dtype,
-        collectives.size,
-        factor,
-        collectives.premultiplies,
-        copies,
-        spec.sum_only,
-    )
-    if alone:
-        return replace(division, before=None, after=factor if factor != 1 else None)
-    return division if flat.payload else replace(division, before=None, after=None)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a reduction, to which its steps belong.
-
-    Attributes:
-        spec: the settings of the steps.
-        transport: how gradients are reduced.
-        marks: which ranks had a gradient; ``None`` on a single rank.
-        partial_sums: the results of reductions without all-reduce.
-        all_reduce: the sum over replicas, if there are any.
-        between: the reduce-scatter between nodes, if masters are sharded over two levels.
-        hook: the user's, if there is one.
-        after: the division after the sums, if there is one.
-        average: over copies of the model, if there are any.
-        result: the destination of a cast, or of a copy to the host.
-        kept: the memory of gradients, if it is kept.
-        delivery: the way to ``.grad``.
-        alone: whether gradients are only divided: all on COMPUTE.
-    """
-
-    spec: ReductionSpec
-    transport: ReduceTransport
-    marks: PresenceMarks | None
-    partial_sums: PartialSums
-    all_reduce: AllReduce | None
-    between: BetweenNodes | None
-    hook: Hook | None
-    after: DivisionAfter | None
-    average: Average | None
-    result: Result
-    kept: KeptGradients | None
-    delivery: Delivery
-    alone: bool
-
-    @property
-    def sums_later(self) -> bool:
-        """Whether several reductions may share what follows the reduce-scatter."""
-        return any(part is not None for part in (self.all_reduce, self.between, self.average))
-
-    def programs(self) -> tuple[Program, Program]:
-        """The full program, and the partial one; the same where there are no replicas."""
-        full = self.full()
-        partial = self.partial() if self.sums_later else full
-        if self.marks is not None:
-            full.seeking = self.full(self.marks)
-            partial.seeking = full.seeking if partial is full else self.partial(self.marks)
-        return full, partial
-
-    def full(self, seeks: PresenceMarks | None = None) -> Program:
-        """All steps, up to ``.grad``.
-
-        Args:
-            seeks: marks, where the job lacks a gradient which another rank may have.
-        """
-        to_host, kept = self.spec.to_host, self.kept
-        compute: list[Step] = []
-        reduce: list[Step] = []
-        all_reduce: list[Step] = []
-        host: list[Step] = []
-
-        # COMPUTE
-        on_device = None if to_host else kept
-        if on_device is not None and not self.spec.casts and self.between is None:
-            self._stage(compute, seeks, on_device.hold_flat)
-        else:
-            self._stage(compute, seeks, self.transport.allocate)
-        if self.between is not None:
-            compute.append(self.between.allocate_pieces)
-        if self.spec.casts:
-            compute.append(
-                self.result.allocate_result if on_device is None else on_device.hold_result
-            )
-
-        # REDUCE
-        self._reduce(reduce)
-
-        # ALL_REDUCE
-        self._sum_copies(all_reduce)
-        if self.hook is not None:
-            if seeks is not None:  # before a hook that may lose marks
-                all_reduce.append(seeks.fetch)
-            all_reduce.append(self.hook.run_hook)
-
-        # The last lane that has anything to do; the host, once it is behind that one
-        last = all_reduce or (compute if self.alone else reduce)
-        if self.after is not None:
-            last.append(self.after.divide_rows if self.alone else self.after.divide)
-        if self.average is not None:  # of what is divided, which cannot overflow
-            last.append(self.average.average)
-        if self.spec.casts:
-            last.append(self.result.cast)
-        if not to_host:
-            last.append(self.delivery.deliver)
-        else:
-            last.append(self.result.to_host if kept is None else kept.hold_on_host)
-            host.append(self.delivery.deliver)
-        if seeks is not None:
-            last.append(seeks.fetch)
-            host.append(self.delivery.deliver_missed)
-
-        # Where all lanes are one; elsewhere `PendingReduction` does it
-        behind = self._frees()
-        if kept is not None:
-            (host or behind).append(kept.give_back)
-        return Program(compute, reduce, all_reduce, host, behind)
-
-    def partial(self, seeks: PresenceMarks | None = None) -> Program:
-        """The steps up to partial sums; as for `full`."""
-        compute: list[Step] = []
-        reduce: list[Step] = []
-        self._stage(compute, seeks, self.transport.allocate)  # never in memory that is kept
-        self._reduce(reduce)
-        reduce.append(self.partial_sums.keep)
-        return Program(compute, reduce, behind=self._frees())
-
-    def _stage(self, compute: list[Step], seeks: PresenceMarks | None, allocate: Step) -> None:
-        compute.append(allocate)
-        if seeks is not None:
-            compute.append(seeks.mark)
-        if self.transport.stages:
-            compute.append(self.transport.stage)
-
-    def _reduce(self, reduce: list[Step]) -> None:
-        transport, marks = self.transport, self.marks
-        if transport.before is not None:
-            reduce.append(transport.divide)
-        if transport.communicates:
-            reduce.append(transport.reduce)
-        if transport.unstages:
-            reduce.append(transport.unstage)
-        if marks is not None and marks.scatter is not None:
-            reduce.append(marks.reduce)
-
-    def _sum_copies(self, all_reduce: list[Step]) -> None:
-        """The steps after the partial sums, which end here."""
-        if self.sums_later:
-            all_reduce.append(self.partial_sums.add)
-        if self.all_reduce is not None:
-            all_reduce.append(self.all_reduce.all_reduce)
-        if self.between is not None:
-            all_reduce.append(self.between.scatter_between)
-
-    def _frees(self) -> list[Step]:
-        return [self.transport.release_behind] if self.transport.frees else []
-
-
-def _parts(
+def _reduction(
     gradients: Gradients,
     context: ReduceContext,
-    transport: ReduceTransport,
+    way: Way,
     replicas: Replicas | None,
-    crossing: PiecesReduce | None,
-    alone: bool,
-) -> Parts:
-    spec, marks, kernels, division = context.spec, context.marks, context.kernels, context.division
-    last = transport if crossing is None else crossing  # leaves the sums
-    views, shape = last.views, last.shape
-    result = Result(shape, spec.result_dtype, spec.pin, views, kernels)
-    kept = None
-    make: Callable[[], torch.Tensor]
-    if spec.keep and spec.to_host:
-        make = functools.partial(kernels.host_empty, shape, spec.result_dtype, spec.pin)
-        kept = KeptGradients(gradients, make, views, result.to_host, kernels)
-    elif spec.keep:
-        make = kernels.bind_empty(shape, spec.result_dtype, "kept gradient")
-        otherwise = result.allocate_result if spec.casts else last.allocate
-        kept = KeptGradients(gradients, make, views, otherwise, kernels)
-    between = None
-    if crossing is not None and marks is not None:
-        in_place = kept is not None and not (spec.to_host or spec.casts)
-        between = BetweenNodes(crossing, marks, kept if in_place else None)
-    return Parts(
-        spec,
-        transport,
-        marks,
-        PartialSums(kernels),
-        None if replicas is None else AllReduce(replicas, division.replicas),
-        between,
-        None if spec.hook is None else Hook(spec.hook),
-        None if division.after is None else DivisionAfter(division.after, kernels),
-        None if spec.average is None or marks is None else Average(spec.average, last),
-        result,
-        kept,
-        Delivery(gradients, marks, kernels),
-        alone,
-    )
+    pieces: Pieces | None,
+) -> Reduction:
+    """Make the operations around a transport's, and write all down in programs.
+
+    Args:
+        gradients: of the members.
+        context: of the reduction.
+        way: the transport, bound.
+        replicas: of the replicate axis, if sums are all-reduced.
+        pieces: if sums are scattered between nodes.
+    """
+    spec, kernels, marks = context.spec, context.kernels, context.marks
+    kind = context.division.replicas
+    averages = spec.average is not None and marks is not None
+    shared = replicas is not None or pieces is not None or averages
+    lane = COMPUTE if context.alone else REDUCE
+    if shared or spec.hook is not None:
+        lane = ALL_REDUCE
+    last = context  # of the collective that leaves the sums
+    if pieces is not None:
+        last = context_between(pieces, context.slots, spec, kind, kernels)
+    kept, hold, final = ending(gradients, context, last, lane)
+
+    staged = [*way.ops]
+    if marks is not None:
+        staged.insert(0, Op(COMPUTE, "mark", marks.mark, seeks=True))
+        if not context.carries_marks:
+            scatter = context.collectives.bind_reduce_scatter(context.division.kind)
+            sum_marks = functools.partial(marks.reduce, scatter)
+            staged.append(Op(REDUCE, REDUCE_SCATTER, sum_marks))
+    if way.staging is not None:  # where lanes are several, `PendingReduction` frees it
+        free = functools.partial(_release, way.staging)
+        staged.append(Op(BEHIND, "release", free))
+    sums = PartialSums(kernels)
+    copies: list[Op] = []  # what several reductions may share
+    if shared:
+        copies.append(Op(ALL_REDUCE, "add", sums.add))
+    if replicas is not None:
+        sum_all = functools.partial(sum_replicas, replicas, kind)
+        copies.append(Op(ALL_REDUCE, SUM_OF_REPLICAS, sum_all))
+    if pieces is not None:
+        assert marks is not None
+        copies += cross_nodes(last, marks, hold.run)
+
+    # A transport that adopts allocates nothing; between nodes, kept memory is for pieces
+    new = allocation(context)
+    begin = [hold if pieces is None else new]
+    full = Program([*([] if way.adopts else begin), *staged, *copies, *final])
+    partial = full
+    if shared:  # partial sums are never in memory that is kept
+        partial = Program([new, *staged, Op(REDUCE, "keep", sums.keep)])
+    return Reduction(gradients, context, way, sums, kept, full, partial)
+
+
+def _release(staging: TransientBuffer, job: Job) -> None:
+    """Free the input of the collective: COMPUTE runs after it once its call has returned."""
+    staging.release()
+
+
+# ---- which transport
+
+
+def transport_of(
+    spec: ReductionSpec, slots: Sequence[Slot], direct: int, size: int, alone: bool
+) -> tuple[Callable[[ReduceContext], Way], bool]:
+    """The transport of a reduction's gradients, and whether it carries marks.
+
+    Args:
+        spec: the settings of its operations.
+        slots: of the members.
+        direct: how many of the first need no packing.
+        size: ranks of the shard axis.
+        alone: whether gradients are only divided.
+    """
+    if alone and spec.grad_dtype == spec.result_dtype:
+        return reduce_adopted, True
+    if size == 1:
+        return reduce_local, True
+    if not any(slot.shard_numel for slot in slots):
+        return reduce_empty, True
+    if spec.codec is not None:
+        from fsdp2.core.reduce.coded import reduce_coded  # who does not use it does not load it
+
+        return reduce_coded, False
+    if spec.comm is not None:  # fsdp2's collectives sum, as usual, in memory of their own
+        return reduce_custom, isinstance(spec.comm, OwnMemory)
+    if not direct:
+        return reduce_packed, True
+    in_place = direct == len(slots) and spec.grad_dtype == spec.reduce_dtype
+    return (reduce_direct if in_place else reduce_joined), True

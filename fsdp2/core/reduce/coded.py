@@ -3,6 +3,8 @@
     gradients ── pad, cast, interleave ──> [ranks, n] ── encode ──> a message for each rank
       ══ one all-to-all ══> a message of each rank ── decode, sum in fp32 ──> flat result
 
+    staging   [ [ranks, n] in the reduce dtype | a message for each rank | one of each rank ]
+
 A collective cannot add encoded numbers. Each rank decodes and adds instead, in
 fp32 and in the order of ranks, so that a sum does not depend on who sent first. Marks, whose sums
 must be whole numbers, have a separate collective.
@@ -10,114 +12,76 @@ must be whole numbers, have a separate collective.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from fsdp2.core.codecs.blocks import Bytes, Nibbles
 from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Codec
-from fsdp2.core.codecs.rotated import BLOCK, Rotated
+from fsdp2.core.codecs.rotated import Rotated
 from fsdp2.core.codecs.rounded import Rounded, Whole
-from fsdp2.core.device.buffers import TransientBuffer
+from fsdp2.core.device.collectives import Work
 from fsdp2.core.pieces import round_up
-from fsdp2.core.reduce.feedback import Feedback, Units
+from fsdp2.core.reduce.feedback import Feedback
 from fsdp2.core.reduce.program import Job
-from fsdp2.core.reduce.reduction import ReduceContext, ReduceTransport
-from fsdp2.core.reduce.transport import PackingReduce
+from fsdp2.core.reduce.reduction import ReduceContext, Way, operations, unify
+from fsdp2.core.reduce.transport import packing
 
 STAGING = "coded gradients"
 
+CODED: dict[str, Codec] = {codec.name: codec for codec in (Whole(), Rounded(), Bytes(), Nibbles())}
+"""The codecs of gradients, by the name that `Wire.reduce` gives."""
 
-class CodedReduce(PackingReduce):
-    """Gradients are sent as messages of a codec.
 
-        staging   [ [ranks, n] in the reduce dtype | a message for each rank | one of each rank ]
+def codec_of(name: str, rotate: bool = False, device: torch.device | None = None) -> Codec:
+    """The codec of gradients' messages.
 
-    Attributes:
-        codec: encodes the messages.
+    Args:
+        name: of the format.
+        rotate: whether numbers are rotated before encoding.
+        device: where the numbers are. Default: the CPU.
     """
+    codec = CODED[name]
+    return Rotated(codec, device or torch.device("cpu")) if rotate else codec
 
-    codec: ClassVar[Codec]
-    carries_marks = False
-    unstages = True
-    staging: TransientBuffer
 
-    def _bind(self, context: ReduceContext) -> None:
-        super()._bind(context)
-        size, dtype = self.collectives.size, self.reduce_dtype
-        assert dtype in NUMBERS
-        codec = self.codec
-        if context.spec.rotate:
-            codec = Rotated(codec, context.spec.device or torch.device("cpu"))
-        self._encode, self._total = codec.encode, codec.total
-        nbytes = codec.nbytes(self.width)
-        start = round_up(size * self.width * dtype.itemsize, ALIGNMENT)
-        self.staging = staging = self.kernels.transient(start + 2 * size * nbytes, STAGING)
-        self._rows = staging.view(dtype, 0, (size, self.width))
-        self._sent = staging.view(torch.uint8, start, (size, nbytes))
-        self._received = staging.view(torch.uint8, start + size * nbytes, (size, nbytes))
-        staging.release()
-        self._exchange = self.collectives.bind_all_to_all(self._received, self._sent)
-        if context.spec.feedback:
-            starts, slots = context.flat.starts, context.slots
-            places = [(start, s.shard_numel) for start, s in zip(starts, slots, strict=True)]
-            units = Units(size, self.before)
-            self.feedback = Feedback(codec, units, self.width, places, self.kernels)
+def reduce_coded(context: ReduceContext) -> Way:
+    """Exchange messages of the codec that the settings name."""
+    spec, kernels, size = context.spec, context.kernels, context.collectives.size
+    dtype, before = spec.reduce_dtype, context.division.before
+    assert spec.codec is not None
+    assert dtype in NUMBERS
+    codec = codec_of(spec.codec, spec.rotate, spec.device)
+    encode, total = codec.encode, codec.total
+    width, pack = packing(context)
+    nbytes = codec.nbytes(width)
+    # One buffer for all three: it is acquired and released once
+    start = round_up(size * width * dtype.itemsize, ALIGNMENT)
+    staging = kernels.transient(start + 2 * size * nbytes, STAGING)
+    rows = staging.view(dtype, 0, (size, width))
+    sent = staging.view(torch.uint8, start, (size, nbytes))
+    received = staging.view(torch.uint8, start + size * nbytes, (size, nbytes))
+    staging.release()
+    exchange = context.collectives.bind_all_to_all(received, sent)
+    feedback: Feedback | None = None
+    if spec.feedback:
+        numels = (slot.shard_numel for slot in context.slots)
+        places = [*zip(context.flat.starts, numels, strict=True)]
+        feedback = Feedback(codec, (size, before), width, places, kernels)
 
-    @classmethod
-    def row_bytes(cls, numel: int, itemsize: int, rotate: bool = False) -> int:
-        return cls.codec.nbytes(round_up(numel, BLOCK) if rotate else numel)
+    def stage(job: Job) -> None:
+        if feedback is not None:  # no memory is made on the other lane (invariant I2)
+            feedback.hold()
+        staging.acquire()
+        pack(job, rows, unify(job, spec))
 
-    def stage(self, job: Job) -> None:
-        if self.feedback is not None:
-            self.feedback.hold()
-        self.staging.acquire()
-        self.pack(job, self._rows)
-
-    def divide(self, job: Job) -> None:
-        assert self.before is not None
-        self.kernels.divide(self._rows, self.before)
-
-    def reduce(self, job: Job) -> None:
-        if self.feedback is None:
-            self.kernels.transform(self._encode, self._sent, self._rows)
+    def reduce(job: Job) -> Work | None:
+        if feedback is None:
+            kernels.transform(encode, sent, rows)
         else:
-            self.feedback.encode(self._sent, self._rows)
-        work = self._exchange()
-        if work is not None:
-            work.wait()
+            feedback.encode(sent, rows)
+        return exchange()
 
-    def unstage(self, job: Job) -> None:
-        assert job.flat is not None
-        sums = job.flat.narrow(0, 0, self.width)
-        self.kernels.transform(self._total, sums, self._received)
+    def unstage(job: Job) -> None:
+        kernels.transform(total, job.flat.narrow(0, 0, width), received)
 
-
-class RoundedReduce(CodedReduce):
-    """Messages of bfloat16."""
-
-    codec = Rounded()
-
-
-class WholeReduce(CodedReduce):
-    """Messages of fp32."""
-
-    codec = Whole()
-
-
-class BytesReduce(CodedReduce):
-    """Messages of 8-bit integers, and a scale per block."""
-
-    codec = Bytes()
-
-
-class NibblesReduce(CodedReduce):
-    """Messages of 4-bit integers, and a scale per block."""
-
-    codec = Nibbles()
-
-
-CODED: dict[str, type[ReduceTransport]] = {
-    kind.codec.name: kind for kind in (WholeReduce, RoundedReduce, BytesReduce, NibblesReduce)
-}
-"""The transports of gradients in fewer bytes, by the name that `Wire.reduce` gives."""
+    ops = operations(context, "coded", stage, reduce, unstage, [rows])
+    return Way(ops, staging, feedback)

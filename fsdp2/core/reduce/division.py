@@ -31,6 +31,8 @@ def plan_division(
     premultiplies: bool,
     copies: int = 1,
     sum_only: bool = False,
+    alone: bool = False,
+    empty: bool = False,
 ) -> Division:
     """Choose where to divide.
 
@@ -45,8 +47,12 @@ def plan_division(
         premultiplies: whether the backend has a premultiplied sum (NCCL has).
         copies: ranks of the replicate axis.
         sum_only: whether the collectives must only sum.
+        alone: whether this rank has nothing to communicate: gradients are divided once, if at all.
+        empty: whether no rank has any element: nothing is divided.
     """
     whole = float(size * copies) if factor is None else factor
+    if alone or empty:
+        return Division(None, _SUM, _SUM, None if empty or whole == 1 else whole)
     if dtype in _AVERAGE:
         if sum_only:
             return Division(None, _SUM, _SUM, whole if whole != 1 else None)
@@ -57,6 +63,7 @@ def plan_division(
         if premultiplies and size > 1:
             return Division(None, ReduceKind(average=False, factor=factor), _SUM, None)
         return Division(None, _SUM, _SUM, factor)
+    # A power of two is exact in any floating-point dtype
     before = 2.0 ** math.ceil(math.log2(whole) / 2) if whole > 1 else 1.0
     after = whole / before
     return Division(before if before != 1.0 else None, _SUM, _SUM, after if after != 1.0 else None)

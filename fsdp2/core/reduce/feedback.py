@@ -23,7 +23,6 @@ reduction that an exception interrupted while it wrote them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,39 +33,22 @@ from fsdp2.core.device.kernels import Kernels
 DTYPE = torch.bfloat16
 
 
-class Units(NamedTuple):
-    """Facts of residuals: of equal units, one may be taken over for another.
-
-    Attributes:
-        ranks: how many ranks gradients are sent to.
-        before: the divisor before.
-    """
-
-    ranks: int
-    before: float | None
-
-
 class Feedback:
     """The residuals of one reduction.
 
     Args:
         codec: what makes its messages.
-        units: of the residuals.
+        units: of residuals: how many ranks gradients are sent to, and what divides them before.
+            One may be taken over for another of equal units.
         width: numbers that each rank is sent.
         places: of each member, where its numbers begin among these, and how many there are.
         kernels: memory and copies.
-
-    Attributes:
-        units: as they were given.
-        places: as they were given.
     """
-
-    __slots__ = ("_codec", "_kernels", "_own", "_residual", "_torn", "_width", "places", "units")
 
     def __init__(
         self,
         codec: Codec,
-        units: Units,
+        units: tuple[int, float | None],
         width: int,
         places: Sequence[tuple[int, int]],
         kernels: Kernels,
@@ -91,7 +73,7 @@ class Feedback:
     def hold(self) -> Tensor:
         """The memory of residuals, allocated on COMPUTE if it does not exist."""
         if self._residual is None or self._torn:
-            shape = (self.units.ranks, self._width)
+            shape = (self.units[0], self._width)
             with torch.inference_mode(False):
                 self._hold(self._kernels.zeros(shape, DTYPE, "residuals"))
             self._torn = False

@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 import torch
 
-from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.params.gradients import Gradients
 from fsdp2.core.reduce.program import Job, KeptMemory, Step
 
@@ -26,71 +25,41 @@ class KeptGradients:
         gradients: the members'.
         make: allocates the flat tensor.
         views: makes the rows of it.
-        otherwise: the step that makes new memory, where the kept memory is in use.
-        kernels: memory and copies.
-
-    Attributes:
-        otherwise: as it was given.
-        kernels: as it was given.
     """
-
-    __slots__ = ("_gradients", "_kept", "_make", "_taken", "_views", "kernels", "otherwise")
 
     def __init__(
         self,
         gradients: Gradients,
         make: Callable[[], torch.Tensor],
         views: Callable[[torch.Tensor], list[torch.Tensor]],
-        otherwise: Step,
-        kernels: Kernels,
     ) -> None:
         self._gradients = gradients
         self._make, self._views = make, views
-        self.otherwise = otherwise
-        self.kernels = kernels
         self._kept: KeptMemory | None = None  # until it is needed
         self._taken = False  # by a reduction on its way, which fills it and hands it out
-
-    def _take(self) -> KeptMemory | None:
-        """The kept memory, unless it holds a gradient, or will hold one."""
-        if self._taken or self._gradients.delivered():
-            return None
-        if self._kept is None:
-            flat = self._make()
-            rows = self._views(flat)
-            self._kept = KeptMemory(flat, rows, self._gradients.objects_over(rows))
-        self._taken = True
-        return self._kept
 
     def abandon(self) -> None:
         """An exception has ended the reduction that fills them."""
         self._taken = False
 
-    # ---- steps: one of the first three, wherever the result is made
+    def hold(self, use: Callable[[Job, KeptMemory], None], otherwise: Step, job: Job) -> None:
+        """Give a job the kept memory, unless it holds a gradient, or will hold one.
 
-    def hold_flat(self, job: Job) -> None:
-        """Let the collective write there, on COMPUTE."""
-        job.kept = kept = self._take()
-        if kept is None:
-            self.otherwise(job)
-        else:
-            job.flat, job.outputs = kept.flat, kept.rows
-
-    def hold_result(self, job: Job) -> None:
-        """Let the cast write there, on COMPUTE."""
-        job.kept = kept = self._take()
-        if kept is None:
-            self.otherwise(job)
-        else:
-            job.result = kept.flat
-
-    def hold_on_host(self, job: Job) -> None:
-        """Copy there, to CPU memory."""
-        job.kept = kept = self._take()
-        if kept is None:
-            self.otherwise(job)
-        else:
-            self.kernels.to_host(kept.flat, job.to_deliver())
+        Args:
+            use: makes it the destination of the result.
+            otherwise: makes new memory.
+            job: the job.
+        """
+        if self._taken or self._gradients.delivered():
+            otherwise(job)
+            return
+        if self._kept is None:
+            flat = self._make()
+            rows = self._views(flat)
+            self._kept = KeptMemory(flat, rows, self._gradients.objects_over(rows))
+        self._taken = True
+        job.kept = self._kept
+        use(job, self._kept)
 
     def give_back(self, job: Job) -> None:
         """The memory of the result may be filled again as soon as it is unused.

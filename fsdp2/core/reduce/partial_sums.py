@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp2.core.device.collectives import ReduceKind, Replicas
+from fsdp2.core.device.collectives import ReduceKind, Replicas, Work
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.reduce.program import Job
 
@@ -22,58 +22,32 @@ class PartialSums:
     Attributes:
         flat: the sums, in the reduce dtype; ``None`` if none wait.
         present: which members had a gradient in any of these backwards.
-        kernels: as it was given.
     """
 
-    __slots__ = ("flat", "kernels", "present")
-
     def __init__(self, kernels: Kernels) -> None:
-        self.kernels = kernels
+        self._kernels = kernels
         self.flat: torch.Tensor | None = None
         self.present: list[bool] = []
 
-    def discard(self) -> None:
-        """Drop them."""
-        self.flat = None
-
-    # ---- steps
+    # ---- what operations run
 
     def keep(self, job: Job) -> None:
         """Add to the sums that wait, on REDUCE."""
-        assert job.flat is not None
         if self.flat is None:
             self.flat, self.present = job.flat, job.present
             return
         job.partial = self.flat  # alive until this is over, whoever drops them
-        self.kernels.add_many([self.flat], [job.flat])
+        self._kernels.add_many([self.flat], [job.flat])
         pairs = zip(self.present, job.present, strict=True)
         self.present = [before or now for before, now in pairs]
 
     def add(self, job: Job) -> None:
         """Add the sums that wait to this reduction's, on ALL_REDUCE."""
         if self.flat is not None:
-            assert job.flat is not None
             job.partial, sums, self.flat = self.flat, self.flat, None
-            self.kernels.add_many([job.flat], [sums])
+            self._kernels.add_many([job.flat], [sums])
 
 
-class AllReduce:
-    """The sum over replicas.
-
-    Args:
-        replicas: the replicate axis.
-        kind: how it reduces.
-    """
-
-    __slots__ = ("_kind", "replicas")
-
-    def __init__(self, replicas: Replicas, kind: ReduceKind) -> None:
-        self.replicas = replicas
-        self._kind = kind
-
-    def all_reduce(self, job: Job) -> None:
-        """Reduce the flat sums in place, on ALL_REDUCE."""
-        assert job.flat is not None
-        work = self.replicas.all_reduce(job.flat, self._kind)
-        if work is not None:
-            work.wait()
+def sum_replicas(replicas: Replicas, kind: ReduceKind, job: Job) -> Work | None:
+    """Reduce the flat sums over the replicate axis in place, on ALL_REDUCE."""
+    return replicas.all_reduce(job.flat, kind)

@@ -21,9 +21,10 @@ from collections.abc import Sequence
 
 import torch
 
+from fsdp2.core.device.collectives import Work
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.reduce.program import Job, Scatter
-from fsdp2.core.reduce.rows import MarksPlace
+from fsdp2.core.reduce.rows import FlatPlan
 
 SMALL = 2.0**-40
 """A mark that users' hooks see after gradients: it changes neither norms nor scales."""
@@ -36,33 +37,29 @@ class PresenceMarks:
 
     Args:
         ranks: how many ranks the sums are scattered over.
-        place: where they are.
+        flat: where they are.
         dtypes: of the reduction, and others that gradients may be staged in.
         small: whether a hook of the user sees them.
         kernels: memory and copies.
 
     Attributes:
-        start: as in `MarksPlace`.
-        width: as in `MarksPlace`.
+        start: where they begin in the flat result; ``None``: they are sent apart.
+        width: numbers that a rank receives: one per member, and padding.
         sent: the marks of a rank that has all gradients, by dtype.
         unread: the same in the reduction's dtype, and a buffer for unused sums; only if they are
             sent apart.
-        scatter: the separate reduce-scatter of marks, if that of gradients does not carry them.
-        kernels: as it was given.
     """
-
-    __slots__ = ("_dtype", "_ranks", "kernels", "scatter", "sent", "start", "unread", "width")
 
     def __init__(
         self,
         ranks: int,
-        place: MarksPlace,
+        flat: FlatPlan,
         dtypes: Sequence[torch.dtype],
         small: bool,
         kernels: Kernels,
     ) -> None:
-        self.kernels = kernels
-        self.start, self.width = place
+        self._kernels = kernels
+        self.start, self.width = flat.marks_start, flat.marks_width
         self._ranks, self._dtype = ranks, dtypes[0]
         value = SMALL if small and all(dtype in _WIDE for dtype in dtypes) else 1.0
         numel = ranks * self.width
@@ -73,19 +70,18 @@ class PresenceMarks:
         if self.start is None:
             ignored = kernels.zeros((self.width,), self._dtype, "marks")
             self.unread = self.sent[self._dtype], ignored
-        self.scatter: Scatter | None = None
 
     def of(self, job: Job) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's marks, and the position of their sums in the flat result."""
         return job.marks or (self.sent[self._dtype], self.within(job.flat))
 
-    # ---- steps
+    # ---- what operations run
 
     def mark(self, job: Job) -> None:
         """For a job that lacks gradients, on COMPUTE: this rank's marks, and the position of the
         sums.
         """
-        kernels, shape = self.kernels, (self._ranks, self.width)
+        kernels, shape = self._kernels, (self._ranks, self.width)
         marks = kernels.zeros(shape, self._dtype, "marks of some")
         every = self.sent[self._dtype].view(*shape)
         for member, there in enumerate(job.present):
@@ -97,32 +93,33 @@ class PresenceMarks:
             kernels.copy(found, zeros)
         job.marks, job.found = (marks.view(-1), found), found
 
-    def reduce(self, job: Job) -> None:
-        """Sum them, where gradients' own collective did not, on REDUCE."""
-        assert self.scatter is not None
+    def reduce(self, scatter: Scatter, job: Job) -> Work | None:
+        """Sum them, where gradients' own collective did not, on REDUCE.
+
+        Args:
+            scatter: the separate reduce-scatter.
+            job: the job.
+        """
         sent, found = self.of(job)
-        work = self.scatter(found, sent)
-        if work is not None:
-            work.wait()
+        return scatter(found, sent)
 
     def fetch(self, job: Job) -> None:
         """Copy the sums to the host, which reads them after this lane."""
         assert job.found is not None
-        job.arrived = (*job.arrived, self.kernels.fetched(job.found))
+        job.arrived = (*job.arrived, self._kernels.fetched(job.found))
 
     def missed(self, job: Job) -> list[bool]:
         """Which members had no gradient here, but one on another rank, by any of the sums."""
-        numbers = zip(*map(self.kernels.numbers, job.arrived), strict=True)
+        numbers = zip(*map(self._kernels.numbers, job.arrived), strict=True)
         found = [any(number != 0 for number in of_one) for of_one in numbers]
         return [there and not here for here, there in zip(job.present, found, strict=False)]
 
     def present(self, job: Job) -> list[bool]:
         """Which members had a gradient anywhere, by the sums; the host waits for them."""
-        numbers = self.kernels.numbers(self.within(job.flat))
+        numbers = self._kernels.numbers(self.within(job.flat))
         return [number != 0 for number, _ in zip(numbers, job.present, strict=False)]
 
-    def within(self, flat: torch.Tensor | None) -> torch.Tensor:
+    def within(self, flat: torch.Tensor) -> torch.Tensor:
         """The position of their sums in the flat result."""
-        assert flat is not None
         assert self.start is not None
         return flat.narrow(0, self.start, self.width)

@@ -1,11 +1,12 @@
-"""A reduction's steps by lane, and the state that one run passes between them.
+"""A reduction's operations, and the state that one run passes from each to the next.
 
-    Program   compute | reduce | all_reduce | host     tuples of steps, bound once (decision 6)
+    Op        lane, name, run                          a value, bound once (decision 6)
+    Program   compute | reduce | all_reduce | host     what the operations of each lane run
     Job       one run: gradients in, this rank's rows out
 
-A step is a method of a small object that owns what it needs: a transport, marks, partial sums. It
-takes the job. None of these objects refers to the reduction, so that one which is replaced is freed
-at once.
+An operation runs a closure over memory, such as staging, or a method of an object that owns some,
+such as partial sums; either takes the job. None of them refers to the reduction, so that one which
+is replaced is freed at once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from fsdp2.core.device.collectives import Work
 from fsdp2.core.device.kernels import Tensors
+from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE, Lane
 
 
 class KeptMemory(NamedTuple):
@@ -36,10 +38,11 @@ class KeptMemory(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """One running reduction: the results of each step for the next.
+    """One running reduction: the results of each operation for the next.
 
     Attributes:
-        grads: unsharded gradients, a tensor for every member.
+        grads: unsharded gradients, a tensor for every member; once staged, those of them that the
+            collective reads.
         present: which members had one, or must be delivered in any case; the others are reduced as
             zeros, and delivered if another rank had one.
         seeks: whether to find that out.
@@ -60,63 +63,104 @@ class Job:
 
     grads: list[torch.Tensor]
     present: list[bool]
-    # Of the class until a step sets them, which most do not.
+    # Of the class until an operation sets them, which most do not.
     seeks: bool = field(default=False, init=False)
     marks: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
     found: torch.Tensor | None = field(default=None, init=False)
     arrived: Tensors = field(default=(), init=False)
     outputs: Tensors = field(default=(), init=False)
-    flat: torch.Tensor | None = field(default=None, init=False)
-    scattered: torch.Tensor | None = field(default=None, init=False)
+    # Not before they are allocated, or after they are freed; no operation asks for them then.
+    flat: torch.Tensor = field(default=None, init=False)  # type: ignore[assignment]
+    scattered: torch.Tensor = field(default=None, init=False)  # type: ignore[assignment]
     result: torch.Tensor | None = field(default=None, init=False)
     partial: object = field(default=None, init=False)
-    between: object = field(default=None, init=False)
+    between: Crossing | None = field(default=None, init=False)
     kept: KeptMemory | None = field(default=None, init=False)
     sums: Tensors = field(default=(), init=False)
 
     def to_deliver(self) -> torch.Tensor:
         """The flat result, in the gradient's dtype if that differs."""
-        found = self.flat if self.result is None else self.result
-        assert found is not None
-        return found
+        return self.flat if self.result is None else self.result
+
+
+class Crossing(NamedTuple):
+    """The sums of a node while they are sent between nodes.
+
+    Attributes:
+        job: what becomes of them: a job with this rank's pieces as its output.
+        rows: the input of the collective.
+        made: for each member ``None``, or the buffer in which its rows are first put in the order
+            of nodes.
+        messages: those of encoded rows, to each node and from each.
+    """
+
+    job: Job
+    rows: torch.Tensor
+    made: Sequence[torch.Tensor | None]
+    messages: Sequence[torch.Tensor]
 
 
 Scatter = Callable[..., Work | None]
 """A bound reduce-scatter: of an output and an input, or of many of each, in one launch."""
 
-Step = Callable[[Job], object]
-"""An operation on a job: a method of an object that does not reference the reduction."""
+Step = Callable[[Job], Work | None]
+"""The callable of an operation. It returns the work of a collective that is to be waited for."""
+
+HOST, BEHIND = len(Lane), len(Lane) + 1
+"""In place of a lane: what the host runs after all lanes; and, if all lanes are one, after that,
+where otherwise COMPUTE must wait first."""
+
+REDUCE_SCATTER, SUM_OF_REPLICAS = "reduce-scatter", "all-reduce"
+BETWEEN_NODES = "reduce-scatter between nodes"
+COLLECTIVES = frozenset((REDUCE_SCATTER, SUM_OF_REPLICAS, BETWEEN_NODES))
+"""Names of operations that communicate, which errors say."""
+
+
+class Op(NamedTuple):
+    """An operation of a reduction.
+
+    Attributes:
+        lane: the lane that it runs on, `HOST` or `BEHIND`.
+        name: what it does.
+        run: does it, with the job.
+        seeks: whether only jobs need it that lack a gradient which another rank may have.
+    """
+
+    lane: int
+    name: str
+    run: Step
+    seeks: bool = False
 
 
 class Program:
-    """Steps by lane; ``host`` steps run after all others.
+    """Operations by lane, as the tuples that a launch runs through: of what each one runs.
 
     Args:
-        compute: those on COMPUTE.
-        reduce: those on REDUCE.
-        all_reduce: those on ALL_REDUCE.
-        host: those that the host runs after all of them.
-        behind: further steps if all lanes are one: otherwise COMPUTE must wait first.
+        ops: the operations, those of a lane in their order.
+
+        seeks: whether for a job that lacks a gradient; by default, for one that lacks nothing.
 
     Attributes:
-        inline: all of them, in order.
-        seeking: the program of a job that lacks a gradient which another rank may have; ``None`` on
-            a single rank. It is not the program itself, which would be a reference cycle.
+        inline: all of them, lane after lane.
+        seeking: the program of a job that lacks a gradient, if there are operations for it. It is
+            never the program itself, which would be a reference cycle.
     """
 
-    __slots__ = ("all_reduce", "compute", "host", "inline", "reduce", "seeking")
+    __slots__ = ("_ops", "all_reduce", "compute", "host", "inline", "reduce", "seeking")
 
-    def __init__(
-        self,
-        compute: Sequence[Step],
-        reduce: Sequence[Step] = (),
-        all_reduce: Sequence[Step] = (),
-        host: Sequence[Step] = (),
-        behind: Sequence[Step] = (),
-    ) -> None:
-        self.compute = tuple(compute)
-        self.reduce = tuple(reduce)
-        self.all_reduce = tuple(all_reduce)
-        self.host = tuple(host)
-        self.inline = (*compute, *reduce, *all_reduce, *host, *behind)
+    def __init__(self, ops: Sequence[Op], seeks: bool = False) -> None:
+        self._ops = ops
         self.seeking: Program | None = None
+        lanes: list[list[Step]] = [[], [], [], [], [], [], []]
+        for op in ops:
+            if seeks or not op.seeks:
+                lanes[op.lane].append(op.run)
+            elif self.seeking is None:
+                self.seeking = Program(ops, True)
+        self.compute, self.reduce = tuple(lanes[COMPUTE]), tuple(lanes[REDUCE])
+        self.all_reduce, self.host = tuple(lanes[ALL_REDUCE]), tuple(lanes[HOST])
+        self.inline = (*self.compute, *self.reduce, *self.all_reduce, *self.host, *lanes[BEHIND])
+
+    def name_of(self, step: Step | None) -> str:
+        """The name of the operation that runs ``step``."""
+        return next((op.name for op in self._ops if op.run is step), "")

@@ -2,13 +2,13 @@
 unit.
 
     Reduction.collect   take the gradients that autograd left on the unsharded parameters   COMPUTE
-    reduce_inline, reduce_on_lanes      run the program, each step on its lane:
+    reduce_inline, reduce_on_lanes      run the program, each operation on its lane:
       allocate     the output of the collective                                      COMPUTE
       stage        put gradients where the collective reads them                     COMPUTE
       divide       before the sum, for dtypes that could overflow                    REDUCE
       reduce       reduce-scatter over the shard axis                                REDUCE
       unstage      put its output where the rows belong                              REDUCE
-      keep         instead of all later steps: add to the partial sums               REDUCE
+      keep         instead of all later ones: add to the partial sums               REDUCE
       all-reduce   over the replicate axis, including partial sums; or between nodes
                    a reduce-scatter (`levels`)                                       ALL_REDUCE
       hook         the user's                                                        ALL_REDUCE
@@ -20,24 +20,25 @@ unit.
     PendingReduction    jobs, and events after reduce-scatter and all, until COMPUTE has waited
 
 The last lane is ALL_REDUCE if anything runs there, otherwise REDUCE; the host delivers what was
-copied to it, once the copy has arrived. A step that a configuration does not need is not in the
-program, which `binding` builds. If all lanes are one, as on a CPU, everything has ended when the
-launch returns: nothing is pending.
+copied to it, once the copy has arrived. An operation that a configuration does not need is not in
+the program, which `binding` builds. If all lanes are one, as on a CPU, everything has ended when
+the launch returns: nothing is pending.
 
-`ReduceTransport` defines how gradients are reduced. The base class reduces them directly from
-autograd's tensors, without a copy. `transport` has those that copy them first.
+Here is what a steady unit runs: a transport that reads autograd's gradients in place, the executors
+of programs, the delivery. `transport` has those that copy gradients first, `result` what a
+configuration may put between the sums and the delivery.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 
 from fsdp2.core.device.buffers import TransientBuffer
-from fsdp2.core.device.collectives import Collectives
+from fsdp2.core.device.collectives import Collectives, Work
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE, Event, Streams
 from fsdp2.core.errors import coded
@@ -49,8 +50,8 @@ from fsdp2.core.reduce.division import Division
 from fsdp2.core.reduce.kept_gradients import KeptGradients
 from fsdp2.core.reduce.partial_sums import PartialSums
 from fsdp2.core.reduce.presence_marks import PresenceMarks
-from fsdp2.core.reduce.program import Job, Program, Scatter, Step
-from fsdp2.core.reduce.rows import FlatPlan
+from fsdp2.core.reduce.program import COLLECTIVES, REDUCE_SCATTER, Job, Op, Program, Step
+from fsdp2.core.reduce.rows import FlatPlan, Run
 from fsdp2.core.reduce.spec import ReductionSpec
 
 if TYPE_CHECKING:  # who does not use it does not load it
@@ -61,16 +62,19 @@ if TYPE_CHECKING:  # who does not use it does not load it
 
 @dataclass(frozen=True)
 class ReduceContext:
-    """The context to which a transport is bound.
+    """The facts to which a transport is bound.
 
     Attributes:
         slots: the members' positions in the group's layout.
         direct: how many of the first are reduced directly from their gradients, or from where they
             are cast to; the others are packed.
-        spec: the settings of the steps.
+        spec: the settings of the operations.
         division: where it divides, and how the collective reduces.
         flat: the output.
         marks: which ranks had a gradient; ``None`` on a single rank.
+        carries_marks: whether marks use the same collective. If that may change them in other ways
+            than a sum, they get a separate one.
+        alone: whether nothing is communicated: gradients are only divided.
         collectives: of the shard axis.
         kernels: memory and copies.
     """
@@ -81,240 +85,210 @@ class ReduceContext:
     division: Division
     flat: FlatPlan
     marks: PresenceMarks | None
+    carries_marks: bool
+    alone: bool
     collectives: Collectives
     kernels: Kernels
 
 
-class ReduceTransport:
-    """The interface of a transport, which reduce-scatters gradients for a reduction.
-
-    The methods are the steps ``allocate``, ``stage``, ``divide``, ``reduce`` and ``unstage``, each
-    with the job, and ``release``. In this base class, the collective reads gradients directly, and
-    writes each member's rows, in one launch.
-
-    Args:
-        context: the context to which it is bound.
+class Way(NamedTuple):
+    """A transport, bound.
 
     Attributes:
-        carries_marks: whether marks use the same collective. If that may change them in other ways
-            than a sum, they get a separate one.
-        stages: whether ``stage`` does anything.
-        communicates: whether there is a collective.
-        unstages: whether ``unstage`` does anything.
-        frees: whether ``release`` does anything.
-        staging: the input of the collective, if gradients are copied there.
+        ops: put gradients where the collective reads them; divide, reduce and scatter; put its
+            output where the rows belong.
+        staging: the input of the collective, if gradients are copied to a buffer of fsdp2.
         feedback: the rounding errors of messages, if they are kept.
-        scatter: the bound collective.
-        shape: of the flat result.
+        adopts: whether its output is autograd's gradients, so that none is allocated.
     """
 
-    carries_marks = True
-    stages = True
-    communicates = True
-    unstages = False
-    frees = False
+    ops: Sequence[Op]
     staging: TransientBuffer | None = None
     feedback: Feedback | None = None
-    scatter: Scatter
+    adopts: bool = False
 
-    def __init__(self, context: ReduceContext) -> None:
-        flat, spec = context.flat, context.spec
-        self.slots = context.slots
-        self.collectives = context.collectives
-        self.kernels = context.kernels
-        self.marks = context.marks
-        self.grad_dtype, self.reduce_dtype = spec.grad_dtype, spec.reduce_dtype
-        self.before = context.division.before
-        self.shape = flat.shape
-        self._runs = flat.runs
-        self._pieces: Sequence[tuple[int, ...]] = ()  # shapes that the collective takes instead
-        self._unread = None if self.marks is None else self.marks.unread
-        name = "reduce-scatter output"
-        self._new_flat = self.kernels.bind_empty(flat.shape, spec.reduce_dtype, name)
-        self._bind(context)
 
-    def _bind(self, context: ReduceContext) -> None:
-        """Make the buffers and views that every reduction uses, and bind the collective."""
+def views_of(planned: Sequence[Run], flat: torch.Tensor) -> list[torch.Tensor]:
+    """The views of runs in a flat tensor.
 
-    @classmethod
-    def row_bytes(cls, numel: int, itemsize: int, rotate: bool = False) -> int:
-        """Bytes that one rank gives to another for the sums of ``numel`` elements."""
-        return numel * itemsize
+    Two calls for a run, one for a single view; one less where it is all of ``flat``.
+    """
+    views: list[torch.Tensor] = []
+    for _, place, sizes in planned:
+        view = flat if place is None else flat.as_strided(*place)
+        if sizes is None:
+            views.append(view)
+        else:
+            views += view.split_with_sizes(sizes)
+    return views
 
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's rows of each member, in a flat tensor of them.
 
-        Two calls for a run, one for a single view; one less where it is all of ``flat``.
-        """
-        views: list[torch.Tensor] = []
-        for _, place, sizes in self._runs:
-            view = flat if place is None else flat.as_strided(*place)
-            if sizes is None:
-                views.append(view)
-            else:
-                views += view.split_with_sizes(sizes)
-        return views
+def allocation(context: ReduceContext) -> Op:
+    """Allocate the output of a collective, on COMPUTE."""
+    flat, dtype = context.flat, context.spec.reduce_dtype
+    new = context.kernels.bind_empty(flat.shape, dtype, "reduce-scatter output")
+    planned = flat.runs
 
-    def allocate(self, job: Job) -> None:
-        """Allocate the collective's output, on COMPUTE."""
-        job.flat = flat = self._new_flat()
-        job.outputs = self.views(flat)
+    def allocate(job: Job) -> None:
+        job.flat = flat = new()
+        job.outputs = views_of(planned, flat)
 
-    def stage(self, job: Job) -> None:
-        """Prepare the collective's input, on COMPUTE."""
-        dtype = self.grad_dtype
+    return Op(COMPUTE, "allocate", allocate)
+
+
+def reduce_direct(context: ReduceContext) -> Way:
+    """The collective reads autograd's gradients in place."""
+    return Way(operations(context, "direct", stage_direct(context), scatter_each(context)))
+
+
+def stage_direct(context: ReduceContext) -> Step:
+    """Give gradients the dtype and the shapes that the collective takes."""
+    spec, dtype = context.spec, context.spec.grad_dtype
+    pieces = pieces_of(context)
+
+    def stage(job: Job) -> None:
         for grad in job.grads:
             if grad.dtype is not dtype or not grad.is_contiguous():
-                self.unify(job)
+                unify(job, spec)
                 job.grads = [grad.contiguous() for grad in job.grads]
                 break
-        if self._pieces:
-            self._as_pieces(job)
+        if pieces:
+            pairs = zip(pieces, job.grads, strict=True)
+            job.grads = [grad.view(shape) for shape, grad in pairs]
 
-    def divide(self, job: Job) -> None:
-        """Divide the collective's input, on REDUCE."""
-        assert self.before is not None
-        for grad in job.grads:
-            self.kernels.divide(grad, self.before)
+    return stage
 
-    def reduce(self, job: Job) -> None:
-        """Reduce and scatter, on REDUCE."""
-        sent, found = job.marks or self._unread or self._marks_of(job)
-        work = self.scatter([*job.outputs, found], [*job.grads, sent])
-        if work is not None:
-            work.wait()
 
-    def unstage(self, job: Job) -> None:
-        """Copy the collective's output to the rows, on REDUCE."""
+def pieces_of(context: ReduceContext) -> list[tuple[int, ...]]:
+    """Shapes of gradients as consecutive parts of one piece, where some backends compare rows."""
+    slots, size = context.slots[: context.direct], context.collectives.size
+    if not any(slot.dim for slot in slots):
+        return []
+    return [(size * slot.piece[0], *slot.piece[1:]) for slot in slots]
 
-    def release(self) -> None:
-        """Free the input of the collective, once COMPUTE has waited for it."""
-        if self.staging is not None and self.staging.allocated:
-            self.staging.release()
 
-    def release_behind(self, job: Job) -> None:
-        """The same as a step; COMPUTE runs after the collective once its call has returned."""
-        self.release()
+def unify(job: Job, spec: ReductionSpec) -> torch.dtype:
+    """Give all gradients one dtype: autograd's, or the reduction's where any differs."""
+    for grad in job.grads:
+        if grad.dtype != spec.grad_dtype:
+            job.grads = [grad.to(spec.reduce_dtype) for grad in job.grads]
+            return spec.reduce_dtype
+    return spec.grad_dtype
 
-    def unify(self, job: Job) -> torch.dtype:
-        """Give all gradients one dtype: autograd's, or the reduction's where any differs."""
-        for grad in job.grads:
-            if grad.dtype != self.grad_dtype:
-                job.grads = [grad.to(self.reduce_dtype) for grad in job.grads]
-                return self.reduce_dtype
-        return self.grad_dtype
 
-    def _as_pieces(self, job: Job) -> None:
-        """Gradients as consecutive parts of one piece."""
-        pairs = zip(self._pieces, job.grads, strict=True)
-        job.grads = [grad.view(shape) for shape, grad in pairs]
+def scatter_each(context: ReduceContext) -> Step:
+    """Bind what reduces and scatters each member's gradient, and marks, in one launch."""
+    scatter = context.collectives.bind_reduce_scatter_many(context.division.kind)
+    marks = context.marks
+    assert marks is not None
+    unread = marks.unread
 
-    def _marks_of(self, job: Job) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.marks is not None
-        return self.marks.of(job)
+    def reduce(job: Job) -> Work | None:
+        sent, found = job.marks or unread or marks.of(job)
+        return scatter([*job.outputs, found], [*job.grads, sent])
+
+    return reduce
+
+
+def operations(
+    context: ReduceContext,
+    name: str,
+    stage: Step,
+    reduce: Step,
+    unstage: Step | None = None,
+    inputs: Sequence[torch.Tensor] = (),
+) -> list[Op]:
+    """A transport's operations, in their order.
+
+    Args:
+        context: of the reduction.
+        name: of the transport.
+        stage: puts gradients where the collective reads them, on COMPUTE.
+        reduce: reduces and scatters, on REDUCE.
+        unstage: puts its output where the rows belong, if it is elsewhere.
+        inputs: what the collective reads besides the gradients that the job has: all are divided
+            before the sum, if the dtype could overflow.
+    """
+    before, kernels = context.division.before, context.kernels
+    ops = [Op(COMPUTE, f"stage {name}", stage)]
+    if before is not None:
+
+        def divide(job: Job) -> None:
+            for tensor in (*inputs, *job.grads):
+                kernels.divide(tensor, before)
+
+        ops.append(Op(REDUCE, "divide", divide))
+    ops.append(Op(REDUCE, REDUCE_SCATTER, reduce))
+    if unstage is not None:
+        ops.append(Op(REDUCE, "unstage", unstage))
+    return ops
 
 
 # ---- what becomes of the rows
 
 
-class Delivery:
-    """The way from reduced rows to ``.grad``.
+def deliver(gradients: Gradients, kernels: Kernels, job: Job) -> None:
+    """Set ``.grad``, or add to it where there is one; then run the users' hooks."""
+    if job.kept is not None:
+        gradients.place(job.kept.objects, job.present)
+        return
+    waiting = gradients.deliver(job.outputs, job.present)
+    if waiting:
+        _add(kernels, job, waiting)
 
-    Args:
-        gradients: of the members.
-        marks: which ranks had a gradient; ``None`` with one rank.
-        kernels: memory and copies.
-    """
 
-    __slots__ = ("_gradients", "_marks", "kernels")
+def deliver_missed(gradients: Gradients, marks: PresenceMarks, kernels: Kernels, job: Job) -> None:
+    """Deliver to members that had no gradient here, but had one on another rank."""
+    present = marks.missed(job)
+    if True not in present:
+        return
+    if job.kept is None:
+        waiting = gradients.deliver(job.outputs, present)
+    else:
+        waiting = gradients.deliver(job.kept.rows, present, job.kept.objects)
+    if waiting:
+        _add(kernels, job, waiting)
 
-    def __init__(self, gradients: Gradients, marks: PresenceMarks | None, kernels: Kernels) -> None:
-        self._gradients, self._marks = gradients, marks
-        self.kernels = kernels
 
-    def deliver(self, job: Job) -> None:
-        """Set ``.grad``, or add to it where there is one; then run the users' hooks."""
-        kept = job.kept
-        if kept is not None:
-            self._gradients.place(kept.objects, job.present)
-            return
-        waiting = self._gradients.deliver(job.outputs, job.present)
-        if waiting:
-            self._add(job, waiting)
-
-    def deliver_missed(self, job: Job) -> None:
-        """Deliver to members that had no gradient here, but had one on another rank."""
-        assert self._marks is not None
-        present = self._marks.missed(job)
-        if True not in present:
-            return
-        kept = job.kept
-        if kept is None:
-            waiting = self._gradients.deliver(job.outputs, present)
-        else:
-            waiting = self._gradients.deliver(kept.rows, present, kept.objects)
-        if waiting:
-            self._add(job, waiting)
-
-    def _add(self, job: Job, waiting: Sequence[Sum]) -> None:
-        """Add rows to gradients that are there; then run the users' hooks."""
-        added, sums, addends = zip(*waiting, strict=True)
-        job.sums = (*job.sums, *sums)
-        self.kernels.add_many(sums, addends)
-        for member in added:
-            member.run_hooks()
+def _add(kernels: Kernels, job: Job, waiting: Sequence[Sum]) -> None:
+    """Add rows to gradients that are there; then run the users' hooks."""
+    added, sums, addends = zip(*waiting, strict=True)
+    job.sums = (*job.sums, *sums)
+    kernels.add_many(sums, addends)
+    for member in added:
+        member.run_hooks()
 
 
 # ---- a reduction
 
 
+@dataclass(eq=False)
 class Reduction:
     """The bound programs of the members of a group that are reduced with the same options.
 
-    Args:
+    Attributes:
         gradients: the gradients of the members.
-        transport: how they are sent.
+        context: what its transport was bound to.
+        way: the transport, bound.
         partial_sums: the results of reductions without all-reduce.
         kept: the memory of gradients, if it is kept.
         full: the program that ends in ``.grad``.
         partial: the program that ends in partial sums, without all-reduce; ``full`` if there are no
             replicas.
-
-    Attributes:
         members: the parameters.
-        grad_dtype: dtype of autograd's gradients.
-        reduce_dtype: dtype of the collectives.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "full",
-        "grad_dtype",
-        "gradients",
-        "kept",
-        "members",
-        "partial",
-        "partial_sums",
-        "reduce_dtype",
-        "transport",
-    )
+    gradients: Gradients
+    context: ReduceContext
+    way: Way
+    partial_sums: PartialSums
+    kept: KeptGradients | None
+    full: Program
+    partial: Program
+    members: Sequence[ShardedParam] = field(init=False)
 
-    def __init__(
-        self,
-        gradients: Gradients,
-        transport: ReduceTransport,
-        partial_sums: PartialSums,
-        kept: KeptGradients | None,
-        full: Program,
-        partial: Program,
-    ) -> None:
-        self.gradients = gradients
-        self.members: Sequence[ShardedParam] = gradients.params
-        self.transport = transport
-        self.partial_sums = partial_sums
-        self.kept = kept
-        self.full, self.partial = full, partial
-        self.grad_dtype, self.reduce_dtype = transport.grad_dtype, transport.reduce_dtype
+    def __post_init__(self) -> None:
+        self.members = self.gradients.params
 
     @property
     def has_work(self) -> bool:
@@ -334,7 +308,7 @@ class Reduction:
         """
         grads = self.gradients.take(summed)
         missing = 0
-        for grad in grads:
+        for grad in grads:  # without a call for each, in every backward
             if grad is None:
                 missing += 1
         if not missing:
@@ -357,7 +331,7 @@ class Reduction:
         return self._incomplete(none, [False] * len(none))
 
     def _incomplete(self, grads: Sequence[torch.Tensor | None], present: list[bool]) -> Job:
-        zeros, dtype = self.transport.kernels.zeros, self.grad_dtype
+        zeros, dtype = self.context.kernels.zeros, self.context.spec.grad_dtype
         full = [
             zeros(member.shape, dtype, "absent gradient") if grad is None else grad
             for member, grad in zip(self.members, grads, strict=True)
@@ -368,11 +342,17 @@ class Reduction:
 
     def discard(self) -> None:
         """Drop partial sums."""
-        self.partial_sums.discard()
+        self.partial_sums.flat = None
+
+    def release(self) -> None:
+        """Free the input of the collective, once COMPUTE has waited for it."""
+        staging = self.way.staging
+        if staging is not None and staging.allocated:
+            staging.release()
 
     def abandon(self) -> None:
         """Let go of everything that an exception left half way."""
-        self.transport.release()
+        self.release()
         if self.kept is not None:
             self.kept.abandon()
 
@@ -423,21 +403,18 @@ class PendingReduction:
     def release_inputs(self) -> None:
         """Free the inputs of the reduce-scatters, once COMPUTE has waited for ``scattered``."""
         for reduction, job in self.jobs:
-            reduction.transport.release()
+            reduction.release()
             job.grads = []
             job.marks = None
 
     def release_rest(self) -> None:
         """Free everything else that is not delivered, once COMPUTE has waited for ``done``."""
         for reduction, job in self.jobs:
-            job.flat = job.scattered = job.result = job.partial = job.found = None
-            if reduction.kept is not None and not self._waits(job):
-                reduction.kept.give_back(job)
+            job.flat = job.scattered = None  # type: ignore[assignment]  # all operations have run
+            job.result = job.partial = job.found = None
+            if reduction.kept is not None and all(job is not other for _, other in self.host):
+                reduction.kept.give_back(job)  # else once the host has delivered it
         self.jobs = []
-
-    def _waits(self, job: Job) -> bool:
-        """Whether the host is still to deliver anything of it."""
-        return any(job is waiting for _, waiting in self.host)
 
     def deliver(self) -> None:
         """Deliver the data copied to the host, once the host has waited for ``done``."""
@@ -469,20 +446,21 @@ def reduce_on_lanes(
         work.append((program, reduction, job))
         reduces = reduces or bool(program.reduce)
         all_reduces = all_reduces or bool(program.all_reduce)
-        _run(program.compute, reduction, job, group.name)
+        _run(program, program.compute, reduction, job, group.name)
     if not (reduces or all_reduces):
         return None
+    # All jobs of a lane run before the next lane's: one event and one wait for all of them
     event = streams.record(COMPUTE, "gradients staged")
     streams.wait(REDUCE, event, "reduction after compute")
     with streams.on(REDUCE):
         for program, reduction, job in work:
-            _run(program.reduce, reduction, job, group.name)
+            _run(program, program.reduce, reduction, job, group.name)
     scattered = done = streams.record(REDUCE, "reduction done")
     if all_reduces:
         streams.wait(ALL_REDUCE, scattered, "all-reduce after reduce-scatter")
         with streams.on(ALL_REDUCE):
             for program, reduction, job in work:
-                _run(program.all_reduce, reduction, job, group.name)
+                _run(program, program.all_reduce, reduction, job, group.name)
         done = streams.record(ALL_REDUCE, "all-reduce done")
     host = [(step, job) for program, _, job in work for step in program.host]
     return PendingReduction(group, jobs, scattered, done, host)
@@ -494,27 +472,24 @@ def reduce_inline(group: ReducedGroup, jobs: list[tuple[Reduction, Job]], all_re
         program = reduction.full if all_reduce else reduction.partial
         if job.seeks:
             program = program.seeking or program
-        _run(program.inline, reduction, job, group.name)
+        _run(program, program.inline, reduction, job, group.name)
 
 
-COLLECTIVES = {
-    "reduce": "reduce-scatter",
-    "all_reduce": "all-reduce",
-    "scatter_between": "reduce-scatter between nodes",
-}
-"""Names and purposes of the steps that communicate."""
-
-
-def _run(steps: Sequence[Step], reduction: Reduction, job: Job, name: str) -> None:
-    """Run a lane's steps; an exception names the group, or a sparse gradient."""
+def _run(
+    program: Program, steps: Sequence[Step], reduction: Reduction, job: Job, name: str
+) -> None:
+    """Run a lane's operations; an exception names the group, or a sparse gradient."""
     running: Step | None = None
     try:
         for running in steps:
-            running(job)
+            work = running(job)
+            if work is not None:
+                work.wait()
     except RuntimeError as error:
         _refuse_sparse(reduction, job, error)
-        operation = COLLECTIVES.get(getattr(running, "__name__", ""))
-        if operation is None or isinstance(error, torch.OutOfMemoryError):
+        # Found here, so that a launch that succeeds need not keep count of where it is
+        operation = program.name_of(running)
+        if operation not in COLLECTIVES or isinstance(error, torch.OutOfMemoryError):
             raise
         raise communication_error(operation, name, error) from error
 

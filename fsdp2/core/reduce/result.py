@@ -1,103 +1,168 @@
-"""From the flat sums to the delivered gradients: hook, division, cast, copy to the host.
+"""From the flat sums to ``.grad``: hook, division, average, cast, copy to the host, delivery.
 
 flat   [ rows of A | rows of B | marks ]    reduce dtype
-         ── hook ── divide ──> the same
+         ── hook ── divide ── average ──> the same
 result [ rows of A | rows of B | marks ]    the gradient's dtype, where that is another one
          ── to host ──> the same in CPU memory, where gradients are offloaded
+rows of A, of B  ──> ``.grad`` of A, of B
+
+The average is over copies of the model that the mesh does not have (`fsdp2.elastic`): a step of its
+own (decision 31). Marks are averaged too, so they say whether any copy had a gradient.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 
 from fsdp2.core.device.kernels import Kernels
-from fsdp2.core.reduce.program import Job
+from fsdp2.core.device.streams import COMPUTE
+from fsdp2.core.params.gradients import Gradients
+from fsdp2.core.reduce.kept_gradients import KeptGradients
+from fsdp2.core.reduce.presence_marks import PresenceMarks
+from fsdp2.core.reduce.program import BEHIND, HOST, Job, KeptMemory, Op, Step
+from fsdp2.core.reduce.reduction import (
+    ReduceContext,
+    allocation,
+    deliver,
+    deliver_missed,
+    views_of,
+)
+
+Views = Callable[[torch.Tensor], list[torch.Tensor]]
+"""Makes the rows of each member in a flat tensor."""
 
 
-class Result:
-    """The destination of the result, if that is not the output of the collective.
-
-    Args:
-        shape: of the flat result.
-        dtype: of the gradients.
-        pin: whether memory on the host is pinned.
-        views: creates rows of a flat tensor.
-        kernels: memory and copies.
-    """
-
-    __slots__ = ("_new", "_pin", "_shape", "_views", "kernels")
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        pin: bool,
-        views: Callable[[torch.Tensor], list[torch.Tensor]],
-        kernels: Kernels,
-    ) -> None:
-        self._shape, self._pin, self._views = shape, pin, views
-        self._new = kernels.bind_empty(shape, dtype, "sharded gradient")
-        self.kernels = kernels
-
-    def allocate_result(self, job: Job) -> None:
-        """Memory of the cast, on COMPUTE."""
-        job.result = self._new()
-
-    def cast(self, job: Job) -> None:
-        """Cast the sums into it, on the last lane."""
-        assert job.flat is not None
-        assert job.result is not None
-        self.kernels.copy(job.result, job.flat)
-        job.outputs = self._views(job.result) if job.kept is None else job.kept.rows
-
-    def to_host(self, job: Job) -> None:
-        """Copy out, on the last lane; the host delivers what arrives."""
-        source = job.to_deliver()
-        target = self.kernels.host_empty(self._shape, source.dtype, self._pin)
-        self.kernels.to_host(target, source)
-        job.outputs = self._views(target)
-
-
-class DivisionAfter:
-    """The division after the collectives.
+def ending(
+    gradients: Gradients, context: ReduceContext, last: ReduceContext, lane: int
+) -> tuple[KeptGradients | None, Op, list[Op]]:
+    """The operations after the sums.
 
     Args:
-        factor: the divisor.
-        kernels: memory and copies.
+        gradients: of the members.
+        context: of the reduction.
+        last: of its last collective.
+        lane: the last one, where they are; the host delivers what is copied to it.
+
+    Returns:
+        The memory that is kept; what gives sums their memory; the operations.
     """
+    spec, kernels, marks = context.spec, context.kernels, context.marks
+    shape, dtype, after = last.flat.shape, spec.result_dtype, context.division.after
+    views = functools.partial(views_of, last.flat.runs)
+    ops: list[Op] = []
 
-    __slots__ = ("_factor", "kernels")
+    def add(name: str, run: Step, lane: int = lane, seeks: bool = False) -> None:
+        ops.append(Op(lane, name, run, seeks))
 
-    def __init__(self, factor: float, kernels: Kernels) -> None:
-        self._factor = factor
-        self.kernels = kernels
+    # Memory: kept, if it is free, or new
+    kept, hold = None, allocation(last)
+    if spec.keep:
+        make = kernels.bind_empty(shape, dtype, "kept gradient")
+        if spec.to_host:
+            make = functools.partial(kernels.host_empty, shape, dtype, spec.pin)
+        kept = KeptGradients(gradients, make, views)
+    on_device = None if spec.to_host else kept
+    if spec.casts:
+        new = functools.partial(_allocate, kernels.bind_empty(shape, dtype, "sharded gradient"))
+        if on_device is None:
+            add("allocate result", new, COMPUTE)
+        else:
+            add("hold result", functools.partial(on_device.hold, _cast_there, new), COMPUTE)
+    elif on_device is not None:
+        hold_sums = functools.partial(on_device.hold, _sum_there, hold.run)
+        hold = Op(COMPUTE, "hold flat", hold_sums)
 
-    def divide(self, job: Job) -> None:
-        """Divide the flat sums."""
-        assert job.flat is not None
-        self.kernels.divide(job.flat, self._factor)
+    if spec.hook is not None:
+        if marks is not None:  # before a hook that may lose marks
+            add("fetch", marks.fetch, seeks=True)
+        add("hook", functools.partial(_call_hook, spec.hook))
+    if after is not None:
+        divide = _divide_rows if context.alone else _divide_flat
+        add("divide", functools.partial(divide, kernels, after))
+    if spec.average is not None and last.marks is not None:  # divided sums cannot overflow
+        add("average", functools.partial(_average, spec.average, last.marks))
+    if spec.casts:
+        add("cast", functools.partial(_cast, kernels, views))
+    give = functools.partial(deliver, gradients, kernels)
+    if spec.to_host:
+        bring = functools.partial(_to_host, kernels, shape, spec.pin, views)
+        if kept is None:
+            add("to host", bring)
+        else:
+            copy_there = functools.partial(_copy_there, kernels)
+            add("hold on host", functools.partial(kept.hold, copy_there, bring))
+    add("deliver", give, HOST if spec.to_host else lane)
+    if marks is not None:
+        add("fetch", marks.fetch, seeks=True)
+        missed = functools.partial(deliver_missed, gradients, marks, kernels)
+        add("deliver missed", missed, HOST, seeks=True)
+    if kept is not None:  # where lanes are several, `PendingReduction` does it before the host
+        add("give back", kept.give_back, HOST, seeks=not spec.to_host)
+        add("give back", kept.give_back, BEHIND)
+    return kept, hold, ops
 
-    def divide_rows(self, job: Job) -> None:
-        """Divide each member's rows, which lie in no flat tensor."""
-        for rows in job.outputs:
-            self.kernels.divide(rows, self._factor)
+
+def _call_hook(hook: Callable[[torch.Tensor], None], job: Job) -> None:
+    """Call the user's, on ALL_REDUCE."""
+    hook(job.flat)
 
 
-class Hook:
-    """The user's, on the flat sums.
+def _divide_flat(kernels: Kernels, factor: float, job: Job) -> None:
+    """Divide the flat sums."""
+    kernels.divide(job.flat, factor)
+
+
+def _divide_rows(kernels: Kernels, factor: float, job: Job) -> None:
+    """Divide each member's rows, which lie in no flat tensor."""
+    for rows in job.outputs:
+        kernels.divide(rows, factor)
+
+
+def _average(average: Callable[[torch.Tensor], bool], marks: PresenceMarks, job: Job) -> None:
+    """Average over copies of the model, on ALL_REDUCE.
+
+    A copy whose gradient does not count gets exactly those that the others have: where it had
+    one and they had none, the average is zero, and an optimizer would step only here.
 
     Args:
-        hook: it.
+        average: does it in place; says whether this copy's own gradient is in the average.
+        marks: those in the flat result.
+        job: the job.
     """
+    if not average(job.flat):
+        job.present = marks.present(job)
 
-    __slots__ = ("_hook",)
 
-    def __init__(self, hook: Callable[[torch.Tensor], None]) -> None:
-        self._hook = hook
+def _allocate(new: Callable[[], torch.Tensor], job: Job) -> None:
+    """Memory of the cast, on COMPUTE."""
+    job.result = new()
 
-    def run_hook(self, job: Job) -> None:
-        """Call it, on ALL_REDUCE."""
-        assert job.flat is not None
-        self._hook(job.flat)
+
+def _cast(kernels: Kernels, views: Views, job: Job) -> None:
+    """Cast the sums to the gradient's dtype, on the last lane."""
+    assert job.result is not None
+    kernels.copy(job.result, job.flat)
+    job.outputs = views(job.result) if job.kept is None else job.kept.rows
+
+
+def _sum_there(job: Job, kept: KeptMemory) -> None:
+    job.flat, job.outputs = kept.flat, kept.rows
+
+
+def _cast_there(job: Job, kept: KeptMemory) -> None:
+    job.result = kept.flat
+
+
+def _copy_there(kernels: Kernels, job: Job, kept: KeptMemory) -> None:
+    kernels.to_host(kept.flat, job.to_deliver())
+
+
+def _to_host(kernels: Kernels, shape: tuple[int, ...], pin: bool, views: Views, job: Job) -> None:
+    """Copy out, on the last lane; the host delivers what arrives."""
+    source = job.to_deliver()
+    target = kernels.host_empty(shape, source.dtype, pin)
+    kernels.to_host(target, source)
+    job.outputs = views(target)

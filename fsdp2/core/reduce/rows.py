@@ -6,6 +6,7 @@ Run    └────── split into views ─┘
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,12 +31,6 @@ class Run(NamedTuple):
     shape: tuple[int, ...]
     place: Strided | None
     sizes: tuple[int, ...] | None
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shape of each view."""
-        first, *inner = self.shape
-        return [(size, *inner) for size in self.sizes or (first,)]
 
 
 SHORTEST_RUN = 3
@@ -89,18 +84,6 @@ def whole_run(shapes: Sequence[tuple[int, ...]]) -> Run | None:
 # ---- the flat result
 
 
-class MarksPlace(NamedTuple):
-    """The position of marks (`presence_marks`).
-
-    Attributes:
-        start: where they begin in the flat result; ``None``: they are sent apart.
-        width: numbers that a rank receives: one per member, and padding.
-    """
-
-    start: int | None
-    width: int
-
-
 @dataclass(frozen=True)
 class FlatPlan:
     """A flat result.
@@ -110,7 +93,8 @@ class FlatPlan:
         starts: where each member's begin.
         rows_width: elements of all rows, filled up to what collectives want.
         width: elements of the result, marks included.
-        marks: their position; ``None`` with one rank.
+        marks_start: where marks begin (`presence_marks`); ``None``: they are not in it.
+        marks_width: numbers that a rank receives: one per member, and padding; 0 with one rank.
         shape: in which it is made.
         runs: of the views of the members' rows.
     """
@@ -119,7 +103,8 @@ class FlatPlan:
     starts: list[int]
     rows_width: int
     width: int
-    marks: MarksPlace | None
+    marks_start: int | None
+    marks_width: int
     shape: tuple[int, ...]
     runs: list[Run]
 
@@ -127,39 +112,40 @@ class FlatPlan:
 def plan_flat(
     slots: Sequence[Slot],
     rank: int,
-    size: int,
     dtype: torch.dtype,
+    sent: bool,
     needs_flat: bool,
     all_direct: bool,
-    marks_alone: bool,
+    carries_marks: bool,
+    between: bool = False,
 ) -> FlatPlan:
     """Lay the result out.
 
     Args:
         slots: of the members.
-        rank: of the shard axis.
-        size: ranks of it.
+        rank: among the ranks that share them.
         dtype: of the reduction.
+        sent: whether there is more than one.
         needs_flat: whether the result is used in any other form than the members' rows.
         all_direct: whether the collective writes the rows of each member separately.
-        marks_alone: whether marks have a separate collective, after the one of gradients.
+        carries_marks: whether marks need no separate collective, after the one of gradients.
+        between: whether it is received between nodes: marks are there even if rows are empty.
     """
-    payload, starts = 0, []
-    for slot in slots:
-        starts.append(payload)
-        payload += slot.shard_numel
+    starts = [*itertools.accumulate((slot.shard_numel for slot in slots), initial=0)]
+    payload = starts.pop()
     multiple = max(COLLECTIVE_ALIGN_BYTES // dtype.itemsize, 1)
-    rows_width = width = payload if size == 1 else round_up(payload, multiple)
-    marks = None
-    if payload and size > 1 and all_direct and not needs_flat:
-        marks = MarksPlace(None, round_up(len(slots), multiple))
-    elif payload and (size > 1 or needs_flat):
-        start = rows_width if marks_alone else payload
-        width = round_up(start + len(slots), multiple)
-        marks = MarksPlace(start, width - start)
+    rows_width = width = round_up(payload, multiple) if sent else payload
+    marks_start, marks_width = None, 0
+    if payload and sent and all_direct and not needs_flat:
+        marks_width = round_up(len(slots), multiple)
+    elif between or (payload and (sent or needs_flat)):
+        marks_start = payload if carries_marks else rows_width
+        width = round_up(marks_start + len(slots), multiple)
+        marks_width = width - marks_start
     shapes = [slot.local_shape(rank) for slot in slots]
     together = whole_run(shapes) if all_direct and not needs_flat else None
     if together is not None and payload == width:
-        return FlatPlan(payload, starts, rows_width, width, marks, together.shape, [together])
-    planned = runs(shapes, starts)
-    return FlatPlan(payload, starts, rows_width, width, marks, (width,), planned)
+        shape, planned = together.shape, [together]
+    else:
+        shape, planned = (width,), runs(shapes, starts)
+    return FlatPlan(payload, starts, rows_width, width, marks_start, marks_width, shape, planned)

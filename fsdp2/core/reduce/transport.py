@@ -1,154 +1,141 @@
 """How full gradients come to the reduce-scatter, and their sums to the flat result.
 
-    Direct   gradients ══ one launch, a reduce-scatter each ══> rows                   no copy
-    Cast     gradients ── cast ──> parameter-major buffer ══ the same ══> rows
-    Packed   gradients ── pad, cast, interleave ──> [ranks, n] ══ one reduce-scatter ══> flat result
-    Joined   the first members direct or cast, the others packed, in one launch:
+    direct   gradients ══ one launch, a reduce-scatter each ══> rows                   no copy
+    cast     gradients ── cast ──> parameter-major buffer ══ the same ══> rows
+    packed   gradients ── pad, cast, interleave ──> [ranks, n] ══ one reduce-scatter ══> flat result
+    joined   the first members direct or cast, the others packed, in one launch:
              grad A | grad B | [ranks, C D marks]  ══>  [ A's rows | B's | C D marks ]
-    Custom   as packed, by a collective of the user's, between buffers that it allocates; a copy
+    coded    packed, encoded, exchanged, and summed by each rank (`fsdp2.core.reduce.coded`)
+    custom   as packed, by a collective of the user's, between buffers that it allocates; a copy
              leaves its output at once, so that it may use them for the next reduction
-    Local    one rank: gradients are copied into the flat result
-    Adopted  one rank, nothing to do: autograd's gradients are the result
-    Empty    no member has any element
+    local    one rank: gradients are copied into the flat result
+    adopted  one rank, nothing to do: autograd's gradients are the result
+    empty    no member has any element
 
-Each owns what its collective reads: staging, the views of it, padding. The verbs, with their lanes,
-are those of `ReduceTransport`. `kinds` has them by name, and says which is used where.
+A transport is a function: of the context of a reduction, it makes what its collective reads
+(staging, the views of it, padding), and returns the operations that use that. `binding` says
+which is used where.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 
 import torch
 
 from fsdp2.core.custom_collectives import checked_buffer
 from fsdp2.core.device.buffers import TransientBuffer, row_major
+from fsdp2.core.device.collectives import Work
+from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.device.streams import COMPUTE, REDUCE
 from fsdp2.core.layout.layout import Slot
-from fsdp2.core.reduce.program import Job
-from fsdp2.core.reduce.reduction import ReduceContext, ReduceTransport
+from fsdp2.core.reduce.program import BEHIND, Job, Op
+from fsdp2.core.reduce.reduction import (
+    ReduceContext,
+    Way,
+    operations,
+    pieces_of,
+    scatter_each,
+    stage_direct,
+    unify,
+)
 
 STAGING = "reduce-scatter input"
 RANK_MAJOR = "rank-major gradient"
 
 
-class DirectReduce(ReduceTransport):
-    """The collective reads autograd's gradients in place."""
-
-    def _bind(self, context: ReduceContext) -> None:
-        self.scatter = self.collectives.bind_reduce_scatter_many(context.division.kind)
-        slots, size = context.slots[: context.direct], self.collectives.size
-        if any(slot.dim for slot in slots):  # some backends compare numbers of rows
-            self._pieces = [(size * slot.piece[0], *slot.piece[1:]) for slot in slots]
-
-
-class CastReduce(DirectReduce):
-    """One fused copy casts gradients into a parameter-major buffer."""
-
-    frees = True
-    staging: TransientBuffer
-
-    def _bind(self, context: ReduceContext) -> None:
-        super()._bind(context)
-        nbytes = sum(slot.numel for slot in self.slots) * self.reduce_dtype.itemsize
-        self.staging = self.kernels.transient(nbytes, STAGING)
-        self._targets = _cast_targets(self.staging, self.slots, self.reduce_dtype)
-        self.staging.release()
-
-    def stage(self, job: Job) -> None:
-        self.staging.acquire()
-        self.kernels.copy_strided(self._targets, job.grads)
-        job.grads = self._targets
-        if self._pieces:
-            self._as_pieces(job)
-
-
 def _cast_targets(
-    staging: TransientBuffer, slots: Sequence[Slot], dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """Buffers for unsharded gradients, one after another."""
-    places, start = [], 0
-    for slot in slots:
-        places.append(row_major(slot.shape, start))
-        start += slot.numel
-    return staging.views(dtype, 0, places)
+    staging: TransientBuffer, context: ReduceContext
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Buffers for the direct members' gradients; and the same as the collective takes them."""
+    dtype, slots = context.spec.reduce_dtype, context.slots[: context.direct]
+    starts = [*itertools.accumulate((slot.numel for slot in slots), initial=0)][:-1]
+    shapes, pieces = [slot.shape for slot in slots], pieces_of(context)
+    targets = staging.views(dtype, 0, [*map(row_major, shapes, starts)])
+    if not pieces:
+        return targets, targets
+    return targets, staging.views(dtype, 0, [*map(row_major, pieces, starts)])
 
 
-class PackingReduce(ReduceTransport):
-    """The common part of transports that pack all members or the last ones: as one row per rank.
+# ---- from one tensor of all of them
 
-    Attributes:
-        width: elements of each row: those of the packed members, and marks or padding after them.
+
+Pack = Callable[[Job, torch.Tensor, torch.dtype], None]
+"""Pads, casts and interleaves gradients of one dtype (`unify`), and the marks after them, into
+[ranks, n] of any dtype. Gradients of members that are not packed stay in the job."""
+
+
+def packing(
+    context: ReduceContext,
+    rank_major: Callable[[Slot, torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[int, Pack]:
+    """Bind the packing of the last members, or of all, as one row per rank.
+
+    Args:
+        context: of the reduction.
+        rank_major: puts a gradient sharded on a later dim into rows of one rank's piece each.
+            Default: in memory that it makes.
+
+    Returns:
+        Elements of a row: those of the packed members, and marks or padding after them; and what
+        packs.
     """
+    spec, flat, kernels = context.spec, context.flat, context.kernels
+    first, size, carries_marks = context.direct, context.collectives.size, context.carries_marks
+    slots = context.slots[first:]
+    in_rows = all(slot.dim == 0 and slot.shard_numel for slot in slots)
+    start = [*flat.starts, flat.payload][first]
+    end = flat.width if carries_marks else flat.rows_width
+    ordered = rank_major or functools.partial(_to_rank_major, kernels, size)
+    pads: dict[torch.dtype, torch.Tensor] = {}
+    if carries_marks:
+        assert context.marks is not None
+        pads = context.marks.sent
+    elif end > flat.payload:
+        for dtype in {spec.grad_dtype, spec.reduce_dtype}:
+            pads[dtype] = kernels.zeros((size, end - flat.payload), dtype, "padding")
 
-    frees = True
-
-    def _bind(self, context: ReduceContext) -> None:
-        flat, size, first = context.flat, self.collectives.size, context.direct
-        self._first = first
-        self._packed = self.slots[first:]
-        self._in_rows = all(slot.dim == 0 and slot.shard_numel for slot in self._packed)
-        self._start = [*flat.starts, flat.payload][first]  # of what is packed, in the flat result
-        end = flat.width if self.carries_marks else flat.rows_width
-        self.width = end - self._start
-        self._pads: dict[torch.dtype, torch.Tensor] = {}
-        if self.carries_marks:
-            assert self.marks is not None
-            self._pads.update(self.marks.sent)
-        elif end > flat.payload:
-            shape = (size, end - flat.payload)
-            for dtype in {self.grad_dtype, self.reduce_dtype}:
-                self._pads[dtype] = self.kernels.zeros(shape, dtype, "padding")
-
-    def pack(self, job: Job, rows: torch.Tensor) -> None:
-        """Pad, cast and interleave gradients, and the marks after them, into ``rows``.
-
-        Those of members that are not packed stay in the job.
-
-        Args:
-            job: the job.
-            rows: [ranks, width], in any dtype.
-        """
-        self._pack(job, rows, self.unify(job))
-
-    def _pack(self, job: Job, rows: torch.Tensor, dtype: torch.dtype) -> None:
-        """As `pack`, of gradients of one dtype."""
-        first = self._first
+    def pack(job: Job, rows: torch.Tensor, dtype: torch.dtype) -> None:
         parts = job.grads[first:]
-        if not self._in_rows:
+        if not in_rows:  # some need another order; one kernel splits the others by rows
             parts = [
-                grad if slot.dim == 0 else self._rank_major(slot, grad)
-                for slot, grad in zip(self._packed, parts, strict=True)
+                grad if slot.dim == 0 else ordered(slot, grad)
+                for slot, grad in zip(slots, parts, strict=True)
                 if slot.shard_numel
             ]
-        if self.carries_marks and job.marks is not None:
+        if carries_marks and job.marks is not None:
             sent = job.marks[0]
             parts.append(sent if sent.dtype is dtype else sent.to(dtype))
-        elif dtype in self._pads:
-            parts.append(self._pads[dtype])
-        self.kernels.chunk_cat(parts, 0, self.collectives.size, out=rows)
-        job.grads = job.grads[:first]
+        elif dtype in pads:
+            parts.append(pads[dtype])
+        kernels.chunk_cat(parts, 0, size, out=rows)
+        job.grads = job.grads[:first]  # autograd's memory of the others is free from here on
 
-    def _rank_major(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
-        """A gradient sharded on a later dim, as rows of one rank's piece each: [ranks, n]."""
-        size = self.collectives.size
-        if slot.in_order:
-            return grad.reshape(size, slot.shard_numel)
-        rows = self.kernels.zeros((size, slot.shard_numel), grad.dtype, RANK_MAJOR)
-        return self._fill(slot, grad, rows)
-
-    def _fill(self, slot: Slot, grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        bands, outer, inner = slot.cut.bands, slot.outer, slot.inner
-        pieces = rows.view(bands, slot.per_band, slot.shard_numel)
-        for ranks, first, length in slot.blocks():
-            source = grad.narrow(slot.dim, first * slot.chunk, ranks * length)
-            source = source.reshape(bands, outer, ranks, length, inner).transpose(1, 2)
-            part = pieces.narrow(1, first, ranks).narrow(2, 0, outer * length * inner)
-            self.kernels.copy(part.view(bands, ranks, outer, length, inner), source)
-        return rows
+    return end - start, pack
 
 
-class PackedReduce(PackingReduce):
+def _to_rank_major(kernels: Kernels, size: int, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
+    if slot.in_order:
+        return grad.reshape(size, slot.shard_numel)
+    rows = kernels.zeros((size, slot.shard_numel), grad.dtype, RANK_MAJOR)
+    return fill_rows(kernels, slot, grad, rows)
+
+
+def fill_rows(kernels: Kernels, slot: Slot, grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Copy each rank's piece of a gradient to its row."""
+    bands, outer, inner = slot.cut.bands, slot.outer, slot.inner
+    pieces = rows.view(bands, slot.per_band, slot.shard_numel)
+    for ranks, first, length in slot.blocks():
+        source = grad.narrow(slot.dim, first * slot.chunk, ranks * length)
+        source = source.reshape(bands, outer, ranks, length, inner).transpose(1, 2)
+        part = pieces.narrow(1, first, ranks).narrow(2, 0, outer * length * inner)
+        kernels.copy(part.view(bands, ranks, outer, length, inner), source)
+    return rows
+
+
+def reduce_packed(context: ReduceContext) -> Way:
     """Everything in one tensor: [ranks, n], of which each rank receives its row's sum.
 
     If kernels are not fused, casting each gradient into its columns takes one kernel each, three
@@ -158,168 +145,140 @@ class PackedReduce(PackingReduce):
 
     The gradients are freed before staging is allocated, so that it takes no more memory.
     """
+    spec, kernels, size = context.spec, context.kernels, context.collectives.size
+    dtype = spec.reduce_dtype
+    width, pack = packing(context)
+    new_packed = None
+    if spec.grad_dtype != dtype and not kernels.fuses:
+        new_packed = kernels.bind_empty((size, width), spec.grad_dtype, "packed gradients")
+    staging = kernels.transient(size * width * dtype.itemsize, STAGING)
+    sent = staging.view(dtype, 0, (size * width,))
+    rows = staging.view(dtype, 0, (size, width))
+    staging.release()
+    scatter = context.collectives.bind_reduce_scatter(context.division.kind)
 
-    staging: TransientBuffer
-
-    def _bind(self, context: ReduceContext) -> None:
-        super()._bind(context)
-        size, dtype = self.collectives.size, self.reduce_dtype
-        self._new_packed: Callable[[], torch.Tensor] | None = None
-        if self.grad_dtype != dtype and not self.kernels.fuses:
-            shape = (size, self.width)
-            self._new_packed = self.kernels.bind_empty(shape, self.grad_dtype, "packed gradients")
-        self.staging = self.kernels.transient(size * self.width * dtype.itemsize, STAGING)
-        self._input = self.staging.view(dtype, 0, (size * self.width,))
-        self._rows = self.staging.view(dtype, 0, (size, self.width))
-        self.staging.release()
-        self.scatter = self.collectives.bind_reduce_scatter(context.division.kind)
-
-    def stage(self, job: Job) -> None:
-        dtype = self.unify(job)
-        if self._new_packed is None or dtype is self.reduce_dtype:
-            self.staging.acquire()
-            self._pack(job, self._rows, dtype)
+    def stage(job: Job) -> None:
+        own = unify(job, spec)
+        if new_packed is None or own is dtype:
+            staging.acquire()
+            pack(job, rows, own)
             return
-        packed = self._new_packed()
-        self._pack(job, packed, dtype)
-        self.staging.acquire()
-        self.kernels.copy(self._rows, packed)
+        packed = new_packed()
+        pack(job, packed, own)
+        staging.acquire()  # not before: gradients have just been freed
+        kernels.copy(rows, packed)
 
-    def divide(self, job: Job) -> None:
-        assert self.before is not None
-        self.kernels.divide(self._input, self.before)
+    def reduce(job: Job) -> Work | None:
+        return scatter(job.flat, sent)
 
-    def reduce(self, job: Job) -> None:
-        work = self.scatter(job.flat, self._input)
-        if work is not None:
-            work.wait()
+    return Way(operations(context, "packed", stage, reduce, inputs=[sent]), staging)
 
 
-class JoinedReduce(PackingReduce, DirectReduce):
+def reduce_joined(context: ReduceContext) -> Way:
     """The first members direct or cast, the others packed: one launch, one buffer.
 
     staging   [ casts of A | of B | [ranks, C D marks] ]     without casts, where dtypes agree
+
+    If all members are direct, staging has only casts, and marks are sent apart.
     """
+    spec, kernels, size = context.spec, context.kernels, context.collectives.size
+    dtype, first = spec.reduce_dtype, context.direct
+    numel = context.flat.width  # with what is packed, and the marks, at its end
+    casts, packs = spec.grad_dtype != dtype, first < len(context.slots)
+    width, pack = packing(context) if packs else (0, None)
+    offset = sum(slot.numel for slot in context.slots[:first]) * dtype.itemsize if casts else 0
+    staging = kernels.transient(offset + size * width * dtype.itemsize, STAGING)
+    packed = staging.view(dtype, offset, (size * width,))
+    rows = staging.view(dtype, offset, (size, width))
+    targets, sent = _cast_targets(staging, context) if casts else ([], [])
+    staging.release()
+    scatter = context.collectives.bind_reduce_scatter_many(context.division.kind)
+    stage_in_place = stage_direct(context)
 
-    staging: TransientBuffer
+    def stage(job: Job) -> None:
+        staging.acquire()
+        if pack is not None:
+            pack(job, rows, unify(job, spec))
+        if casts:
+            kernels.copy_strided(targets, job.grads)
+            job.grads = sent
+        else:
+            stage_in_place(job)
 
-    def _bind(self, context: ReduceContext) -> None:
-        PackingReduce._bind(self, context)
-        DirectReduce._bind(self, context)
-        size, dtype = self.collectives.size, self.reduce_dtype
-        slots = self.slots[: context.direct] if self.grad_dtype != dtype else ()
-        start = sum(slot.numel for slot in slots) * dtype.itemsize
-        nbytes = start + size * self.width * dtype.itemsize
-        self.staging = self.kernels.transient(nbytes, STAGING)
-        self._input = self.staging.view(dtype, start, (size * self.width,))
-        self._rows = self.staging.view(dtype, start, (size, self.width))
-        self._targets = _cast_targets(self.staging, slots, dtype)
-        self.staging.release()
+    def reduce(job: Job) -> Work | None:
+        outputs = [*job.outputs[:first], job.flat.narrow(0, numel - width, width)]
+        return scatter(outputs, [*job.grads, packed])
 
-    def stage(self, job: Job) -> None:
-        self.staging.acquire()
-        self.pack(job, self._rows)
-        if not self._targets:
-            super().stage(job)
-            return
-        self.kernels.copy_strided(self._targets, job.grads)
-        job.grads = self._targets
-        if self._pieces:
-            self._as_pieces(job)
-
-    def divide(self, job: Job) -> None:
-        assert self.before is not None
-        self.kernels.divide(self._input, self.before)
-        super().divide(job)
-
-    def reduce(self, job: Job) -> None:
-        assert job.flat is not None
-        packed = job.flat.narrow(0, self._start, self.width)
-        outputs = job.outputs[: self._first]
-        work = self.scatter([*outputs, packed], [*job.grads, self._input])
-        if work is not None:
-            work.wait()
+    if not packs:
+        return Way(operations(context, "cast", stage, scatter_each(context)), staging)
+    return Way(operations(context, "joined", stage, reduce, inputs=[packed]), staging)
 
 
-class CustomReduce(PackingReduce):
-    """Packed, with the user's collective, which may do anything: marks have a separate one."""
+def reduce_custom(context: ReduceContext) -> Way:
+    """Packed, with the user's collective, in buffers that it allocates for each reduction."""
+    spec, kernels, size = context.spec, context.kernels, context.collectives.size
+    comm, dtype, device = spec.comm, spec.reduce_dtype, spec.device
+    assert comm is not None
+    assert device is not None
+    width, pack = packing(context)
+    scatter = functools.partial(
+        context.collectives.custom_reduce_scatter, comm, kind=context.division.kind
+    )
 
-    carries_marks = False
-    unstages = True
-
-    def _bind(self, context: ReduceContext) -> None:
-        super()._bind(context)
-        spec = context.spec
-        assert spec.comm is not None
-        assert spec.device is not None
-        self._comm, self._device = spec.comm, spec.device
-        self._input: torch.Tensor | None = None
-        self.scatter = functools.partial(
-            self.collectives.custom_reduce_scatter, spec.comm, kind=context.division.kind
-        )
-
-    def stage(self, job: Job) -> None:
-        size, width = self.collectives.size, self.width
-        comm, dtype, device = self._comm, self.reduce_dtype, self._device
-        self._input = checked_buffer(comm, size * width, dtype, device)
+    def stage(job: Job) -> None:
+        # In every reduction anew: the user's allocator may hand out the same memory
+        sent = checked_buffer(comm, size * width, dtype, device)
         job.scattered = checked_buffer(comm, width, dtype, device)
-        self.pack(job, self._input.view(size, width))
+        pack(job, sent.view(size, width), unify(job, spec))
+        job.grads = [sent]
 
-    def divide(self, job: Job) -> None:
-        assert self.before is not None
-        assert self._input is not None
-        self.kernels.divide(self._input, self.before)
+    def reduce(job: Job) -> Work | None:
+        return scatter(job.scattered, job.grads[0])
 
-    def reduce(self, job: Job) -> None:
-        work = self.scatter(job.scattered, self._input)
-        if work is not None:
-            work.wait()
+    def unstage(job: Job) -> None:
+        kernels.copy(job.flat.narrow(0, 0, width), job.scattered)
 
-    def unstage(self, job: Job) -> None:
-        assert job.flat is not None
-        assert job.scattered is not None
-        self.kernels.copy(job.flat.narrow(0, 0, self.width), job.scattered)
+    def free(job: Job) -> None:  # where lanes are several, `PendingReduction` does it
+        job.grads = []
 
-    def release(self) -> None:
-        self._input = None
+    ops = operations(context, "custom", stage, reduce, unstage)
+    return Way([*ops, Op(BEHIND, "free input", free)])
 
 
-class OwnMemoryReduce(CustomReduce):
-    """With fsdp2's collectives in memory that suits the backend: sums, as usual."""
-
-    carries_marks = True
+# ---- on one rank
 
 
-class LocalReduce(ReduceTransport):
-    """One rank: gradients are copied to where the rows are used on."""
+def reduce_local(context: ReduceContext) -> Way:
+    """Gradients are copied to where the rows are used on."""
+    kernels, marks, before = context.kernels, context.marks, context.division.before
 
-    communicates = False
-
-    def stage(self, job: Job) -> None:
-        if self.marks is None:
-            self.kernels.copy_strided(job.outputs, job.grads)
+    def stage(job: Job) -> None:
+        if marks is None:
+            kernels.copy_strided(job.outputs, job.grads)
             return
-        sent, found = self.marks.of(job)
-        self.kernels.copy_strided([*job.outputs, found], [*job.grads, sent])
+        sent, found = marks.of(job)
+        kernels.copy_strided([*job.outputs, found], [*job.grads, sent])
 
-    def divide(self, job: Job) -> None:
-        assert self.before is not None
-        assert job.flat is not None
-        self.kernels.divide(job.flat, self.before)
+    def divide(job: Job) -> None:
+        assert before is not None
+        kernels.divide(job.flat, before)
+
+    ops = [Op(COMPUTE, "stage local", stage)]
+    return Way(ops if before is None else [*ops, Op(REDUCE, "divide", divide)])
 
 
-class AdoptedReduce(ReduceTransport):
-    """One rank without other steps: autograd's gradient becomes ``.grad``."""
+def reduce_adopted(context: ReduceContext) -> Way:
+    """Without other steps, autograd's gradient becomes ``.grad``."""
+    stage = stage_direct(context)
 
-    communicates = stages = False
-
-    def allocate(self, job: Job) -> None:
-        self.stage(job)
+    def adopt(job: Job) -> None:
+        stage(job)
         # With create_graph=True autograd's have a graph, which no reduced gradient has.
         job.outputs = [grad.detach() if grad.requires_grad else grad for grad in job.grads]
 
+    return Way([Op(COMPUTE, "adopt", adopt)], adopts=True)
 
-class EmptyReduce(ReduceTransport):
-    """No rank has any element of any member."""
 
-    communicates = stages = False
+def reduce_empty(context: ReduceContext) -> Way:
+    """No member has any element."""
+    return Way([])

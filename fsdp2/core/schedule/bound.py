@@ -428,7 +428,7 @@ class Bound:
                 group.reducers,
                 group.replicas,
                 runtime.kernels,
-                group.layout.once,
+                group.layout,
                 pieces,
             )
             hand_over(self.reductions, made)

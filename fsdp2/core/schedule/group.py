@@ -823,7 +823,7 @@ class ParamGroup:
         self._accumulated = True
         for reduction in () if self.bound is None else self.bound.reductions:
             for member in reduction.members:
-                member.accumulate(reduction.reduce_dtype)
+                member.accumulate(reduction.context.spec.reduce_dtype)
 
     def collect(
         self, all_reduce: bool, fill: bool, again: bool = False

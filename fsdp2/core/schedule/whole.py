@@ -112,7 +112,7 @@ class Family:
         self.leader = leader = parts[0][0]
         self.name, self.streams = leader.name, leader.streams
         self.params: list[ShardedParam] = [m for _, part in parts for m in part.members]
-        slots = [slot for _, part in parts for slot in part.transport.slots]
+        slots = [slot for _, part in parts for slot in part.context.slots]
         runtime = leader.runtime
         with torch.inference_mode(False):  # tensors that a later backward writes to
             self.joint = bind_reduction(
