@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fsdp2.core.codecs.codec import NUMBERS
 from fsdp2.core.device.collectives import Collectives, ReduceKind, Work, collectives_of
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE
@@ -151,8 +150,10 @@ def _sending(
     kernels, collectives, codec = context.kernels, context.collectives, None
     scatter = collectives.bind_reduce_scatter(context.division.kind)
     if context.spec.codec is not None:
-        from fsdp2.core.reduce.coded import CODED  # who does not use it does not load it
+        from fsdp2.core.codecs.codec import NUMBERS  # who does not use them does not load them
+        from fsdp2.core.reduce.coded import CODED
 
+        assert context.spec.reduce_dtype in NUMBERS
         codec = CODED[context.spec.codec]
 
     def send(crossing: Crossing) -> Work | None:
@@ -170,7 +171,6 @@ def _sending(
 
     if codec is None:
         return [], send
-    assert context.spec.reduce_dtype in NUMBERS
     shape = (collectives.size, codec.nbytes(width))
     new = kernels.bind_empty(shape, torch.uint8, "messages between nodes")
     return [new, new], send_coded

@@ -137,6 +137,7 @@ class Program:
 
     Args:
         ops: the operations, those of a lane in their order.
+
         seeks: whether for a job that lacks a gradient; by default, for one that lacks nothing.
 
     Attributes:
