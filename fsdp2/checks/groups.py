@@ -157,9 +157,10 @@ class Checks:
                 agreement.leave(why)
 
     @classmethod
-    def agree(cls, group: ProcessGroup, device: torch.device, step: Intent) -> None:
+    def agree(cls, group: ProcessGroup | None, device: torch.device, step: Intent) -> None:
         """Return when all ranks of a process group are about to take ``step``."""
         assert cls.settings is not None
+        assert group is not None
         timeout = cls.settings.timeout
         if timeout is None:
             timeout = timeout_of(group, device)
@@ -220,11 +221,9 @@ class CheckedGroup(Layer):
                 Checks.compared.add(self.base)
                 self._compare_copies()
             if collectives.size > 1:
-                assert collectives.group is not None
                 Checks.agree(collectives.group, self.base.device, self._gather_step())
             between = self.base.between
             if between is not None and smaller is None and not self.base.reuses_rows:
-                assert between.group is not None
                 Checks.agree(between.group, self.base.device, self._gather_step())
         self.below.start_unshard()
 
@@ -401,14 +400,12 @@ class CheckedGroup(Layer):
         fix = "give every rank the same"
         if self.base.reducers.size > 1:
             step = Intent(f"the reduce-scatter {where}", details, fix)
-            assert self.base.reducers.group is not None
             Checks.agree(self.base.reducers.group, self.base.device, step)
         if all_reduce and self.base.replicas is not None and self.base.replicas.size > 1:
             step = Intent(f"the all-reduce {where}", details, fix)
             Checks.agree(self.base.replicas.group, self.base.device, step)
         if all_reduce and self.base.between is not None:
             step = Intent(f"the reduce-scatter between nodes {where}", details, fix)
-            assert self.base.between.group is not None
             Checks.agree(self.base.between.group, self.base.device, step)
 
     def _flags(self, unit: Unit) -> dict[str, str]:

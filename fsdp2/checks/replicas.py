@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.device.fingerprint import checksum
 from fsdp2.core.device.one_off import largest_over
 from fsdp2.core.errors import RankMismatchError, coded
@@ -98,8 +97,7 @@ def _differing(first: ParamGroup, held: Sequence[Sequence[ShardedParam]]) -> lis
     if not any(held):  # a rehearsal
         return [0] * len(held)
     sums = [checksum([rows for p in params for rows in _rows(p)]) >> 1 for params in held]
-    replicas = GroupCollectives(first.replicas.group, first.device, asynchronous=False)
-    found = replicas.largest([*sums, *(-number for number in sums)])
+    found = first.replicas.largest([*sums, *(-number for number in sums)])
     differ = [int(a != -b) for a, b in zip(found, found[len(sums) :], strict=False)]
     shared = first.collectives
     return largest_over([shared] if shared.size > 1 else [], differ)

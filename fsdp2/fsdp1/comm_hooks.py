@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fsdp2.core.custom_collectives import ReduceScatter
-from fsdp2.core.device.collectives import ReduceKind, Replicas, scatter_sums
+from fsdp2.core.device.collectives import GroupCollectives, ReduceKind, scatter_sums
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import coded
 from fsdp2.ranks.transfers import sum_over
@@ -157,17 +157,20 @@ class HookedReduceScatter(ReduceScatter):
             output_tensor.copy_(output)
 
 
-class HookedReplicas:
+class HookedReplicas(GroupCollectives):
     """Lets a unit's all-reduces be a user's hook.
 
     Args:
-        replicas: the built-in ones.
+        group: the process group of the replicate axis.
+        device: the device of the gradients.
         state: the hook's first argument.
         hook: called with it and the flat gradient.
     """
 
-    def __init__(self, replicas: Replicas, state: object, hook: Hook) -> None:
-        self.group, self.size = replicas.group, replicas.size
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, state: object, hook: Hook
+    ) -> None:
+        super().__init__(group, device, asynchronous=False)
         self._state, self._hook = state, hook
 
     def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind) -> None:

@@ -398,8 +398,9 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_custom_reduce_scatter(HookedReduceScatter(state, hook))
             for group in wrapper._record.unit.own_groups:
-                if group.replicas is not None:
-                    group.set_replicas(HookedReplicas(group.replicas, state, hook))
+                if group.replicas is not None and group.replicas.group is not None:
+                    hooked = HookedReplicas(group.replicas.group, group.device, state, hook)
+                    group.set_replicas(hooked)
 
     def _require_root(self, method: str) -> None:
         if self._is_inner:

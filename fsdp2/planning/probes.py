@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from fsdp2.core.device.collectives import (
+    GroupCollectives,
     ReduceKind,
-    ReplicaCollectives,
     Work,
     run_all_gather,
     scatter_sums,
@@ -371,7 +371,7 @@ def _collective(mesh: DeviceMesh, kind: str, nbytes: int, device: torch.device) 
     group = mesh.get_group()
     whole = torch.zeros(nbytes // 4, device=device)
     own = whole[: whole.numel() // group.size()].clone()
-    replicas, total = ReplicaCollectives(group, asynchronous=False), ReduceKind(average=False)
+    replicas, total = GroupCollectives(group, device, asynchronous=False), ReduceKind(average=False)
 
     def run() -> None:
         if kind == "reduce-scatter":

@@ -18,7 +18,6 @@ from fsdp2.core.device.buffers import empties_storages
 from fsdp2.core.device.collectives import (
     Collectives,
     GroupCollectives,
-    ReplicaCollectives,
     SoloCollectives,
 )
 from fsdp2.core.device.kernels import Kernels, kernels_for
@@ -93,7 +92,7 @@ def make_groups(
         if axes.replicas is not None and axes.levels:
             between = GroupCollectives(axes.replicas, device, asynchronous)
         elif axes.replicas is not None:
-            replicas = ReplicaCollectives(axes.replicas, asynchronous)
+            replicas = GroupCollectives(axes.replicas, device, asynchronous)
         runtime = Runtime(
             collectives,
             streams,

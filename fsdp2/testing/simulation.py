@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
-from fsdp2.core.device.collectives import Collectives, Replicas
+from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.streams import Event, Lane, Streams
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.layout import ROWS, Cut
@@ -175,7 +175,7 @@ class Simulation:
         operations: list[GroupOperations] = [*groups]
         if node.whole:
             group = self._make_group(node, f"{node.name}/whole", node.whole, 1, coalesces)
-            group.set_replicas(cast(Replicas, self._every))
+            group.set_replicas(cast(Collectives, self._every))
             operations.append(WholeGroup(group))
         node.unit = CheckedUnit(node.name, operations, self._options)
         node.unit.reshard_after_forward = node.reshard_after_forward

@@ -34,8 +34,6 @@ from fsdp2.core.device.collectives import (
     Collectives,
     GroupCollectives,
     Launch,
-    ReplicaCollectives,
-    Replicas,
 )
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.process_groups import ProcessGroup
@@ -318,9 +316,7 @@ class _Seams:
         for record in _records():
             record.run_on(self._streams(record.streams))
         for group in _groups():
-            replicas = group.replicas
-            if isinstance(replicas, ReplicaCollectives):
-                replicas = reporting(replicas, _reports_of(replicas.group))
+            replicas = None if group.replicas is None else self._collectives(group.replicas)
             kernels, streams = group.runtime.kernels, self._streams(group.streams)
             _run_on(group, self._collectives, reporting(kernels, KERNELS), streams, replicas)
 
@@ -357,7 +353,7 @@ def _run_on(
     of: Callable[[Collectives], Collectives],
     kernels: Kernels,
     streams: Streams,
-    replicas: Replicas | None,
+    replicas: Collectives | None,
 ) -> None:
     """Let a group run on these, and on what ``of`` gives for its collectives."""
     smaller = group.smaller_group

@@ -21,7 +21,7 @@ import fsdp2
 from fsdp2.core.device import streams
 from fsdp2.core.device.backends import traits_of
 from fsdp2.core.device.buffers import TransientBuffer
-from fsdp2.core.device.collectives import GroupCollectives, ReduceKind, ReplicaCollectives
+from fsdp2.core.device.collectives import GroupCollectives, ReduceKind
 from fsdp2.core.device.streams import ALL_GATHER, ALL_REDUCE, COMPUTE, REDUCE, DeviceStreams, Lane
 from fsdp2.sharding import assembly
 from tests.common.parity import Bf16
@@ -94,7 +94,7 @@ def check_gathers(group: Any, device: torch.device, dtype: torch.dtype, pause: P
 def check_reductions(group: Any, device: torch.device, dtype: torch.dtype, pause: Pause) -> None:
     """Each kind, out of memory that comes and goes, into views of one tensor."""
     collectives, lanes = GroupCollectives(group, device, True), DeviceStreams(device)
-    replicas = ReplicaCollectives(group, True)
+    replicas = GroupCollectives(group, device, True)
     kinds = [ReduceKind(average=True), ReduceKind(average=False)]
     if collectives.premultiplies:
         kinds.append(ReduceKind(average=False, factor=FACTOR))
@@ -147,19 +147,10 @@ class _Collectives(GroupCollectives):
         self.size = SEVERAL
 
 
-class _Replicas(ReplicaCollectives):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.size = SEVERAL
-
-
 @contextmanager
 def among_several() -> Iterator[None]:
     """Groups of one rank that `fully_shard` makes inside communicate."""
-    with (
-        mock.patch.object(assembly, "GroupCollectives", _Collectives),
-        mock.patch.object(assembly, "ReplicaCollectives", _Replicas),
-    ):
+    with mock.patch.object(assembly, "GroupCollectives", _Collectives):
         yield
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from fsdp2.checkpoint import files, retention, saving
-from fsdp2.core.device.collectives import ReplicaCollectives
+from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.examples import checkpointing, train_lm
@@ -46,7 +46,7 @@ MOMENTS: dict[str, list[tuple[Any, str]]] = {
         (Scheduler, "end_backward"),
         (ParamGroup, "reduce"),
     ],
-    "all-reduce": [(ReplicaCollectives, "all_reduce")],
+    "all-reduce": [(GroupCollectives, "all_reduce")],
     "step": [
         (torch.optim.AdamW, "step"),
         (torch.nn.utils, "clip_grad_norm_"),

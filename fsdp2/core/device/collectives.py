@@ -84,7 +84,8 @@ class ReduceKind:
 
 
 class Collectives(Protocol):
-    """Collectives over one shard axis. Each returns what must be waited for, or ``None``.
+    """Collectives over one axis, of shards or of replicas. Each returns the work to wait for, or
+    ``None``.
 
     Those that run in every step are bound: to their tensors, or to how they reduce.
     """
@@ -135,24 +136,14 @@ class Collectives(Protocol):
     ) -> Work | None:
         """A reduce-scatter by the user's collective."""
 
+    def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind) -> Work | None:
+        """Reduce a flat tensor in place."""
+
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's ``numbers`` (64 bits, equally many), by rank; blocks the host."""
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each of the ranks' ``numbers`` (64 bits); blocks the host."""
-
-
-class Replicas(Protocol):
-    """The replicate axis; there is one only where parameters have copies."""
-
-    size: int
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group."""
-
-    def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind) -> Work | None:
-        """Reduce a flat tensor in place; returns what must be waited for, or ``None``."""
 
 
 def run_all_gather(
@@ -203,7 +194,7 @@ class GroupCollectives:
     """Collectives of a c10d process group.
 
     Args:
-        group: the process group of the shard axis.
+        group: the process group of the axis.
         device: the device of the tensors.
         asynchronous: whether the device has streams. If so, a work object that the backend returns
             is waited for at once, on the current stream, so that an event recorded after the call
@@ -292,6 +283,10 @@ class GroupCollectives:
         work = comm(output_tensor=output, input_tensor=input_, group=self.group, op=kind.op)
         return self._ordered(work)
 
+    def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind) -> Work | None:
+        """Reduce one flat tensor in place."""
+        return self._ordered(self.group.allreduce([tensor], kind.all_reduce_options))
+
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """One small all-gather, waited for."""
         device = "cpu" if self.device.type == "meta" else self.device  # numbers need memory
@@ -348,7 +343,7 @@ class SoloCollectives:
 
     over = all_gather = bind_all_gather = bind_all_gather_many = _refuse
     bind_reduce_scatter = bind_reduce_scatter_many = bind_all_to_all = _refuse
-    custom_all_gather = custom_reduce_scatter = exchange = largest = _refuse
+    custom_all_gather = custom_reduce_scatter = all_reduce = exchange = largest = _refuse
 
 
 class ComplexCollectives:
@@ -399,16 +394,8 @@ class ComplexCollectives:
         reduce = self._real.bind_reduce_scatter_many(kind)
         return lambda outputs, inputs: reduce(_as_real(outputs), _as_real(inputs))
 
-
-class ComplexReplicas:
-    """The same for the replicate axis."""
-
-    def __init__(self, replicas: Replicas) -> None:
-        self._real = replicas
-        self.size, self.group = replicas.size, replicas.group
-
     def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind) -> Work | None:
-        """As `Replicas.all_reduce`."""
+        """As `Collectives.all_reduce`."""
         return self._real.all_reduce(torch.view_as_real(tensor), kind)
 
 
@@ -417,32 +404,5 @@ def collectives_of(dtype: torch.dtype, collectives: Collectives) -> Collectives:
     return ComplexCollectives(collectives) if dtype.is_complex else collectives
 
 
-def replicas_of(dtype: torch.dtype, replicas: Replicas) -> Replicas:
-    """``replicas``, for tensors of this dtype."""
-    return ComplexReplicas(replicas) if dtype.is_complex else replicas
-
-
 def _as_real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.view_as_real(tensor.resolve_conj()) for tensor in tensors]
-
-
-class ReplicaCollectives:
-    """All-reduces of a c10d process group.
-
-    Args:
-        group: the process group of the replicate axis.
-        asynchronous: as for `GroupCollectives`.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, asynchronous: bool) -> None:
-        self.group = group
-        self.size = group.size()
-        self._asynchronous = asynchronous
-
-    def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind) -> Work | None:
-        """Reduce one flat tensor in place."""
-        work = self.group.allreduce([tensor], kind.all_reduce_options)
-        if work is not None and self._asynchronous:
-            work.wait()
-            return None
-        return work

@@ -12,12 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from fsdp2.core.device.collectives import (
-    Collectives,
-    GroupCollectives,
-    ReduceKind,
-    ReplicaCollectives,
-)
+from fsdp2.core.device.collectives import Collectives, GroupCollectives, ReduceKind
 
 
 def gather_numbers(
@@ -58,6 +53,6 @@ def run_first_collective(group: dist.ProcessGroup, device: torch.device) -> None
     Blocks the host until all ranks of ``group`` are here, where the backend makes it in its first
     collective.
     """
-    ReplicaCollectives(group, asynchronous=True).all_reduce(
+    GroupCollectives(group, device, asynchronous=True).all_reduce(
         torch.zeros(1, device=device), ReduceKind(average=False)
     )

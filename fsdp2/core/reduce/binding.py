@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from fsdp2.core.custom_collectives import OwnMemory
 from fsdp2.core.device.buffers import TransientBuffer
-from fsdp2.core.device.collectives import Collectives, Replicas, collectives_of, replicas_of
+from fsdp2.core.device.collectives import Collectives, collectives_of
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE
 from fsdp2.core.layout.layout import GroupLayout, Slot
@@ -47,7 +47,7 @@ def make_reductions(
     members: Sequence[tuple[ReductionSpec, P, Slot, bool]],
     gradients_of: Callable[[Sequence[P]], Gradients],
     collectives: Collectives,
-    replicas: Replicas | None,
+    replicas: Collectives | None,
     kernels: Kernels,
     layout: GroupLayout,
     pieces: Pieces | None = None,
@@ -99,7 +99,7 @@ def bind_reduction(
     direct: int,
     spec: ReductionSpec,
     collectives: Collectives,
-    replicas: Replicas | None,
+    replicas: Collectives | None,
     kernels: Kernels,
     layout: GroupLayout | None = None,
     pieces: Pieces | None = None,
@@ -125,7 +125,7 @@ def bind_reduction(
         slots, rank, pieces = pieces.of(slots), pieces.collectives.rank, None
     if replicas is not None:
         alike = replicas.size == 1 or empty
-        replicas = None if alike else replicas_of(spec.reduce_dtype, replicas)
+        replicas = None if alike else collectives_of(spec.reduce_dtype, replicas)
     whole = (replicas, spec.hook, spec.average, pieces)  # they take the result as one tensor
     needs_flat = any(part is not None for part in whole)
     alone = size == 1 and not needs_flat and not spec.to_host
@@ -184,7 +184,7 @@ def _reduction(
     gradients: Gradients,
     context: ReduceContext,
     way: Way,
-    replicas: Replicas | None,
+    replicas: Collectives | None,
     pieces: Pieces | None,
 ) -> Reduction:
     """Make the operations around a transport's, and write all down in programs.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp2.core.device.collectives import ReduceKind, Replicas, Work
+from fsdp2.core.device.collectives import Collectives, ReduceKind, Work
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.reduce.program import Job
 
@@ -48,6 +48,6 @@ class PartialSums:
             self._kernels.add_many([job.flat], [sums])
 
 
-def sum_replicas(replicas: Replicas, kind: ReduceKind, job: Job) -> Work | None:
+def sum_replicas(replicas: Collectives, kind: ReduceKind, job: Job) -> Work | None:
     """Reduce the flat sums over the replicate axis in place, on ALL_REDUCE."""
     return replicas.all_reduce(job.flat, kind)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
 from fsdp2.core.device.buffers import Buffer, FlatBuffer, SwappedBuffer, TransientBuffer
-from fsdp2.core.device.collectives import Collectives, Replicas
+from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import Streams
 from fsdp2.core.gather.extension import Extension, ExtensionContext, make_extension
@@ -109,7 +109,7 @@ class Runtime:
     streams: Streams
     kernels: Kernels
     device: torch.device
-    replicas: Replicas | None = None
+    replicas: Collectives | None = None
     offload: CPUOffloadPolicy | None = None
     gradients_of: Callable[[Sequence[ShardedParam]], Gradients] = gradients_of
     between: Collectives | None = None
@@ -161,7 +161,7 @@ class GroupFacts:
     runtime: Runtime
     collectives: Collectives
     reducers: Collectives
-    replicas: Replicas | None
+    replicas: Collectives | None
     device: torch.device
     smaller_group: SmallerGroup | None
     state: GroupState

@@ -21,7 +21,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.buffers import FlatBuffer
-from fsdp2.core.device.collectives import Collectives, Replicas, Work
+from fsdp2.core.device.collectives import Collectives, Work
 from fsdp2.core.device.presence import meet
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import COMPUTE, Event
@@ -328,7 +328,7 @@ class ParamGroup(GroupFacts):
         self.reducers = reducers
         self._reduce_anew()
 
-    def set_replicas(self, replicas: Replicas) -> None:
+    def set_replicas(self, replicas: Collectives) -> None:
         """Sum over the same copies in another way."""
         self.replicas = replicas
         self.runtime = dataclasses.replace(self.runtime, replicas=replicas)
