@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -232,7 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for part, seen in found["fsdp2"].items()
     }
     results["walk"] = {"stays": len(walk.stays), "rooms": walk.rooms, "climbs": walk.climbs}
-    stats.write_json(options.json, "cpu", results, timed=False)
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if options.walk:
         print(" ".join(walk.stays))
     for part in PARTS if options.functions else ():

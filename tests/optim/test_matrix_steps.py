@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fsdp2
-from fsdp2.optim.matrices import exchange
+from fsdp2.optim.matrices import base, exchange
 from tests.common import parity
 from tests.common.errors import raises
 from tests.common.workers import ranks
@@ -89,22 +89,24 @@ def test_whole_at_a_time(world_size: int) -> None:
     optimizer.step()
     whole: set[Any] = set()
     most = 0
-    start, finish = exchange.Wave.start, exchange.Wave.finish
+    start, finish = exchange.Wave.start, base._finished
 
-    def started(wave: Any, step: Any) -> Any:
+    def started(wave: Any, rows: Any) -> Any:
         nonlocal most
         whole.add(wave)
         most = max(most, len(whole))
-        return start(wave, step)
+        return start(wave, rows)
 
-    def finished(wave: Any, message: Any, step: Any) -> None:
-        finish(wave, message, step)
-        whole.remove(wave)
+    def finished(outgoing: Any, step: Any) -> Any:
+        found = finish(outgoing, step)
+        if outgoing is not None:
+            whole.remove(outgoing[0])
+        return found
 
     peaks = []
     with (
         mock.patch.object(exchange.Wave, "start", started),
-        mock.patch.object(exchange.Wave, "finish", finished),
+        mock.patch.object(base, "_finished", finished),
     ):
         for _ in range(5):
             with Live() as live:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 from fsdp2.core.custom_collectives import OwnMemory
-from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import Collectives, collectives_of
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE
@@ -25,7 +24,7 @@ from fsdp2.core.reduce.division import plan_division
 from fsdp2.core.reduce.levels import Pieces, context_between, cross_nodes
 from fsdp2.core.reduce.partial_sums import PartialSums, sum_replicas
 from fsdp2.core.reduce.presence_marks import PresenceMarks
-from fsdp2.core.reduce.program import BEHIND, REDUCE_SCATTER, SUM_OF_REPLICAS, Job, Op, Program
+from fsdp2.core.reduce.program import BEHIND, REDUCE_SCATTER, SUM_OF_REPLICAS, Op, Program
 from fsdp2.core.reduce.reduction import ReduceContext, Reduction, Way, allocation, reduce_direct
 from fsdp2.core.reduce.result import ending
 from fsdp2.core.reduce.rows import plan_flat
@@ -216,8 +215,7 @@ def _reduction(
             sum_marks = functools.partial(marks.reduce, scatter)
             staged.append(Op(REDUCE, REDUCE_SCATTER, sum_marks))
     if way.staging is not None:  # where lanes are several, `PendingReduction` frees it
-        free = functools.partial(_release, way.staging)
-        staged.append(Op(BEHIND, "release", free))
+        staged.append(Op(BEHIND, "release", way.release))
     sums = PartialSums(kernels)
     copies: list[Op] = []  # what several reductions may share
     if shared:
@@ -237,11 +235,6 @@ def _reduction(
     if shared:  # partial sums are never in memory that is kept
         partial = Program([new, *staged, Op(REDUCE, "keep", sums.keep)])
     return Reduction(gradients, context, way, sums, kept, full, partial)
-
-
-def _release(staging: TransientBuffer, job: Job) -> None:
-    """Free the input of the collective: COMPUTE runs after it once its call has returned."""
-    staging.release()
 
 
 # ---- which transport
