@@ -214,7 +214,7 @@ ROWS: dict[str, Row] = {
     "generation, 4 tokens": Row(_generation),
     f"generation, {KEPT}": Row(_generation, _KEPT),
     f"generation, {KEPT} / {ASKING}": Row(_generation, _KEPT, asks=True),
-    "generation, units unsharded by hand": Row(_generation, by_hand=True),
+    f"generation, {KEPT}, unsharded by hand": Row(_generation, _KEPT, by_hand=True),
     "generation, mixed precision": Row(_generation, mixed=True),
     "accumulation, two backwards": Row(partial(_accumulation, "")),
     "accumulation, `set_requires_gradient_sync(False)`": Row(

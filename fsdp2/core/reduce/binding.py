@@ -30,6 +30,7 @@ from fsdp2.core.reduce.result import ending
 from fsdp2.core.reduce.rows import plan_flat
 from fsdp2.core.reduce.spec import ReductionSpec
 from fsdp2.core.reduce.transport import (
+    free_input,
     reduce_adopted,
     reduce_custom,
     reduce_empty,
@@ -215,7 +216,7 @@ def _reduction(
             sum_marks = functools.partial(marks.reduce, scatter)
             staged.append(Op(REDUCE, REDUCE_SCATTER, sum_marks))
     if way.staging is not None:  # where lanes are several, `PendingReduction` frees it
-        staged.append(Op(BEHIND, "release", way.release))
+        staged.append(Op(BEHIND, "release", functools.partial(free_input, way.staging)))
     sums = PartialSums(kernels)
     copies: list[Op] = []  # what several reductions may share
     if shared:

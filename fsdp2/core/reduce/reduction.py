@@ -107,11 +107,6 @@ class Way(NamedTuple):
     feedback: Feedback | None = None
     adopts: bool = False
 
-    def release(self, _: Job) -> None:
-        """Free the input of the collective: COMPUTE runs after it once its call has returned."""
-        assert self.staging is not None
-        self.staging.release()
-
 
 def views_of(planned: Sequence[Run], flat: torch.Tensor) -> list[torch.Tensor]:
     """The views of runs in a flat tensor.

@@ -59,6 +59,11 @@ def _cast_targets(
     return targets, staging.views(dtype, 0, [*map(row_major, pieces, starts)])
 
 
+def free_input(staging: TransientBuffer, _: Job) -> None:
+    """Free the input of the collective: COMPUTE runs after it once its call has returned."""
+    staging.release()
+
+
 # ---- from one tensor of all of them
 
 
