@@ -46,7 +46,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from benchmarks import accuracy, stats, torchtitan_muon, workers
 from benchmarks import options as common
-from fsdp2.optim.matrices import exchange
+from fsdp2.optim.matrices import base, exchange
 from fsdp2.optim.matrices.newton_schulz import COEFFICIENTS, EPS, STEPS, orthogonalized
 
 VARIANTS = ("everywhere", "torch", "fsdp2", "unbatched", "torchtitan")
@@ -142,18 +142,19 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
 def facts_of(optimizer: fsdp2.optim.Muon) -> dict[str, float]:
     """What a step sends and has whole, and how even owners are: no times."""
     sent = whole = most = unit = 0
-    start, finish, send = exchange.Wave.start, exchange.Wave.finish, exchange.exchange_messages
+    start, finish, send = exchange.Wave.start, base._finished, exchange.exchange_messages
 
-    def started(wave: exchange.Wave, step: Any) -> Any:
+    def started(wave: exchange.Wave, rows: Any) -> Any:
         nonlocal whole, most, unit
         whole += wave.nbytes
         most, unit = max(most, whole), max(unit, wave.all_nbytes)
-        return start(wave, step)
+        return start(wave, rows)
 
-    def finished(wave: exchange.Wave, message: Any, step: Any) -> None:
+    def finished(outgoing: Any, step: Any) -> None:
         nonlocal whole
-        finish(wave, message, step)
-        whole -= wave.nbytes
+        finish(outgoing, step)
+        if outgoing is not None:
+            whole -= outgoing[0].nbytes
 
     def counted(output: Any, input_: Any, received: Any, own: Any, group: Any) -> Any:
         nonlocal sent
@@ -162,7 +163,7 @@ def facts_of(optimizer: fsdp2.optim.Muon) -> dict[str, float]:
 
     with (
         mock.patch.object(exchange.Wave, "start", started),
-        mock.patch.object(exchange.Wave, "finish", finished),
+        mock.patch.object(base, "_finished", finished),
         mock.patch.object(exchange, "exchange_messages", counted),
     ):
         optimizer.step()
