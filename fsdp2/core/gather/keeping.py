@@ -29,6 +29,7 @@ class Keeping:
 
     Args:
         parts: the operations of the group's segments, and the rows that stay.
+        gather: the all-gather of all of them, through both levels if there are two.
         load: copies shards from the host first, if they are offloaded.
         choose: called with the all-gather that is the next.
         nodes: rows of a node that others than kept ones are gathered from, if there are any: they
@@ -45,6 +46,7 @@ class Keeping:
     def __init__(
         self,
         parts: Sequence[Part],
+        gather: Gather,
         load: Gather | None,
         choose: Callable[[Gather], None],
         nodes: NodeRows | None = None,
@@ -52,20 +54,19 @@ class Keeping:
     ) -> None:
         self._choose, self._nodes, self._smaller = choose, nodes, smaller
         self.kept = [kept for _, kept in parts if kept is not None]
-        own = combined(gather for gather, _ in parts)
-        fresh = own if nodes is None else nodes.before(own)
-        fresh = fresh if load is None else combined([load, fresh])
-        self.fresh = replace(fresh, acquire=[*fresh.acquire, self._begin])
+        ends = [] if smaller is not None else [self._end]
+        self.fresh = replace(
+            gather, acquire=[*gather.acquire, self._begin], finish=[*gather.finish, *ends]
+        )
         if smaller is not None:
             self.again = smaller.gather
             smaller.kept = self._end  # its rows are copied when forward is over
         else:
-            self.fresh.finish = [*self.fresh.finish, self._end]
-            self.fresh.finishes = True
-            loads = load is not None and nodes is None and any(kept is None for _, kept in parts)
-            again = [Gather(copy_out=kept.rows.put) for kept in self.kept]
-            again += [gather for gather, kept in parts if kept is None]
-            self.again = combined([load, *again] if loads and load is not None else again)
+            others = [each for each, kept in parts if kept is None]
+            again = [Gather(copy_out=kept.rows.put) for kept in self.kept] + others
+            if load is not None and nodes is None and others:  # which read shards once more
+                again.insert(0, load)
+            self.again = combined(again)
         self.current = self._counts = False
 
     @property

@@ -374,7 +374,7 @@ class Bound:
                 found.gather = gather
 
         smaller = self.smaller if group.options.keep_rows else None
-        self.keeping = Keeping(self.parts, self._load, choose, self.nodes, smaller)
+        self.keeping = Keeping(self.parts, self.gather, self._load, choose, self.nodes, smaller)
         if self.nodes is not None and smaller is None:
             self.nodes.stays = True
         self.gather = self.keeping.fresh
