@@ -25,7 +25,6 @@ are the same on every machine, for one version of Python and torch:
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import sys
@@ -45,6 +44,7 @@ from torch import nn
 import fsdp2
 from benchmarks import stats, variants
 from fsdp2.testing.blocks import llama_blocks
+from fsdp2.testing.counting import profile
 from fsdp2.testing.null_group import null_mesh, null_world
 
 BLOCKS, WIDTH, WORLD_SIZE = 4, 64, 8
@@ -132,16 +132,7 @@ def entered(run: Callable[[], object], within: Sequence[Path]) -> list[CodeType]
         if known:
             found.append(code)
 
-    gc.collect()
-    collects = gc.isenabled()
-    gc.disable()  # it would call what older objects call at their end
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-        if collects:
-            gc.enable()
+    profile(run, note)
     return found
 
 

@@ -81,17 +81,25 @@ def called(run: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
         elif event == "c_call":
             built_in[getattr(function, "__qualname__", "?")] += 1
 
+    profile(run, count)
+    return python, built_in
+
+
+def profile(run: Callable[[], object], hook: Callable[[FrameType, str, object], None]) -> None:
+    """Call ``hook`` for each event of ``run``, as `sys.setprofile` does.
+
+    The garbage collector is off meanwhile: it would call functions of older objects.
+    """
     gc.collect()
     collects = gc.isenabled()
     gc.disable()
-    sys.setprofile(count)
+    sys.setprofile(hook)
     try:
         run()
     finally:
         sys.setprofile(None)
         if collects:
             gc.enable()
-    return python, built_in
 
 
 class CountCollectives:

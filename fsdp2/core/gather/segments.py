@@ -212,7 +212,7 @@ def packed_rows(place: SegmentViews, name: str = "all-gather output") -> Rows:
     in_order = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
     sizes = [slot.shard_numel for slot in in_order] if kernels.fuses else []
     columns, rest = sum(sizes), width - sum(sizes)
-    # One kernel splits whole rows only. Where little else is in them, it goes to waste.
+    # One kernel splits whole rows only. If little else is in them, it goes to waste.
     wasted = rest if 0 < rest * WASTED_AT_MOST <= columns else 0
     memory = kernels.transient(ranks * (width + wasted) * itemsize, name)
 

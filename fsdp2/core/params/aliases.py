@@ -1,7 +1,7 @@
 """References to a parameter from before it was sharded, besides the entries of modules.
 
 self.__dict__["alias"] = w     followed: it holds what the module registers, at any moment
-self.weights = [w, b]          so do lists and dicts that are attributes of modules
+self.weights = [w, b]          followed: lists and dicts that are attributes of modules
 a closure, a view, a loss      refused: a gradient that comes to what the parameter was raises
 """
 

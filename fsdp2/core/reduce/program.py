@@ -63,13 +63,13 @@ class Job:
 
     grads: list[torch.Tensor]
     present: list[bool]
-    # Of the class until an operation sets them, which most do not.
+    # The class has these values until an operation sets others, which most do not.
     seeks: bool = field(default=False, init=False)
     marks: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
     found: torch.Tensor | None = field(default=None, init=False)
     arrived: Tensors = field(default=(), init=False)
     outputs: Tensors = field(default=(), init=False)
-    # Not before they are allocated, or after they are freed; no operation asks for them then.
+    # No operation reads them before they are allocated, or after they are freed.
     flat: torch.Tensor = field(default=None, init=False)  # type: ignore[assignment]
     scattered: torch.Tensor = field(default=None, init=False)  # type: ignore[assignment]
     result: torch.Tensor | None = field(default=None, init=False)
@@ -137,7 +137,6 @@ class Program:
 
     Args:
         ops: the operations, those of a lane in their order.
-
         seeks: whether for a job that lacks a gradient; by default, for one that lacks nothing.
 
     Attributes:
