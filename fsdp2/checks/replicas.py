@@ -79,7 +79,7 @@ def _compare(first: ParamGroup) -> None:
         and group.base.replicas.group is first.replicas.group
         and any(type(layer) is FirstAllReduce for layer in layers_of(group))
     ]
-    groups = [group.base for _, _, group in found if not group.is_alias]
+    groups = [group.base for unit, _, group in found if not unit.borrows(group)]
     held = [[param for param in group.params if not param.is_meta] for group in groups]
     with naming_unit("all-reduce", first.name):
         differ = _differing(first, held)

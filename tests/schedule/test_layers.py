@@ -10,7 +10,7 @@ import pytest
 
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import GroupOperations, Layer, layers_of
-from fsdp2.core.schedule.ties import TiedUse, inherit, lend
+from fsdp2.core.schedule.ties import inherit, lend
 from fsdp2.core.schedule.unit import put_around
 from fsdp2.testing.simulation import Simulation
 from fsdp2.testing.virtual import VirtualDevice
@@ -19,7 +19,7 @@ from tests.common import schedules
 pytestmark = pytest.mark.alone
 
 OPERATIONS = [name for name in vars(Layer) if not name.startswith("_") and name != "below"]
-ASKED_OF_THE_GROUP = {"base", "state", "stale"}  # at once, whatever is between
+ASKED_OF_THE_GROUP = {"base", "is_whole", "stale", "state"}  # at once, whatever is between
 
 
 class Lower(Layer):
@@ -43,20 +43,21 @@ def test_a_layer_passes_everything_on(name: str) -> None:
         owner = below.base if name in ASKED_OF_THE_GROUP - {"base"} else below
         assert getattr(layer, name) is getattr(owner, name)
         return
-    given = {key: object() for key in inspect.signature(declared).parameters if key != "self"}
+    keys = inspect.signature(declared).parameters
+    given = {key: object() for key in keys if key not in ("self", "forced")}
     assert getattr(layer, name)(**given) in (None, getattr(below, name).return_value)
     (call,) = getattr(below, name).call_args_list
     assert [*call.args, *call.kwargs.values()] == list(given.values())
 
 
-@pytest.mark.parametrize("kind", [Layer, TiedUse])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_layers_take_what_the_group_takes(kind: type, name: str) -> None:
+def test_layers_take_what_the_group_takes(name: str) -> None:
     declared = inspect.getattr_static(ParamGroup, name)
-    found = inspect.getattr_static(kind, name)
-    assert not hasattr(kind, "__getattr__")
+    found = inspect.getattr_static(Layer, name)
+    assert not hasattr(Layer, "__getattr__")
     if inspect.isfunction(declared):
-        assert inspect.signature(found) == inspect.signature(declared)
+        taken = [key for key in inspect.signature(declared).parameters if key != "forced"]
+        assert list(inspect.signature(found).parameters) == taken
 
 
 def kinds(group: GroupOperations) -> list[type]:
@@ -70,8 +71,8 @@ def test_a_tie_that_is_made_and_inherited_while_layers_are_there() -> None:
     (group,) = owner.own_groups
     lend(group, owner, user)
     put_around([owner, user], Lower, True)
-    assert kinds(owner.groups[0]) == [Higher, Lower, TiedUse]
-    assert [kinds(each) for each in user.groups] == [[Higher, Lower], [Higher, Lower, TiedUse]]
+    assert kinds(owner.groups[0]) == [Higher, Lower]
+    assert [kinds(each) for each in user.groups] == [[Higher, Lower]] * 2
     sim.iteration()
     inherit(user, lambda unit: unit is owner)
     assert user.own_groups[0] is group

@@ -35,7 +35,7 @@ class ClaimedGroup(Layer):
     def note(self) -> None:
         """Note what is gathered, unless it is noted already."""
         bound = self.base.bound
-        if self._before is not None or self.is_alias or bound is None:
+        if self._before is not None or bound is None:
             return
         if self.state is not UNSHARDED:  # a forward has freed it before the user waited
             return

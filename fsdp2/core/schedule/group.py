@@ -43,6 +43,7 @@ from fsdp2.core.params.param import (
 from fsdp2.core.progress import OptimizerSteps, ShardReaders, communication_error
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import (
+    Jobs,
     PendingReduction,
     Reduction,
     reduce_inline,
@@ -81,7 +82,11 @@ class ParamGroup(GroupFacts):
 
     Attributes:
         bound: all that binding has made of it; ``None`` before the first use.
+        fills: whether absent gradients count as zeros when it is reduced, which is later than at
+            its unit's end.
         gathered_at: `OptimizerSteps.count` when its shards were gathered last, or rows of them.
+        in_use: whether a unit that uses it is running, if several do; it is not freed then.
+        is_whole: whether its parameters are replicated on every rank, so that nothing is gathered.
         stale: whether the next gather has something to bind.
     """
 
@@ -95,7 +100,10 @@ class ParamGroup(GroupFacts):
         "_taken",
         "_works",
         "bound",
+        "fills",
         "gathered_at",
+        "in_use",
+        "is_whole",
         "stale",
         "streams",
     )
@@ -112,6 +120,8 @@ class ParamGroup(GroupFacts):
         self.bound: Bound | None = None
         self.retained = None
         self.stale = True
+        self.in_use: Callable[[], bool] | None = None
+        self.is_whole = self.fills = False
         self._accumulated = False
         self.gathered_at = -1
         self._taken: Gather | None = None  # of the gather that was issued last
@@ -137,11 +147,6 @@ class ParamGroup(GroupFacts):
     def base(self) -> ParamGroup:
         """Itself: what layers stand around (`fsdp2.core.schedule.layers`)."""
         return self
-
-    @property
-    def is_alias(self) -> bool:
-        """Whether it only stands for a group of another unit (`fsdp2.core.schedule.ties`)."""
-        return False
 
     @property
     def is_outdated(self) -> bool:
@@ -200,10 +205,12 @@ class ParamGroup(GroupFacts):
 
     @property
     def is_over(self) -> bool:
-        """Whether it is sharded, and nothing is there to reduce."""
+        """Whether it is sharded, and nothing is there to reduce at its unit's end."""
         if self.state is not SHARDED:
             return False
-        if self.bound is None:
+        if self.fills and self.in_use is not None:  # the units that use it are over now
+            return False
+        if self.bound is None or self.is_whole:
             return True
         for reduction in self.bound.reductions:  # noqa: SIM110  # asked at the end of every backward
             if reduction.has_work:
@@ -220,11 +227,6 @@ class ParamGroup(GroupFacts):
     def has_grad_hooks(self) -> bool:
         """Whether users' hooks run when gradients are delivered: they may write the shards."""
         return any(param.has_grad_hooks for param in self.params)
-
-    @property
-    def is_owed(self) -> bool:
-        """Whether a backward that its own unit took no part in has left gradients."""
-        return False
 
     # ---- layout and binding
 
@@ -487,7 +489,7 @@ class ParamGroup(GroupFacts):
 
     def shard_smaller(self) -> None:
         """After forward: keep a smaller group's rows, free the rest; no-op if not gathered."""
-        if self.state is not UNSHARDED:
+        if self.state is not UNSHARDED or (self.in_use is not None and self.in_use()):
             return
         bound = self.bound
         assert bound is not None
@@ -502,10 +504,16 @@ class ParamGroup(GroupFacts):
         self._release_full(bound)
         self.state = RESHARDED
 
-    def reshard(self) -> None:
-        """Free the gathered parameters and register the sharded ones; no-op if sharded."""
+    def reshard(self, forced: bool = False) -> None:
+        """Free the gathered parameters and register the sharded ones.
+
+        No-op if they are sharded, or another unit that uses them is running.
+
+        Args:
+            forced: whether also where one is.
+        """
         state, bound = self.state, self.bound
-        if state is SHARDED:
+        if state is SHARDED or (self.in_use is not None and not forced and self.in_use()):
             return
         assert bound is not None
         if state is GATHERING:  # a prefetch that nobody used: over before its memory goes
@@ -526,9 +534,9 @@ class ParamGroup(GroupFacts):
     def hide(self) -> None:
         """Register the sharded parameters, with their gradients; what is gathered stays in memory.
 
-        No-op if nothing is gathered.
+        No-op if nothing is gathered, or another unit that uses it is running.
         """
-        if self.state is UNSHARDED:
+        if self.state is UNSHARDED and not (self.in_use is not None and self.in_use()):
             assert self.bound is not None
             for store, name, param in self.bound.to_sharded:
                 store[name] = param
@@ -543,6 +551,8 @@ class ParamGroup(GroupFacts):
         if self.state is not UNSHARDED:
             return
         self.hide()
+        if self.state is UNSHARDED:  # another unit that uses it is running
+            return
         self.state = SHARDED
         if self.retained is None:
             self.retained = Retained()
@@ -649,7 +659,7 @@ class ParamGroup(GroupFacts):
         if self.bound is not None and self.bound.keeping is not None:
             self.bound.keeping.lose()
         self.retained = None
-        self.reshard()
+        self.reshard(forced=True)
         if self.bound is not None:
             self._release_full(self.bound)
             for reduction in self.bound.reductions:
@@ -765,9 +775,7 @@ class ParamGroup(GroupFacts):
             for member in reduction.members:
                 member.accumulate(reduction.context.spec.reduce_dtype)
 
-    def collect(
-        self, all_reduce: bool, fill: bool, again: bool = False
-    ) -> list[tuple[Reduction, Job]]:
+    def collect(self, all_reduce: bool, fill: bool, again: bool = False) -> Jobs:
         """Take the gradients that are there; empty where there is nothing to reduce, else of all.
 
         Args:
@@ -792,11 +800,9 @@ class ParamGroup(GroupFacts):
             jobs.append((reduction, job))
         if idle:
             return with_zeros(jobs)
-        return cast(list[tuple[Reduction, Job]], jobs)
+        return cast(Jobs, jobs)
 
-    def reduce(
-        self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
-    ) -> PendingReduction | None:
+    def reduce(self, jobs: Jobs, all_reduce: bool) -> PendingReduction | None:
         """Reduce collected gradients into the sharded parameters' ``.grad``.
 
         Args:
@@ -815,7 +821,7 @@ class ParamGroup(GroupFacts):
 
     def discard_gradients(self) -> None:
         """Drop gradients that are not reduced yet."""
-        self._accumulated = False
+        self._accumulated = self.fills = False
         for param in self.params:
             param.drop_gradient()
         if self.bound is not None:

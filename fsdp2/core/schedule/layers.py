@@ -3,7 +3,6 @@
     nothing is asked    unit.groups ──> ParamGroup
     a profiler runs     unit.groups ──> ProfiledGroup ──> ParamGroup
     checks are on too   unit.groups ──> ProfiledGroup ──> CheckedGroup ──> ParamGroup
-    a tied group        unit.groups ──> … ──> TiedUse ──> ParamGroup
 
 A unit's list of groups is the single point of interception (decision 27). It holds the outermost
 object of each group, and the scheduler calls groups only through this list. A layer therefore sees
@@ -65,11 +64,6 @@ class Layer:
         self.below = below
 
     @property
-    def is_alias(self) -> bool:
-        """As below."""
-        return self.below.is_alias
-
-    @property
     def params(self) -> list[ShardedParam]:
         """As below."""
         return self.below.params
@@ -92,14 +86,14 @@ class Layer:
         return self.below.is_outdated
 
     @property
+    def is_whole(self) -> bool:
+        """As below."""
+        return self.base.is_whole
+
+    @property
     def is_over(self) -> bool:
         """As below."""
         return self.below.is_over
-
-    @property
-    def is_owed(self) -> bool:
-        """As below."""
-        return self.below.is_owed
 
     @property
     def is_referred_to(self) -> bool:
