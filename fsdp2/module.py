@@ -42,7 +42,6 @@ from fsdp2.core.modules.roots import start
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.unit import PrefetchTime, Unit
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import TORCHS, TorchIdentity, replicated_parameters
@@ -1079,7 +1078,7 @@ class FSDPModule(TorchIdentity):
             root.unreduced = False
         for unit in units:
             for group in unit.own_groups:
-                if group.state is not SHARDED:  # shards are not registered; their gradients count
+                if not group.state.is_sharded:  # shards are not registered; their gradients count
                     for param in group.params:
                         param.clear_gradient(set_to_none)
         if zeroed.functions:

@@ -283,15 +283,10 @@ class CheckedGroup(Layer):
         if Checks.current().check_writes:
             mark_freed(self.base.params)
 
-    def hide(self) -> None:
+    def hide(self, to: GroupState = GroupState.HIDDEN) -> None:
         """Check for writes, then register the shards."""
         self._refuse_written()
-        self.below.hide()
-
-    def retain(self, granted: bool = False) -> None:
-        """Check for writes, then register the shards."""
-        self._refuse_written()
-        self.below.retain(granted)
+        self.below.hide(to)
 
     def abandon(self) -> None:
         """Free, whatever was written."""

@@ -42,10 +42,10 @@ def observe(units: Iterable[Unit], heard: Callable[[str, str], object]) -> None:
             self._freed(self.below.shard_smaller, self.state is GroupState.UNSHARDED)
 
         def reshard(self) -> None:
-            self._freed(self.below.reshard, self.state is not GroupState.SHARDED)
+            self._freed(self.below.reshard, not self.state.is_sharded)
 
         def abandon(self) -> None:
-            self._freed(self.below.abandon, self.state is not GroupState.SHARDED)
+            self._freed(self.below.abandon, not self.state.is_sharded)
 
         def _freed(self, free: Callable[[], None], gathered: bool) -> None:
             before = self.state

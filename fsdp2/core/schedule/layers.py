@@ -24,7 +24,7 @@ from fsdp2.core.params.param import PlannedParam, ShardedParam
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.schedule.states import HIDDEN, GroupState
 
 
 class Watchers:
@@ -136,13 +136,9 @@ class Layer:
         """As below."""
         self.below.reshard()
 
-    def hide(self) -> None:
+    def hide(self, to: GroupState = HIDDEN) -> None:
         """As below."""
-        self.below.hide()
-
-    def retain(self, granted: bool = False) -> None:
-        """As below."""
-        self.below.retain(granted)
+        self.below.hide(to)
 
     def show(self) -> None:
         """As below."""

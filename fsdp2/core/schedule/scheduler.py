@@ -42,7 +42,7 @@ from fsdp2.core.schedule.layers import GroupOperations
 from fsdp2.core.schedule.profiling import ProfiledGroup
 from fsdp2.core.schedule.retrace import NOWHERE, running_node
 from fsdp2.core.schedule.reuse import Reuse
-from fsdp2.core.schedule.states import GATHERING, HIDDEN, SHARDED, UNSHARDED
+from fsdp2.core.schedule.states import GATHERING, GRANTED, HIDDEN, UNSHARDED
 from fsdp2.core.schedule.unit import (
     BACKWARD,
     FORWARD,
@@ -300,7 +300,7 @@ class Scheduler:
         self.iteration.holds = False
         for unit in self.units:
             for group in unit.groups:
-                if group.state is SHARDED or unit.borrows(group):
+                if group.state.is_sharded or unit.borrows(group):
                     continue
                 if group.is_referred_to:
                     self.iteration.holds = True
@@ -533,8 +533,10 @@ class Scheduler:
 
     def enter_recomputation(self, unit: Unit) -> None:
         """Gather ``unit`` in backward for a recomputed forward."""
-        if unit.is_sharded or self.iteration.holds:
-            self._gather(unit)
+        for group in unit.groups:
+            if group.state is not UNSHARDED:
+                self._gather(unit)
+                break
 
     def exit_backward(self, unit: Unit, _: object = None) -> None:
         """Free ``unit``, unless it is its own successor, and reduce its gradients.
@@ -581,7 +583,7 @@ class Scheduler:
                 jobs = self._collect_late(unit, group, fill, again)
             else:
                 jobs = group.collect(unit.all_reduce, fill, again)
-            if reshard and group.state is not SHARDED:
+            if reshard and not group.state.is_sharded:
                 group.reshard()
             if jobs:
                 if group.state is GATHERING and group.base.has_grad_hooks:
@@ -711,7 +713,7 @@ class Scheduler:
         if not (unit.reshard_after_backward or unit.claimed or self.iteration.holds):
             self.reuse.add(unit)
             if unit.sync:  # otherwise unsharded parameters have the gradients
-                unit.retain(granted=True)
+                unit.hide(GRANTED)
 
     def _is_done(self, unit: Unit) -> bool:
         """Whether a unit whose end had a hook is sharded, and has nothing to reduce."""
@@ -821,7 +823,7 @@ class Scheduler:
             if unit in ahead:
                 ahead.remove(unit)
         for group in unit.groups:
-            if group.state is SHARDED:
+            if group.state.is_sharded:
                 group.base.forget_rows()
                 group.bind()  # also where a backward raised, and parameters were replaced since
         self.unshard(unit)
@@ -842,7 +844,7 @@ class Scheduler:
                 except BaseException:
                     self._abandon(group)
                     raise
-            elif group.state is HIDDEN:
+            elif group.state is HIDDEN or group.state is GRANTED:
                 group.show()
             elif group.state is UNSHARDED:
                 group.take_back()

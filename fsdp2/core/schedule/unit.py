@@ -26,7 +26,7 @@ from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.schedule.claimed import ClaimedGroup
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import GroupOperations, Layer, layered, layers_of
-from fsdp2.core.schedule.states import HIDDEN, SHARDED
+from fsdp2.core.schedule.states import HIDDEN, GroupState
 
 
 class Phase(Enum):
@@ -239,15 +239,10 @@ class Unit:
             if not self.borrows(group):
                 group.discard_gradients()
 
-    def hide(self) -> None:
-        """Register its sharded parameters; unsharded ones stay in memory."""
+    def hide(self, to: GroupState = HIDDEN) -> None:
+        """Register its sharded parameters; unsharded ones stay in memory (`ParamGroup.hide`)."""
         for group in self.groups:
-            group.hide()
-
-    def retain(self, granted: bool = False) -> None:
-        """Register its sharded parameters; later forwards decide whether to use the rest again."""
-        for group in self.groups:
-            group.retain(granted)
+            group.hide(to)
 
     def drop_retained(self) -> None:
         """Free what is gathered while its sharded parameters are registered."""
@@ -272,7 +267,7 @@ class Unit:
     def reshard_if_outdated(self) -> None:
         """Free parameters that were gathered before an optimizer step."""
         for group in self.groups:
-            if group.state is not SHARDED:
+            if not group.state.is_sharded:
                 free_if_outdated(group)
 
     def __repr__(self) -> str:
