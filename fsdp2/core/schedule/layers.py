@@ -76,7 +76,7 @@ class Layer:
         return self.base.state
 
     @property
-    def stale(self) -> bool:
+    def stale(self) -> int:
         """As below."""
         return self.base.stale
 

@@ -177,8 +177,9 @@ class Unit:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether a group of it is gathered, or being gathered."""
-        return any(not group.state.needs_gather for group in self.groups)
+        """Whether a group of it is gathered, or being gathered, and not only retained."""
+        states = [group.state for group in self.groups]
+        return any(not (state.needs_gather or state.is_sharded) for state in states)
 
     def change(self, **options: Any) -> None:
         """Replace options of its groups, and of those that will be added."""
