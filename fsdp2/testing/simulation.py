@@ -25,7 +25,7 @@ from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.bound import Runtime
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import GroupOperations
+from fsdp2.core.schedule.observers import GroupOperations
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.ties import lend, tie_of
 from fsdp2.core.schedule.unit import Phase, Unit

@@ -16,7 +16,7 @@ from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather import kept_rows
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.schedule.layers import GroupOperations, layers_of
+from fsdp2.core.schedule.observers import GroupOperations, layers_of
 from fsdp2.core.schedule.ties import tie_of
 from fsdp2.core.schedule.unit import Phase, Unit
 from fsdp2.core.schedule.whole import WholeGroup

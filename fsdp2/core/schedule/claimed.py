@@ -16,7 +16,7 @@ import torch
 from fsdp2.core.device.fingerprint import bind_fingerprint
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.param import GATHERED, refuse_written
-from fsdp2.core.schedule.layers import GroupOperations, Layer
+from fsdp2.core.schedule.observers import GroupOperations, Layer
 from fsdp2.core.schedule.states import UNSHARDED
 
 

@@ -135,7 +135,7 @@ class ParamGroup(GroupFacts):
 
     @property
     def base(self) -> ParamGroup:
-        """Itself: what layers stand around (`fsdp2.core.schedule.layers`)."""
+        """Itself: what observers and layers stand around (`fsdp2.core.schedule.observers`)."""
         return self
 
     @property

@@ -11,7 +11,7 @@ delivers the gradient of a parameter after all its uses have run. It is reduced 
 owner's backward ends, or at the end of backward if the backward of another unit that uses it is
 still to come, or if the owner has no backward.
 
-A use is a layer (`fsdp2.core.schedule.layers`), below all layers that are added on request.
+A use is a layer (`fsdp2.core.schedule.observers`), below all layers that are added on request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import GroupOperations, Layer, layers_of, with_layer, without_layer
+from fsdp2.core.schedule.observers import (
+    GroupOperations,
+    Layer,
+    layers_of,
+    observed,
+    observers_of,
+    with_layer,
+    without_layer,
+)
 from fsdp2.core.schedule.unit import BACKWARD, FORWARD, REDUCED, Unit
 
 
@@ -179,9 +187,9 @@ def lend(group: ParamGroup, owner: Unit, unit: Unit) -> None:
         own.tie.users.add(unit)
         alias: GroupOperations = TiedUse(own.below, own.tie, unit)
         for layer in reversed(layers_of(owner.groups[place])):
-            if layer.height > TiedUse.height:  # layers that were added on request
+            if layer.height > TiedUse.height:  # that of a user's unshard()
                 alias = type(layer)(alias)
-        unit.groups.append(alias)
+        unit.groups.append(observed(alias, observers_of(owner.groups[place])))
 
 
 def give_back(group: ParamGroup, unit: Unit) -> None:

@@ -14,8 +14,9 @@ After `give_up`, a unit is IDLE. `MOVES` is this diagram as a table.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -25,7 +26,14 @@ from fsdp2.core.custom_collectives import MemoryComms
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.schedule.claimed import ClaimedGroup
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import GroupOperations, Layer, layered, layers_of
+from fsdp2.core.schedule.observers import (
+    GroupOperations,
+    Observer,
+    layers_of,
+    with_layer,
+    with_observer,
+    without_layer,
+)
 from fsdp2.core.schedule.states import HIDDEN, SHARDED
 
 
@@ -56,7 +64,7 @@ MOVES: Mapping[Phase, frozenset[Phase]] = {
     REDUCED: frozenset({IDLE, BACKWARD}),
 }
 """The phases that may follow each one. `fsdp2.testing.phases` raises for others, with a watcher of
-`fsdp2.core.schedule.moves`. `Unit` itself has no check, so that a phase costs a step one store."""
+`watching`. `Unit` itself has no check, so that a phase costs a step one store."""
 
 
 class Unit:
@@ -149,9 +157,9 @@ class Unit:
         """A group that belongs to it, with the layers around it."""
         return self.groups[self.place_of(group)]
 
-    def put_around(self, layer: type[Layer], wanted: bool) -> None:
-        """Add a layer around its groups, or remove it."""
-        self.groups = layered(self.groups, layer, wanted)
+    def put_around(self, observer: Observer, wanted: bool) -> None:
+        """Let an observer see its groups, or no longer."""
+        self.groups = [with_observer(group, observer, wanted) for group in self.groups]
 
     @property
     def title(self) -> str:
@@ -212,7 +220,9 @@ class Unit:
 
     def note_contents(self) -> None:
         """Note what a user is given, so that `give_up` sees his writes."""
-        self.put_around(ClaimedGroup, True)
+        for place, group in enumerate(self.groups):
+            if not any(isinstance(layer, ClaimedGroup) for layer in layers_of(group)):
+                self.groups[place] = with_layer(group, ClaimedGroup, ClaimedGroup.height)
         for group in self.groups:
             for layer in layers_of(group):
                 if isinstance(layer, ClaimedGroup):
@@ -225,7 +235,7 @@ class Unit:
             group.base.drop_for_user()
         self.claimed = False
         self.reshard()
-        self.put_around(ClaimedGroup, False)
+        self.groups = [without_layer(group, ClaimedGroup) for group in self.groups]
 
     def give_up_iteration(self) -> None:
         """Free it and drop unreduced gradients, in any state in which an exception left it."""
@@ -319,9 +329,9 @@ def unit_of(group: ParamGroup) -> Unit:
 
 
 def operations_of(group: ParamGroup) -> GroupOperations:
-    """A group of a sharded module, with the layers around it, which see each all-gather and free.
+    """A group of a sharded module, with its observers, which see each all-gather and free.
 
-    A group whose unit was deleted, or has dropped it, has no layers.
+    A group whose unit was deleted, or has dropped it, has none.
     """
     unit = _owner_of(group)
     return group if unit is None else unit.operations_of(group)
@@ -335,7 +345,42 @@ def free_if_outdated(group: GroupOperations) -> None:
         group.reshard()
 
 
-def put_around(units: Iterable[Unit], layer: type[Layer], wanted: bool) -> None:
-    """Add a layer around the groups of units, or remove it."""
+def put_around(units: Iterable[Unit], observer: Observer, wanted: bool) -> None:
+    """Let an observer see the groups of units, or no longer."""
     for unit in units:
-        unit.put_around(layer, wanted)
+        unit.put_around(observer, wanted)
+
+
+# ---- watchers of phases
+
+
+Watcher = Callable[[Unit, Phase, Phase], None]
+"""Called with a unit, its phase until now, and the one that is stored next, unless it raises."""
+
+
+def watched_phase(watcher: Watcher) -> property:
+    """A property that hides the slot of phases, and tells ``watcher`` of each store.
+
+    Units keep their class, and the scheduler stores phases as before; without a watcher, a phase
+    costs one store.
+    """
+    hidden = vars(Unit)["phase"]  # the slot, or what tells another watcher
+
+    def store(unit: Unit, phase: Phase) -> None:
+        before = getattr(unit, "phase", None)
+        if before is not None:  # a unit that is being made has none
+            watcher(unit, before, phase)
+        hidden.__set__(unit, phase)
+
+    return property(hidden.__get__, store)
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Tell ``watcher`` of each store of a phase, of every unit in this process, while it is on."""
+    hidden = vars(Unit)["phase"]
+    type.__setattr__(Unit, "phase", watched_phase(watcher))
+    try:
+        yield
+    finally:
+        type.__setattr__(Unit, "phase", hidden)

@@ -27,7 +27,7 @@ from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.reduce.spec import ReductionSpec, reduction_spec
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.in_flight import InFlight
-from fsdp2.core.schedule.layers import GroupOperations, Layer, layers_of
+from fsdp2.core.schedule.observers import GroupOperations, Layer, layers_of
 from fsdp2.core.schedule.states import GATHERING, SHARDED
 from fsdp2.core.schedule.unit import Unit
 
