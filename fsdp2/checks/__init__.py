@@ -19,19 +19,19 @@ Enabled by `fsdp2.debug`:
 
 Owns: the settings and the agreement of this process. Core does not import it: core sends notices
 (`fsdp2.core.notices`), and reports parameters that will be sharded and new groups
-(`fsdp2.core.schedule.layers`). The first six are notified from the import of fsdp2 on. `groups`
+(`fsdp2.core.schedule.observers`). The first six are notified from the import of fsdp2 on. `groups`
 loads on request: by `debug`, or by the environment at the first call of `fully_shard`.
 """
 
 from fsdp2.checks import environment, explain, layouts, optimizers, presence, registered, replicas
-from fsdp2.core.schedule.layers import Watchers
+from fsdp2.core.schedule.observers import plan_checks
 
 __all__ = ["environment", "explain", "layouts", "optimizers", "presence", "registered", "replicas"]
 
 
 def _load_groups(*_: object) -> None:
     if environment.asks_for_ranks():
-        from fsdp2.checks import groups  # noqa: F401  # the next watcher: told of this plan, too
+        from fsdp2.checks import groups  # noqa: F401  # the next check: told of this plan, too
 
 
-Watchers.plans.append(_load_groups)
+plan_checks.append(_load_groups)

@@ -4,8 +4,8 @@
     reduce          agree, reduce, check for NaN
     reshard         check for writes to unsharded parameters, then free
 
-The checks are a layer around groups (`fsdp2.core.schedule.layers`), which is there while something
-is checked: nothing asks in a step whether it is. The process has one `EnabledChecks` and, while
+`CHECKS` observes groups (`fsdp2.core.schedule.observers`) while something is checked: nothing asks
+in a step whether it is. The process has one `EnabledChecks` and, while
 ranks are checked, one `Agreement` in `Checks`.
 """
 
@@ -16,9 +16,9 @@ import contextlib
 import functools
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 
@@ -52,7 +52,7 @@ from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import PendingReduction, Reduction, views_of
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import GroupOperations, Layer, Watchers, layered
+from fsdp2.core.schedule.observers import Observer, on_new_groups, plan_checks
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase, Unit, all_groups, all_units, put_around, unit_of
 from fsdp2.ranks.channels import StoreBoard, default_store
@@ -140,7 +140,7 @@ class Checks:
         if not settings.check_writes:
             for group in all_groups():
                 unmark(group.params)
-        put_around(all_units(), CheckedGroup, cls.any_is_on())
+        put_around(all_units(), CHECKS, cls.any_is_on())
 
     @classmethod
     def any_is_on(cls) -> bool:
@@ -196,262 +196,293 @@ def _announce_exit() -> None:
     atexit.register(lambda: Checks.leave("has ended"))
 
 
-def _follow(groups: Sequence[GroupOperations]) -> Sequence[GroupOperations]:
-    """Let new groups run the enabled checks."""
-    return layered(groups, CheckedGroup, Checks.any_is_on())
+def _follow(group: ParamGroup) -> Observer | None:
+    """Let a new group run the enabled checks."""
+    return CHECKS if Checks.any_is_on() else None
 
 
-class CheckedGroup(Layer):
-    """A layer that agrees on a group's steps, and checks for writes and gradients."""
+# ---- operations
 
-    __slots__ = ()
 
-    height = 2
+def _check_gather(group: ParamGroup, run: Run) -> None:
+    """Check for writes, agree on the all-gather, then launch it."""
+    resharded = group.state is GroupState.RESHARDED
+    if resharded:
+        _refuse_written(group, stays=True)
+    elif group.keeps_rows and not group.reuses_rows:
+        Checks.contents.pop(group, None)  # what the gather brings counts from now on
+    if Checks.current().check_ranks:
+        smaller = group.smaller_group if resharded else None
+        collectives = group.collectives if smaller is None else smaller.collectives
+        if group not in Checks.compared:
+            Checks.compared.add(group)
+            _compare_copies(group)
+        if collectives.size > 1:
+            Checks.agree(collectives.group, group.device, _gather_step(group))
+        between = group.between
+        if between is not None and smaller is None and not group.reuses_rows:
+            Checks.agree(between.group, group.device, _gather_step(group))
+    run()
 
-    def start_unshard(self) -> None:
-        """Check for writes, agree on the all-gather, then launch it."""
-        if self.state is GroupState.RESHARDED:
-            self._refuse_written(stays=True)
-        elif self.base.keeps_rows and not self.base.reuses_rows:
-            Checks.contents.pop(self.base, None)  # what the gather brings counts from now on
-        if Checks.current().check_ranks:
-            smaller = self.base.smaller_group if self.state is GroupState.RESHARDED else None
-            collectives = self.base.collectives if smaller is None else smaller.collectives
-            if self.base not in Checks.compared:
-                Checks.compared.add(self.base)
-                self._compare_copies()
-            if collectives.size > 1:
-                Checks.agree(collectives.group, self.base.device, self._gather_step())
-            between = self.base.between
-            if between is not None and smaller is None and not self.base.reuses_rows:
-                Checks.agree(between.group, self.base.device, self._gather_step())
-        self.below.start_unshard()
 
-    def reduce(
-        self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
-    ) -> PendingReduction | None:
-        """Agree on the collectives, reduce, and check the result."""
-        settings = Checks.current()
-        if settings.check_ranks:
-            self._agree_on_reduction(jobs, all_reduce)
-        if not settings.check_nan:
-            return self.below.reduce(jobs, all_reduce)
-        before = [_finite(grad) for _, job in jobs for grad in job.grads]
-        names = [member.name for reduction, _ in jobs for member in reduction.members]
-        pending = self.below.reduce(jobs, all_reduce)
-        if pending is not None:
-            self.base.streams.wait(Lane.COMPUTE, pending.done, "compute after reduction")
-        rows = [
-            job.outputs
-            if job.flat is None or self.base.between is not None
-            else views_of(r.context.flat.runs, job.flat)
-            for r, job in jobs
-        ]
-        after = [_finite(tensor) for tensors in rows for tensor in tensors]
-        self._refuse_non_finite(names, before, after, all_reduce)
-        return pending
+def _check_reduction(
+    group: ParamGroup, run: Run, jobs: list[tuple[Reduction, Job]], all_reduce: bool
+) -> object:
+    """Agree on the collectives, reduce, and check the result."""
+    settings = Checks.current()
+    if settings.check_ranks:
+        _agree_on_reduction(group, jobs, all_reduce)
+    if not settings.check_nan:
+        return run(jobs, all_reduce)
+    before = [_finite(grad) for _, job in jobs for grad in job.grads]
+    names = [member.name for reduction, _ in jobs for member in reduction.members]
+    pending = cast(PendingReduction | None, run(jobs, all_reduce))
+    if pending is not None:
+        group.streams.wait(Lane.COMPUTE, pending.done, "compute after reduction")
+    rows = [
+        job.outputs
+        if job.flat is None or group.between is not None
+        else views_of(r.context.flat.runs, job.flat)
+        for r, job in jobs
+    ]
+    after = [_finite(tensor) for tensors in rows for tensor in tensors]
+    _refuse_non_finite(group, names, before, after, all_reduce)
+    return pending
 
-    # ---- contents
 
-    def finish_unshard(self) -> None:
-        """Finish the all-gather, and record its result."""
-        unmark(self.base.params)
-        self.below.finish_unshard()
-        if Checks.current().check_writes:
-            self._note_contents()
+def _note_gathered(group: ParamGroup, run: Run) -> None:
+    """Finish the all-gather, and record its result."""
+    unmark(group.params)
+    run()
+    if Checks.current().check_writes:
+        _note_contents(group)
 
-    def take_back(self, stays: bool = True) -> None:
-        """Check for writes while the group stayed unsharded."""
-        self.below.take_back(stays)
-        self._refuse_written(stays)
 
-    def shard_smaller(self) -> None:
-        """Check for writes, then free, and record the rows that are left."""
-        self._refuse_written()
-        self.below.shard_smaller()
-        self._mark_freed()
-        if self.state is GroupState.RESHARDED and self.base in Checks.contents:
-            self._note_contents()
+def _look(group: ParamGroup, run: Run, *args: object) -> None:
+    """Check for writes, then register the shards."""
+    _refuse_written(group)
+    run(*args)
 
-    def reshard(self) -> None:
-        """Check for writes, then free."""
-        self._refuse_written()
-        self.below.reshard()
-        self._mark_freed()
 
-    def _mark_freed(self) -> None:
-        if Checks.current().check_writes:
-            mark_freed(self.base.params)
+def _look_back(group: ParamGroup, run: Run, stays: bool = True) -> None:
+    """Check for writes while the group stayed unsharded."""
+    try:
+        run(stays)
+    finally:  # also where the group has found a write: only this raises on all ranks alike
+        _refuse_written(group, stays)
 
-    def hide(self, to: GroupState = GroupState.HIDDEN) -> None:
-        """Check for writes, then register the shards."""
-        self._refuse_written()
-        self.below.hide(to)
 
-    def abandon(self) -> None:
-        """Free, whatever was written."""
-        Checks.contents.pop(self.base, None)
-        self.below.abandon()
-        self._mark_freed()
+def _free(group: ParamGroup, run: Run) -> None:
+    """Check for writes, then free, and record the rows of a smaller group that are left."""
+    _refuse_written(group)
+    run()
+    _mark_freed(group)
+    if group.state is GroupState.RESHARDED and group in Checks.contents:
+        _note_contents(group)
 
-    def _contents(self) -> Contents:
-        smaller = self.state is GroupState.RESHARDED
-        pairs = [
-            (_checksum(param.local), _checksum(local_of(registered)))
-            for param in self._compared_params()
-            if (registered := param.smaller if smaller else param.unsharded) is not None
-        ]
-        return Contents([own for own, _ in pairs], [full for _, full in pairs])
 
-    def _note_contents(self) -> Contents:
-        """Record the present contents; kept rows belong to the gathered shards."""
-        before, now = Checks.contents.get(self.base), self._contents()
-        if before is not None and self.base.keeps_rows:
-            Checks.contents[self.base] = Contents(before.shards, now.registered)
-        else:
-            Checks.contents[self.base] = now
-        return now
+def _abandon(group: ParamGroup, run: Run) -> None:
+    """Free, whatever was written."""
+    Checks.contents.pop(group, None)
+    run()
+    _mark_freed(group)
 
-    def _compared_params(self) -> list[ShardedParam]:
-        """For other parameters, an all-gather may return any values."""
-        return [p for p in self.base.params if not (p.is_meta or p.is_extended or p.is_its_shard)]
 
-    def _refuse_written(self, stays: bool = False) -> None:
-        """Raise on all ranks alike: each has its own rows.
+Run = Callable[..., object]
 
-        Args:
-            stays: whether the unsharded parameters are used again, so that shards count too.
-        """
-        before = Checks.contents.get(self.base)
-        if before is None or self.state not in (GroupState.UNSHARDED, GroupState.RESHARDED):
-            return
-        now = self._note_contents()
-        sharded = map(operator.ne, before.shards, now.shards) if stays else ()
-        written = [*map(operator.ne, before.registered, now.registered), *sharded]
-        own = list(map(int, written))
-        everyones = self.base.collectives.exchange(own) if self.base.collectives.size > 1 else [own]
-        names = [param.name for param in self._compared_params()]
-        for index, by_rank in enumerate(zip(*everyones, strict=True)):
-            if any(by_rank) and index < len(names):
-                refuse_written(names[index])
-            if any(by_rank):
-                raise coded(
-                    ShardingStateError,
-                    "written-sharded",
-                    f"parameter '{names[index - len(names)]}' was written while its unit was "
-                    f"unsharded, so the unit computes with older values; call reshard() on its "
-                    f"module after you write",
-                )
+CHECKS = Observer(
+    2,
+    {
+        "start_unshard": _check_gather,
+        "finish_unshard": _note_gathered,
+        "reduce": _check_reduction,
+        "take_back": _look_back,
+        "shard_smaller": _free,
+        "reshard": _free,
+        "hide": _look,
+        "abandon": _abandon,
+    },
+)
 
-    # ---- agreeing
 
-    def _compare_copies(self) -> None:
-        """The replicate axis holds copies: of this rank's rows, before they are first used."""
-        if self.base.replicas is None or self.base.replicas.size == 1:
-            return
-        sums = {
-            f"parameter '{param.name}'": f"{_checksum(param.local)}"
-            for param in self.base.params
-            if not (param.is_meta or param.is_extended)
-        }
-        what = f"the first use of the weights of '{self.base.name}', {self._iteration()}"
-        fix = "start every replica from the same weights"
-        Checks.agree(self.base.replicas.group, self.base.device, Intent(what, sums, fix))
+# ---- contents
 
-    def _gather_step(self) -> Intent:
-        unit = unit_of(self.base)
-        details = {
-            f"parameter '{param.name}'": (
-                f"{_shape(param)} in {compute_dtype(self.base.options, param)}, "
-                f"{'trained' if param.sharded.requires_grad else 'frozen'}"
-            )
-            for param in self.base.params
-        }
-        moment = "outside forward and backward"
-        scheduler = scheduler_of(unit)
-        if scheduler is not None and scheduler.iteration.in_backward:
-            moment = "for" if unit.phase is Phase.BACKWARD else "ahead of"
-            moment += " its backward"
-        elif scheduler is not None and (running := scheduler.entered_last) is not None:
-            moment = "for its forward"
-            if running is not unit:
-                moment = f"during the forward of '{running.name or '(root)'}'"
-            details["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
-        details.update(self._flags(unit))
-        if self.base.keeps_rows:
-            used = "used" if self.base.reuses_rows else "not used"
-            details["rows of an earlier all-gather"] = used
-        what = f"the all-gather of '{self.base.name}' {moment}, {self._iteration()}"
-        return Intent(what, details)
 
-    def _agree_on_reduction(self, jobs: list[tuple[Reduction, Job]], all_reduce: bool) -> None:
-        details: dict[str, str] = {"requires_all_reduce": str(bool(all_reduce))}
-        for reduction, _ in jobs:
-            for member in reduction.members:  # ranks may differ in who has a gradient
-                gradient = f"{_shape(member)} in {reduction.context.spec.reduce_dtype}"
-                details[f"the gradient of '{member.name}'"] = gradient
-        details.update(self._flags(unit_of(self.base)))
-        where = f"of '{self.base.name}' in backward, {self._iteration()}"
-        fix = "give every rank the same"
-        if self.base.reducers.size > 1:
-            step = Intent(f"the reduce-scatter {where}", details, fix)
-            Checks.agree(self.base.reducers.group, self.base.device, step)
-        if all_reduce and self.base.replicas is not None and self.base.replicas.size > 1:
-            step = Intent(f"the all-reduce {where}", details, fix)
-            Checks.agree(self.base.replicas.group, self.base.device, step)
-        if all_reduce and self.base.between is not None:
-            step = Intent(f"the reduce-scatter between nodes {where}", details, fix)
-            Checks.agree(self.base.between.group, self.base.device, step)
+def _mark_freed(group: ParamGroup) -> None:
+    if Checks.current().check_writes:
+        mark_freed(group.params)
 
-    def _flags(self, unit: Unit) -> dict[str, str]:
-        return {
-            "reshard_after_forward": str(unit.frees_after_forward),
-            "reshard_after_backward": str(unit.reshard_after_backward),
-            "unshard_in_backward": str(unit.unshard_in_backward),
-            **_said(self.base.options),
-            **_exact(self.base),
-        }
 
-    @staticmethod
-    def _iteration() -> str:
-        return f"iteration {Checks.agreement().iteration}"
+def _contents(group: ParamGroup) -> Contents:
+    smaller = group.state is GroupState.RESHARDED
+    pairs = [
+        (_checksum(param.local), _checksum(local_of(registered)))
+        for param in _compared_params(group)
+        if (registered := param.smaller if smaller else param.unsharded) is not None
+    ]
+    return Contents([own for own, _ in pairs], [full for _, full in pairs])
 
-    # ---- gradients
 
-    def _refuse_non_finite(
-        self, names: list[str], before: list[bool], after: list[bool], all_reduce: bool
-    ) -> None:
-        """Raise on all ranks alike: each has its own gradients, and its own rows of the sums."""
-        own = [int(not finite) for finite in (*before, *after)]
-        everyones = [own]
-        if self.base.reducers.size > 1:
-            everyones = self.base.reducers.exchange(own)
-        bad = torch.tensor(everyones, dtype=torch.float32, device=self.base.device).sum(0)
-        ranks = self.base.reducers.size
-        if all_reduce and self.base.replicas is not None and self.base.replicas.size > 1:
-            ranks *= self.base.replicas.size
-            work = self.base.replicas.all_reduce(bad, _SUM)
-            if work is not None:
-                work.wait()
-        if all_reduce and self.base.between is not None:
-            ranks *= self.base.between.size
-            nodes = self.base.between.exchange([int(count) for count in bad.tolist()])
-            bad = torch.tensor(nodes, dtype=torch.float32, device=self.base.device).sum(0)
-        counts = [int(count) for count in bad.tolist()]
-        found = [
-            f"'{name}' (on {start} of {ranks} ranks before the sum)"
-            for name, start, end in zip(names, counts, counts[len(names) :], strict=False)
-            if start or end
-        ]
-        if found:
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+def _note_contents(group: ParamGroup) -> Contents:
+    """Record the present contents; kept rows belong to the gathered shards."""
+    before, now = Checks.contents.get(group), _contents(group)
+    if before is not None and group.keeps_rows:
+        Checks.contents[group] = Contents(before.shards, now.registered)
+    else:
+        Checks.contents[group] = now
+    return now
+
+
+def _compared_params(group: ParamGroup) -> list[ShardedParam]:
+    """For other parameters, an all-gather may return any values."""
+    return [p for p in group.params if not (p.is_meta or p.is_extended or p.is_its_shard)]
+
+
+def _refuse_written(group: ParamGroup, stays: bool = False) -> None:
+    """Raise on all ranks alike: each has its own rows.
+
+    Args:
+        stays: whether the unsharded parameters are used again, so that shards count too.
+    """
+    before = Checks.contents.get(group)
+    if before is None or group.state not in (GroupState.UNSHARDED, GroupState.RESHARDED):
+        return
+    now = _note_contents(group)
+    sharded = map(operator.ne, before.shards, now.shards) if stays else ()
+    written = [*map(operator.ne, before.registered, now.registered), *sharded]
+    own = list(map(int, written))
+    everyones = group.collectives.exchange(own) if group.collectives.size > 1 else [own]
+    names = [param.name for param in _compared_params(group)]
+    for index, by_rank in enumerate(zip(*everyones, strict=True)):
+        if any(by_rank) and index < len(names):
+            refuse_written(names[index])
+        if any(by_rank):
             raise coded(
-                NonFiniteGradientError,
-                "not-finite",
-                f"the gradients of unit '{self.base.name}' hold NaN or infinity: parameter "
-                f"{', '.join(found[:3])}{more}; check the loss and the inputs of those ranks, or, "
-                f"if it was on no rank, reduce in a dtype with a larger range",
+                ShardingStateError,
+                "written-sharded",
+                f"parameter '{names[index - len(names)]}' was written while its unit was "
+                f"unsharded, so the unit computes with older values; call reshard() on its "
+                f"module after you write",
             )
+
+
+# ---- agreeing
+
+
+def _compare_copies(group: ParamGroup) -> None:
+    """The replicate axis holds copies: of this rank's rows, before they are first used."""
+    if group.replicas is None or group.replicas.size == 1:
+        return
+    sums = {
+        f"parameter '{param.name}'": f"{_checksum(param.local)}"
+        for param in group.params
+        if not (param.is_meta or param.is_extended)
+    }
+    what = f"the first use of the weights of '{group.name}', {_iteration()}"
+    fix = "start every replica from the same weights"
+    Checks.agree(group.replicas.group, group.device, Intent(what, sums, fix))
+
+
+def _gather_step(group: ParamGroup) -> Intent:
+    unit = unit_of(group)
+    details = {
+        f"parameter '{param.name}'": (
+            f"{_shape(param)} in {compute_dtype(group.options, param)}, "
+            f"{'trained' if param.sharded.requires_grad else 'frozen'}"
+        )
+        for param in group.params
+    }
+    moment = "outside forward and backward"
+    scheduler = scheduler_of(unit)
+    if scheduler is not None and scheduler.iteration.in_backward:
+        moment = "for" if unit.phase is Phase.BACKWARD else "ahead of"
+        moment += " its backward"
+    elif scheduler is not None and (running := scheduler.entered_last) is not None:
+        moment = "for its forward"
+        if running is not unit:
+            moment = f"during the forward of '{running.name or '(root)'}'"
+        details["torch.is_grad_enabled()"] = str(torch.is_grad_enabled())
+    details.update(_flags(group, unit))
+    if group.keeps_rows:
+        used = "used" if group.reuses_rows else "not used"
+        details["rows of an earlier all-gather"] = used
+    what = f"the all-gather of '{group.name}' {moment}, {_iteration()}"
+    return Intent(what, details)
+
+
+def _agree_on_reduction(
+    group: ParamGroup, jobs: list[tuple[Reduction, Job]], all_reduce: bool
+) -> None:
+    details: dict[str, str] = {"requires_all_reduce": str(bool(all_reduce))}
+    for reduction, _ in jobs:
+        for member in reduction.members:  # ranks may differ in who has a gradient
+            gradient = f"{_shape(member)} in {reduction.context.spec.reduce_dtype}"
+            details[f"the gradient of '{member.name}'"] = gradient
+    details.update(_flags(group, unit_of(group)))
+    where = f"of '{group.name}' in backward, {_iteration()}"
+    fix = "give every rank the same"
+    if group.reducers.size > 1:
+        step = Intent(f"the reduce-scatter {where}", details, fix)
+        Checks.agree(group.reducers.group, group.device, step)
+    if all_reduce and group.replicas is not None and group.replicas.size > 1:
+        step = Intent(f"the all-reduce {where}", details, fix)
+        Checks.agree(group.replicas.group, group.device, step)
+    if all_reduce and group.between is not None:
+        step = Intent(f"the reduce-scatter between nodes {where}", details, fix)
+        Checks.agree(group.between.group, group.device, step)
+
+
+def _flags(group: ParamGroup, unit: Unit) -> dict[str, str]:
+    return {
+        "reshard_after_forward": str(unit.frees_after_forward),
+        "reshard_after_backward": str(unit.reshard_after_backward),
+        "unshard_in_backward": str(unit.unshard_in_backward),
+        **_said(group.options),
+        **_exact(group),
+    }
+
+
+def _iteration() -> str:
+    return f"iteration {Checks.agreement().iteration}"
+
+
+# ---- gradients
+
+
+def _refuse_non_finite(
+    group: ParamGroup, names: list[str], before: list[bool], after: list[bool], all_reduce: bool
+) -> None:
+    """Raise on all ranks alike: each has its own gradients, and its own rows of the sums."""
+    own = [int(not finite) for finite in (*before, *after)]
+    everyones = [own]
+    if group.reducers.size > 1:
+        everyones = group.reducers.exchange(own)
+    bad = torch.tensor(everyones, dtype=torch.float32, device=group.device).sum(0)
+    ranks = group.reducers.size
+    if all_reduce and group.replicas is not None and group.replicas.size > 1:
+        ranks *= group.replicas.size
+        work = group.replicas.all_reduce(bad, _SUM)
+        if work is not None:
+            work.wait()
+    if all_reduce and group.between is not None:
+        ranks *= group.between.size
+        nodes = group.between.exchange([int(count) for count in bad.tolist()])
+        bad = torch.tensor(nodes, dtype=torch.float32, device=group.device).sum(0)
+    counts = [int(count) for count in bad.tolist()]
+    found = [
+        f"'{name}' (on {start} of {ranks} ranks before the sum)"
+        for name, start, end in zip(names, counts, counts[len(names) :], strict=False)
+        if start or end
+    ]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise coded(
+            NonFiniteGradientError,
+            "not-finite",
+            f"the gradients of unit '{group.name}' hold NaN or infinity: parameter "
+            f"{', '.join(found[:3])}{more}; check the loss and the inputs of those ranks, or, "
+            f"if it was on no rank, reduce in a dtype with a larger range",
+        )
 
 
 # ---- before a unit is made
@@ -548,5 +579,5 @@ def _checksum(local: torch.Tensor) -> str:
     return f"checksum {checksum([local]) % (1 << 64):016x}"
 
 
-Watchers.plans.append(_check_plans)
-Watchers.groups.append(_follow)
+plan_checks.append(_check_plans)
+on_new_groups.append(_follow)

@@ -11,7 +11,7 @@ requires replicas to be equal, or even to run the same forwards. Later ones comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,44 +22,31 @@ from fsdp2.core.gather.extension import plain_tensors
 from fsdp2.core.modules.registry import scheduler_of
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.progress import naming_unit
-from fsdp2.core.reduce.program import Job
-from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import (
-    GroupOperations,
-    Layer,
-    Watchers,
-    layers_of,
-    with_layer,
-    without_layer,
+from fsdp2.core.schedule.observers import (
+    Observer,
+    observers_of,
+    on_new_groups,
+    with_observer,
 )
 from fsdp2.core.schedule.unit import unit_of
 
 
-class FirstAllReduce(Layer):
-    """A layer that compares replicas before their first all-reduce, and is taken off then."""
-
-    __slots__ = ()
-
-    height = 2
-
-    def reduce(
-        self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
-    ) -> PendingReduction | None:
-        """Compare, if replicas communicate; then reduce."""
-        if all_reduce:
-            _compare(self.base)
-        return self.below.reduce(jobs, all_reduce)
+def _check_first(group: ParamGroup, run: Callable[..., object], *given: object) -> object:
+    """Compare, if replicas communicate; then reduce."""
+    _, all_reduce = given
+    if all_reduce:
+        _compare(group)
+    return run(*given)
 
 
-def _follow(groups: Sequence[GroupOperations]) -> Sequence[GroupOperations]:
-    """Put the layer around new groups that have replicas."""
-    return [
-        group
-        if group.base.replicas is None or group.base.replicas.size == 1
-        else with_layer(group, FirstAllReduce, FirstAllReduce.height)
-        for group in groups
-    ]
+FIRST_ALL_REDUCE = Observer(1, {"reduce": _check_first})
+"""Observes groups that have replicas, until it has compared these. It communicates, so that the
+check of ranks is called before it."""
+
+
+def _follow(group: ParamGroup) -> Observer | None:
+    return None if group.replicas is None or group.replicas.size == 1 else FIRST_ALL_REDUCE
 
 
 def _compare(first: ParamGroup) -> None:
@@ -77,7 +64,7 @@ def _compare(first: ParamGroup) -> None:
         for place, group in enumerate(unit.groups)
         if group.base.replicas is not None
         and group.base.replicas.group is first.replicas.group
-        and any(type(layer) is FirstAllReduce for layer in layers_of(group))
+        and FIRST_ALL_REDUCE in observers_of(group)
     ]
     groups = [group.base for unit, _, group in found if not unit.borrows(group)]
     held = [[param for param in group.params if not param.is_meta] for group in groups]
@@ -88,7 +75,7 @@ def _compare(first: ParamGroup) -> None:
             each = _differing(first, [[param] for param in params])
             _refuse(params[each.index(1)].name)
     for unit, place, group in found:  # in place: the scheduler may be at one of them
-        unit.groups[place] = without_layer(group, FirstAllReduce)
+        unit.groups[place] = with_observer(group, FIRST_ALL_REDUCE, False)
 
 
 def _differing(first: ParamGroup, held: Sequence[Sequence[ShardedParam]]) -> list[int]:
@@ -117,4 +104,4 @@ def _refuse(name: str) -> None:
     )
 
 
-Watchers.groups.append(_follow)
+on_new_groups.append(_follow)

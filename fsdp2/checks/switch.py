@@ -1,6 +1,6 @@
 """`fsdp2.debug`: the active checks, for all sharded models of this process.
 
-debug(check_ranks=True) ──> Checks.switch(EnabledChecks) ──> a layer around every group
+debug(check_ranks=True) ──> Checks.switch(EnabledChecks) ──> CHECKS observes every group
 """
 
 from __future__ import annotations

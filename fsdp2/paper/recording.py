@@ -3,15 +3,16 @@
     Recording.notes   see `fsdp2.record.notes`
     Recording.before  what was allocated when the step began
 
-Streams, kernels, groups and operators report to the `Recorder`. Until `start` it records only
-memory. A storage has a number of its own, which it keeps as long as it lives.
+Kernels, groups and operators report to the `Recorder`, which also takes the place of streams. Until
+`start` it records only memory. A storage has a number of its own, which it keeps as long as it
+lives.
 """
 
 from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from fsdp2.record.notes import (
     COPY,
     HOST,
     Allocation,
+    Await,
     Free,
     Note,
     Notes,
@@ -74,6 +76,8 @@ class Recorder(Notes):
         phase: of the step: "" before it begins, "forward", "backward", "optimizer".
     """
 
+    captures: Callable[[], bool] | None = None
+
     def __init__(self, asynchronous: bool) -> None:
         super().__init__()
         self.recording = Recording(asynchronous=asynchronous)
@@ -110,6 +114,35 @@ class Recorder(Notes):
         """Add to the record, once it has started."""
         if self._notes:
             self.notes.append(note)
+
+    # ---- lanes, of which each event is noted; or one lane, where the device has no others
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether there are lanes."""
+        return self.recording.asynchronous
+
+    def make_event(self) -> None:
+        """Each record is an event of its own."""
+
+    def record(self, lane: Lane, label: str, event: object = None) -> int | None:
+        """Note an event."""
+        return self.signal(lane, label) if self.asynchronous else None
+
+    def wait(self, lane: Place, event: int | None, label: str) -> None:
+        """Note that a lane waits."""
+        if event is not None:
+            self.note(Await(lane, event, label))
+
+    def synchronize(self, event: int | None, label: str) -> None:
+        """Note that the host waits."""
+        self.wait(HOST, event, label)
+
+    @contextmanager
+    def on(self, lane: Place) -> Iterator[None]:
+        """Operations in this context run on that lane."""
+        with super().on(lane if self.asynchronous else Lane.COMPUTE):
+            yield
 
     # ---- where we are
 

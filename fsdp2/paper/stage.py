@@ -1,4 +1,4 @@
-"""Lanes, kernels and process groups that record their calls.
+"""Kernels and process groups that record their calls; lanes are the recorder itself.
 
     with on_paper(recorder, "nccl", ranks): fully_shard(model, mesh=init_device_mesh("meta", …))
 
@@ -10,8 +10,8 @@ there is one class for each kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,59 +20,19 @@ from fsdp2.core.device.backends import Traits, know
 from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
 from fsdp2.core.device.kernels import FusedKernels, Kernels, TorchKernels
 from fsdp2.core.device.rehearsal import Stage, rehearsing
-from fsdp2.core.device.streams import Lane
+from fsdp2.core.device.streams import Streams
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.reduce.program import Job
-from fsdp2.core.reduce.reduction import PendingReduction, Reduction
-from fsdp2.core.schedule.layers import Layer
-from fsdp2.paper.null_group import NullGroup, NullWork, Observer, init_null_group
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.observers import Observer
+from fsdp2.paper.null_group import NullGroup, NullWork, init_null_group
 from fsdp2.paper.recording import Recorder
 from fsdp2.record.categories import GRADIENTS
-from fsdp2.record.notes import HOST, Await
 
 META = torch.device("meta")
 
 _recorder: Recorder | None = None
-"""The recorder of the rehearsal in progress; process groups and layers find it only here."""
-
-
-# ---- lanes
-
-
-class PaperStreams:
-    """Lanes of which each event is noted; or one lane for all, where the device has no others.
-
-    Args:
-        recorder: who notes it.
-    """
-
-    captures: Callable[[], bool] | None = None
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.asynchronous = recorder.recording.asynchronous
-        self._recorder = recorder
-
-    def make_event(self) -> None:
-        """Each record is an event of its own."""
-
-    def record(self, lane: Lane, label: str, event: object = None) -> Any:
-        """Note it."""
-        return self._recorder.signal(lane, label) if self.asynchronous else None
-
-    def wait(self, lane: Lane, event: Any, label: str) -> None:
-        """Note it."""
-        if event is not None:
-            self._recorder.note(Await(lane, event, label))
-
-    def synchronize(self, event: Any, label: str) -> None:
-        """Note that the host waits."""
-        if event is not None:
-            self._recorder.note(Await(HOST, event, label))
-
-    def on(self, lane: Lane) -> AbstractContextManager[object]:
-        """Operations in this context run on that lane."""
-        return self._recorder.on(lane if self.asynchronous else Lane.COMPUTE)
+"""The recorder of the rehearsal in progress; process groups and observers find it only here."""
 
 
 # ---- memory
@@ -203,7 +163,7 @@ class _PaperGroup(NullGroup):
 
     copies = False
 
-    def __init__(self, rank: int, size: int, observer: Observer | None = None) -> None:
+    def __init__(self, rank: int, size: int, observer: object = None) -> None:
         super().__init__(rank, size, self._note)
         self._ranks: tuple[int, ...] = ()
         self._work: _CopyingWork | None = None  # of the collective that is launched now
@@ -280,64 +240,36 @@ know("GlooOnPaper", Traits("null"))
 # ---- what the engine does for which unit
 
 
-class NotedGroup(Layer):
-    """A layer that notes operations under the group's name."""
-
-    __slots__ = ()
-
-    height = 5
-
-    def start_unshard(self) -> None:
-        """Launch the all-gather."""
-        with _noting(self.base.name):
-            self.below.start_unshard()
-
-    def finish_unshard(self) -> None:
-        """Wait for the all-gather."""
-        with _noting(self.base.name):
-            self.below.finish_unshard()
-
-    def shard_smaller(self) -> None:
-        """Keep the rows of the smaller group, where there is one."""
-        with _noting(self.base.name):
-            self.below.shard_smaller()
-
-    def accumulate(self) -> None:
-        """Keep gradients for a later backward."""
-        with _noting(self.base.name):
-            self._tag()
-            self.below.accumulate()
-            self._tag()
-
-    def collect(
-        self, all_reduce: bool, fill: bool, again: bool = False
-    ) -> list[tuple[Reduction, Job]]:
-        """Take gradients."""
-        self._tag()
-        with _noting(self.base.name):
-            return self.below.collect(all_reduce, fill, again)
-
-    def reduce(
-        self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
-    ) -> PendingReduction | None:
-        """Reduce what was collected."""
-        with _noting(self.base.name):
-            return self.below.reduce(jobs, all_reduce)
-
-    def _tag(self) -> None:
-        if _recorder is not None:
-            gathered = [p.unsharded for p in self.params if p.unsharded is not None]
-            grads = [local_of(param.grad) for param in gathered if param.grad is not None]
-            _recorder.tag(grads, GRADIENTS)
-
-
-@contextmanager
-def _noting(name: str) -> Iterator[None]:
+def _note(group: ParamGroup, run: Callable[..., object], *args: object) -> object:
+    """Note an operation under the group's name."""
     if _recorder is None:
-        yield
-        return
-    with _recorder.acting(name or "(root)"):
-        yield
+        return run(*args)
+    with _recorder.acting(group.name or "(root)"):
+        return run(*args)
+
+
+def _take(group: ParamGroup, run: Callable[..., object], *args: object) -> object:
+    """It takes what autograd has left, or keeps it for a later backward: gradients either way."""
+    _tag(group)
+    found = _note(group, run, *args)
+    _tag(group)
+    return found
+
+
+def _tag(group: ParamGroup) -> None:
+    if _recorder is not None:
+        gathered = [p.unsharded for p in group.params if p.unsharded is not None]
+        grads = [local_of(param.grad) for param in gathered if param.grad is not None]
+        _recorder.tag(grads, GRADIENTS)
+
+
+NOTED = Observer(
+    5,
+    {
+        **dict.fromkeys(("start_unshard", "finish_unshard", "shard_smaller", "reduce"), _note),
+        **dict.fromkeys(("accumulate", "collect"), _take),
+    },
+)
 
 
 # ---- all of it
@@ -389,7 +321,7 @@ def on_paper(recorder: Recorder, backend: str, world_size: int) -> Iterator[None
     kernels: Kernels = (NotedFusedKernels if fused else NotedKernels)(recorder)
     init_null_group(world_size, device_type="meta", kind=_GROUPS[backend])
     try:
-        with rehearsing(Stage(PaperStreams(recorder), kernels)):
+        with rehearsing(Stage(cast(Streams, recorder), kernels)):
             _recorder = recorder
             yield
     finally:

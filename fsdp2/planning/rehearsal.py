@@ -33,7 +33,7 @@ from fsdp2.optim.norms import clip_grad_norm_
 from fsdp2.paper.devices import NamedDevices, no_autocast
 from fsdp2.paper.operators import Operators, fused_optimizers, kernels_of
 from fsdp2.paper.recording import Recorder, Recording
-from fsdp2.paper.stage import NotedGroup, module_of_meta, on_paper
+from fsdp2.paper.stage import NOTED, module_of_meta, on_paper
 from fsdp2.paper.values import Following, Values
 from fsdp2.planning.reasons import explaining
 from fsdp2.record.categories import ACTIVATIONS, GRADIENTS, MODEL
@@ -352,7 +352,7 @@ def _watch(units: Mapping[str, nn.Module], recorder: Recorder) -> None:
         module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
         if record.unit not in seen:
             seen.add(record.unit)
-            record.unit.put_around(NotedGroup, wanted=True)
+            record.unit.put_around(NOTED, wanted=True)
 
 
 def _make_batch(subject: Subject, settings: Settings) -> Batch:

@@ -40,7 +40,7 @@ from fsdp2.core.params.param import (
 )
 from fsdp2.core.schedule.bound import Runtime
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import Watchers, watched
+from fsdp2.core.schedule.observers import newly_observed, plan_checks
 from fsdp2.core.schedule.unit import Unit, all_groups
 
 _streams: dict[torch.device, Streams] = {}
@@ -58,7 +58,7 @@ def check_groups(
         compare: whether those are told who compare what ranks have.
     """
     _check_memory(plans)
-    for check in Watchers.plans if compare else ():
+    for check in plan_checks if compare else ():
         check(name, plans, options)
 
 
@@ -184,7 +184,7 @@ def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -
         first = alike[0]
         if first.reducers is not first.collectives:
             group.set_reducers(first.reducers)
-    unit.groups += watched(groups)
+    unit.groups += newly_observed(groups)
 
 
 def follow_aliases(modules: tuple[nn.Module, ...]) -> None:

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from fsdp2.core.schedule.moves import watching
-from fsdp2.core.schedule.unit import MOVES, Phase, Unit
-
-_stored = vars(Unit)["phase"]  # the slot that this property hides
+from fsdp2.core.schedule.unit import MOVES, Phase, Unit, watched_phase, watching
 
 
 def _check(unit: Unit, before: Phase, after: Phase) -> None:
@@ -27,16 +24,7 @@ class CheckedUnit(Unit):
 
     __slots__ = ()
 
-    @property
-    def phase(self) -> Phase:
-        """The unit's phase in the iteration."""
-        found: Phase = _stored.__get__(self)
-        return found
-
-    @phase.setter
-    def phase(self, phase: Phase) -> None:
-        _check(self, getattr(self, "phase", Phase.IDLE), phase)  # one that is being made has none
-        _stored.__set__(self, phase)
+    phase = watched_phase(_check)
 
 
 def checking_phases() -> AbstractContextManager[None]:

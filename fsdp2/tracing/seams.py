@@ -3,8 +3,8 @@
     group.runtime  `TracedStreams`      events, waits of lanes for them, and which lane is current
                    `Reporting` kernels  copies, and buffers whose memory is counted
                    and collectives      of shard and replicate axes
-    unit.groups    `TracedGroup`        for which unit fsdp2 works, and for how long the host does
-    unit.phase     `core.schedule.moves`  whose forward or backward computes
+    unit.groups    `TRACER`             for which unit fsdp2 works, and for how long the host does
+    unit.phase     a watcher            whose forward or backward computes
     optimizers     torch's hooks        their steps
 
 Each of the first three wraps the plain object, performs its operation, and reports it. Groups run
@@ -41,11 +41,10 @@ from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import DeviceStreams, Event, Lane, Streams
 from fsdp2.core.modules.registry import UnitRecord, record_of_unit
 from fsdp2.core.reduce.program import Job
-from fsdp2.core.reduce.reduction import PendingReduction, Reduction
+from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import Layer
-from fsdp2.core.schedule.moves import watching
-from fsdp2.core.schedule.unit import Phase, Unit, all_units, put_around
+from fsdp2.core.schedule.observers import Observer
+from fsdp2.core.schedule.unit import Phase, Unit, all_units, put_around, watching
 from fsdp2.record.notes import HOST, Place
 from fsdp2.tracing.recording import Clock, Tracer
 from fsdp2.tracing.timeline import COLLECTIVES
@@ -248,36 +247,44 @@ def _reports_of(group: ProcessGroup) -> dict[str, Report]:
 # ---- groups
 
 
-class TracedGroup(Layer):
-    """A layer that tells for which unit the host works, and for how long."""
+def _hosting(operation: str, word: str, lane: Lane) -> Callable[..., object]:
+    """The host works for a group: for how long, and what copies are called meanwhile."""
 
-    __slots__ = ()
+    def host(group: ParamGroup, run: Function, *args: object) -> object:
+        with tracer().hosting(operation, group.name, word, lane):
+            return run(*args)
 
-    height = 4  # around all others: a trace shows what they cost
+    return host
 
-    def start_unshard(self) -> None:
-        """Launch the all-gather."""
-        with tracer().hosting("launch all-gather", self.base.name, "copy-in", Lane.COPY_IN):
-            self.below.start_unshard()
 
-    def finish_unshard(self) -> None:
-        """Wait for the all-gather, and copy."""
-        with tracer().hosting("finish all-gather", self.base.name, "copy-out", Lane.COMPUTE):
-            self.below.finish_unshard()
+_launch = _hosting("launch reduction", "copy", Lane.COMPUTE)
 
-    def reduce(
-        self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
-    ) -> PendingReduction | None:
-        """Reduce."""
-        here = tracer()
-        here.entering = False
-        full = sum(grad.nbytes for _, job in jobs for grad in job.grads)
-        with here.hosting("launch reduction", self.base.name, "copy", Lane.COMPUTE):
-            here.count(self.base, full)
-            here.sample(here.clock.stamp(Lane.COMPUTE))
-            pending = self.below.reduce(jobs, all_reduce)
-            here.count(self.base)
+
+def _reduce(
+    group: ParamGroup, run: Function, jobs: list[tuple[Reduction, Job]], all_reduce: bool
+) -> object:
+    def counted() -> object:
+        here.count(group, full)
+        here.sample(here.clock.stamp(Lane.COMPUTE))
+        pending = run(jobs, all_reduce)
+        here.count(group)
         return pending
+
+    here = tracer()
+    here.entering = False
+    full = sum(grad.nbytes for _, job in jobs for grad in job.grads)
+    return _launch(group, counted)
+
+
+TRACER = Observer(
+    4,  # around all others: a trace shows what they cost
+    {
+        "start_unshard": _hosting("launch all-gather", "copy-in", Lane.COPY_IN),
+        "finish_unshard": _hosting("finish all-gather", "copy-out", Lane.COMPUTE),
+        "reduce": _reduce,
+    },
+)
+"""Tells for which unit the host works, and for how long."""
 
 
 # ---- on and off
@@ -391,7 +398,7 @@ def tracing() -> Iterator[Tracer]:
         events = None if seams.streams is None else seams.streams.stamp
         here = Tracer.current = Tracer(Clock(events), device)
         seams.take()
-        put_around(_units(), TracedGroup, True)
+        put_around(_units(), TRACER, True)
         exits.enter_context(watching(_moves_of(_units(), here)))
         exits.callback(register_optimizer_step_pre_hook(here.before_step).remove)
         exits.callback(register_optimizer_step_post_hook(here.after_step).remove)
@@ -401,5 +408,5 @@ def tracing() -> Iterator[Tracer]:
 
 def _let_go() -> None:
     Tracer.current = None
-    put_around(_units(), TracedGroup, False)
+    put_around(_units(), TRACER, False)
     _give_back()

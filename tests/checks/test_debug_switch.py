@@ -16,11 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
 from fsdp2.checks.environment import ENVIRONMENT, asks_for_ranks
-from fsdp2.checks.groups import CheckedGroup, Checks, EnabledChecks
+from fsdp2.checks.groups import CHECKS, Checks, EnabledChecks
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import layers_of
-from fsdp2.core.schedule.profiling import ProfiledGroup
+from fsdp2.core.schedule.observers import PROFILER, Observed, Observer, observers_of
 from fsdp2.core.schedule.unit import put_around
 from fsdp2.ranks.channels import StoreBoard
 from fsdp2.testing.null_group import init_null_group
@@ -82,7 +81,7 @@ def test_off_it_costs_no_call() -> None:
         _calls(model)
     never = _calls(model)
     with fsdp2.debug(check_ranks=True, check_nan=True):
-        assert _kinds(model) == {CheckedGroup}
+        assert _kinds(model) == {Observed}
     assert _kinds(model) == {ParamGroup}
     assert _calls(model) == never
     names = {file.rpartition("/")[2] for file, _ in never}
@@ -120,28 +119,29 @@ def test_switched_while_a_profiler_runs() -> None:
     step(1.0)
 
 
-def test_layers_have_one_order_whichever_came_first() -> None:
+def test_observers_have_one_order_whichever_came_first() -> None:
     model = _model()
-    layers = (ProfiledGroup, CheckedGroup)
+    both = (PROFILER, CHECKS)
     units = [record.unit for record in records_below(model)]
     bare = [unit.groups for unit in units]
 
-    def stand_around() -> set[tuple[type, ...]]:
-        called = [group for unit in units for group in unit.groups]
-        return {tuple(map(type, layers_of(group))) for group in called}
+    def seen_by() -> list[tuple[Observer, ...]]:
+        called = [tuple(observers_of(group)) for unit in units for group in unit.groups]
+        assert all(found == called[0] for found in called)
+        return called[:1]
 
-    for first, second in (layers, layers[::-1]):
+    for first, second in (both, both[::-1]):
         put_around(units, first, True)
-        assert stand_around() == {(first,)}
+        assert seen_by() == [(first,)]
         put_around(units, second, True)
         put_around(units, second, True)
-        assert stand_around() == {layers}
+        assert seen_by() == [both]
         put_around(units, first, False)
-        assert stand_around() == {(second,)}
+        assert seen_by() == [(second,)]
         put_around(units, first, True)
-        assert stand_around() == {layers}
-        for layer in layers:
-            put_around(units, layer, False)
+        assert seen_by() == [both]
+        for observer in both:
+            put_around(units, observer, False)
         assert [unit.groups for unit in units] == bare
 
 

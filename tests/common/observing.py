@@ -1,4 +1,4 @@
-"""What parameter groups do, told as it happens: a layer around them.
+"""What parameter groups do, told as it happens: by an observer of them.
 
 group.start_unshard ──> ParamGroup.start_unshard, then heard("all_gather", name)
 """
@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fsdp2.core.reduce.reduction import PendingReduction
-from fsdp2.core.schedule.layers import Layer
-from fsdp2.core.schedule.states import GroupState
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.observers import Observer
 from fsdp2.core.schedule.unit import Unit, put_around
 
 
@@ -23,39 +22,26 @@ def observe(units: Iterable[Unit], heard: Callable[[str, str], object]) -> None:
             anything was gathered) and "reduce".
     """
 
-    class ObservedGroup(Layer):  # a class for each listener, which goes when both are garbage
-        __slots__ = ()
+    def gather(group: ParamGroup, run: Callable[[], None]) -> None:
+        run()
+        taken = group._taken
+        if taken is not None and taken.launches:
+            heard("all_gather", group.name)
 
-        height = 4
+    def told(what: str) -> Callable[..., object]:
+        def tell(group: ParamGroup, run: Callable[..., object], *args: Any, **given: Any) -> object:
+            found = run(*args, **given)
+            heard(what, group.name)
+            return found
 
-        def start_unshard(self) -> None:
-            self.below.start_unshard()
-            taken = self.base._taken
-            if taken is not None and taken.launches:
-                heard("all_gather", self.base.name)
+        return tell
 
-        def finish_unshard(self) -> None:
-            self.below.finish_unshard()
-            heard("finish", self.base.name)
+    def free(group: ParamGroup, run: Callable[[], None]) -> None:
+        before = group.state
+        run()
+        if not before.is_sharded and group.state is not before:  # a tied one may stay
+            heard("reshard", group.name)
 
-        def shard_smaller(self) -> None:
-            self._freed(self.below.shard_smaller, self.state is GroupState.UNSHARDED)
-
-        def reshard(self) -> None:
-            self._freed(self.below.reshard, not self.state.is_sharded)
-
-        def abandon(self) -> None:
-            self._freed(self.below.abandon, not self.state.is_sharded)
-
-        def _freed(self, free: Callable[[], None], gathered: bool) -> None:
-            before = self.state
-            free()
-            if gathered and self.state is not before:  # a tied one may stay
-                heard("reshard", self.base.name)
-
-        def reduce(self, *args: Any, **kwargs: Any) -> PendingReduction | None:
-            pending = self.below.reduce(*args, **kwargs)
-            heard("reduce", self.base.name)
-            return pending
-
-    put_around(units, ObservedGroup, True)
+    sees = {"start_unshard": gather, "finish_unshard": told("finish"), "reduce": told("reduce")}
+    sees |= dict.fromkeys(("shard_smaller", "reshard", "abandon"), free)
+    put_around(units, Observer(4, sees), True)

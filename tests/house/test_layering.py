@@ -530,7 +530,7 @@ def test_the_rooms_of_paper_and_plans_say_what_lives_there() -> None:
         "core.layout.mesh",
         "core.progress",
         "core.modules.registry",
-        "core.schedule.layers",
+        "core.schedule.observers",
         "core.schedule.unit",
     }
     for room, others in (("paper", set()), ("planning", public | known)):

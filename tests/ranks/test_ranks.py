@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2 import CommunicationError, MixedPrecisionPolicy, RankMismatchError, fully_shard
 from fsdp2.core.modules.registry import records_below
-from fsdp2.core.schedule.layers import layers_of
+from fsdp2.core.schedule.observers import observers_of
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.testing.counting import CountCollectives
 from tests.common import backends, errors, meshes, models, parity
@@ -331,7 +331,7 @@ def test_replicas_are_compared_once() -> None:
     shared = {"all_reduce": 2}  # over replicas, then over the shard axis
     assert counts[0] - counts[1] == shared
     assert counts[1] == counts[2]
-    assert not any(layers_of(group) for unit in _units(model) for group in unit.groups)
+    assert not any(observers_of(group) for unit in _units(model) for group in unit.groups)
     _change_one(model.head.weight)
     _step(model)  # what is written later is the user's: replicas may average it themselves
 
@@ -499,7 +499,7 @@ def test_groups_follow_when_the_check_is_switched() -> None:
         _step(model)
         inside = {type(group).__name__ for group in _groups(model)}
     _step(model)
-    assert inside == {"CheckedGroup"}
+    assert inside == {"Observed"}
     assert [type(group) for group in _groups(model)] == kinds
 
 

@@ -6,9 +6,8 @@ from types import MemberDescriptorType
 
 import pytest
 
-from fsdp2.core.schedule.moves import watching
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.unit import MOVES, Phase, Unit
+from fsdp2.core.schedule.unit import MOVES, Phase, Unit, watching
 from fsdp2.testing.phases import CheckedUnit, checking_phases
 from tests.common import schedules
 

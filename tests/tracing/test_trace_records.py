@@ -21,12 +21,13 @@ from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule import unit
 from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.observers import Observed
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.optim import FlatOptimizer
 from fsdp2.testing.counting import called
 from fsdp2.testing.null_group import init_null_group, null_mesh
 from fsdp2.tracing import Slice, Timeline
-from fsdp2.tracing.seams import Reporting, TracedGroup
+from fsdp2.tracing.seams import Reporting
 from tests.common.errors import raises
 from tests.common.perfetto import problems_of
 
@@ -352,7 +353,7 @@ def test_a_step_behind_it_is_the_step_before_it(tmp_path: Path) -> None:
     before = counted()
     with fsdp2.trace(tmp_path / "step.json"):
         step(model, optimizer)
-        assert set(_classes(model)) == {Unit, TracedGroup}
+        assert set(_classes(model)) == {Unit, Observed}
     assert set(_classes(model)) == {Unit, ParamGroup}
     counted()
     assert counted() == before

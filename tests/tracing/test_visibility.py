@@ -22,7 +22,7 @@ import fsdp2
 from fsdp2 import fully_shard
 from fsdp2.core.modules.registry import record_of, records_below
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.profiling import ProfiledGroup
+from fsdp2.core.schedule.observers import PROFILER, observers_of
 from fsdp2.core.schedule.unit import Phase
 from fsdp2.testing.null_group import init_null_group, null_mesh
 from tests.common.errors import raises
@@ -114,8 +114,7 @@ def test_a_steady_step_neither_logs_nor_marks_nor_explains() -> None:
     extra = (
         "fsdp2.core.layout.logs",
         "fsdp2.checks.layouts",
-        "fsdp2.core.schedule.profiling",
-        "fsdp2.core.schedule.layers",
+        "fsdp2.core.schedule.observers",
         "fsdp2.checks.explain",
         "fsdp2.core.notices",
         "torch.autograd.prof",
@@ -198,7 +197,8 @@ def test_groups_whose_root_grows_when_the_profiler_is_gone() -> None:
     step(model)
     with profile(activities=[ProfilerActivity.CPU]):
         step(model)
-    assert kinds(model) == {ProfiledGroup}
+    groups = [group for hooks in records_below(model) for group in hooks.unit.groups]
+    assert all(list(observers_of(group)) == [PROFILER] for group in groups)
     model.adapter = fully_shard(nn.Linear(4, 4), mesh=null_mesh(4))
     step(model)
     assert kinds(model) == {ParamGroup}

@@ -5,8 +5,7 @@
     reuse      units that are left gathered, rows that are kept: whether shards were written
     claimed    a layer around groups that a user has unsharded: writes to them
     in_flight  pending reductions, and the memory that they hold
-    unit       the result of one call of fully_shard, and its flags
-    moves      notifications of its phases, while a watcher exists
+    unit       the result of one call of fully_shard, its flags, and watchers of its phase
     group      parameters that share collectives
     bound      the result of binding a group, for its all-gathers, frees and reductions
     connections  process groups in use, connected before the first all-gather
@@ -16,8 +15,7 @@
     side_doors which schedulers record that, and for how long
     ties       groups that several units use
     whole      parameters replicated on every rank, whose gradients are all-reduced together
-    layers     operations of a group that the scheduler calls, and layers around them on request
-    profiling  a layer: ranges by unit name in a profiler's trace
+    observers  of the operations that the scheduler calls, on request: a profiler's ranges, …
 
 Owns: the state of groups and units, pending reductions.
 May import: device, layout, params, gather, reduce.

@@ -73,6 +73,19 @@ class LastGather:
         self.steps = -1
 
 
+@dataclass
+class Claim:
+    """What a user who has unsharded a group was given (`fsdp2.core.schedule.claimed`).
+
+    Attributes:
+        before: the fingerprint of what was gathered; ``None`` where it was compared since.
+        lost: whether a write was lost when it was freed.
+    """
+
+    before: torch.Tensor | None = None
+    lost: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Runtime:
     """The objects on which a group runs.

@@ -52,6 +52,7 @@ from fsdp2.core.reduce.reduction import (
 )
 from fsdp2.core.schedule.bound import (
     Bound,
+    Claim,
     GroupFacts,
     LastGather,
     Runtime,
@@ -88,6 +89,7 @@ class ParamGroup(GroupFacts):
 
     Attributes:
         bound: all that binding has made of it; ``None`` before the first use.
+        claim: the contents that a user was given, where he has unsharded it.
         fills: whether absent gradients count as zeros when it is reduced, which is later than at
             its unit's end.
         gathered_at: `OptimizerSteps.count` when its shards were gathered last, or rows of them.
@@ -106,6 +108,7 @@ class ParamGroup(GroupFacts):
         "_taken",
         "_works",
         "bound",
+        "claim",
         "fills",
         "gathered_at",
         "in_use",
@@ -126,6 +129,7 @@ class ParamGroup(GroupFacts):
         self.bound: Bound | None = None
         self.last_gather: LastGather | None = None
         self.stale = ALL
+        self.claim: Claim | None = None
         self.in_use: Callable[[], bool] | None = None
         self.is_whole = self.fills = False
         self._accumulated = False
@@ -151,7 +155,7 @@ class ParamGroup(GroupFacts):
 
     @property
     def base(self) -> ParamGroup:
-        """Itself: what layers stand around (`fsdp2.core.schedule.layers`)."""
+        """Itself: what observers and layers stand around (`fsdp2.core.schedule.observers`)."""
         return self
 
     @property

@@ -38,8 +38,7 @@ from fsdp2.core.schedule.calls import Calls
 from fsdp2.core.schedule.connections import connect_groups
 from fsdp2.core.schedule.in_flight import InFlight
 from fsdp2.core.schedule.iteration import Graph, Iteration
-from fsdp2.core.schedule.layers import GroupOperations
-from fsdp2.core.schedule.profiling import ProfiledGroup
+from fsdp2.core.schedule.observers import PROFILER, GroupOperations
 from fsdp2.core.schedule.retrace import NOWHERE, running_node
 from fsdp2.core.schedule.reuse import Reuse
 from fsdp2.core.schedule.states import GATHERING, GRANTED, HIDDEN, UNSHARDED
@@ -163,7 +162,7 @@ class Scheduler:
         self.groups = [group for unit in self.units for group in unit.own_groups]
         self.connected = False
         self.reuse.rows = [group for group in self.groups if group.keeps_rows]
-        put_around(self.units, ProfiledGroup, self.ranges)
+        put_around(self.units, PROFILER, self.ranges)
         self._offloaded = [group for group in self.groups if group.offload is not None]
         if self._offloaded and all(known() is not self for known in offloading):
             offloading.append(weakref.ref(self, offloading.remove))
@@ -191,7 +190,7 @@ class Scheduler:
     def follow_profiler(self) -> None:
         """A profiler was started or stopped: mark operations by unit name, or no longer."""
         self.ranges = profiler._is_profiler_enabled
-        put_around(self.units, ProfiledGroup, self.ranges)
+        put_around(self.units, PROFILER, self.ranges)
 
     # ---- the running forward or backward
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable
 
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import Layer, layers_of
+from fsdp2.core.schedule.observers import observed, observers_of
 from fsdp2.core.schedule.unit import Tie, Unit
 
 
@@ -28,10 +28,7 @@ def lend(group: ParamGroup, owner: Unit, unit: Unit) -> None:
         tie.users.add(unit)
         unit.ties[group] = tie
         group.in_use = tie.in_use
-        alias: ParamGroup | Layer = group
-        for layer in reversed(layers_of(owner.operations_of(group))):
-            alias = type(layer)(alias)  # each unit has the layers that were added on request
-        unit.groups.append(alias)
+        unit.groups.append(observed(group, observers_of(owner.operations_of(group))))
 
 
 def give_back(group: ParamGroup, unit: Unit) -> None:

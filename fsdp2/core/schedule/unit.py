@@ -14,8 +14,9 @@ After `give_up`, a unit is IDLE. `MOVES` is this diagram as a table.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -23,9 +24,9 @@ from typing import Any
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.custom_collectives import MemoryComms
 from fsdp2.core.device.process_groups import ProcessGroup
-from fsdp2.core.schedule.claimed import ClaimedGroup
+from fsdp2.core.schedule.claimed import CLAIMED, note
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.layers import GroupOperations, Layer, layered, layers_of
+from fsdp2.core.schedule.observers import GroupOperations, Observer, with_observer
 from fsdp2.core.schedule.states import HIDDEN, GroupState
 
 
@@ -56,7 +57,7 @@ MOVES: Mapping[Phase, frozenset[Phase]] = {
     REDUCED: frozenset({IDLE, BACKWARD}),
 }
 """The phases that may follow each one. `fsdp2.testing.phases` raises for others, with a watcher of
-`fsdp2.core.schedule.moves`. `Unit` itself has no check, so that a phase costs a step one store."""
+`watching`. `Unit` itself has no check, so that a phase costs a step one store."""
 
 
 class Unit:
@@ -65,7 +66,7 @@ class Unit:
     Attributes:
         name: full name of its module ("" for the root), or several joined by commas.
         groups: its parameter groups, and those of other units that have parameters tied to its own,
-            each with the layers around it.
+            each with its observers.
         options: the user's choices for its groups, including those that are added later.
         comms: collectives in memory of process groups, on request; `options_of` adds them.
         reshard_after_forward: ``None`` for the default: keep at the root, reshard elsewhere.
@@ -137,7 +138,7 @@ class Unit:
 
     @property
     def own_groups(self) -> list[ParamGroup]:
-        """The groups that belong to it, without the layers around them."""
+        """The groups that belong to it, without their observers."""
         if not self.ties:
             return [group.base for group in self.groups]
         return [group.base for group in self.groups if not self.borrows(group)]
@@ -148,12 +149,12 @@ class Unit:
         return tie is not None and tie.owner() is not self
 
     def operations_of(self, group: ParamGroup) -> GroupOperations:
-        """A group that it uses, with the layers around it."""
+        """A group that it uses, with its observers."""
         return next(found for found in self.groups if found.base is group)
 
-    def put_around(self, layer: type[Layer], wanted: bool) -> None:
-        """Add a layer around its groups, or remove it."""
-        self.groups = layered(self.groups, layer, wanted)
+    def put_around(self, observer: Observer, wanted: bool) -> None:
+        """Let an observer see its groups, or no longer."""
+        self.groups = [with_observer(group, observer, wanted) for group in self.groups]
 
     @property
     def title(self) -> str:
@@ -215,11 +216,9 @@ class Unit:
 
     def note_contents(self) -> None:
         """Note what a user is given, so that `give_up` sees his writes."""
-        self.put_around(ClaimedGroup, True)
-        for group in self.groups:
-            for layer in () if self.borrows(group) else layers_of(group):
-                if isinstance(layer, ClaimedGroup):
-                    layer.note()
+        self.put_around(CLAIMED, True)
+        for group in self.own_groups:
+            note(group)
 
     def give_up(self) -> None:
         """Free it for a user, who may have used its unsharded parameters."""
@@ -228,7 +227,7 @@ class Unit:
             group.base.drop_for_user()
         self.claimed = False
         self.reshard()
-        self.put_around(ClaimedGroup, False)
+        self.put_around(CLAIMED, False)
 
     def give_up_iteration(self) -> None:
         """Free it and drop unreduced gradients, in any state in which an exception left it."""
@@ -314,7 +313,7 @@ _enlisted: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def enlist(unit: Unit) -> None:
-    """Record the unit of a sharded module, so that layers for all groups find it."""
+    """Record the unit of a sharded module, so that observers of all groups find it."""
     _enlisted.add(unit)
 
 
@@ -351,9 +350,9 @@ def unit_of(group: ParamGroup) -> Unit:
 
 
 def operations_of(group: ParamGroup) -> GroupOperations:
-    """A group of a sharded module, with the layers around it, which see each all-gather and free.
+    """A group of a sharded module, with its observers, which see each all-gather and free.
 
-    A group whose unit was deleted, or has dropped it, has no layers.
+    A group whose unit was deleted, or has dropped it, has none.
     """
     unit = _owner_of(group)
     return group if unit is None else unit.operations_of(group)
@@ -367,7 +366,42 @@ def free_if_outdated(group: GroupOperations) -> None:
         group.reshard()
 
 
-def put_around(units: Iterable[Unit], layer: type[Layer], wanted: bool) -> None:
-    """Add a layer around the groups of units, or remove it."""
+def put_around(units: Iterable[Unit], observer: Observer, wanted: bool) -> None:
+    """Let an observer see the groups of units, or no longer."""
     for unit in units:
-        unit.put_around(layer, wanted)
+        unit.put_around(observer, wanted)
+
+
+# ---- watchers of phases
+
+
+Watcher = Callable[[Unit, Phase, Phase], None]
+"""Called with a unit, its phase until now, and the one that is stored next, unless it raises."""
+
+
+def watched_phase(watcher: Watcher) -> property:
+    """A property that hides the slot of phases, and tells ``watcher`` of each store.
+
+    Units keep their class, and the scheduler stores phases as before; without a watcher, a phase
+    costs one store.
+    """
+    hidden = vars(Unit)["phase"]  # the slot, or what tells another watcher
+
+    def store(unit: Unit, phase: Phase) -> None:
+        before = getattr(unit, "phase", None)
+        if before is not None:  # a unit that is being made has none
+            watcher(unit, before, phase)
+        hidden.__set__(unit, phase)
+
+    return property(hidden.__get__, store)
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Tell ``watcher`` of each store of a phase, of every unit in this process, while it is on."""
+    hidden = vars(Unit)["phase"]
+    type.__setattr__(Unit, "phase", watched_phase(watcher))
+    try:
+        yield
+    finally:
+        type.__setattr__(Unit, "phase", hidden)

@@ -1,0 +1,124 @@
+"""Observers of what the scheduler does with groups, on request; a profiler's ranges are one.
+
+    no feature is on    unit.groups ──> ParamGroup
+    a profiler runs     unit.groups ──> Observed (PROFILER) ──> ParamGroup
+    checks are on too   unit.groups ──> Observed (PROFILER, CHECKS) ──> ParamGroup
+
+A unit's list of groups is the single point of interception (decision 27): the scheduler calls
+groups only through it, calls a group without observers directly, and checks nothing.
+Observers do not know each other. They see no call that a `ParamGroup` makes to itself: `abandon`
+frees it without `reshard`, so that an observer of frees has a function for both.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch.profiler import record_function
+
+from fsdp2.core.config import GroupOptions
+from fsdp2.core.params.param import PlannedParam
+from fsdp2.core.schedule.group import ParamGroup
+
+
+class Observer(NamedTuple):
+    """Functions that are called instead of a group's operations, which they run.
+
+    Attributes:
+        height: its place among other observers; the highest is called first.
+        sees: by the operation's name, a function of the group, of what runs the operation (or the
+            next observer), and of the operation's arguments. It returns what the operation returns.
+    """
+
+    height: int
+    sees: Mapping[str, Callable[..., object]]
+
+
+class Observed:
+    """A group as the scheduler calls it while it has observers.
+
+    Operations that no observer sees, and all else, are the group's own.
+
+    Args:
+        base: the group, by which this is identified, too.
+        observers: the highest first.
+    """
+
+    def __init__(self, base: ParamGroup, observers: Sequence[Observer]) -> None:
+        self.base, self.observers = base, observers
+        for observer in reversed(observers):
+            for operation, see in observer.sees.items():
+                # Bound to the group and not to this object, which is freed by its last reference.
+                run = functools.partial(see, self.base, getattr(self, operation))
+                setattr(self, operation, run)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.base, name)
+
+
+GroupOperations = ParamGroup | Observed
+"""A group as the scheduler calls it."""
+
+
+def observers_of(group: GroupOperations) -> Sequence[Observer]:
+    """The observers of a group, the highest first."""
+    return group.observers if isinstance(group, Observed) else ()
+
+
+def observed(group: GroupOperations, observers: Sequence[Observer]) -> GroupOperations:
+    """A group with these observers, and no others; the group itself if there are none."""
+    ordered = sorted(observers, key=lambda observer: -observer.height)
+    return Observed(group.base, ordered) if ordered else group.base
+
+
+def with_observer(group: GroupOperations, observer: Observer, wanted: bool) -> GroupOperations:
+    """A group with an observer, or without; all other observers stay."""
+    present = observers_of(group)
+    if any(each is observer for each in present) is wanted:
+        return group
+    others = [each for each in present if each is not observer]
+    return observed(group, [observer, *others] if wanted else others)
+
+
+plan_checks: list[Callable[[str, list[PlannedParam], GroupOptions], None]] = []
+"""Called before anything is changed, with the name of a unit's modules, the plans of their
+parameters, and the options of its groups. They may raise. Rooms above core add theirs when they are
+imported, as below."""
+
+on_new_groups: list[Callable[[ParamGroup], Observer | None]] = []
+"""Called with each new group of a unit; they return its observer, if it is to have one."""
+
+
+def newly_observed(groups: Sequence[GroupOperations]) -> list[GroupOperations]:
+    """New groups with the observers of `on_new_groups`."""
+    found = []
+    for group in groups:
+        observers = [choose(group.base) for choose in on_new_groups]
+        found.append(observed(group, [each for each in observers if each is not None]))
+    return found
+
+
+# ---- a profiler
+
+
+def _ranges(operation: str) -> Callable[..., object]:
+    def mark(group: ParamGroup, run: Callable[..., object], *args: object) -> object:
+        name = group.name.replace("(root)", "root")
+        with record_function(f"fsdp2::{operation} ({name})"):
+            return run(*args)
+
+    return mark
+
+
+PROFILER = Observer(
+    3,  # around the checks: a trace shows what they cost
+    {
+        "start_unshard": _ranges("all_gather"),
+        "finish_unshard": _ranges("wait"),
+        "reduce": _ranges("reduce"),
+    },
+)
+"""Ranges by unit name in a profiler's trace. When a forward or backward of the root begins, the
+scheduler reads torch's own flag, without a call, and lets this observe its groups, or no longer."""
