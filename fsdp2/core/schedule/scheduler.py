@@ -13,8 +13,8 @@ backward) is running and units that are kept on request, at most one unit is the
 two in all for a sequence of blocks (invariant I6). A wrong prediction costs one all-gather and one
 free, never a wrong result: a prefetched unit that is not used is freed before the next prefetch.
 
-Why a unit that does not run is gathered, and who frees it. Each reason has one owner; a unit is
-freed where the last one goes, and nobody else frees it meanwhile:
+Why a unit that does not run is gathered. Each reason has one owner; the scheduler frees the unit
+when the last one goes, and not before:
 
     reason      owner                       taken by                    dropped by
     guess       `Iteration.ahead`           a prefetch, the next call   its use, another prefetch
@@ -749,7 +749,7 @@ class Scheduler:
         return any(g.has_gradients for g in unit.own_groups if g in unit.ties)
 
     def _is_held(self, unit: Unit, last: bool) -> bool:
-        """Whether somebody holds the unit at the end of a backward, the ``last`` or not."""
+        """Whether there is a reason to keep the unit when a backward ends, the ``last`` or not."""
         now = self.iteration
         ahead = unit in now.ahead or unit in now.requested or unit.phase is IDLE
         return (ahead and not last) or now.holds
