@@ -128,6 +128,9 @@ class GroupFacts:
         reducers: collectives of the gradients; ``collectives`` unless they got a process group of
             their own.
         replicas: collectives of the replicate axis, if there is one.
+        between: those of the ranks with pieces of the same rows, where masters have two levels.
+        offload: the offload policy, if shards and gradients are in CPU memory apart from the
+            device.
         device: where it computes.
         smaller_group: the group to reshard to after forward, if not this one or none.
         state: where the parameters are.
@@ -135,11 +138,13 @@ class GroupFacts:
     """
 
     __slots__ = (
+        "between",
         "collectives",
         "device",
         "last_gather",
         "layout",
         "name",
+        "offload",
         "options",
         "params",
         "reducers",
@@ -159,20 +164,12 @@ class GroupFacts:
     collectives: Collectives
     reducers: Collectives
     replicas: Collectives | None
+    between: Collectives | None
+    offload: CPUOffloadPolicy | None
     device: torch.device
     smaller_group: SmallerGroup | None
     state: GroupState
     last_gather: LastGather | None
-
-    @property
-    def offload(self) -> CPUOffloadPolicy | None:
-        """The offload policy, if shards and gradients are in CPU memory apart from the device."""
-        return self.runtime.offload
-
-    @property
-    def between(self) -> Collectives | None:
-        """Collectives of the ranks with pieces of the same rows, where masters have two levels."""
-        return self.runtime.between
 
     @property
     def shard_layout(self) -> GroupLayout | None:

@@ -145,7 +145,8 @@ class ParamGroup(GroupFacts):
         """Store the objects that a step uses, so that it needs no lookup."""
         self.runtime = runtime
         self.collectives = self.reducers = runtime.collectives
-        self.replicas = runtime.replicas
+        self.replicas, self.between = runtime.replicas, runtime.between
+        self.offload = runtime.offload
         self.streams = streams = runtime.streams
         self.device = runtime.device
         self._launch_gather: Callable[..., Launched] = gather_inline

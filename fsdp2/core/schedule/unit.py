@@ -139,9 +139,8 @@ class Unit:
     @property
     def own_groups(self) -> list[ParamGroup]:
         """The groups that belong to it, without their observers."""
-        if not self.ties:
-            return [group.base for group in self.groups]
-        return [group.base for group in self.groups if not self.borrows(group)]
+        bases = [g if isinstance(g, ParamGroup) else g.base for g in self.groups]
+        return [g for g in bases if not self.borrows(g)] if self.ties else bases
 
     def borrows(self, group: GroupOperations) -> bool:
         """Whether a group that it uses belongs to another unit, which reduces its gradients."""
