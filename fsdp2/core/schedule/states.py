@@ -1,16 +1,14 @@
 """The states of a group's parameters, and the actions that change them.
 
-                   start_unshard              finish_unshard
-    SHARDED ──────────────────────> GATHERING ──────────────> UNSHARDED
-     ^ ^ ^                           │  ^   ^                  │ │ │ ^
-     │ │ └───────── reshard ─────────┘  │   └─ start_unshard ┐ │ │ │ │
-     │ │                       start_unshard                 │ │ │ │ │
-     │ ├───── reshard ──── RESHARDED ───┘ <── shard_smaller ─┼─┘ │ │ │
-     │ ├───── reshard ──── HIDDEN <──────────── hide, show ──┼───┼─┼─┤
-     │ ├──────────────────────────────────────── reshard ────┼───┘ │ │
-     │ └── drop_retained ─ RETAINED <───────────── hide ─────┘─────┤ │
-     │                        │ grant                              │ │
-     └──── drop_retained ─ GRANTED <────────── hide, show ─────────┴─┘
+    action          from                                     to
+    start_unshard   SHARDED, RESHARDED, RETAINED             GATHERING
+    finish_unshard  GATHERING                                UNSHARDED
+    shard_smaller   UNSHARDED                                RESHARDED
+    reshard         GATHERING, UNSHARDED, RESHARDED, HIDDEN  SHARDED
+    hide            UNSHARDED                                HIDDEN, RETAINED or GRANTED
+    show            HIDDEN, GRANTED                          UNSHARDED
+    grant           RETAINED                                 GRANTED
+    drop_retained   RETAINED, GRANTED                        SHARDED
 
 The registered parameters are the gathered ones in UNSHARDED, rows of a smaller group in RESHARDED,
 and the sharded ones in all other states. An action sets the state at its end, so that one that
