@@ -32,7 +32,6 @@ from fsdp2.core.modules.saved import hooks_for
 from fsdp2.core.params.param import PlannedParam, is_extended
 from fsdp2.core.schedule.observers import newly_observed
 from fsdp2.core.schedule.unit import Unit
-from fsdp2.core.schedule.whole import with_whole_layers
 from fsdp2.interop import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -280,7 +279,7 @@ def apply_calls(calls: Sequence[PlannedCall]) -> None:
 def _apply(call: PlannedCall) -> None:
     taken, axes = call.taken, call.arguments.axes
     groups = make_groups(call.name, taken.plans, call.options, call.arguments)
-    unit = Unit(call.name, newly_observed(with_whole_layers(groups)), call.options)
+    unit = Unit(call.name, newly_observed(groups), call.options)
     unit.reshard_after_forward = call.reshard_after_forward
     move_buffers(taken.modules, axes.device)
     hooks, streams = hooks_for(axes.device), streams_for(axes.device)

@@ -42,9 +42,7 @@ from fsdp2.core.modules.roots import start
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.unit import PrefetchTime, Unit
-from fsdp2.core.schedule.whole import is_whole
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import TORCHS, TorchIdentity, replicated_parameters
 from fsdp2.sharding.assembly import (
@@ -1028,7 +1026,7 @@ class FSDPModule(TorchIdentity):
 
     def _one_group(self, method: str) -> ParamGroup | None:
         groups = require_record(self).unit.own_groups
-        groups = [group for group in groups if not is_whole(group)] or groups
+        groups = [group for group in groups if not group.is_whole] or groups
         if len(groups) > 1:
             raise coded(
                 ValueError,
@@ -1064,7 +1062,7 @@ class FSDPModule(TorchIdentity):
         units = [below.unit for below in records_below(self)] if root is None else root.units
         unreduced = []
         if root is None or root.unreduced:
-            unreduced = [group for unit in units for group in unit.groups if group.accumulates]
+            unreduced = [group for unit in units for group in unit.own_groups if group.accumulates]
         if unreduced and record.scheduler is not None:
             # They may still add to partial sums, and deliver gradients, which must go as well.
             record.scheduler.wait_for_reductions()
@@ -1079,8 +1077,8 @@ class FSDPModule(TorchIdentity):
         if root is not None:
             root.unreduced = False
         for unit in units:
-            for group in unit.groups:
-                if group.state is not SHARDED:  # shards are not registered; their gradients count
+            for group in unit.own_groups:
+                if not group.state.is_sharded:  # shards are not registered; their gradients count
                     for param in group.params:
                         param.clear_gradient(set_to_none)
         if zeroed.functions:

@@ -23,7 +23,6 @@ from fsdp2.core.reduce.coded import codec_of
 from fsdp2.core.reduce.feedback import DTYPE as FEEDBACK_DTYPE
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import window_of
-from fsdp2.core.schedule.whole import is_whole
 from fsdp2.tracing.summaries import amount
 
 WHOLE = "whole"
@@ -290,7 +289,7 @@ def _report(
         unsharded_bytes=layout.gathered_bytes + extended * ranks,
         padding_bytes=masters.padding_bytes,
         copied_bytes=layout.copied_bytes,
-        transport=WHOLE if is_whole(group) else layout.transports,
+        transport=WHOLE if group.is_whole else layout.transports,
         dims={
             params.get(param.sharded, param.name): param.cut.dims
             for param in group.params

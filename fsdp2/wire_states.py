@@ -30,7 +30,6 @@ from fsdp2.core.names import clean
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.pieces import ceil_div
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.states import SHARDED
 
 RESIDUALS, REFERENCES = "residuals.", "references."
 
@@ -162,7 +161,7 @@ def _parts(model: nn.Module) -> Iterator[_Part]:
     for record in records_below(model):
         for group in record.unit.own_groups:
             wire = group.options.wire
-            if group.state is SHARDED and (wire.feedback or wire.differences):
+            if group.state.is_sharded and (wire.feedback or wire.differences):
                 group.bind()
             if wire.feedback:
                 yield from _residuals(group, name_of)

@@ -266,10 +266,8 @@ def _look(group: ParamGroup, run: Run, *args: object) -> None:
 
 def _look_back(group: ParamGroup, run: Run, stays: bool = True) -> None:
     """Check for writes while the group stayed unsharded."""
-    try:
-        run(stays)
-    finally:  # also where the group has found a write: only this raises on all ranks alike
-        _refuse_written(group, stays)
+    run(stays)
+    _refuse_written(group, stays)
 
 
 def _free(group: ParamGroup, run: Run) -> None:
@@ -300,7 +298,6 @@ CHECKS = Observer(
         "shard_smaller": _free,
         "reshard": _free,
         "hide": _look,
-        "retain": _look,
         "abandon": _abandon,
     },
 )

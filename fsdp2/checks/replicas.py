@@ -66,7 +66,7 @@ def _compare(first: ParamGroup) -> None:
         and group.base.replicas.group is first.replicas.group
         and FIRST_ALL_REDUCE in observers_of(group)
     ]
-    groups = [group.base for _, _, group in found if not group.is_alias]
+    groups = [group.base for unit, _, group in found if not unit.borrows(group)]
     held = [[param for param in group.params if not param.is_meta] for group in groups]
     with naming_unit("all-reduce", first.name):
         differ = _differing(first, held)

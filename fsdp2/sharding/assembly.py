@@ -42,7 +42,6 @@ from fsdp2.core.schedule.bound import Runtime
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import newly_observed, plan_checks
 from fsdp2.core.schedule.unit import Unit, all_groups
-from fsdp2.core.schedule.whole import with_whole_layers
 
 _streams: dict[torch.device, Streams] = {}
 
@@ -103,6 +102,7 @@ def make_groups(
             between=between,
         )
         group = ParamGroup(name, params, runtime, options)
+        group.is_whole = axes.whole
         mark_managed(params)
         for plan, managed in zip(members, params, strict=True):
             plan.param.__dict__[OWNER] = managed.attributes[OWNER] = name
@@ -184,7 +184,7 @@ def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -
         first = alike[0]
         if first.reducers is not first.collectives:
             group.set_reducers(first.reducers)
-    unit.groups += newly_observed(with_whole_layers(groups))
+    unit.groups += newly_observed(groups)
 
 
 def follow_aliases(modules: tuple[nn.Module, ...]) -> None:

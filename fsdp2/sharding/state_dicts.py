@@ -24,7 +24,6 @@ from fsdp2.core.modules import ties
 from fsdp2.core.modules.registry import scheduler_of
 from fsdp2.core.params.param import ModuleEntries, ShardedParam
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.unit import all_units, operations_of
 
 
@@ -45,7 +44,7 @@ def _watch(owners: set[nn.Module], group: ParamGroup) -> None:
     outside = _OutsideInference()
 
     def before() -> None:
-        if group.state is not SHARDED:  # a look at the state is shorter than one at all units
+        if not group.state.is_sharded:  # a look at the state is shorter than one at all units
             operations_of(group).reshard()
         group.settle()
 
@@ -99,7 +98,7 @@ class _OutsideInference(threading.local):
 
 def _is_in_use(group: ParamGroup) -> bool:
     """Whether a running forward or backward may read the unsharded parameters of a group."""
-    if group.state is SHARDED and group.offload is None:
+    if group.state.is_sharded and group.offload is None:
         return False
     for unit in all_units():
         if any(used.base is group for used in unit.groups):

@@ -25,11 +25,9 @@ from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.bound import Runtime
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.observers import GroupOperations
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.ties import lend, tie_of
+from fsdp2.core.schedule.ties import lend
 from fsdp2.core.schedule.unit import Phase, Unit
-from fsdp2.core.schedule.whole import WholeGroup
 from fsdp2.record.notes import USER
 from fsdp2.testing.parameters import PaperGradients, VirtualParam
 from fsdp2.testing.phases import CheckedUnit
@@ -172,12 +170,12 @@ class Simulation:
         for number, shapes in enumerate(node.more, 1):
             name, ranks = f"{node.name}/{number}", max(world_size // 2, 1)
             groups.append(self._make_group(node, name, shapes, ranks, coalesces))
-        operations: list[GroupOperations] = [*groups]
         if node.whole:
             group = self._make_group(node, f"{node.name}/whole", node.whole, 1, coalesces)
             group.set_replicas(cast(Collectives, self._every))
-            operations.append(WholeGroup(group))
-        node.unit = CheckedUnit(node.name, operations, self._options)
+            group.is_whole = True
+            groups.append(group)
+        node.unit = CheckedUnit(node.name, groups, self._options)
         node.unit.reshard_after_forward = node.reshard_after_forward
 
     def _make_group(
@@ -414,8 +412,8 @@ class Simulation:
         ahead = []
         left = []  # tied ones
         for unit in self.scheduler.units:
-            gathered = [g for g in unit.groups if not (g.is_alias or g.state.needs_gather)]
-            tied = [found for g in gathered if (found := tie_of(g)) is not None]
+            gathered = [group for group in unit.own_groups if not group.state.needs_gather]
+            tied = [unit.ties[group] for group in gathered if group in unit.ties]
             left += tied
             if len(gathered) > len(tied) and not self._is_in_use(unit):
                 ahead.append(unit)

@@ -10,7 +10,6 @@ from typing import Any
 
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer
-from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Unit, put_around
 
 
@@ -40,9 +39,9 @@ def observe(units: Iterable[Unit], heard: Callable[[str, str], object]) -> None:
     def free(group: ParamGroup, run: Callable[[], None]) -> None:
         before = group.state
         run()
-        if before is not GroupState.SHARDED and group.state is not before:  # a tied one may stay
+        if not before.is_sharded and group.state is not before:  # a tied one may stay
             heard("reshard", group.name)
 
     sees = {"start_unshard": gather, "finish_unshard": told("finish"), "reduce": told("reduce")}
     sees |= dict.fromkeys(("shard_smaller", "reshard", "abandon"), free)
-    put_around(units, Observer(4, sees), True)
+    put_around(units, Observer(5, sees), True)

@@ -16,10 +16,7 @@ from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather import kept_rows
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.schedule.observers import GroupOperations, layers_of
-from fsdp2.core.schedule.ties import tie_of
 from fsdp2.core.schedule.unit import Phase, Unit
-from fsdp2.core.schedule.whole import WholeGroup
 from fsdp2.record.notes import HOST, Allocation, Place, operations
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice, VirtualTensor
@@ -226,12 +223,8 @@ def is_gathered(unit: Unit) -> bool:
 
     Whole ones do not count: a hook that writes them frees what was gathered ahead.
     """
-    own = [g for g in unit.groups if tie_of(g) is None and not _is_whole(g)]
+    own = [g for g in unit.groups if g.base not in unit.ties and not g.is_whole]
     return any(not group.state.needs_gather for group in own)
-
-
-def _is_whole(group: GroupOperations) -> bool:
-    return any(isinstance(layer, WholeGroup) for layer in layers_of(group))
 
 
 class InterruptError(Exception):
@@ -394,14 +387,14 @@ class Watch:
 
     def discard_gradients(self) -> None:
         """What ``zero_grad()`` does of those that are not reduced: they are gone."""
-        called = [group for unit in self.sim.scheduler.units for group in unit.groups]
-        waiting = [g for g in called if tie_of(g) is not None or g.base.name in self._whole]
+        called = [(unit, g) for unit in self.sim.scheduler.units for g in unit.own_groups]
+        waiting = [g for unit, g in called if g in unit.ties or g.name in self._whole]
         params = [param.name for group in waiting for param in group.params]
         names = {f"{what} {name}" for name in params for what in ("gradient", "accumulated")}
         for op in operations(self.device.trace):
             if op.kind in ("gradient", "copy"):
                 self._excused |= {b for b in op.writes if b.name in names}
-        for group in called:
+        for _, group in called:
             group.discard_gradients()
 
     def reset(self) -> None:
@@ -478,8 +471,7 @@ class Watch:
     def _unit_log(self) -> list[tuple[str, str]]:
         """The log with one entry for what all groups of a unit do."""
         log: list[tuple[str, str]] = []
-        called = [group for unit in self.sim.scheduler.units for group in unit.groups]
-        tied = {group.base.name for group in called if tie_of(group) is not None}
+        tied = {group.name for unit in self.sim.scheduler.units for group in unit.ties}
         for kind, name in self.log:
             if name in tied and kind in ("reshard", "free what is outdated"):
                 continue  # they go with any of several units

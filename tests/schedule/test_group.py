@@ -45,7 +45,10 @@ ACTIONS: dict[str, Callable[[ParamGroup], None]] = {
     "shard_smaller": ParamGroup.shard_smaller,
     "reshard": ParamGroup.reshard,
     "hide": ParamGroup.hide,
+    "retain": lambda group: group.hide(GroupState.RETAINED),
+    "grant": ParamGroup.grant,
     "show": ParamGroup.show,
+    "drop_retained": ParamGroup.drop_retained,
 }
 
 PATHS = {
@@ -54,27 +57,38 @@ PATHS = {
     GroupState.UNSHARDED: ["start_unshard", "finish_unshard"],
     GroupState.RESHARDED: ["start_unshard", "finish_unshard", "shard_smaller"],
     GroupState.HIDDEN: ["start_unshard", "finish_unshard", "hide"],
+    GroupState.RETAINED: ["start_unshard", "finish_unshard", "retain"],
+    GroupState.GRANTED: ["start_unshard", "finish_unshard", "retain", "grant"],
 }
 
 MOVES = {
     (GroupState.SHARDED, "start_unshard"): GroupState.GATHERING,
-    (GroupState.SHARDED, "reshard"): GroupState.SHARDED,  # nothing to free
     (GroupState.GATHERING, "finish_unshard"): GroupState.UNSHARDED,
     (GroupState.GATHERING, "reshard"): GroupState.SHARDED,
     (GroupState.UNSHARDED, "shard_smaller"): GroupState.RESHARDED,
     (GroupState.UNSHARDED, "reshard"): GroupState.SHARDED,
     (GroupState.UNSHARDED, "hide"): GroupState.HIDDEN,
+    (GroupState.UNSHARDED, "retain"): GroupState.RETAINED,
     (GroupState.HIDDEN, "show"): GroupState.UNSHARDED,
+    (GroupState.RETAINED, "grant"): GroupState.GRANTED,
+    (GroupState.RETAINED, "start_unshard"): GroupState.GATHERING,
+    (GroupState.RETAINED, "drop_retained"): GroupState.SHARDED,
+    (GroupState.GRANTED, "show"): GroupState.UNSHARDED,
+    (GroupState.GRANTED, "drop_retained"): GroupState.SHARDED,
     (GroupState.HIDDEN, "reshard"): GroupState.SHARDED,
     (GroupState.RESHARDED, "start_unshard"): GroupState.GATHERING,
     (GroupState.RESHARDED, "reshard"): GroupState.SHARDED,
 }
 NOTHING_TO_DO = [
-    (GroupState.SHARDED, "shard_smaller"),
-    (GroupState.GATHERING, "shard_smaller"),
-    (GroupState.RESHARDED, "shard_smaller"),
-    (GroupState.HIDDEN, "shard_smaller"),
-    *((state, "hide") for state in GroupState if state is not GroupState.UNSHARDED),
+    *((state, "reshard") for state in GroupState if state.is_sharded),
+    *((state, "drop_retained") for state in GroupState if "retained" not in state.value),
+    *((state, "grant") for state in GroupState if state is not GroupState.RETAINED),
+    *(
+        (state, action)
+        for action in ("hide", "retain", "shard_smaller")
+        for state in GroupState
+        if state is not GroupState.UNSHARDED
+    ),
 ]
 
 
@@ -99,7 +113,7 @@ def test_every_move(state: GroupState, action: str) -> None:
     assert device.races == []
 
 
-@pytest.mark.parametrize("state", [s for s in PATHS if not s.needs_gather])
+@pytest.mark.parametrize("state", [s for s in PATHS if not (s.needs_gather or s.is_sharded)])
 def test_memory_is_not_moved_while_it_is_gathered(state: GroupState) -> None:
     group, _ = _group()
     group.bind()

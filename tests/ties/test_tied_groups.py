@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2.core.schedule.ties import give_back, tie_of
+from fsdp2.core.schedule.ties import give_back
 from fsdp2.testing.simulation import Node, Simulation
 from tests.common import schedules
 from tests.common.observing import observe
@@ -101,10 +101,14 @@ def test_a_group_is_a_plain_one_before_and_after() -> None:
     sim = schedules.warm(tied("a", "b", "c"))
     owner, user = schedules.unit_of(sim, "a"), schedules.unit_of(sim, "c")
     (group,) = owner.own_groups
-    assert tie_of(owner.groups[0]) is not None
-    alias = next(group for group in user.groups if group.is_alias)
-    assert alias.base is group
-    assert (alias.state, alias.params, alias.is_over) == (group.state, [], True)
+    assert owner.ties[group] is user.ties[group]
+    assert group in user.groups
+    assert [unit.borrows(group) for unit in (owner, user)] == [False, True]
+    assert group not in user.own_groups
+    assert group.in_use is not None
     give_back(group, user)
     assert owner.groups == [group]
-    assert not any(other.is_alias for other in user.groups)
+    assert group not in user.groups
+    assert not owner.ties
+    assert not user.ties
+    assert group.in_use is None

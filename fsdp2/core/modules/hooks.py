@@ -68,7 +68,6 @@ from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.iteration import GRAPHS
 from fsdp2.core.schedule.retrace import next_node, running_node
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.states import SHARDED
 from fsdp2.core.schedule.unit import BACKWARD, FORWARD, REDUCED, Unit, all_units, enlist
 
 SEEN = "_fsdp2_seen"
@@ -296,7 +295,7 @@ class UnitHooks(UnitRecord):
         self._first_group = inner[0] if inner else None
         as_found = set(groups) if shards_alone and not moves else set()
         for group in inner:
-            if group.state is not SHARDED or group not in as_found:
+            if not group.state.is_sharded or group not in as_found:
                 put_back(group)
         self._watch_outside(self.unit.is_root)
         self._registrations = Registrations.count

@@ -114,7 +114,7 @@ def follow_replaced(group: ParamGroup, known: set[int]) -> None:
             tensor that is accepted here is one from now on, because a loader may put it into
             several entries.
     """
-    if group.state is not GroupState.SHARDED:
+    if not group.state.is_sharded:
         return  # the entries are filled with what was gathered
     followed = False
     for param in group.params:
@@ -157,7 +157,7 @@ def _expected(group: ParamGroup, param: ShardedParam) -> nn.Parameter | None:
     """
     if group.state is GroupState.UNSHARDED:
         return param.unsharded
-    shows_shards = group.state in (GroupState.SHARDED, GroupState.HIDDEN)
+    shows_shards = group.state.is_sharded or group.state is GroupState.HIDDEN
     return param.sharded if shows_shards else None
 
 

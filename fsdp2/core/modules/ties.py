@@ -230,8 +230,8 @@ def link(records: Sequence[UnitRecord]) -> None:
                 if owned is not None and owned.unit is not unit:
                     used[owned.group] = owned.unit
         for group in list(unit.groups):
-            if group.is_alias and group.base not in used:
+            if unit.borrows(group) and group.base not in used:
                 give_back(group.base, unit)
-        unit.groups = [group for group in unit.groups if group.is_alias or group.params]
+        unit.groups = [group for group in unit.groups if unit.borrows(group) or group.params]
         for group, owner in used.items():
             lend(group, owner, unit)

@@ -357,7 +357,11 @@ class Reduction:
             self.kept.abandon()
 
 
-def with_zeros(jobs: list[tuple[Reduction, Job | None]]) -> list[tuple[Reduction, Job]]:
+Jobs = list[tuple[Reduction, Job]]
+"""What a group's reductions are to reduce."""
+
+
+def with_zeros(jobs: list[tuple[Reduction, Job | None]]) -> Jobs:
     """A group's jobs, with one of zeros for each that is missing; none where all are.
 
     Ranks that use parameters of different dtypes run the same collectives then (decision 3).
@@ -395,7 +399,7 @@ class PendingReduction:
     """
 
     group: ReducedGroup
-    jobs: list[tuple[Reduction, Job]]
+    jobs: Jobs
     scattered: Event
     done: Event
     host: list[tuple[Step, Job]]
@@ -423,9 +427,7 @@ class PendingReduction:
                 step(job)
 
 
-def reduce_on_lanes(
-    group: ReducedGroup, jobs: list[tuple[Reduction, Job]], all_reduce: bool
-) -> PendingReduction | None:
+def reduce_on_lanes(group: ReducedGroup, jobs: Jobs, all_reduce: bool) -> PendingReduction | None:
     """Run the jobs' programs, each step on its lane.
 
     Args:
@@ -466,7 +468,7 @@ def reduce_on_lanes(
     return PendingReduction(group, jobs, scattered, done, host)
 
 
-def reduce_inline(group: ReducedGroup, jobs: list[tuple[Reduction, Job]], all_reduce: bool) -> None:
+def reduce_inline(group: ReducedGroup, jobs: Jobs, all_reduce: bool) -> None:
     """As `reduce_on_lanes` where all lanes are one, as on a CPU: on return, all is delivered."""
     for reduction, job in jobs:
         program = reduction.full if all_reduce else reduction.partial

@@ -43,46 +43,31 @@ from fsdp2.core.reduce.binding import hand_over, make_reductions
 from fsdp2.core.reduce.levels import Pieces
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
-from fsdp2.core.schedule.states import SHARDED, GroupState
+from fsdp2.core.schedule.states import GRANTED, RETAINED, GroupState
 
 requires_grad = operator.attrgetter("requires_grad")
 version = operator.attrgetter("_version")
 
 
-NOTHING_TO_GATHER = combined(())
-"""The all-gather whose result is there."""
+class LastGather:
+    """What is known of the shards that a group gathered last, or rows of them.
 
-
-class Retained:
-    """The fate of gathered memory: whether it stays, and whether a later gather uses it again.
+    A group has it where a later use may find what was gathered (`fsdp2.core.schedule.reuse`).
 
     Attributes:
-        holds: whether it is in memory while sharded parameters are registered.
-        granted: whether the next gather uses it.
-        dropped: whether the user has freed it, which other ranks do not know yet.
+        dropped: whether the user has freed what was gathered, which other ranks do not know yet.
         watches: whether gathers take fingerprints.
         records: whether autograd records the forward that gathers now.
-        fingerprint: of the shards from which it was gathered last, or rows of them; if taken.
+        fingerprint: of the shards, if it was taken.
         reads: a flat shard, and what takes fingerprints of it.
         recorded: ``records`` at that time.
         steps: `OptimizerSteps.count` at that time.
     """
 
-    __slots__ = (
-        "dropped",
-        "fingerprint",
-        "granted",
-        "holds",
-        "reads",
-        "recorded",
-        "records",
-        "steps",
-        "watches",
-    )
+    __slots__ = ("dropped", "fingerprint", "reads", "recorded", "records", "steps", "watches")
 
     def __init__(self) -> None:
-        self.holds = self.granted = self.dropped = False
-        self.watches = self.records = self.recorded = False
+        self.dropped = self.watches = self.records = self.recorded = False
         self.fingerprint: torch.Tensor | None = None
         self.reads: tuple[FlatBuffer, Callable[[], torch.Tensor]] | None = None
         self.steps = -1
@@ -133,20 +118,19 @@ class GroupFacts:
         device: where it computes.
         smaller_group: the group to reshard to after forward, if not this one or none.
         state: where the parameters are.
-        retained: what was gathered and outlives its use, if anything does, and the fingerprint of
-            its shards (`fsdp2.core.schedule.reuse`).
+        last_gather: what is known of the shards that were gathered last, where that may be used.
     """
 
     __slots__ = (
         "collectives",
         "device",
+        "last_gather",
         "layout",
         "name",
         "options",
         "params",
         "reducers",
         "replicas",
-        "retained",
         "runtime",
         "shard",
         "smaller_group",
@@ -165,7 +149,7 @@ class GroupFacts:
     device: torch.device
     smaller_group: SmallerGroup | None
     state: GroupState
-    retained: Retained | None
+    last_gather: LastGather | None
 
     @property
     def offload(self) -> CPUOffloadPolicy | None:
@@ -185,7 +169,7 @@ class GroupFacts:
     @property
     def is_retained(self) -> bool:
         """Whether sharded parameters are registered, and what was gathered is still there."""
-        return self.state is SHARDED and self.retained is not None and self.retained.holds
+        return self.state is RETAINED or self.state is GRANTED
 
     @property
     def keeps_rows(self) -> bool:
@@ -307,11 +291,11 @@ class Bound:
             self.mirror.acquire()
         self._bind_gathers(group)
         self._bind_shards(group)
-        if self.mirror is not None and not group.is_retained:
+        if self.mirror is not None:
             self.mirror.release()
         if self.nodes is not None:
             self.nodes.rows.release()
-        if not (group.options.keep_storage or group.is_retained):  # such memory stays in place
+        if not group.options.keep_storage:  # such memory stays in place
             self.full.release()
         self.references = self.count_references(group.params)
 

@@ -1,4 +1,4 @@
-"""A layer around groups that a user has unsharded: contents decide whether he has written them.
+"""An observer of groups that a user has unsharded: contents decide whether he has written them.
 
     unshard()    note                    a fingerprint of what is gathered
     a forward    reshard                 another one, if it frees: the device compares
@@ -6,84 +6,90 @@
 
 Version counters show no write through ``.data``. Each rank compares what it has in memory, and
 communicates nothing. Only the user's `reshard()` makes the host wait. A unit that no user unshards
-has no such layer.
+has no such observer.
 """
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
 
 import torch
 
 from fsdp2.core.device.fingerprint import bind_fingerprint
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.param import GATHERED, refuse_written
-from fsdp2.core.schedule.observers import GroupOperations, Layer
+from fsdp2.core.schedule.bound import Bound
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.observers import Observer
 from fsdp2.core.schedule.states import UNSHARDED
 
+_Fingerprints = weakref.WeakKeyDictionary[ParamGroup, torch.Tensor]
 
-class ClaimedGroup(Layer):
-    """Knows what was gathered while it is unsharded, and what was lost when it was freed."""
+_before: _Fingerprints = weakref.WeakKeyDictionary()
+"""Fingerprints of groups that a user has unsharded, from then on until they are freed."""
 
-    __slots__ = ("_before", "_lost")
+_lost: _Fingerprints = weakref.WeakKeyDictionary()
+"""Whether a write was lost when they were freed."""
 
-    height = 2
 
-    def __init__(self, below: GroupOperations) -> None:
-        super().__init__(below)
-        self._before: torch.Tensor | None = None
-        self._lost: torch.Tensor | None = None
+def note_gathered(group: ParamGroup) -> None:
+    """Note what is gathered, unless it is noted already."""
+    bound = group.bound
+    if group in _before or bound is None:
+        return
+    if group.state is not UNSHARDED:  # a forward has freed it before the user waited
+        return
+    if bound.watched and not bound.watched[0].is_meta:
+        _before[group] = _fingerprint(bound)
 
-    def note(self) -> None:
-        """Note what is gathered, unless it is noted already."""
-        bound = self.base.bound
-        if self._before is not None or self.is_alias or bound is None:
-            return
-        if self.state is not UNSHARDED:  # a forward has freed it before the user waited
-            return
-        if bound.watched and not bound.watched[0].is_meta:
-            self._before = self._fingerprint()
 
-    def take_back(self, stays: bool = True) -> None:
-        """Raise if it was written and freed, or is to be freed.
+def _take_back(group: ParamGroup, run: Callable[[bool], None], stays: bool = True) -> None:
+    """Raise if it was written and freed, or is to be freed.
 
-        Raises:
-            ShardingStateError: names the parameters, one of which was written.
-        """
-        if not stays:
-            self._compare()
-        lost = self._lost
-        if not stays:
-            self._lost = None  # another reshard() drops the write
-        self.below.take_back(stays)
-        if not stays and lost is not None and bool(lost):
-            bound = self.base.bound
-            assert bound is not None
-            refuse_written("' or '".join(getattr(param, GATHERED) for param in bound.watched))
-
-    def _compare(self) -> None:
-        before, self._before = self._before, None
-        in_backward = torch._C._current_graph_task_id() != -1
-        outdated = self.state is not UNSHARDED or self.base.is_outdated
-        if before is None or outdated or in_backward:
-            return
-        lost = (before != self._fingerprint()).any()
-        self._lost = lost if self._lost is None else lost | self._lost
-
-    def _fingerprint(self) -> torch.Tensor:
-        bound = self.base.bound
+    Raises:
+        ShardingStateError: names the parameters, one of which was written.
+    """
+    if not stays:
+        _compare(group)
+    lost = None if stays else _lost.pop(group, None)  # another reshard() drops the write
+    run(stays)
+    if lost is not None and bool(lost):
+        bound = group.bound
         assert bound is not None
-        return bind_fingerprint([local_of(param.detach()) for param in bound.watched])()
+        refuse_written("' or '".join(getattr(param, GATHERED) for param in bound.watched))
 
-    def reshard(self) -> None:
-        """Compare, then free."""
-        self._compare()
-        self.below.reshard()
 
-    def shard_smaller(self) -> None:
-        """As `reshard`, to a smaller group's rows."""
-        self._compare()
-        self.below.shard_smaller()
+def _compare(group: ParamGroup) -> None:
+    before = _before.pop(group, None)
+    in_backward = torch._C._current_graph_task_id() != -1
+    outdated = group.state is not UNSHARDED or group.is_outdated
+    if before is None or outdated or in_backward:
+        return
+    assert group.bound is not None
+    lost = (before != _fingerprint(group.bound)).any()
+    _lost[group] = lost | _lost[group] if group in _lost else lost
 
-    def abandon(self) -> None:
-        """Free, whatever was written."""
-        self._before = self._lost = None
-        self.below.abandon()
+
+def _fingerprint(bound: Bound) -> torch.Tensor:
+    return bind_fingerprint([local_of(param.detach()) for param in bound.watched])()
+
+
+def _free(group: ParamGroup, run: Callable[[], None]) -> None:
+    """Compare, then free, also to a smaller group's rows."""
+    _compare(group)
+    run()
+
+
+def _abandon(group: ParamGroup, run: Callable[[], None]) -> None:
+    """Free, whatever was written."""
+    _before.pop(group, None)
+    _lost.pop(group, None)
+    run()
+
+
+CLAIMS = Observer(
+    3,
+    {"take_back": _take_back, "reshard": _free, "shard_smaller": _free, "abandon": _abandon},
+)
+"""Observes the groups of a unit from `Unit.note_contents` to `Unit.give_up`."""

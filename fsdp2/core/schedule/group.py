@@ -43,6 +43,7 @@ from fsdp2.core.params.param import (
 from fsdp2.core.progress import OptimizerSteps, ShardReaders, communication_error
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import (
+    Jobs,
     PendingReduction,
     Reduction,
     reduce_inline,
@@ -50,20 +51,22 @@ from fsdp2.core.reduce.reduction import (
     with_zeros,
 )
 from fsdp2.core.schedule.bound import (
-    NOTHING_TO_GATHER,
     Bound,
     GroupFacts,
-    Retained,
+    LastGather,
     Runtime,
     requires_grad,
     version,
 )
 from fsdp2.core.schedule.states import (
     GATHERING,
+    GRANTED,
     HIDDEN,
     RESHARDED,
+    RETAINED,
     SHARDED,
     UNSHARDED,
+    GroupState,
     refused,
 )
 
@@ -81,7 +84,11 @@ class ParamGroup(GroupFacts):
 
     Attributes:
         bound: all that binding has made of it; ``None`` before the first use.
+        fills: whether absent gradients count as zeros when it is reduced, which is later than at
+            its unit's end.
         gathered_at: `OptimizerSteps.count` when its shards were gathered last, or rows of them.
+        in_use: whether a unit that uses it is running, if several do; it is not freed then.
+        is_whole: whether its parameters are replicated on every rank, so that nothing is gathered.
         stale: whether the next gather has something to bind.
     """
 
@@ -95,7 +102,10 @@ class ParamGroup(GroupFacts):
         "_taken",
         "_works",
         "bound",
+        "fills",
         "gathered_at",
+        "in_use",
+        "is_whole",
         "stale",
         "streams",
     )
@@ -110,8 +120,10 @@ class ParamGroup(GroupFacts):
         self.smaller_group = None
         self.state = SHARDED
         self.bound: Bound | None = None
-        self.retained = None
+        self.last_gather: LastGather | None = None
         self.stale = True
+        self.in_use: Callable[[], bool] | None = None
+        self.is_whole = self.fills = False
         self._accumulated = False
         self.gathered_at = -1
         self._taken: Gather | None = None  # of the gather that was issued last
@@ -135,18 +147,13 @@ class ParamGroup(GroupFacts):
 
     @property
     def base(self) -> ParamGroup:
-        """Itself: what observers and layers stand around (`fsdp2.core.schedule.observers`)."""
+        """Itself: what `Observed` stands around (`fsdp2.core.schedule.observers`)."""
         return self
-
-    @property
-    def is_alias(self) -> bool:
-        """Whether it only stands for a group of another unit (`fsdp2.core.schedule.ties`)."""
-        return False
 
     @property
     def is_outdated(self) -> bool:
         """Whether it was gathered before an optimizer step: its parameters have changed since."""
-        return self.state is not SHARDED and self.gathered_at != OptimizerSteps.count
+        return not self.state.is_sharded and self.gathered_at != OptimizerSteps.count
 
     @property
     def is_unsharded(self) -> bool:
@@ -162,7 +169,7 @@ class ParamGroup(GroupFacts):
     @property
     def is_dropped(self) -> bool:
         """Whether the user has freed what other ranks may still have."""
-        return self.retained is not None and self.retained.dropped
+        return self.last_gather is not None and self.last_gather.dropped
 
     def axes_of(self, rows: bool) -> list[Collectives]:
         """Collectives of the ranks that gather it together, one after the other.
@@ -181,10 +188,10 @@ class ParamGroup(GroupFacts):
         After a forward with a backward, an optimizer's step has written them, unless all are
         frozen.
         """
-        retained = self.retained
-        if retained is None or retained.fingerprint is None:
+        last = self.last_gather
+        if last is None or last.fingerprint is None:
             return False
-        stepped = retained.recorded and retained.steps != OptimizerSteps.count
+        stepped = last.recorded and last.steps != OptimizerSteps.count
         return not (stepped and self.bound is not None and self.bound.reductions)
 
     @property
@@ -200,10 +207,12 @@ class ParamGroup(GroupFacts):
 
     @property
     def is_over(self) -> bool:
-        """Whether it is sharded, and nothing is there to reduce."""
-        if self.state is not SHARDED:
+        """Whether it is sharded, and nothing is there to reduce at its unit's end."""
+        if not self.state.is_sharded:
             return False
-        if self.bound is None:
+        if self.fills and self.in_use is not None:  # the units that use it are over now
+            return False
+        if self.bound is None or self.is_whole:
             return True
         for reduction in self.bound.reductions:  # noqa: SIM110  # asked at the end of every backward
             if reduction.has_work:
@@ -220,11 +229,6 @@ class ParamGroup(GroupFacts):
     def has_grad_hooks(self) -> bool:
         """Whether users' hooks run when gradients are delivered: they may write the shards."""
         return any(param.has_grad_hooks for param in self.params)
-
-    @property
-    def is_owed(self) -> bool:
-        """Whether a backward that its own unit took no part in has left gradients."""
-        return False
 
     # ---- layout and binding
 
@@ -316,7 +320,8 @@ class ParamGroup(GroupFacts):
         repacked = options.pack_below != self.options.pack_below
         repacked = repacked or options.wire is not self.options.wire
         self.options = options
-        if repacked and self.state is SHARDED:
+        if repacked and self.state.is_sharded:
+            self.drop_retained()
             self._repack()
         elif repacked:
             self.rebind()
@@ -399,7 +404,6 @@ class ParamGroup(GroupFacts):
             BIND.debug("'%s' binds: another way to gather was chosen", self.name)
             bound.reroute(self)
         else:
-            self.drop_retained()
             self._follow_params()
             self.bound = Bound(self, bound, self._accumulated)
         self.stale = False
@@ -439,9 +443,11 @@ class ParamGroup(GroupFacts):
         buffer is given was issued there before (invariant I2).
         """
         bound, state = self.bound, self.state
-        if state is SHARDED:
+        if state is SHARDED or state is RETAINED:
             assert bound is not None
-            gather = bound.gather if self.retained is None else self._gather_of(self.retained)
+            if self.last_gather is not None:
+                self._look_at_shards(self.last_gather)
+            gather = bound.gather
             self.gathered_at = OptimizerSteps.count
         elif state is RESHARDED:
             assert bound is not None
@@ -487,7 +493,7 @@ class ParamGroup(GroupFacts):
 
     def shard_smaller(self) -> None:
         """After forward: keep a smaller group's rows, free the rest; no-op if not gathered."""
-        if self.state is not UNSHARDED:
+        if self.state is not UNSHARDED or (self.in_use is not None and self.in_use()):
             return
         bound = self.bound
         assert bound is not None
@@ -502,10 +508,16 @@ class ParamGroup(GroupFacts):
         self._release_full(bound)
         self.state = RESHARDED
 
-    def reshard(self) -> None:
-        """Free the gathered parameters and register the sharded ones; no-op if sharded."""
+    def reshard(self, forced: bool = False) -> None:
+        """Free the gathered parameters and register the sharded ones.
+
+        No-op if they are sharded or retained, or another unit that uses them is running.
+
+        Args:
+            forced: whether also where one is.
+        """
         state, bound = self.state, self.bound
-        if state is SHARDED:
+        if state.is_sharded or (self.in_use is not None and not forced and self.in_use()):
             return
         assert bound is not None
         if state is GATHERING:  # a prefetch that nobody used: over before its memory goes
@@ -523,30 +535,24 @@ class ParamGroup(GroupFacts):
             self._follow_smaller()
         self.state = SHARDED
 
-    def hide(self) -> None:
+    def hide(self, to: GroupState = HIDDEN) -> None:
         """Register the sharded parameters, with their gradients; what is gathered stays in memory.
 
-        No-op if nothing is gathered.
+        No-op if nothing is gathered, or another unit that uses it is running.
+
+        Args:
+            to: `HIDDEN`, `RETAINED` or `GRANTED`.
         """
-        if self.state is UNSHARDED:
+        if self.state is UNSHARDED and not (self.in_use is not None and self.in_use()):
             assert self.bound is not None
             for store, name, param in self.bound.to_sharded:
                 store[name] = param
-            self.state = HIDDEN
+            self.state = to
 
-    def retain(self, granted: bool = False) -> None:
-        """As `hide`, and let later forwards decide whether they use again what is gathered.
-
-        Args:
-            granted: whether the next use needs no decision.
-        """
-        if self.state is not UNSHARDED:
-            return
-        self.hide()
-        self.state = SHARDED
-        if self.retained is None:
-            self.retained = Retained()
-        self.retained.holds, self.retained.granted = True, granted
+    def grant(self) -> None:
+        """The shards are those that were gathered: the next use needs no all-gather."""
+        if self.is_retained:
+            self.state, self.gathered_at = GRANTED, OptimizerSteps.count
 
     def watch(self, wanted: bool, records: bool) -> None:
         """Take fingerprints of the shards that the next gathers read, or do so no longer.
@@ -556,65 +562,59 @@ class ParamGroup(GroupFacts):
             records: whether autograd records the forward that gathers.
         """
         if not wanted:
-            if self.retained is not None and not self.retained.holds:
-                self.retained = None
+            if not self.is_retained:
+                self.last_gather = None
             return
-        if self.retained is None:
-            self.retained = Retained()
-        self.retained.watches, self.retained.records = True, records
+        if self.last_gather is None:
+            self.last_gather = LastGather()
+        self.last_gather.watches, self.last_gather.records = True, records
 
     def fingerprint(self) -> torch.Tensor | None:
         """Sums of the bytes that an all-gather reads; ``None`` if replaced since, or freed."""
-        bound, retained, shard = self.bound, self.retained, self.shard
-        if bound is None or retained is None or retained.dropped or not bound.current:
+        bound, last, shard = self.bound, self.last_gather, self.shard
+        if bound is None or last is None or last.dropped or not bound.current:
             return None
         if any(sharded._local_tensor is not local for sharded, local in bound.locals):
             return None
-        if retained.reads is not None and retained.reads[0] is shard and bound.extension is None:
-            return retained.reads[1]()
+        if last.reads is not None and last.reads[0] is shard and bound.extension is None:
+            return last.reads[1]()
         found = [shard.view(torch.uint8, 0, (shard.nbytes,))] if shard.nbytes else []
         for param in self.params if bound.extension is not None else ():
             found += plain_tensors(param.local) if param.is_extended else ()
-        retained.reads = shard, self.runtime.kernels.bind_fingerprint(found)
-        return retained.reads[1]()
+        last.reads = shard, self.runtime.kernels.bind_fingerprint(found)
+        return last.reads[1]()
+
+    def _look_at_shards(self, last: LastGather) -> None:
+        """Before an all-gather: note which contents it gathers, if a later use may ask."""
+        last.dropped = False
+        if last.watches and not self.reuses_rows:
+            last.fingerprint = self.fingerprint()
+            assert last.fingerprint is not None
+            last.steps, last.recorded = OptimizerSteps.count, last.records
 
     def drop_for_user(self) -> None:
         """As `forget_rows`, on one rank perhaps: others ask this one before they use theirs."""
-        retained = self.retained
-        seen = None if retained is None else retained.fingerprint
+        last = self.last_gather
+        seen = None if last is None else last.fingerprint
         self.forget_rows()
-        if retained is not None and seen is not None:
-            self.retained, retained.fingerprint, retained.dropped = retained, seen, True
-
-    def _gather_of(self, retained: Retained) -> Gather:
-        """The all-gather of what may be there already, or is to be asked for later."""
-        bound = self.bound
-        assert bound is not None
-        reuses = retained.holds and retained.granted
-        retained.holds = retained.granted = retained.dropped = False
-        if reuses:
-            return NOTHING_TO_GATHER
-        if retained.watches and not self.reuses_rows:
-            retained.fingerprint = self.fingerprint()
-            assert retained.fingerprint is not None
-            retained.steps, retained.recorded = OptimizerSteps.count, retained.records
-        return bound.gather
+        if last is not None and seen is not None:
+            self.last_gather, last.fingerprint, last.dropped = last, seen, True
 
     def drop_retained(self) -> None:
         """Free what is retained; what is known of the shards counts no more."""
-        retained = self.retained
-        if retained is None:
-            return
-        if retained.holds and self.bound is not None:
-            self._release_full(self.bound)
-        retained.holds = retained.granted = retained.dropped = False
-        retained.fingerprint = None
-        if not retained.watches:
-            self.retained = None
+        if self.is_retained:
+            if self.bound is not None:
+                self._release_full(self.bound)
+            self.state = SHARDED
+        last = self.last_gather
+        if last is not None:
+            last.dropped, last.fingerprint = False, None
+            if not last.watches:
+                self.last_gather = None
 
     def show(self) -> None:
-        """Register what is gathered and was hidden."""
-        if self.state is not HIDDEN:
+        """Register what is gathered and was hidden, or is retained and granted."""
+        if self.state is not HIDDEN and self.state is not GRANTED:
             raise refused("show", self.name, self.state)
         assert self.bound is not None
         for store, name, param in self.bound.to_unsharded:
@@ -648,8 +648,9 @@ class ParamGroup(GroupFacts):
         """Free the remains of an exception; COMPUTE has waited for the other lanes."""
         if self.bound is not None and self.bound.keeping is not None:
             self.bound.keeping.lose()
-        self.retained = None
-        self.reshard()
+        self.drop_retained()
+        self.last_gather = None
+        self.reshard(forced=True)
         if self.bound is not None:
             self._release_full(self.bound)
             for reduction in self.bound.reductions:
@@ -765,9 +766,7 @@ class ParamGroup(GroupFacts):
             for member in reduction.members:
                 member.accumulate(reduction.context.spec.reduce_dtype)
 
-    def collect(
-        self, all_reduce: bool, fill: bool, again: bool = False
-    ) -> list[tuple[Reduction, Job]]:
+    def collect(self, all_reduce: bool, fill: bool, again: bool = False) -> Jobs:
         """Take the gradients that are there; empty where there is nothing to reduce, else of all.
 
         Args:
@@ -792,11 +791,9 @@ class ParamGroup(GroupFacts):
             jobs.append((reduction, job))
         if idle:
             return with_zeros(jobs)
-        return cast(list[tuple[Reduction, Job]], jobs)
+        return cast(Jobs, jobs)
 
-    def reduce(
-        self, jobs: list[tuple[Reduction, Job]], all_reduce: bool
-    ) -> PendingReduction | None:
+    def reduce(self, jobs: Jobs, all_reduce: bool) -> PendingReduction | None:
         """Reduce collected gradients into the sharded parameters' ``.grad``.
 
         Args:
@@ -815,7 +812,7 @@ class ParamGroup(GroupFacts):
 
     def discard_gradients(self) -> None:
         """Drop gradients that are not reduced yet."""
-        self._accumulated = False
+        self._accumulated = self.fills = False
         for param in self.params:
             param.drop_gradient()
         if self.bound is not None:
@@ -827,6 +824,7 @@ class ParamGroup(GroupFacts):
     # ---- state
 
     def _require_sharded(self, action: str) -> None:
+        self.drop_retained()
         if self.state is not SHARDED:
             raise coded(
                 ShardingStateError,

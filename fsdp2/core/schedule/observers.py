@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from torch.profiler import record_function
 
@@ -42,97 +42,27 @@ class Observed:
     Operations that no observer sees, and all else, are the group's own.
 
     Args:
-        below: the group.
+        group: the group.
         observers: the highest first.
 
     Attributes:
-        base: the group itself, by which it is identified.
-        below: as it was given, as are the observers.
+        base: the group, by which it is identified.
+        observers: as they were given.
     """
 
-    def __init__(self, below: GroupOperations, observers: Sequence[Observer]) -> None:
-        self.base: ParamGroup = below.base
-        self.below, self.observers = below, observers
+    def __init__(self, group: ParamGroup, observers: Sequence[Observer]) -> None:
+        self.base, self.observers = group, observers
         for observer in reversed(observers):
             for operation, see in observer.sees.items():
                 # Bound to the group and not to this object, which is freed by its last reference.
-                run = functools.partial(see, self.base, getattr(self, operation))
-                setattr(self, operation, run)
+                setattr(self, operation, functools.partial(see, group, getattr(self, operation)))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.below, name)
+        return getattr(self.base, name)
 
 
-class Layer:
-    """A layer of a tied, whole or claimed group: it passes everything on that it does not override.
-
-    Args:
-        below: the group, or the next layer around it.
-
-    Attributes:
-        base: the group itself.
-        below: what it passes operations on to.
-        height: where it is among other layers; the highest is called first.
-    """
-
-    __slots__ = ("base", "below")
-
-    base: ParamGroup
-    height: ClassVar[int]
-
-    def __init__(self, below: GroupOperations) -> None:
-        self.base = below.base
-        self.below = below
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.below, name)
-
-
-GroupOperations = ParamGroup | Layer | Observed
+GroupOperations = ParamGroup | Observed
 """A group as the scheduler calls it."""
-
-
-def layers_of(group: GroupOperations) -> list[Layer]:
-    """The layers around a group, the outermost first."""
-    found = []
-    while not isinstance(group, ParamGroup):
-        if isinstance(group, Layer):
-            found.append(group)
-        group = group.below
-    return found
-
-
-def with_layer(
-    group: GroupOperations, layer: Callable[[GroupOperations], Layer], height: int
-) -> GroupOperations:
-    """Put a layer around a group, above lower layers and below observers.
-
-    Args:
-        group: the group, its outermost layer, or what observers see.
-        layer: makes the layer around the object below it.
-        height: the layer's.
-    """
-    if isinstance(group, Observed):
-        return observed(with_layer(group.below, layer, height), group.observers)
-    if isinstance(group, Layer) and group.height > height:
-        group.below = with_layer(group.below, layer, height)
-        return group
-    return layer(group)
-
-
-def without_layer(group: GroupOperations, kind: type[Layer]) -> GroupOperations:
-    """Take a layer of a kind off a group."""
-    if isinstance(group, Observed):
-        return observed(without_layer(group.below, kind), group.observers)
-    if isinstance(group, ParamGroup):
-        return group
-    if type(group) is kind:
-        return group.below
-    group.below = without_layer(group.below, kind)
-    return group
-
-
-# ---- observers of groups
 
 
 def observers_of(group: GroupOperations) -> Sequence[Observer]:
@@ -142,9 +72,8 @@ def observers_of(group: GroupOperations) -> Sequence[Observer]:
 
 def observed(group: GroupOperations, observers: Sequence[Observer]) -> GroupOperations:
     """A group with these observers, and no others; the group itself if there are none."""
-    below = group.below if isinstance(group, Observed) else group
     ordered = sorted(observers, key=lambda observer: -observer.height)
-    return Observed(below, ordered) if ordered else below
+    return Observed(group.base, ordered) if ordered else group.base
 
 
 def with_observer(group: GroupOperations, observer: Observer, wanted: bool) -> GroupOperations:
@@ -187,7 +116,7 @@ def _ranges(operation: str) -> Callable[..., object]:
 
 
 PROFILER = Observer(
-    3,  # around the checks: a trace shows what they cost
+    4,  # around the checks: a trace shows what they cost
     {
         "start_unshard": _ranges("all_gather"),
         "finish_unshard": _ranges("wait"),

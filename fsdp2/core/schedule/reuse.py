@@ -38,7 +38,7 @@ from fsdp2.core.device.one_off import largest_over
 from fsdp2.core.params.param import FlagChanges
 from fsdp2.core.progress import OptimizerSteps, naming_unit
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.states import HIDDEN, SHARDED, UNSHARDED
+from fsdp2.core.schedule.states import GATHERING, RESHARDED, RETAINED, UNSHARDED
 from fsdp2.core.schedule.unit import IDLE, Unit
 
 
@@ -100,18 +100,18 @@ class Reuse:
                         operations.take_back(stays=False)
                         operations.reshard()
                 group.forget_rows()
-            elif group.retained is not None:
-                group.retained.granted = True
+            else:
+                group.grant()
         self._watch(units, records)
 
     @staticmethod
     def _is_repeated(group: ParamGroup, unit: Unit | None) -> bool:
         """Whether a forward with a backward has left it gathered, and no optimizer has stepped."""
-        retained = group.retained
+        last = group.last_gather
         if group.gathered_at != OptimizerSteps.count:
             return False
-        if retained is not None and retained.fingerprint is not None:
-            return retained.recorded
+        if last is not None and last.fingerprint is not None:
+            return last.recorded
         if unit is None or group.is_retained:
             return group.is_retained
         return unit.reshard_after_forward is not None or not unit.reshard_after_backward
@@ -131,7 +131,7 @@ class Reuse:
                     held.setdefault(group, unit)
         for group in self.rows:
             rows = group.has_rows or group.is_dropped
-            if rows and group.state in (SHARDED, HIDDEN, UNSHARDED):
+            if rows and group.state not in (GATHERING, RESHARDED):
                 held.setdefault(group, None)
         return held
 
@@ -163,7 +163,7 @@ class Reuse:
                 unit.hide()
                 self.hides = True
             else:
-                unit.retain()
+                unit.hide(RETAINED)
         self._forget_freed()
 
     def end_iteration(self) -> None:
@@ -218,7 +218,7 @@ def _compared(groups: Sequence[ParamGroup]) -> list[int]:
     differ = [1] * len(groups)
     by_device: dict[object, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
     for place, group in enumerate(groups):
-        before = None if group.retained is None else group.retained.fingerprint
+        before = None if group.last_gather is None else group.last_gather.fingerprint
         now = group.fingerprint()
         if now is not None and before is not None:
             by_device.setdefault(group.shard.device, {})[place] = now, before

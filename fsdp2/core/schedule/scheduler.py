@@ -33,6 +33,7 @@ from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.logs import SCHEDULE
 from fsdp2.core.params.param import FlagChanges
 from fsdp2.core.progress import Backwards, OptimizerSteps
+from fsdp2.core.reduce.reduction import Jobs
 from fsdp2.core.schedule.calls import Calls
 from fsdp2.core.schedule.connections import connect_groups
 from fsdp2.core.schedule.in_flight import InFlight
@@ -40,7 +41,7 @@ from fsdp2.core.schedule.iteration import Graph, Iteration
 from fsdp2.core.schedule.observers import PROFILER, GroupOperations
 from fsdp2.core.schedule.retrace import NOWHERE, running_node
 from fsdp2.core.schedule.reuse import Reuse
-from fsdp2.core.schedule.states import GATHERING, HIDDEN, SHARDED, UNSHARDED
+from fsdp2.core.schedule.states import GATHERING, GRANTED, HIDDEN, UNSHARDED
 from fsdp2.core.schedule.unit import (
     BACKWARD,
     FORWARD,
@@ -298,7 +299,7 @@ class Scheduler:
         self.iteration.holds = False
         for unit in self.units:
             for group in unit.groups:
-                if group.state is SHARDED or group.is_alias:
+                if group.state.is_sharded or unit.borrows(group):
                     continue
                 if group.is_referred_to:
                     self.iteration.holds = True
@@ -531,8 +532,10 @@ class Scheduler:
 
     def enter_recomputation(self, unit: Unit) -> None:
         """Gather ``unit`` in backward for a recomputed forward."""
-        if unit.is_sharded or self.iteration.holds:
-            self._gather(unit)
+        for group in unit.groups:
+            if group.state is not UNSHARDED:
+                self._gather(unit)
+                break
 
     def exit_backward(self, unit: Unit, _: object = None) -> None:
         """Free ``unit``, unless it is its own successor, and reduce its gradients.
@@ -554,19 +557,18 @@ class Scheduler:
         """
         now = self.iteration
         fill = False  # whether absent gradients count as zeros, on request
+        again = over and unit.phase is REDUCED
         if now.retracing is not None:
             if not over and unit in now.retracing.inside:
                 now.retracing.exit(unit, self._turn)
             fill = unit.sync and now.retracing.fills(unit, over)
             if unit.sync and not (fill or over) and self._is_reduced_later(unit, reshard):
                 return
+        unit.phase = IDLE if over else REDUCED
         if now.postponed is not None and now.postponed[0] is unit:
             self._gather_postponed(now.postponed, reshard, over)
-        again = over and unit.phase is REDUCED
-        if not over:
-            unit.phase = REDUCED
-            if reshard and unit.visits and self._stays_for_next(unit):
-                reshard = False
+        if not over and reshard and unit.visits and self._stays_for_next(unit):
+            reshard = False
         if not unit.sync:
             self._accumulate(unit, reshard)
             return
@@ -576,8 +578,11 @@ class Scheduler:
         # Gradients are taken from the unsharded parameters, whose memory is freed before the
         # reduction allocates, so that it can reuse it: both are on COMPUTE (decision 1).
         for group in unit.groups:
-            jobs = group.collect(unit.all_reduce, fill, again)
-            if reshard and group.state is not SHARDED:
+            if unit.ties or group.is_whole:
+                jobs = self._collect_late(unit, group, fill, again)
+            else:
+                jobs = group.collect(unit.all_reduce, fill, again)
+            if reshard and not group.state.is_sharded:
                 group.reshard()
             if jobs:
                 if group.state is GATHERING and group.base.has_grad_hooks:
@@ -590,6 +595,29 @@ class Scheduler:
                     self._in_flight.holding.append(pending)
                     if unit.visits:  # gathered again for an earlier call
                         self._in_flight.order_after_hooks()
+
+    @staticmethod
+    def _collect_late(unit: Unit, group: GroupOperations, fill: bool, again: bool) -> Jobs:
+        """Take the gradients of a group whose reduction may have to wait.
+
+        Autograd delivers the gradient of a tied parameter after all its uses have run: the owner of
+        the group reduces it at its end if no other unit's backward is to come. Parameters that are
+        whole on every rank are all-reduced together, at the end of the whole backward.
+        """
+        if unit.borrows(group):
+            return []
+        base = group.base
+        tie = unit.ties.get(base)
+        awaits = tie is not None and unit.phase is REDUCED and tie.is_awaited
+        fill = fill or base.fills
+        base.fills = fill and (awaits or base.is_whole)
+        if awaits:
+            return []
+        if base.is_whole:
+            if not unit.all_reduce or unit.visits:  # a later backward, or call, adds to them
+                group.accumulate()
+            return []
+        return group.collect(unit.all_reduce, fill, again)
 
     def _is_reduced_later(self, unit: Unit, reshard: bool) -> bool:
         """Free a unit with more calls to come, if one reduction is to sum them all.
@@ -626,7 +654,8 @@ class Scheduler:
         """Keep the gradients, unreduced, for a backward to come."""
         self.unreduced = True
         for group in unit.groups:
-            group.accumulate()
+            if not unit.borrows(group):
+                group.accumulate()
             if reshard:
                 group.reshard()
 
@@ -650,7 +679,6 @@ class Scheduler:
             elif self._is_to_finish(unit, last):
                 reshard = unit.reshard_after_backward and not self._keeps(unit, last)
                 self._finish(unit, reshard, over=True)
-                unit.phase = IDLE
                 self._retain_on_request(unit)
         if self._whole is not None:
             self._whole.reduce(self._in_flight)
@@ -684,7 +712,7 @@ class Scheduler:
         if not (unit.reshard_after_backward or unit.claimed or self.iteration.holds):
             self.reuse.add(unit)
             if unit.sync:  # otherwise unsharded parameters have the gradients
-                unit.retain(granted=True)
+                unit.hide(GRANTED)
 
     def _is_done(self, unit: Unit) -> bool:
         """Whether a unit whose end had a hook is sharded, and has nothing to reduce."""
@@ -692,7 +720,7 @@ class Scheduler:
         if retracing is not None and unit not in retracing.filled:
             return False
         for group in unit.groups:  # noqa: SIM110  # asked for every unit at the end of backward
-            if not group.is_over:
+            if not (group.is_over or unit.borrows(group)):
                 return False
         return True
 
@@ -702,7 +730,8 @@ class Scheduler:
             return False  # a backward inside a forward: its parameters are in use
         if unit.phase is not IDLE or last:
             return True
-        return any(group.is_owed for group in unit.groups)  # otherwise its backward is to come
+        # Otherwise its backward is to come; another unit's has left gradients of what is tied.
+        return any(g.has_gradients for g in unit.own_groups if g in unit.ties)
 
     def _keeps(self, unit: Unit, last: bool) -> bool:
         """Whether the unit stays unsharded: for a later backward, or for a graph of this one."""
@@ -720,7 +749,6 @@ class Scheduler:
         now.in_backward = True
         for unit in self.units:
             self._finish(unit, unit.reshard_after_backward, over=True)
-            unit.phase = IDLE
             if unit.reshard_after_backward:
                 unit.drop_retained()
             self._retain_on_request(unit)
@@ -794,7 +822,7 @@ class Scheduler:
             if unit in ahead:
                 ahead.remove(unit)
         for group in unit.groups:
-            if group.state is SHARDED:
+            if group.state.is_sharded:
                 group.base.forget_rows()
                 group.bind()  # also where a backward raised, and parameters were replaced since
         self.unshard(unit)
@@ -815,7 +843,7 @@ class Scheduler:
                 except BaseException:
                     self._abandon(group)
                     raise
-            elif group.state is HIDDEN:
+            elif group.state is HIDDEN or group.state is GRANTED:
                 group.show()
             elif group.state is UNSHARDED:
                 group.take_back()

@@ -1,15 +1,20 @@
 """The states of a group's parameters, and the actions that change them.
 
-SHARDED ──start_unshard──> GATHERING ──finish_unshard──> UNSHARDED
-   ^                        │     ^                       │     │
-   └────────reshard─────────┴─────┼────────reshard────────┘     │
-   │                        start_unshard                shard_smaller
-   ├────────reshard────────── RESHARDED <───────────────────────┤
-   │                                                         hide, show
-   └────────reshard─────────────────────────── HIDDEN <─────────┘
+                   start_unshard              finish_unshard
+    SHARDED ──────────────────────> GATHERING ──────────────> UNSHARDED
+     ^ ^ ^                           │  ^   ^                  │ │ │ ^
+     │ │ └───────── reshard ─────────┘  │   └─ start_unshard ┐ │ │ │ │
+     │ │                       start_unshard                 │ │ │ │ │
+     │ ├───── reshard ──── RESHARDED ───┘ <── shard_smaller ─┼─┘ │ │ │
+     │ ├───── reshard ──── HIDDEN <──────────── hide, show ──┼───┼─┼─┤
+     │ ├──────────────────────────────────────── reshard ────┼───┘ │ │
+     │ └── drop_retained ─ RETAINED <───────────── hide ─────┘─────┤ │
+     │                        │ grant                              │ │
+     └──── drop_retained ─ GRANTED <────────── hide, show ─────────┴─┘
 
-An action sets the state at its end, so that one that raises is undone; only `start_unshard` sets it
-first (invariant I12).
+The registered parameters are the gathered ones in UNSHARDED, rows of a smaller group in RESHARDED,
+and the sharded ones in all other states. An action sets the state at its end, so that one that
+raises is undone; only `start_unshard` sets it first (invariant I12).
 """
 
 from __future__ import annotations
@@ -22,8 +27,12 @@ from fsdp2.core.errors import ShardingStateError, coded
 class GroupState(Enum):
     """The state of a group's parameters.
 
+    HIDDEN is for graphs, which may read what is gathered. RETAINED and GRANTED are for later uses:
+    of GRANTED it is known that it is what the shards hold.
+
     Attributes:
         needs_gather: whether they must be gathered before use.
+        is_sharded: whether nothing in use reads what is gathered, if anything is.
     """
 
     SHARDED = "sharded"
@@ -31,15 +40,19 @@ class GroupState(Enum):
     UNSHARDED = "unsharded"
     RESHARDED = "resharded to a smaller group"
     HIDDEN = "gathered, with the sharded ones registered"
+    RETAINED = "sharded, and retained until the shards are compared"
+    GRANTED = "sharded, and retained for the next use"
 
     needs_gather: bool
+    is_sharded: bool
 
 
-SHARDED, GATHERING, UNSHARDED, RESHARDED, HIDDEN = GroupState
+SHARDED, GATHERING, UNSHARDED, RESHARDED, HIDDEN, RETAINED, GRANTED = GroupState
 """For the hot path, as in `fsdp2.core.device.streams`."""
 
 for _state in GroupState:
-    _state.needs_gather = _state in (SHARDED, RESHARDED)
+    _state.needs_gather = _state in (SHARDED, RESHARDED, RETAINED)
+    _state.is_sharded = _state in (SHARDED, RETAINED, GRANTED)
 
 
 def refused(action: str, group: str, state: GroupState) -> ShardingStateError:

@@ -24,17 +24,10 @@ from typing import Any
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.custom_collectives import MemoryComms
 from fsdp2.core.device.process_groups import ProcessGroup
-from fsdp2.core.schedule.claimed import ClaimedGroup
+from fsdp2.core.schedule.claimed import CLAIMS, note_gathered
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.observers import (
-    GroupOperations,
-    Observer,
-    layers_of,
-    with_layer,
-    with_observer,
-    without_layer,
-)
-from fsdp2.core.schedule.states import HIDDEN, SHARDED
+from fsdp2.core.schedule.observers import GroupOperations, Observer, with_observer
+from fsdp2.core.schedule.states import HIDDEN, GroupState
 
 
 class Phase(Enum):
@@ -72,8 +65,8 @@ class Unit:
 
     Attributes:
         name: full name of its module ("" for the root), or several joined by commas.
-        groups: its parameter groups, and aliases of other units' if parameters are tied to theirs,
-            each with the layers around it; empty if every parameter belongs to other units.
+        groups: its parameter groups, and those of other units that have parameters tied to its own,
+            each with its observers.
         options: the user's choices for its groups, including those that are added later.
         comms: collectives in memory of process groups, on request; `options_of` adds them.
         reshard_after_forward: ``None`` for the default: keep at the root, reshard elsewhere.
@@ -90,6 +83,7 @@ class Unit:
         is_root: whether it is the root of its scheduler.
         claimed: whether the user has unsharded it, and not resharded it since.
         phase: its phase in the iteration.
+        ties: of the groups that other units use, too: which units do (`fsdp2.core.schedule.ties`).
         visits: a position in the forward's order of exits for each call whose backward will follow.
     """
 
@@ -111,6 +105,7 @@ class Unit:
         "reshard_after_backward",
         "reshard_after_forward",
         "sync",
+        "ties",
         "unshard_in_backward",
         "visits",
     )
@@ -138,24 +133,24 @@ class Unit:
         self.is_root = False
         self.claimed = False
         self.phase = IDLE
+        self.ties: dict[ParamGroup, Tie] = {}
         self.visits: list[int] = []
 
     @property
     def own_groups(self) -> list[ParamGroup]:
-        """The groups that belong to it, without the layers around them."""
-        return [group.base for group in self.groups if not group.is_alias]
+        """The groups that belong to it, without observers."""
+        if not self.ties:
+            return [group.base for group in self.groups]
+        return [group.base for group in self.groups if not self.borrows(group)]
 
-    def place_of(self, group: ParamGroup) -> int:
-        """The index in ``groups`` of a group that belongs to it."""
-        return next(
-            place
-            for place, found in enumerate(self.groups)
-            if found.base is group and not found.is_alias
-        )
+    def borrows(self, group: GroupOperations) -> bool:
+        """Whether a group that it uses belongs to another unit, which reduces its gradients."""
+        tie = self.ties.get(group.base)
+        return tie is not None and tie.owner() is not self
 
     def operations_of(self, group: ParamGroup) -> GroupOperations:
-        """A group that belongs to it, with the layers around it."""
-        return self.groups[self.place_of(group)]
+        """A group that it uses, with its observers."""
+        return next(found for found in self.groups if found.base is group)
 
     def put_around(self, observer: Observer, wanted: bool) -> None:
         """Let an observer see its groups, or no longer."""
@@ -221,12 +216,9 @@ class Unit:
     def note_contents(self) -> None:
         """Note what a user is given, so that `give_up` sees his writes."""
         for place, group in enumerate(self.groups):
-            if not any(isinstance(layer, ClaimedGroup) for layer in layers_of(group)):
-                self.groups[place] = with_layer(group, ClaimedGroup, ClaimedGroup.height)
-        for group in self.groups:
-            for layer in layers_of(group):
-                if isinstance(layer, ClaimedGroup):
-                    layer.note()
+            if not self.borrows(group):
+                self.groups[place] = with_observer(group, CLAIMS, True)
+                note_gathered(group.base)
 
     def give_up(self) -> None:
         """Free it for a user, who may have used its unsharded parameters."""
@@ -235,7 +227,7 @@ class Unit:
             group.base.drop_for_user()
         self.claimed = False
         self.reshard()
-        self.groups = [without_layer(group, ClaimedGroup) for group in self.groups]
+        self.put_around(CLAIMS, False)
 
     def give_up_iteration(self) -> None:
         """Free it and drop unreduced gradients, in any state in which an exception left it."""
@@ -244,17 +236,13 @@ class Unit:
         self.visits.clear()
         for group in self.groups:
             group.abandon()
-            group.discard_gradients()
+            if not self.borrows(group):
+                group.discard_gradients()
 
-    def hide(self) -> None:
-        """Register its sharded parameters; unsharded ones stay in memory."""
+    def hide(self, to: GroupState = HIDDEN) -> None:
+        """Register its sharded parameters; unsharded ones stay in memory (`ParamGroup.hide`)."""
         for group in self.groups:
-            group.hide()
-
-    def retain(self, granted: bool = False) -> None:
-        """Register its sharded parameters; later forwards decide whether to use the rest again."""
-        for group in self.groups:
-            group.retain(granted)
+            group.hide(to)
 
     def drop_retained(self) -> None:
         """Free what is gathered while its sharded parameters are registered."""
@@ -269,20 +257,53 @@ class Unit:
     def forbid_reading(self) -> None:
         """Make a backward raise if it reads parameters that are not gathered.
 
-        They have no memory then; some backwards, such as that of an embedding, do not read it.
+        They have no memory then; some backwards, such as that of an embedding, do not read it. The
+        backward of another unit may still gather and read those that are tied.
         """
         for group in self.groups:
-            if group.state.needs_gather:
+            if group.state.needs_gather and group.base not in self.ties:
                 group.forbid_reading()
 
     def reshard_if_outdated(self) -> None:
         """Free parameters that were gathered before an optimizer step."""
         for group in self.groups:
-            if group.state is not SHARDED:
+            if not group.state.is_sharded:
                 free_if_outdated(group)
 
     def __repr__(self) -> str:
         return f"Unit({self.title!r}, {self.phase.value})"
+
+
+class Tie:
+    """The units that use a group.
+
+    Args:
+        owner: the unit to which it belongs.
+
+    Attributes:
+        owner: the same.
+        users: the other units.
+    """
+
+    __slots__ = ("owner", "users")
+
+    def __init__(self, owner: Unit) -> None:
+        self.owner = weakref.ref(owner)
+        self.users: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+    @property
+    def units(self) -> set[Unit]:
+        """All units that use it."""
+        return {unit for unit in (self.owner(), *self.users) if unit is not None}
+
+    def in_use(self) -> bool:
+        """Whether one of them is running."""
+        return any(unit.phase in (FORWARD, BACKWARD) for unit in self.units)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the backward of another unit than the owner is running, or to come."""
+        return any(unit.phase is BACKWARD or unit.visits for unit in self.users)
 
 
 # ---- the units of this process
@@ -292,7 +313,7 @@ _enlisted: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def enlist(unit: Unit) -> None:
-    """Record the unit of a sharded module, so that layers for all groups find it."""
+    """Record the unit of a sharded module, so that observers of all groups find it."""
     _enlisted.add(unit)
 
 

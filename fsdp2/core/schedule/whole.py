@@ -1,12 +1,13 @@
 """Parameters that are whole on every rank: their gradients are all-reduced together.
 
-    unit    groups ──> WholeGroup ──> ParamGroup   [norm.weight]      nothing is gathered
-    unit    groups ──> WholeGroup ──> ParamGroup   [norm.weight]
+    unit    groups ──> ParamGroup   [norm.weight]      nothing is gathered
+    unit    groups ──> ParamGroup   [norm.weight]
                            └── gradients stay where autograd left them
     end of backward        Together ──> one flat all-reduce for all of them ──> each ``.grad``
 
 The end of a unit's backward does not reduce the gradients of such a group, or adds them up in the
-reduce dtype if no all-reduce follows in this backward. The end of the whole backward reduces those
+reduce dtype if no all-reduce follows in this backward (`Scheduler._collect_late`). The end of the
+whole backward reduces those
 of all units that all-reduce now (invariant I10). A group collects gradients with its own
 reductions; one additional reduction of all members is bound, and runs. Its members follow from the
 units' flags and from the bound records of the groups, so they are the same on all ranks (invariant
@@ -15,7 +16,6 @@ I1).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -27,68 +27,11 @@ from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.reduce.spec import ReductionSpec, reduction_spec
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.in_flight import InFlight
-from fsdp2.core.schedule.observers import GroupOperations, Layer, layers_of
-from fsdp2.core.schedule.states import GATHERING, SHARDED
+from fsdp2.core.schedule.states import GATHERING
 from fsdp2.core.schedule.unit import Unit
 
 Part = tuple[ParamGroup, Reduction]
 """A reduction of a group's own, of which the members are reduced together with others."""
-
-
-class WholeGroup(Layer):
-    """A layer around a group of whole parameters: their gradients wait for the end of backward.
-
-    Args:
-        below: the group.
-
-    Attributes:
-        fills: whether its absent gradients are to be taken as zeros.
-        unit: the unit that it belongs to, once a scheduler serves that.
-    """
-
-    __slots__ = ("fills", "unit")
-
-    height = -1  # below the layer of a tied group, which says when its gradients are complete
-
-    def __init__(self, below: GroupOperations) -> None:
-        super().__init__(below)
-        self.fills = False
-        self.unit: weakref.ref[Unit] | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it is sharded: what is there to reduce, the end of backward takes."""
-        return self.base.state is SHARDED
-
-    def collect(
-        self, all_reduce: bool, fill: bool, again: bool = False
-    ) -> list[tuple[Reduction, Job]]:
-        """Nothing yet: add up what a later backward, or another call's, is to be added to."""
-        self.fills = self.fills or fill
-        unit = None if self.unit is None else self.unit()
-        if not all_reduce or (unit is not None and unit.visits):
-            self.below.accumulate()
-        return []
-
-    def take(self) -> list[tuple[Reduction, Job]]:
-        """Take the gradients that are there; empty where there are none."""
-        fill, self.fills = self.fills, False
-        return self.base.collect(True, fill)
-
-    def discard_gradients(self) -> None:
-        """Drop gradients that are not reduced yet."""
-        self.fills = False
-        self.below.discard_gradients()
-
-
-def with_whole_layers(groups: Sequence[ParamGroup]) -> list[GroupOperations]:
-    """New groups, those of whole parameters with their layer."""
-    return [WholeGroup(group) if is_whole(group) else group for group in groups]
-
-
-def is_whole(group: ParamGroup) -> bool:
-    """Whether a group is of whole parameters."""
-    return bool(group.params) and group.params[0].axes.whole  # a group has one mesh
 
 
 class Family:
@@ -100,7 +43,7 @@ class Family:
 
     Attributes:
         parts: as they were given.
-        leader: the first of the groups, through whose layers it is reduced.
+        leader: the first of the groups, through whose observers it is reduced.
         joint: the reduction of all members.
         name: of the leader.
         params: all members.
@@ -144,15 +87,13 @@ class Together:
     """The whole parameters below a root.
 
     Args:
-        members: units, and the layer of a group of each.
+        members: units, and a group of each.
     """
 
-    def __init__(self, members: Sequence[tuple[Unit, WholeGroup]]) -> None:
+    def __init__(self, members: Sequence[tuple[Unit, ParamGroup]]) -> None:
         self._members = members
         self._bound: list[Part] = []  # what the families are bound to
         self._families: list[Family] = []
-        for unit, layer in members:
-            layer.unit = weakref.ref(unit)
 
     def reduce(self, in_flight: InFlight) -> None:
         """All-reduce the gradients that are there, of the units that do so now.
@@ -163,20 +104,21 @@ class Together:
         Args:
             in_flight: the window of reductions, which gets these.
         """
-        due = [layer for unit, layer in self._members if unit.sync and unit.all_reduce]
+        due = [group for unit, group in self._members if unit.sync and unit.all_reduce]
         taken: dict[Reduction, Job] = {}
         axes: set[Hashable] = set()
-        for layer in due:
-            jobs = layer.take()
+        for group in due:
+            fill, group.fills = group.fills, False
+            jobs = group.collect(True, fill)
             if jobs:
                 taken.update(jobs)
-                axes.add(_axis(layer.base))
+                axes.add(_axis(group))
         if not taken:
             return
-        units = {layer.base: unit for unit, layer in self._members}
-        for layer in due:
-            if layer.base.state is GATHERING and layer.base.has_grad_hooks:
-                layer.base.reshard()  # what is gathered ahead, and a hook writes
+        units = {group: unit for unit, group in self._members}
+        for group in due:
+            if group.state is GATHERING and group.has_grad_hooks:
+                group.reshard(forced=True)  # what is gathered ahead, and a hook writes
         for family in self._bind(due):
             if _axis(family.leader) in axes:
                 if in_flight.holding:
@@ -192,13 +134,13 @@ class Together:
         for family in self._families:
             family.joint.abandon()
 
-    def _bind(self, due: Sequence[WholeGroup]) -> list[Family]:
+    def _bind(self, due: Sequence[ParamGroup]) -> list[Family]:
         """The families, rebuilt if a group was bound again, or if other groups are due."""
         parts = [
-            (layer.base, part)
-            for layer in due
-            if layer.base.bound is not None
-            for part in layer.base.bound.reductions
+            (group, part)
+            for group in due
+            if group.bound is not None
+            for part in group.bound.reductions
         ]
         if parts != self._bound:
             families: dict[Hashable, tuple[ReductionSpec, list[Part]]] = {}
@@ -218,12 +160,5 @@ def _axis(group: ParamGroup) -> Hashable:
 
 def together(units: Sequence[Unit]) -> Together | None:
     """The whole parameters of these units; ``None`` where there are none."""
-    members = [
-        (unit, layer)
-        for unit in units
-        for group in unit.groups
-        if not group.is_alias
-        for layer in layers_of(group)
-        if isinstance(layer, WholeGroup)
-    ]
+    members = [(unit, group) for unit in units for group in unit.own_groups if group.is_whole]
     return Together(members) if members else None
