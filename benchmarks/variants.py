@@ -208,6 +208,7 @@ def observe(model: nn.Module, observer: Observer | None) -> None:
     """
     # Not at the top: other variants are without fsdp2.
     from fsdp2.core.modules.registry import records_below
+    from fsdp2.core.schedule.group import ROUTE
 
     world = dist.group.WORLD
     assert isinstance(world, NullGroup)
@@ -217,7 +218,7 @@ def observe(model: nn.Module, observer: Observer | None) -> None:
     for collectives in found.values():
         collectives.__init__(collectives.group, collectives.device, collectives._asynchronous)
     for group in groups:  # bind gathers and reductions to the methods found now
-        group.stale = True
+        group.stale = ROUTE
         if group.bound is not None:
             group.bind_reductions()
 

@@ -1077,9 +1077,9 @@ class FSDPModule(TorchIdentity):
         if root is not None:
             root.unreduced = False
         for unit in units:
-            for group in unit.own_groups:
+            for group in unit.groups:
                 if not group.state.is_sharded:  # shards are not registered; their gradients count
-                    for param in group.params:
+                    for param in group.base.params:
                         param.clear_gradient(set_to_none)
         if zeroed.functions:
             zeroed(units)

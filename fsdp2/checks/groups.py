@@ -266,8 +266,10 @@ def _look(group: ParamGroup, run: Run, *args: object) -> None:
 
 def _look_back(group: ParamGroup, run: Run, stays: bool = True) -> None:
     """Check for writes while the group stayed unsharded."""
-    run(stays)
-    _refuse_written(group, stays)
+    try:
+        run(stays)
+    finally:  # also where the group has found a write: only this raises on all ranks alike
+        _refuse_written(group, stays)
 
 
 def _free(group: ParamGroup, run: Run) -> None:

@@ -264,7 +264,7 @@ def _tag(group: ParamGroup) -> None:
 
 
 NOTED = Observer(
-    6,
+    5,
     {
         **dict.fromkeys(("start_unshard", "finish_unshard", "shard_smaller", "reduce"), _note),
         **dict.fromkeys(("accumulate", "collect"), _take),

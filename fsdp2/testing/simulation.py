@@ -412,7 +412,8 @@ class Simulation:
         ahead = []
         left = []  # tied ones
         for unit in self.scheduler.units:
-            gathered = [group for group in unit.own_groups if not group.state.needs_gather]
+            states = {group: group.state for group in unit.own_groups}
+            gathered = [g for g, s in states.items() if not (s.needs_gather or s.is_sharded)]
             tied = [unit.ties[group] for group in gathered if group in unit.ties]
             left += tied
             if len(gathered) > len(tied) and not self._is_in_use(unit):

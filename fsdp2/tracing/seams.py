@@ -251,7 +251,7 @@ def _reduce(
 
 
 TRACER = Observer(
-    5,  # around all others: a trace shows what they cost
+    4,  # around all others: a trace shows what they cost
     {
         "start_unshard": _hosting("launch all-gather", "copy-in", Lane.COPY_IN),
         "finish_unshard": _hosting("finish all-gather", "copy-out", Lane.COMPUTE),

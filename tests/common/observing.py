@@ -44,4 +44,4 @@ def observe(units: Iterable[Unit], heard: Callable[[str, str], object]) -> None:
 
     sees = {"start_unshard": gather, "finish_unshard": told("finish"), "reduce": told("reduce")}
     sees |= dict.fromkeys(("shard_smaller", "reshard", "abandon"), free)
-    put_around(units, Observer(5, sees), True)
+    put_around(units, Observer(4, sees), True)

@@ -224,7 +224,7 @@ def is_gathered(unit: Unit) -> bool:
     Whole ones do not count: a hook that writes them frees what was gathered ahead.
     """
     own = [g for g in unit.groups if g.base not in unit.ties and not g.is_whole]
-    return any(not group.state.needs_gather for group in own)
+    return any(not (g.state.needs_gather or g.state.is_sharded) for g in own)
 
 
 class InterruptError(Exception):

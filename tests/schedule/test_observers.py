@@ -12,7 +12,7 @@ import pytest
 
 from fsdp2.checks.groups import CHECKS
 from fsdp2.checks.replicas import FIRST_ALL_REDUCE
-from fsdp2.core.schedule.claimed import CLAIMS
+from fsdp2.core.schedule.claimed import CLAIMED
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import (
     PROFILER,
@@ -35,12 +35,6 @@ pytestmark = pytest.mark.alone
 LOWER, HIGHER = Observer(10, {}), Observer(11, {})
 
 
-def plain() -> Any:
-    group: Any = mock.Mock()
-    group.base = group
-    return group
-
-
 def noting(name: str, heard: list[object]) -> Callable[..., object]:
     def see(group: object, run: Callable[..., object], *args: object) -> object:
         heard.append((name, group, args))
@@ -51,20 +45,22 @@ def noting(name: str, heard: list[object]) -> Callable[..., object]:
 
 def test_operations_are_seen_in_order_and_all_else_is_the_groups_own() -> None:
     heard: list[object] = []
-    below = plain()
+    below: Any = mock.Mock()
+    below.base = below
     low = Observer(1, {"reduce": noting("low", heard)})
     high = Observer(2, {"reduce": noting("high", heard)})
     group = observed(below, [low, high])
     assert group.reduce([], True) is below.reduce.return_value
-    assert heard == [("high", below, ([], True)), ("low", below, ([], True))]
+    assert heard == [("high", below.base, ([], True)), ("low", below.base, ([], True))]
     below.reduce.assert_called_once_with([], True)
-    assert group.reshard is below.reshard
+    assert group.reshard == below.reshard
     assert group.state is below.state
-    assert group.base is below
+    assert group.base is below.base
 
 
 def test_an_observed_group_is_freed_with_its_last_reference() -> None:
-    below = plain()
+    below: Any = mock.Mock()
+    below.base = below
     gone = weakref.ref(observed(below, [PROFILER]))
     gc.disable()
     try:
@@ -74,7 +70,8 @@ def test_an_observed_group_is_freed_with_its_last_reference() -> None:
 
 
 def test_with_the_last_observer_the_group_is_called_directly() -> None:
-    below = plain()
+    below: Any = mock.Mock()
+    below.base = below
     group = with_observer(with_observer(below, LOWER, True), HIGHER, True)
     assert observers_of(group) == [HIGHER, LOWER]
     assert with_observer(group, LOWER, True) is group
@@ -84,7 +81,7 @@ def test_with_the_last_observer_the_group_is_called_directly() -> None:
     assert with_observer(below, HIGHER, False) is below
 
 
-@pytest.mark.parametrize("observer", [PROFILER, CLAIMS, CHECKS, FIRST_ALL_REDUCE, TRACER, NOTED])
+@pytest.mark.parametrize("observer", [PROFILER, CHECKS, CLAIMED, FIRST_ALL_REDUCE, TRACER, NOTED])
 def test_what_observers_see_is_an_operation(observer: Observer) -> None:
     assert all(callable(getattr(ParamGroup, operation)) for operation in observer.sees)
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2 import fully_shard
 from fsdp2.core.modules.registry import record_of
+from fsdp2.core.schedule.group import ROUTE
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import Phase, Unit
 from fsdp2.testing.null_group import null_world
@@ -119,7 +120,7 @@ def test_kept_memory_stays_where_another_way_to_gather_is_chosen() -> None:
     (group,) = _unit(model).own_groups
     gathered = group.params[0].unsharded
     assert gathered is not None
-    group.stale = True  # as `set_custom_all_gather` does
+    group.stale = ROUTE  # as `set_custom_all_gather` does
     group.bind()
     assert group.params[0].unsharded is gathered
     assert gathered.untyped_storage().nbytes() > 0

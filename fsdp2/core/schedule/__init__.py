@@ -3,7 +3,7 @@
     scheduler  order, prefetch and windows of the units below one root
     iteration  state from the first forward to the end of the last backward; recorded graphs
     reuse      units that are left gathered, rows that are kept: whether shards were written
-    claimed    an observer of groups that a user has unsharded: writes to them
+    claimed    a layer around groups that a user has unsharded: writes to them
     in_flight  pending reductions, and the memory that they hold
     unit       the result of one call of fully_shard, its flags, and watchers of its phase
     group      parameters that share collectives

@@ -73,6 +73,19 @@ class LastGather:
         self.steps = -1
 
 
+@dataclass
+class Claim:
+    """What a user who has unsharded a group was given (`fsdp2.core.schedule.claimed`).
+
+    Attributes:
+        before: the fingerprint of what was gathered; ``None`` where it was compared since.
+        lost: whether a write was lost when it was freed.
+    """
+
+    before: torch.Tensor | None = None
+    lost: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Runtime:
     """The objects on which a group runs.
@@ -196,7 +209,6 @@ class Bound:
         waiting: whether gradients of backwards without sync are waiting.
 
     Attributes:
-        current: whether parameters and buffers are still those that were bound.
         full: the gathered rows, between acquire and release.
         mirror: the device's copy of offloaded shards, while a gather reads them (decision 8).
         nodes: rows that are gathered inside a node, if masters are sharded over two levels.
@@ -224,7 +236,6 @@ class Bound:
     __slots__ = (
         "__weakref__",
         "_load",
-        "current",
         "extension",
         "full",
         "gather",
@@ -254,7 +265,6 @@ class Bound:
         assert group.layout is not None
         assert layout is not None
         kernels = group.runtime.kernels
-        self.current = True
         self.full: TransientBuffer = kernels.transient(
             group.layout.full_bytes, f"gathered {group.name}"
         )

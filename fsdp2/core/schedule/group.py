@@ -52,6 +52,7 @@ from fsdp2.core.reduce.reduction import (
 )
 from fsdp2.core.schedule.bound import (
     Bound,
+    Claim,
     GroupFacts,
     LastGather,
     Runtime,
@@ -72,6 +73,10 @@ from fsdp2.core.schedule.states import (
 
 is_meta = operator.attrgetter("is_meta")
 
+BOUND, ROUTE, ALL = range(3)
+"""The next gather binds nothing; another way to gather; or everything, because parameters or
+buffers are no longer those that were bound."""
+
 
 class ParamGroup(GroupFacts):
     """Parameters that share collectives.
@@ -84,12 +89,13 @@ class ParamGroup(GroupFacts):
 
     Attributes:
         bound: all that binding has made of it; ``None`` before the first use.
+        claim: the contents that a user was given, where he has unsharded it.
         fills: whether absent gradients count as zeros when it is reduced, which is later than at
             its unit's end.
         gathered_at: `OptimizerSteps.count` when its shards were gathered last, or rows of them.
         in_use: whether a unit that uses it is running, if several do; it is not freed then.
         is_whole: whether its parameters are replicated on every rank, so that nothing is gathered.
-        stale: whether the next gather has something to bind.
+        stale: what the next gather binds: `BOUND`, `ROUTE` or `ALL`.
     """
 
     __slots__ = (
@@ -102,6 +108,7 @@ class ParamGroup(GroupFacts):
         "_taken",
         "_works",
         "bound",
+        "claim",
         "fills",
         "gathered_at",
         "in_use",
@@ -121,7 +128,8 @@ class ParamGroup(GroupFacts):
         self.state = SHARDED
         self.bound: Bound | None = None
         self.last_gather: LastGather | None = None
-        self.stale = True
+        self.stale = ALL
+        self.claim: Claim | None = None
         self.in_use: Callable[[], bool] | None = None
         self.is_whole = self.fills = False
         self._accumulated = False
@@ -307,21 +315,18 @@ class ParamGroup(GroupFacts):
 
     def rebind(self) -> None:
         """Notice changed parameters at the next gather."""
-        self.stale = True
-        if self.bound is not None:
-            self.bound.current = False
+        self.stale = ALL
 
     def set_options(self, options: GroupOptions) -> None:
         """Take new options: reductions follow now, transports at the next gather."""
         if options is self.options:
             return
-        self.stale = self.stale or options.all_gather is not self.options.all_gather
-        self.stale = self.stale or options.keep_rows is not self.options.keep_rows
-        repacked = options.pack_below != self.options.pack_below
-        repacked = repacked or options.wire is not self.options.wire
+        before = self.options
+        if options.all_gather is not before.all_gather or options.keep_rows is not before.keep_rows:
+            self._reroute()
+        repacked = options.pack_below != before.pack_below or options.wire is not before.wire
         self.options = options
         if repacked and self.state.is_sharded:
-            self.drop_retained()
             self._repack()
         elif repacked:
             self.rebind()
@@ -351,13 +356,17 @@ class ParamGroup(GroupFacts):
         """
         self._run_on(runtime)
         self.reducers = reducers
-        self.stale = True
+        self._reroute()
         self._reduce_anew()
 
     def set_smaller_group(self, smaller: SmallerGroup | None) -> None:
         """Choose the ranks to reshard to after forward; ``None`` for all or none."""
-        self.stale = self.stale or smaller is not self.smaller_group
+        if smaller is not self.smaller_group:
+            self._reroute()
         self.smaller_group = smaller
+
+    def _reroute(self) -> None:
+        self.stale = self.stale or ROUTE
 
     def reregister(self, module: nn.Module | None = None) -> None:
         """After a state dict was loaded: manage the parameters that are registered now.
@@ -400,13 +409,13 @@ class ParamGroup(GroupFacts):
         for others in (self.replicas, self.between):
             if others is not None:
                 meet(others.group, self.device, self.name)
-        if bound is not None and bound.current:
+        if bound is not None and self.stale == ROUTE:
             BIND.debug("'%s' binds: another way to gather was chosen", self.name)
             bound.reroute(self)
         else:
             self._follow_params()
             self.bound = Bound(self, bound, self._accumulated)
-        self.stale = False
+        self.stale = BOUND
 
     def _follow_params(self) -> None:
         """Lay the group out again, if parameters were changed or moved."""
@@ -426,7 +435,7 @@ class ParamGroup(GroupFacts):
 
     def _reduce_anew(self) -> None:
         """Another way to reduce was chosen: build the steps, unless the next gather does so."""
-        if self.bound is not None and self.bound.current:
+        if self.bound is not None and self.stale != ALL:
             self.bind_reductions()
 
     def bind_reductions(self) -> None:
@@ -572,7 +581,7 @@ class ParamGroup(GroupFacts):
     def fingerprint(self) -> torch.Tensor | None:
         """Sums of the bytes that an all-gather reads; ``None`` if replaced since, or freed."""
         bound, last, shard = self.bound, self.last_gather, self.shard
-        if bound is None or last is None or last.dropped or not bound.current:
+        if bound is None or last is None or last.dropped or self.stale == ALL:
             return None
         if any(sharded._local_tensor is not local for sharded, local in bound.locals):
             return None
@@ -776,7 +785,7 @@ class ParamGroup(GroupFacts):
         """
         summed, self._accumulated = self._accumulated, False
         zeros = fill and self.options.reduce_unused
-        if zeros and (self.bound is None or not self.bound.current):
+        if zeros and self.stale == ALL:
             self.bind()  # of a unit that no forward has called yet
         bound = self.bound
         if bound is None:

@@ -42,20 +42,17 @@ class Observed:
     Operations that no observer sees, and all else, are the group's own.
 
     Args:
-        group: the group.
+        base: the group, by which this is identified, too.
         observers: the highest first.
-
-    Attributes:
-        base: the group, by which it is identified.
-        observers: as they were given.
     """
 
-    def __init__(self, group: ParamGroup, observers: Sequence[Observer]) -> None:
-        self.base, self.observers = group, observers
+    def __init__(self, base: ParamGroup, observers: Sequence[Observer]) -> None:
+        self.base, self.observers = base, observers
         for observer in reversed(observers):
             for operation, see in observer.sees.items():
                 # Bound to the group and not to this object, which is freed by its last reference.
-                setattr(self, operation, functools.partial(see, group, getattr(self, operation)))
+                run = functools.partial(see, self.base, getattr(self, operation))
+                setattr(self, operation, run)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.base, name)
@@ -116,7 +113,7 @@ def _ranges(operation: str) -> Callable[..., object]:
 
 
 PROFILER = Observer(
-    4,  # around the checks: a trace shows what they cost
+    3,  # around the checks: a trace shows what they cost
     {
         "start_unshard": _ranges("all_gather"),
         "finish_unshard": _ranges("wait"),

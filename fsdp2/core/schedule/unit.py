@@ -24,7 +24,7 @@ from typing import Any
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.custom_collectives import MemoryComms
 from fsdp2.core.device.process_groups import ProcessGroup
-from fsdp2.core.schedule.claimed import CLAIMS, note_gathered
+from fsdp2.core.schedule.claimed import CLAIMED, note
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import GroupOperations, Observer, with_observer
 from fsdp2.core.schedule.states import HIDDEN, GroupState
@@ -138,7 +138,7 @@ class Unit:
 
     @property
     def own_groups(self) -> list[ParamGroup]:
-        """The groups that belong to it, without observers."""
+        """The groups that belong to it, without their observers."""
         if not self.ties:
             return [group.base for group in self.groups]
         return [group.base for group in self.groups if not self.borrows(group)]
@@ -178,8 +178,9 @@ class Unit:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether a group of it is gathered, or being gathered."""
-        return any(not group.state.needs_gather for group in self.groups)
+        """Whether a group of it is gathered, or being gathered, and not only retained."""
+        states = [group.state for group in self.groups]
+        return any(not (state.needs_gather or state.is_sharded) for state in states)
 
     def change(self, **options: Any) -> None:
         """Replace options of its groups, and of those that will be added."""
@@ -215,10 +216,9 @@ class Unit:
 
     def note_contents(self) -> None:
         """Note what a user is given, so that `give_up` sees his writes."""
-        for place, group in enumerate(self.groups):
-            if not self.borrows(group):
-                self.groups[place] = with_observer(group, CLAIMS, True)
-                note_gathered(group.base)
+        self.put_around(CLAIMED, True)
+        for group in self.own_groups:
+            note(group)
 
     def give_up(self) -> None:
         """Free it for a user, who may have used its unsharded parameters."""
@@ -227,7 +227,7 @@ class Unit:
             group.base.drop_for_user()
         self.claimed = False
         self.reshard()
-        self.put_around(CLAIMS, False)
+        self.put_around(CLAIMED, False)
 
     def give_up_iteration(self) -> None:
         """Free it and drop unreduced gradients, in any state in which an exception left it."""
