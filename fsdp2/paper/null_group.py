@@ -26,9 +26,6 @@ from fsdp2.core.device.backends import Traits, know
 
 BACKEND = "null"
 
-# name of the collective (torch 2.13's names), and its tensors: outputs before inputs
-Observer = Callable[[str, list[Tensor]], None]
-
 
 class NullWork(dist.Work):
     """A `Work` that is always complete. `tensors` is what its future holds, for DDP's reducer."""
@@ -50,6 +47,10 @@ class NullWork(dist.Work):
 
 
 _DONE = NullWork()
+
+# name of the collective (torch 2.13's names), and its tensors: outputs before inputs; returns the
+# collective's work, if the null group's is not to be it
+Observer = Callable[[str, list[Tensor]], NullWork | None]
 
 
 class PythonGroup(dist.ProcessGroup):
@@ -198,8 +199,9 @@ ALIASES = {
 
 def _observed(told: str, method: Callable[..., NullWork], observer: Observer) -> Callable:
     def call(*args: object, **kwargs: object) -> NullWork:
-        observer(told, _tensors(args))
-        return method(*args, **kwargs)
+        work = observer(told, _tensors(args))
+        done = method(*args, **kwargs)
+        return done if work is None else work
 
     return call
 

@@ -17,7 +17,7 @@ import torch
 
 from fsdp2.core.layout.layout import ROWS, Cut, Slot
 from fsdp2.core.params.param import ParamStore, Swap
-from fsdp2.testing.virtual import VirtualDevice, VirtualTensor, _Counted
+from fsdp2.testing.virtual import VirtualDevice, VirtualTensor
 
 
 class VirtualUnsharded:
@@ -193,8 +193,7 @@ class VirtualParam(PaperParam):
     def accumulate(self, dtype: torch.dtype) -> None:
         """Keep the full gradient, in ``dtype``."""
         if self.full_grad is not None and self.full_grad.dtype != dtype:
-            owner = _Counted(self._device, f"accumulated {self.name}")
-            total = VirtualTensor(owner, self.shape, dtype)
+            total = self._device.empty(self.shape, dtype, f"accumulated {self.name}")
             self._device.run("copy", [self.full_grad], [total])
             self.full_grad = total
 

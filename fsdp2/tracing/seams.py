@@ -60,8 +60,9 @@ def tracer() -> Tracer:
 # ---- streams, kernels and collectives
 
 Function = Callable[..., object]
-Report = Callable[[Function], Function]
-"""From a function of a plain object to one that reports what it runs."""
+Report = Callable[..., object]
+"""Called instead of a function of a plain object: with that function, which it runs, and with the
+arguments, as an observer of groups is."""
 
 P = TypeVar("P")
 
@@ -80,7 +81,7 @@ class Reporting:
 
     def __getattr__(self, name: str) -> object:
         found = getattr(self.plain, name)
-        return self._reports[name](found) if name in self._reports else found
+        return functools.partial(self._reports[name], found) if name in self._reports else found
 
 
 def _plainly(found: object) -> object:
@@ -111,15 +112,11 @@ def _on(run: Function, lane: Lane) -> Iterator[None]:
         yield
 
 
-def _reported(function: Callable[..., object]) -> Report:
-    return lambda run: functools.partial(function, run)
-
-
 STREAMS: dict[str, Report] = {
-    "record": _reported(_recorded),
-    "wait": _reported(_waited),
-    "synchronize": _reported(_waited),
-    "on": _reported(_on),
+    "record": _recorded,
+    "wait": _waited,
+    "synchronize": _waited,
+    "on": _on,
 }
 """Events, waits for them between two stamps, and the lane that is current."""
 
@@ -134,26 +131,23 @@ def _copies(label: str, written: int | str) -> Report:
         targets = args[written] if isinstance(written, int) else given[written]
         return here.copy(label, _listed(targets), functools.partial(run, *args, **given))
 
-    return _reported(copied)
+    return copied
 
 
 def _listed(tensors: object) -> Sequence[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else cast(Sequence[Tensor], tensors)
 
 
-def _transforms(run: Function) -> Function:
+def _transforms(run: Function, codec: Function, *args: object) -> object:
     """A copy by a codec's function, whose name it has."""
-    return lambda function, *args: _copies(function.__name__, 1)(run)(function, *args)
+    return _copies(codec.__name__, 1)(run, codec, *args)
 
 
-def _followed(make: Function) -> Function:
-    def transient(nbytes: int, name: str) -> object:
-        made = make(nbytes, name)
-        if Tracer.current is not None and isinstance(made, TransientBuffer):
-            Tracer.current.follow(made)
-        return made
-
-    return transient
+def _followed(make: Function, nbytes: int, name: str) -> object:
+    made = make(nbytes, name)
+    if Tracer.current is not None and isinstance(made, TransientBuffer):
+        Tracer.current.follow(made)
+    return made
 
 
 KERNELS: dict[str, Report] = {
@@ -171,38 +165,32 @@ KERNELS: dict[str, Report] = {
 }
 
 
-def _collective(
-    name: str, group: ProcessGroup, moved: int, launch: Function, *args: object
-) -> object:
-    """Run a collective of the tensors in the argument ``moved``, and report it.
-
-    Functions that were bound during a trace may outlive it.
-    """
-    here, bound = Tracer.current, functools.partial(cast(Launch, launch), *args)
-    return bound() if here is None else here.collective(name, _listed(args[moved]), group, bound)
-
-
 def _reports_of(group: ProcessGroup) -> dict[str, Report]:
     """Reports of the collectives of a process group."""
 
     def runs(name: str, moved: int) -> Report:
-        return lambda run: functools.partial(_collective, name, group, moved, run)
+        """For a function that runs a collective of the tensors in the argument ``moved``."""
+
+        def report(run: Function, *args: object) -> object:
+            here, launch = Tracer.current, cast(Launch, functools.partial(run, *args))
+            if here is None:  # it was bound during a trace, and outlives it
+                return launch()
+            return here.collective(name, _listed(args[moved]), group, launch)
+
+        return report
 
     def binds(name: str, moved: int) -> Report:
         """For a function that binds tensors."""
 
         def bind(make: Function, *args: object) -> Function:
             launch = cast(Launch, make(*args))
-            return lambda: _collective(name, group, moved, lambda *_: launch(), *args)
+            return functools.partial(runs(name, moved), lambda *_: launch(), *args)
 
-        return lambda make: functools.partial(bind, make)
+        return bind
 
     def binds_kind(name: str, moved: int) -> Report:
         """For a function that binds no more than the kind of a reduction."""
-        return lambda make: lambda kind: runs(name, moved)(cast(Function, make(kind)))
-
-    def over(make: Function, other: ProcessGroup) -> object:
-        return Reporting(make(other), _reports_of(other))
+        return lambda make, kind: functools.partial(runs(name, moved), make(kind))
 
     return {
         "all_gather": runs(GATHER, 0),
@@ -214,7 +202,7 @@ def _reports_of(group: ProcessGroup) -> dict[str, Report]:
         "custom_reduce_scatter": runs(SCATTER, 2),
         "bind_all_to_all": binds(EXCHANGE, 1),
         "all_reduce": runs(SUM, 0),
-        "over": _reported(over),
+        "over": lambda make, other: Reporting(make(other), _reports_of(other)),
     }
 
 
@@ -231,23 +219,18 @@ def _hosting(operation: str, word: str, lane: Lane) -> Callable[..., object]:
     return host
 
 
-_launch = _hosting("launch reduction", "copy", Lane.COMPUTE)
-
-
 def _reduce(
     group: ParamGroup, run: Function, jobs: list[tuple[Reduction, Job]], all_reduce: bool
 ) -> object:
-    def counted() -> object:
+    here = tracer()
+    here.entering = False
+    full = sum(grad.nbytes for _, job in jobs for grad in job.grads)
+    with here.hosting("launch reduction", group.name, "copy", Lane.COMPUTE):
         here.count(group, full)
         here.sample(here.clock.stamp(Lane.COMPUTE))
         pending = run(jobs, all_reduce)
         here.count(group)
-        return pending
-
-    here = tracer()
-    here.entering = False
-    full = sum(grad.nbytes for _, job in jobs for grad in job.grads)
-    return _launch(group, counted)
+    return pending
 
 
 TRACER = Observer(
