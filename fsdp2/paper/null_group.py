@@ -254,9 +254,16 @@ def init_null_group(
 
 
 @contextmanager
-def null_ranks(world_size: int, kind: type[NullGroup] = NullGroup) -> Iterator[NullGroup]:
+def null_world(
+    world_size: int,
+    rank: int = 0,
+    *,
+    observer: Observer | None = None,
+    device_type: str = "cpu",
+    kind: type[NullGroup] = NullGroup,
+) -> Iterator[NullGroup]:
     """The default process group is a null group inside, and none afterwards."""
-    group = init_null_group(world_size, kind=kind)
+    group = init_null_group(world_size, rank, observer=observer, device_type=device_type, kind=kind)
     try:
         yield group
     finally:

@@ -25,7 +25,7 @@ from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer
-from fsdp2.paper.null_group import NullGroup, NullWork, init_null_group
+from fsdp2.paper.null_group import NullGroup, NullWork, null_world
 from fsdp2.paper.recording import Recorder
 from fsdp2.record.categories import GRADIENTS
 
@@ -300,11 +300,10 @@ def on_paper(recorder: Recorder, backend: str, world_size: int) -> Iterator[None
             "a step cannot be planned in a process that has a process group; call plan() before "
             "init_process_group(), or in a separate process",
         )
-    init_null_group(world_size, device_type="meta", kind=_GROUPS[backend])
-    try:
-        with rehearsing(Stage(cast(Streams, recorder), PaperKernels(recorder))):
-            _recorder = recorder
+    stage = Stage(cast(Streams, recorder), PaperKernels(recorder))
+    with null_world(world_size, device_type="meta", kind=_GROUPS[backend]), rehearsing(stage):
+        _recorder = recorder
+        try:
             yield
-    finally:
-        _recorder = None
-        dist.destroy_process_group()
+        finally:
+            _recorder = None
