@@ -358,7 +358,7 @@ class Reduction:
 
 
 Jobs = list[tuple[Reduction, Job]]
-"""What a group's reductions are to reduce."""
+"""The reductions of a group that have gradients to reduce, and these."""
 
 
 def with_zeros(jobs: list[tuple[Reduction, Job | None]]) -> Jobs:

@@ -50,7 +50,7 @@ version = operator.attrgetter("_version")
 
 
 class LastGather:
-    """What is known of the shards that a group gathered last, or rows of them.
+    """The shards that a group gathered last, or rows of them, as far as they are known.
 
     A group has it where a later use may find what was gathered (`fsdp2.core.schedule.reuse`).
 
@@ -75,7 +75,7 @@ class LastGather:
 
 @dataclass
 class Claim:
-    """What a user who has unsharded a group was given (`fsdp2.core.schedule.claimed`).
+    """The contents that a user was given who has unsharded a group (`fsdp2.core.schedule.claimed`).
 
     Attributes:
         before: the fingerprint of what was gathered; ``None`` where it was compared since.

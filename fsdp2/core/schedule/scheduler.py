@@ -13,11 +13,26 @@ backward) is running and units that are kept on request, at most one unit is the
 two in all for a sequence of blocks (invariant I6). A wrong prediction costs one all-gather and one
 free, never a wrong result: a prefetched unit that is not used is freed before the next prefetch.
 
+Why a unit that does not run is gathered. Each reason has one owner; the scheduler frees the unit
+when the last one goes, and not before:
+
+    reason      owner                       taken by                    dropped by
+    guess       `Iteration.ahead`           a prefetch, the next call   its use, another prefetch
+    request     `Iteration.requested`       an explicit list            its use
+    backward    the unit's flags            the end of its forward      the end of its backward
+    the user    `Unit.claimed`              ``unshard()``               ``reshard()``
+    a graph     `Iteration.holds`, HIDDEN   ``create_graph=True``       its last reference
+    a later use `Reuse`, RETAINED, GRANTED  the end of a forward or     the next forward, if shards
+                                            a backward that keeps it    have changed
+
+The end of a forward and of a backward drops guesses and requests, too. `Scheduler.reset` drops all.
+
 Other features of units have separate modules:
 
-    a larger window           `Guesses`, which gathers i+2 at i (decision 23)
+    a larger window           `Scheduler._gather_ahead`, which gathers i+2 at i (decision 23)
     when backward prefetches  before it computes, after its end, never: `Scheduler.exit_backward`
     no unit is missed         `fsdp2.core.schedule.retrace` (decision 7)
+    tied, and whole groups    `Scheduler._collect_late` (decision 21)
     side doors                `fsdp2.core.schedule.calls`
 """
 
@@ -677,7 +692,7 @@ class Scheduler:
             if unit.phase is REDUCED and self._is_done(unit):  # as most are
                 unit.phase = IDLE
             elif self._is_to_finish(unit, last):
-                reshard = unit.reshard_after_backward and not self._keeps(unit, last)
+                reshard = unit.reshard_after_backward and not self._is_held(unit, last)
                 self._finish(unit, reshard, over=True)
                 self._retain_on_request(unit)
         if self._whole is not None:
@@ -733,8 +748,8 @@ class Scheduler:
         # Otherwise its backward is to come; another unit's has left gradients of what is tied.
         return any(g.has_gradients for g in unit.own_groups if g in unit.ties)
 
-    def _keeps(self, unit: Unit, last: bool) -> bool:
-        """Whether the unit stays unsharded: for a later backward, or for a graph of this one."""
+    def _is_held(self, unit: Unit, last: bool) -> bool:
+        """Whether there is a reason to keep the unit when a backward ends, the ``last`` or not."""
         now = self.iteration
         ahead = unit in now.ahead or unit in now.requested or unit.phase is IDLE
         return (ahead and not last) or now.holds

@@ -41,7 +41,7 @@ def give_back(group: ParamGroup, unit: Unit) -> None:
 
 
 def _untie(group: ParamGroup, tie: Tie) -> None:
-    """The owner alone uses it from now on."""
+    """Only the owner uses it from now on."""
     group.in_use = None
     owner = tie.owner()
     if owner is not None:
