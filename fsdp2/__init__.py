@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fsdp2 import checkpoint, elastic, optim, xla
     from fsdp2.api import fully_shard
-    from fsdp2.checks.switch import DebugSettings, debug
+    from fsdp2.checks.groups import DebugSettings
+    from fsdp2.checks.switch import debug
     from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
     from fsdp2.core.errors import (
         CheckpointError,
@@ -172,7 +173,8 @@ So a compiled function that reads another of them after `fully_shard` finds an o
 """
 
 _LATER = {
-    "checks.switch": ("DebugSettings", "debug"),
+    "checks.groups": ("DebugSettings",),
+    "checks.switch": ("debug",),
     "full": ("full_parameters", "gathered", "load_from_rank0", "sync_module_states"),
     "interop.installing": ("install", "uninstall"),
     "optim": ("repoint_optimizer",),

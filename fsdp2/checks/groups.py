@@ -5,8 +5,8 @@
     reshard         check for writes to unsharded parameters, then free
 
 `CHECKS` observes groups (`fsdp2.core.schedule.observers`) while something is checked: nothing asks
-in a step whether it is. The process has one `EnabledChecks` and, while
-ranks are checked, one `Agreement` in `Checks`.
+in a step whether it is. `Checks` has the process's `DebugSettings` and, while ranks are checked,
+its `Agreement`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, cast
 
 import torch
@@ -64,14 +64,14 @@ _SUM = ReduceKind(average=False)
 
 
 @dataclass(frozen=True)
-class EnabledChecks:
-    """The active checks.
+class DebugSettings:
+    """The active checks of `debug`, and a context that restores the earlier ones.
 
     Attributes:
         check_ranks: whether ranks agree on each step before they run it.
         check_nan: whether reduced gradients must be finite.
-        check_writes: whether unsharded parameters must equal their shards, and stay so; and
-            whether a read of freed ones raises.
+        check_writes: whether writes to parameters that would be lost raise, and reads of freed
+            ones.
         timeout: seconds that a rank waits for silent ranks; ``None`` for the process group's own
             time-out.
     """
@@ -80,6 +80,14 @@ class EnabledChecks:
     check_nan: bool = False
     check_writes: bool = False
     timeout: float | None = None
+    _before: DebugSettings | None = field(default=None, repr=False, compare=False)
+
+    def __enter__(self) -> DebugSettings:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._before is not None
+        Checks.switch(self._before)
 
 
 class Contents(NamedTuple):
@@ -108,7 +116,7 @@ class Checks:
             of the registered tensor.
     """
 
-    settings: EnabledChecks | None = None
+    settings: DebugSettings | None = None
     runs = 0
     compared: ClassVar[weakref.WeakSet[ParamGroup]] = weakref.WeakSet()
     contents: ClassVar[_ContentsOf] = weakref.WeakKeyDictionary()
@@ -116,17 +124,17 @@ class Checks:
     _store: object = None  # where its notes are
 
     @classmethod
-    def current(cls) -> EnabledChecks:
+    def current(cls) -> DebugSettings:
         """The active checks; the environment is read at the first call."""
         if cls.settings is None:
             asked = asks_for_ranks()
-            cls.settings = EnabledChecks()
+            cls.settings = DebugSettings()
             if asked:
-                cls.switch(EnabledChecks(check_ranks=True))
+                cls.switch(DebugSettings(check_ranks=True))
         return cls.settings
 
     @classmethod
-    def switch(cls, settings: EnabledChecks) -> None:
+    def switch(cls, settings: DebugSettings) -> None:
         """Check this from now on, in all groups there are and those to come."""
         before, cls.settings = cls.settings, settings
         was_on = before is not None and before.check_ranks

@@ -1,46 +1,14 @@
 """`fsdp2.debug`: the active checks, for all sharded models of this process.
 
-debug(check_ranks=True) ──> Checks.switch(EnabledChecks) ──> CHECKS observes every group
+debug(check_ranks=True) ──> Checks.switch(DebugSettings) ──> CHECKS observes every group
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdp2.checks.groups import Checks, EnabledChecks
+from fsdp2.checks.groups import Checks, DebugSettings
 from fsdp2.core.errors import coded
-
-
-class DebugSettings:
-    """The active checks of `debug`, and a context that restores the earlier ones.
-
-    Attributes:
-        check_ranks: whether ranks agree on each step before they run it.
-        check_nan: whether reduced gradients must be finite.
-        check_writes: whether writes to parameters that would be lost raise, and reads of freed
-            ones.
-        timeout: seconds that a rank waits for silent ranks; ``None`` for the process group's own
-            time-out.
-    """
-
-    def __init__(self, settings: EnabledChecks, before: EnabledChecks) -> None:
-        self.check_ranks = settings.check_ranks
-        self.check_nan = settings.check_nan
-        self.check_writes = settings.check_writes
-        self.timeout = settings.timeout
-        self._before = before
-
-    def __enter__(self) -> DebugSettings:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        Checks.switch(self._before)
-
-    def __repr__(self) -> str:
-        return (
-            f"DebugSettings(check_ranks={self.check_ranks}, check_nan={self.check_nan}, "
-            f"check_writes={self.check_writes}, timeout={self.timeout})"
-        )
 
 
 def debug(
@@ -107,4 +75,4 @@ def debug(
     )
     if settings != before:
         Checks.switch(settings)
-    return DebugSettings(settings, before)
+    return replace(settings, _before=before)

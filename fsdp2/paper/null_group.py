@@ -26,9 +26,6 @@ from fsdp2.core.device.backends import Traits, know
 
 BACKEND = "null"
 
-# name of the collective (torch 2.13's names), and its tensors: outputs before inputs
-Observer = Callable[[str, list[Tensor]], None]
-
 
 class NullWork(dist.Work):
     """A `Work` that is always complete. `tensors` is what its future holds, for DDP's reducer."""
@@ -50,6 +47,10 @@ class NullWork(dist.Work):
 
 
 _DONE = NullWork()
+
+# name of the collective (torch 2.13's names), and its tensors: outputs before inputs; returns the
+# collective's work, if the null group's is not to be it
+Observer = Callable[[str, list[Tensor]], NullWork | None]
 
 
 class PythonGroup(dist.ProcessGroup):
@@ -198,8 +199,9 @@ ALIASES = {
 
 def _observed(told: str, method: Callable[..., NullWork], observer: Observer) -> Callable:
     def call(*args: object, **kwargs: object) -> NullWork:
-        observer(told, _tensors(args))
-        return method(*args, **kwargs)
+        work = observer(told, _tensors(args))
+        done = method(*args, **kwargs)
+        return done if work is None else work
 
     return call
 
@@ -252,9 +254,16 @@ def init_null_group(
 
 
 @contextmanager
-def null_ranks(world_size: int, kind: type[NullGroup] = NullGroup) -> Iterator[NullGroup]:
+def null_world(
+    world_size: int,
+    rank: int = 0,
+    *,
+    observer: Observer | None = None,
+    device_type: str = "cpu",
+    kind: type[NullGroup] = NullGroup,
+) -> Iterator[NullGroup]:
     """The default process group is a null group inside, and none afterwards."""
-    group = init_null_group(world_size, kind=kind)
+    group = init_null_group(world_size, rank, observer=observer, device_type=device_type, kind=kind)
     try:
         yield group
     finally:

@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 from fsdp2.core.device.backends import Traits, know
 from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
-from fsdp2.core.device.kernels import FusedKernels, Kernels, TorchKernels
+from fsdp2.core.device.kernels import FusedKernels, Tensors
 from fsdp2.core.device.rehearsal import Stage, rehearsing
 from fsdp2.core.device.streams import Streams
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer
-from fsdp2.paper.null_group import NullGroup, NullWork, init_null_group
+from fsdp2.paper.null_group import NullGroup, NullWork, null_world
 from fsdp2.paper.recording import Recorder
 from fsdp2.record.categories import GRADIENTS
 
@@ -62,11 +62,12 @@ class PaperBuffer(TransientBuffer):
             self._recorder.free(self._number)
 
 
-class _Noted(TorchKernels):
-    """Memory that is noted by its name."""
+class PaperKernels(FusedKernels):
+    """Memory that is noted by its name; copies are an accelerator's where there are lanes."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(META)
+        self.fuses = recorder.asynchronous
         self._recorder = recorder
         self._constants: dict[tuple[int, float, torch.dtype], torch.Tensor] = {}
 
@@ -116,17 +117,14 @@ class _Noted(TorchKernels):
             found = self._constants[numel, value, dtype] = self.zeros((numel,), dtype, name)
         return found
 
+    def copy_strided(self, targets: Tensors, sources: Tensors, /) -> object:
+        """A CPU has no layouts that it fuses."""
+        copy = super().copy_strided if self.fuses else self.copy_many
+        return copy(targets, sources)
+
     def fetched(self, source: torch.Tensor) -> torch.Tensor:
         """Numbers that the host reads: zeros, as nothing was computed."""
         return torch.zeros(source.shape, dtype=source.dtype)
-
-
-class NotedKernels(_Noted):
-    """Those of a CPU."""
-
-
-class NotedFusedKernels(_Noted, FusedKernels):
-    """Those of an accelerator."""
 
 
 # ---- process groups
@@ -166,15 +164,10 @@ class _PaperGroup(NullGroup):
     def __init__(self, rank: int, size: int, observer: object = None) -> None:
         super().__init__(rank, size, self._note)
         self._ranks: tuple[int, ...] = ()
-        self._work: _CopyingWork | None = None  # of the collective that is launched now
 
-    def _take_work(self) -> NullWork | None:
-        taken, self._work = self._work, None
-        return taken
-
-    def _note(self, name: str, tensors: list[torch.Tensor]) -> None:
+    def _note(self, name: str, tensors: list[torch.Tensor]) -> NullWork | None:
         if _recorder is None or not tensors or not tensors[0].is_meta:
-            return
+            return None
         if not self._ranks:
             self._ranks = tuple(dist.get_process_group_ranks(self))
         half = len(tensors) // 2
@@ -185,9 +178,10 @@ class _PaperGroup(NullGroup):
             moved, count = tensors[half:], half
         nbytes = sum(tensor.nbytes for tensor in moved)
         kind = _KINDS.get(name, name)
-        if self.copies and name in ("all_gather_single", "reduce_scatter_single"):
-            self._work = _CopyingWork(_recorder, nbytes)
+        copies = self.copies and name in ("all_gather_single", "reduce_scatter_single")
+        work = _CopyingWork(_recorder, nbytes) if copies else None
         _recorder.collective(kind, nbytes, moved[0].dtype, self._ranks, count)
+        return work
 
 
 _KINDS = {
@@ -213,17 +207,6 @@ class GlooOnPaper(_PaperGroup):
     """Gloo, which copies what it gathers and reduces."""
 
     copies = True
-
-    def all_gather_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: object = None
-    ) -> NullWork:
-        done = super().all_gather_single(output, input, opts)
-        return self._take_work() or done
-
-    def reduce_scatter_single(self, *args: object, **kwargs: object) -> NullWork:
-        return self._take_work() or super().reduce_scatter_single(*args, **kwargs)
-
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
 
 _GROUPS: dict[str, type[NullGroup]] = {
@@ -317,13 +300,10 @@ def on_paper(recorder: Recorder, backend: str, world_size: int) -> Iterator[None
             "a step cannot be planned in a process that has a process group; call plan() before "
             "init_process_group(), or in a separate process",
         )
-    fused = recorder.recording.asynchronous
-    kernels: Kernels = (NotedFusedKernels if fused else NotedKernels)(recorder)
-    init_null_group(world_size, device_type="meta", kind=_GROUPS[backend])
-    try:
-        with rehearsing(Stage(cast(Streams, recorder), kernels)):
-            _recorder = recorder
+    stage = Stage(cast(Streams, recorder), PaperKernels(recorder))
+    with null_world(world_size, device_type="meta", kind=_GROUPS[backend]), rehearsing(stage):
+        _recorder = recorder
+        try:
             yield
-    finally:
-        _recorder = None
-        dist.destroy_process_group()
+        finally:
+            _recorder = None

@@ -9,7 +9,7 @@ from fsdp2.planning.memory import samples
 from fsdp2.planning.timing import Timing
 from fsdp2.record.notes import COLLECTIVE, COPY, Operation
 from fsdp2.tracing import Memory, Timeline
-from fsdp2.tracing.drawing import Told, draw, ranks_told
+from fsdp2.tracing.drawing import draw
 
 MICRO = 1e6
 
@@ -23,11 +23,9 @@ def drawn(recording: Recording, timing: Timing, facts: Mapping[str, str | int]) 
         facts: for `Timeline.metadata`.
     """
 
-    def tell(note: Operation) -> Told:
+    def named(note: Operation) -> tuple[str, str]:
         name = note.name if note.kind == COLLECTIVE else COPY if note.kind == COPY else note.phase
-        dtype = str(note.dtype).removeprefix("torch.")
-        ranks = recording.groups[note.group] if note.group >= 0 else ()
-        return Told(name, note.unit, note.nbytes, dtype, ranks_told(ranks))
+        return name, note.unit
 
     memory: dict[float, dict[str, int]] = {}
     for index, totals in samples(recording):
@@ -36,5 +34,12 @@ def drawn(recording: Recording, timing: Timing, facts: Mapping[str, str | int]) 
         if time not in memory or sum(memory[time].values()) <= sum(totals.values()):
             memory[time] = {name: max(total, 0) for name, total in totals.items()}
     found = [Memory(time, totals) for time, totals in memory.items()]
-    together = recording.asynchronous
-    return draw(timing, tell, found, metadata=facts, scale=MICRO, asynchronous=together)
+    return draw(
+        timing,
+        named,
+        found,
+        metadata=facts,
+        groups=recording.groups,
+        scale=MICRO,
+        asynchronous=recording.asynchronous,
+    )

@@ -36,7 +36,7 @@ from fsdp2.core.device.collectives import (
 )
 from fsdp2.core.device.one_off import run_barrier
 from fsdp2.core.device.process_groups import default_group
-from fsdp2.paper.null_group import null_ranks
+from fsdp2.paper.null_group import null_world
 from fsdp2.paper.stage import GlooOnPaper
 from fsdp2.planning.hardware import Contention, Curve, Hardware, Measured
 from fsdp2.planning.planner import Plan, plan
@@ -319,7 +319,7 @@ def _times(size: Size, ranks: int) -> dict[str, float]:
     clock = clock_of(torch.get_num_threads())
     with ExitStack() as stack:
         if ranks:
-            stack.enter_context(null_ranks(ranks, GlooOnPaper))
+            stack.enter_context(null_world(ranks, kind=GlooOnPaper))
             mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
             shard_as_planned(model, mesh, Settings(mesh=(ranks,)), {Block})
         rows = list(_steps(model, make_batch(shape, count), clock, 30 if size is SMALL else 14))

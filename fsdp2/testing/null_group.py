@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +31,7 @@ from fsdp2.paper.null_group import (
     Observer,
     PythonGroup,
     init_null_group,
+    null_world,
 )
 
 __all__ = [
@@ -120,7 +119,7 @@ def c10d_cost() -> Observer:
 
 
 # ---------------------------------------------------------------------------------------------
-# Making meshes and worlds
+# Making meshes
 
 
 def null_mesh(
@@ -143,15 +142,3 @@ def null_mesh(
             f"{dist.get_backend()!r}: call destroy_process_group() first"
         )
     return init_device_mesh(device_type, shape, mesh_dim_names=mesh_dim_names)
-
-
-@contextmanager
-def null_world(
-    world_size: int, rank: int = 0, *, observer: Observer | None = None
-) -> Iterator[NullGroup]:
-    """A null default group for the length of a `with` block."""
-    group = init_null_group(world_size, rank, observer=observer)
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group()

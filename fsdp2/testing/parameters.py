@@ -17,16 +17,7 @@ import torch
 
 from fsdp2.core.layout.layout import ROWS, Cut, Slot
 from fsdp2.core.params.param import ParamStore, Swap
-from fsdp2.testing.virtual import VirtualDevice, VirtualTensor, _Counted
-
-
-class VirtualUnsharded:
-    """Stands where a gathered ``nn.Parameter`` does."""
-
-    _version = 0
-
-    def __init__(self, requires_grad: bool) -> None:
-        self.requires_grad = requires_grad
+from fsdp2.testing.virtual import VirtualDevice, VirtualTensor
 
 
 class PaperParam:
@@ -132,7 +123,7 @@ class VirtualParam(PaperParam):
         self.dtype = dtype
         self.requires_grad = True
         self.sharded = SimpleNamespace(requires_grad=True, _version=0)
-        self.unsharded: VirtualUnsharded | None = None
+        self.unsharded: SimpleNamespace | None = None
         self.rows: VirtualTensor | None = None
         self.gathered: VirtualTensor | None = None
         self.hook: Callable[[VirtualParam], None] | None = None
@@ -158,7 +149,7 @@ class VirtualParam(PaperParam):
     def materialize(self, gathered: VirtualTensor) -> None:
         """Remember the gathered view."""
         self.gathered = gathered
-        self.unsharded = VirtualUnsharded(self.sharded.requires_grad)
+        self.unsharded = SimpleNamespace(requires_grad=self.sharded.requires_grad, _version=0)
 
     def make_smaller(self, rows: VirtualTensor, mesh: object) -> None:
         """There is no parameter to register."""
@@ -166,7 +157,7 @@ class VirtualParam(PaperParam):
     def follow_smaller(self) -> None:
         """Does nothing: these parameters are never frozen."""
 
-    def forms(self) -> list[SimpleNamespace | VirtualUnsharded]:
+    def forms(self) -> list[SimpleNamespace]:
         """Those that were made."""
         return [form for form in (self.sharded, self.unsharded) if form is not None]
 
@@ -193,8 +184,7 @@ class VirtualParam(PaperParam):
     def accumulate(self, dtype: torch.dtype) -> None:
         """Keep the full gradient, in ``dtype``."""
         if self.full_grad is not None and self.full_grad.dtype != dtype:
-            owner = _Counted(self._device, f"accumulated {self.name}")
-            total = VirtualTensor(owner, self.shape, dtype)
+            total = self._device.empty(self.shape, dtype, f"accumulated {self.name}")
             self._device.run("copy", [self.full_grad], [total])
             self.full_grad = total
 

@@ -31,13 +31,7 @@ from fsdp2.core.schedule.unit import Phase, Unit
 from fsdp2.record.notes import USER
 from fsdp2.testing.parameters import PaperGradients, VirtualParam
 from fsdp2.testing.phases import CheckedUnit
-from fsdp2.testing.virtual import (
-    VirtualCollectives,
-    VirtualDevice,
-    VirtualReplicas,
-    VirtualTensor,
-    _Counted,
-)
+from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice
 
 Check = Callable[["Simulation", str], None]
 Shapes = Sequence[tuple[int, ...]]
@@ -143,9 +137,9 @@ class Simulation:
         self._precision = precision or MixedPrecisionPolicy()
         self._grad_dtype = self._precision.param_dtype or torch.float32
         self._options = replace(options or GroupOptions(pack_below=0), precision=self._precision)
-        self._replicas = VirtualReplicas(device, copies) if copies > 1 and not levels else None
+        self._replicas = VirtualCollectives(device, copies) if copies > 1 and not levels else None
         self._nodes = copies if levels else 1
-        self._every = VirtualReplicas(device, world_size * copies)
+        self._every = VirtualCollectives(device, world_size * copies)
         self._offload = offload
         self._smaller = smaller
         for node in root.walk():
@@ -350,7 +344,7 @@ class Simulation:
 
     def _compute(self, node: Node, name: str) -> None:
         """Kernels that read the gathered parameters, and a new activation."""
-        activation = VirtualTensor(_Counted(self.device, "activation"), (1,), torch.float32)
+        activation = self.device.empty((1,), torch.float32, "activation")
         assert node.unit is not None
         reads = name.startswith("forward") or node.unit.unshard_in_backward
         params = self._params(node) + [self._params(o)[0] for o in self._owners.get(node, ())]
@@ -391,8 +385,8 @@ class Simulation:
         if not param.sharded.requires_grad:
             return
         if param.full_grad is None:
-            owner = _Counted(self.device, f"gradient {param.name}")
-            param.full_grad = VirtualTensor(owner, param.shape, self._grad_dtype)
+            name = f"gradient {param.name}"
+            param.full_grad = self.device.empty(param.shape, self._grad_dtype, name)
             self.device.run("gradient", [], [param.full_grad])
         else:
             self.device.run("gradient", [param.full_grad], [param.full_grad])

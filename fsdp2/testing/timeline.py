@@ -23,10 +23,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from fsdp2.record import replay as record
 from fsdp2.record.notes import Allocation, Free, Note, Operation, operations
 from fsdp2.record.replay import Cost, Replay, Span, idle
-from fsdp2.tracing.drawing import Told, draw
+from fsdp2.tracing.drawing import Named, draw
 from fsdp2.tracing.timeline import Memory, Timeline, Value
 
-__all__ = ["Told", "idle", "replay", "tell_by_names", "timeline_of"]
+__all__ = ["idle", "replay", "timeline_of"]
 
 
 def replay(
@@ -66,7 +66,7 @@ OPERATIONS = {"step": "optimizer", "load": "load from host"}
 """Kinds of operations on paper that timelines call something else than their words."""
 
 
-def tell_by_names(trace: Sequence[Note]) -> Callable[[Operation], Told]:
+def _names_in(trace: Sequence[Note]) -> Named:
     """The unit and kind of operations, from the names that `fsdp2.testing.simulation` gives to
     buffers.
 
@@ -88,13 +88,13 @@ def tell_by_names(trace: Sequence[Note]) -> Callable[[Operation], Told]:
             for buffer in (*op.reads, *op.writes):
                 owners.setdefault(buffer, found)
 
-    def tell(op: Operation) -> Told:
+    def named(op: Operation) -> tuple[str, str]:
         kind, _, unit = op.kind.partition(" ")
         if kind in ("forward", "backward"):
-            return Told(kind, unit)
-        return Told(OPERATIONS.get(kind, kind.replace("_", "-")), _owner(op, owners) or "")
+            return kind, unit
+        return OPERATIONS.get(kind, kind.replace("_", "-")), _owner(op, owners) or ""
 
-    return tell
+    return named
 
 
 def _owner(op: Operation, owners: Mapping[Allocation, str]) -> str | None:
@@ -106,7 +106,6 @@ def timeline_of(
     trace: Sequence[Note],
     duration: Callable[[Operation], float],
     *,
-    tell: Callable[[Operation], Told] | None = None,
     size: Callable[[Allocation], tuple[str, int]] | None = None,
     one_at_a_time: Collection[str] = (),
     metadata: Mapping[str, Value] | None = None,
@@ -116,7 +115,6 @@ def timeline_of(
     Args:
         trace: as for `replay`.
         duration: how long an operation takes, in microseconds; one of 0 leaves no slice.
-        tell: what a timeline says of an operation. Default: `tell_by_names`.
         size: category and bytes of a buffer, for the memory by category; buffers that were there
             when the trace began are not known to it. Default: no memory.
         one_at_a_time: as for `replay`.
@@ -130,7 +128,7 @@ def timeline_of(
     step = _replayed(trace, duration, one_at_a_time)
     facts = {"source": "paper", "clock": "paper", **(metadata or {})}
     memory = [] if size is None else _memory(trace, step.times, size)
-    return draw(step, tell or tell_by_names(trace), memory, metadata=facts)
+    return draw(step, _names_in(trace), memory, metadata=facts)
 
 
 def _memory(

@@ -30,6 +30,7 @@ Removing a wait (`drop_wait`) shows that the checker reports it.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -100,7 +101,7 @@ class VirtualTensor:
     def to(self, dtype: torch.dtype) -> VirtualTensor:
         """A cast copy."""
         device: VirtualDevice = self.owner.device
-        result = VirtualTensor(_Counted(device, "cast"), self.shape, dtype)
+        result = device.empty(self.shape, dtype, "cast")
         device.copy(result, self)
         return result
 
@@ -383,10 +384,10 @@ class VirtualDevice(Notes):
     def bind_empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, name: str
     ) -> Callable[[], VirtualTensor]:
-        return lambda: self.empty(shape, dtype, name)
+        return functools.partial(self.empty, shape, dtype, name)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> VirtualTensor:
-        tensor = VirtualTensor(_Counted(self, name), shape, dtype)
+        tensor = self.empty(shape, dtype, name)
         self.run("zeros", [], [tensor])
         return tensor
 
@@ -463,10 +464,11 @@ class VirtualCollectives:
     premultiplies = False
     group = None
 
-    def __init__(self, device: VirtualDevice, size: int, coalesces: bool) -> None:
+    rank = 0
+
+    def __init__(self, device: VirtualDevice, size: int, coalesces: bool = False) -> None:
         self._device = device
         self.size = size
-        self.rank = 0
         self.coalesces = coalesces
 
     def all_gather(self, output: VirtualTensor, input_: VirtualTensor) -> None:
@@ -512,16 +514,6 @@ class VirtualCollectives:
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         return list(numbers)
-
-
-class VirtualReplicas:
-    """All-reduces that move nothing."""
-
-    group = None
-
-    def __init__(self, device: VirtualDevice, size: int) -> None:
-        self._device = device
-        self.size = size
 
     def all_reduce(self, tensor: VirtualTensor, kind: ReduceKind) -> None:
         self._device.run("all_reduce", [tensor], [tensor])

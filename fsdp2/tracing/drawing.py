@@ -1,6 +1,6 @@
 """A recorded step, once its times are known, as a `Timeline`.
 
-    Replay(spans, stalls) ── draw(tell) ──> Timeline(slices, waits)
+    Replay(spans, stalls) ── draw(named) ──> Timeline(slices, waits)
 
 A slice is an operation. Operators of the user's model that follow each other for one unit are one
 slice. A collective that the host runs itself is apart from what it computes, on a lane of its own,
@@ -10,7 +10,7 @@ and compute stands still for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fsdp2.core.device.streams import Lane
 from fsdp2.record.notes import COLLECTIVE, HOST, USER, Operation, Place
@@ -50,24 +50,17 @@ _LANE_OF_COLLECTIVE = {
 _TOUCHING = 1e-3  # µs
 
 
-@dataclass(frozen=True)
-class Told:
-    """A timeline's description of an operation; see `fsdp2.tracing.timeline.Slice`."""
-
-    operation: str
-    unit: str = ""
-    bytes: int = 0
-    dtype: str = ""
-    group: str = ""
-    iteration: int = 0
+Named = Callable[[Operation], tuple[str, str]]
+"""A timeline's names of an operation, and of its unit ("" for none)."""
 
 
 def draw(
     step: Replay,
-    tell: Callable[[Operation], Told],
+    named: Named,
     memory: Iterable[Memory] = (),
     *,
     metadata: Mapping[str, Value],
+    groups: Sequence[Sequence[int]] = (),
     scale: float = 1.0,
     asynchronous: bool = True,
     measured: bool = False,
@@ -76,9 +69,10 @@ def draw(
 
     Args:
         step: when its operations run, and what waits for what.
-        tell: the timeline's description of an operation.
+        named: the names of an operation and of its unit.
         memory: samples, in µs. Default: none.
         metadata: facts for `Timeline.metadata`.
+        groups: the ranks of each process group that communicated.
         scale: µs per unit of the step's times. Default: they are in µs.
         asynchronous: whether lanes are asynchronous to the host. Otherwise, the host is also in a
             unit between its operators.
@@ -93,8 +87,7 @@ def draw(
     for span in step.spans:
         lane = _lane(span.operation)
         if measured or span.end > span.start:
-            told = tell(span.operation)
-            made = Slice(lane, start=span.start * scale, end=span.end * scale, **vars(told))
+            made = _slice(lane, span, named(span.operation), groups, scale)
             before = None if ended and lane == COMPUTE else last.get(lane)
             if before is not None and _continues(slices[before], made, span, asynchronous):
                 slices[before] = _joined(slices[before], made)
@@ -117,6 +110,20 @@ def draw(
         behind = place[stall.behind] if stall.behind >= 0 else -1
         waits.append(wait if behind < 0 else _behind(wait, slices[behind], behind))
     return Timeline(slices, waits, list(memory), dict(metadata)).sorted()
+
+
+def _slice(
+    lane: str,
+    span: Span,
+    names: tuple[str, str],
+    groups: Sequence[Sequence[int]],
+    scale: float,
+) -> Slice:
+    op, (operation, unit) = span.operation, names
+    dtype = str(op.dtype).removeprefix("torch.") if op.nbytes else ""
+    ranks = _ranks_told(groups[op.group]) if op.group >= 0 else ""
+    times = span.start * scale, span.end * scale
+    return Slice(lane, operation, *times, unit, op.nbytes, dtype, ranks, op.iteration)
 
 
 def _lane(note: Operation) -> str:
@@ -146,7 +153,7 @@ def _joined(last: Slice, made: Slice) -> Slice:
     return replace(last, end=made.end, bytes=last.bytes + made.bytes)
 
 
-def ranks_told(ranks: Sequence[int]) -> str:
+def _ranks_told(ranks: Sequence[int]) -> str:
     """Ranks as people write them: "ranks 0-7", or "ranks 0, 8, 16"; "" for none."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
         return f"ranks {ranks[0]}-{ranks[-1]}"

@@ -30,7 +30,7 @@ from fsdp2.core.schedule.unit import BACKWARD, FORWARD, Phase, Unit, all_groups
 from fsdp2.record.categories import category_of
 from fsdp2.record.notes import HOST, Await, Note, Notes, Operation, Place
 from fsdp2.record.replay import measured
-from fsdp2.tracing.drawing import Told, draw, ranks_told
+from fsdp2.tracing.drawing import draw
 from fsdp2.tracing.states import OptimizerStates
 from fsdp2.tracing.timeline import BETWEEN, COLLECTIVES, Memory, Timeline, Value
 
@@ -135,12 +135,8 @@ class Tracer(Notes):
             times.append((begin, max(begin, read(end))))
         memory = [Memory(read(at), found) for at, found in self._memory]
         step = measured(self.notes, times)
-        return draw(step, self._tell, memory, metadata=metadata, measured=True)
-
-    def _tell(self, op: Operation) -> Told:
-        dtype = str(op.dtype).removeprefix("torch.") if op.nbytes else ""
-        group = ranks_told(ranks_of(self._groups[op.group])) if op.group >= 0 else ""
-        return Told(op.name, op.unit, op.nbytes, dtype, group, op.iteration)
+        groups = [ranks_of(group) for group in self._groups]
+        return draw(step, _named, memory, metadata=metadata, groups=groups, measured=True)
 
     # ---- what lanes run
 
@@ -366,6 +362,10 @@ class Tracer(Notes):
                 found["activations"] = max(torch.accelerator.memory_allocated() - known, 0)
         if not self._memory or self._memory[-1][1] != found:
             self._memory.append((at, found))
+
+
+def _named(op: Operation) -> tuple[str, str]:
+    return op.name, op.unit
 
 
 class Awaited:

@@ -1,13 +1,13 @@
 """The reporters to a tracer: objects on which groups run, and watchers of units.
 
-    group.runtime  `TracedStreams`      events, waits of lanes for them, and which lane is current
-                   `Reporting` kernels  copies, and buffers whose memory is counted
-                   and collectives      of shard and replicate axes
+    group.runtime  `Reporting` streams  events, waits of lanes for them, and which lane is current
+                   kernels              copies, and buffers whose memory is counted
+                   collectives          of shard and replicate axes
     unit.groups    `TRACER`             for which unit fsdp2 works, and for how long the host does
     unit.phase     a watcher            whose forward or backward computes
     optimizers     torch's hooks        their steps
 
-Each of the first three wraps the plain object, performs its operation, and reports it. Groups run
+`Reporting` wraps the plain object, performs its operations, and reports them. Groups run
 on them while a trace is on, and on the plain ones again afterwards (`ParamGroup.run_on`). A step
 without a trace makes no check and no call. Objects that were bound during a trace, such as the
 copies of a running all-gather, may outlive it, and then report nothing.
@@ -30,12 +30,8 @@ from torch.optim.optimizer import (
 )
 
 from fsdp2.core.device.buffers import TransientBuffer
-from fsdp2.core.device.collectives import (
-    Collectives,
-    GroupCollectives,
-    Launch,
-)
-from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.device.collectives import GroupCollectives, Launch
+from fsdp2.core.device.kernels import TorchKernels
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import DeviceStreams, Event, Lane, Streams
@@ -61,64 +57,12 @@ def tracer() -> Tracer:
     return found
 
 
-# ---- streams
-
-
-class TracedStreams:
-    """Streams that tell what was recorded, and who has waited for it.
-
-    Args:
-        plain: those that do it.
-        device: theirs.
-    """
-
-    def __init__(self, plain: Streams, device: torch.device) -> None:
-        self.plain = plain
-        self.asynchronous, self.captures = plain.asynchronous, plain.captures
-        self.make_event = plain.make_event
-        self._device = device
-
-    def stamp(self, lane: Lane) -> torch.Event:
-        """An event on a lane's stream that knows its time."""
-        event = torch.Event(self._device, enable_timing=True)
-        self.plain.record(lane, "", event)
-        return event
-
-    def record(self, lane: Lane, label: str, event: Event = None) -> Event:
-        """As it is, and told."""
-        found = self.plain.record(lane, label, event)
-        if Tracer.current is not None:
-            Tracer.current.recorded(found, lane, label)
-        return found
-
-    def wait(self, lane: Lane, event: Event, label: str) -> None:
-        """As it is, between two stamps."""
-        with _waiting(lane, event, label):
-            self.plain.wait(lane, event, label)
-
-    def synchronize(self, event: Event, label: str) -> None:
-        """As it is, between two stamps of the host."""
-        with _waiting(HOST, event, label):
-            self.plain.synchronize(event, label)
-
-    @contextlib.contextmanager
-    def on(self, lane: Lane) -> Iterator[None]:
-        """As it is; what is called inside runs on that lane."""
-        here = Tracer.current
-        with contextlib.nullcontext() if here is None else here.on(lane), self.plain.on(lane):
-            yield
-
-
-def _waiting(lane: Place, event: Event, label: str) -> AbstractContextManager[object]:
-    here = Tracer.current
-    return contextlib.nullcontext() if here is None else here.waiting(lane, event, label)
-
-
-# ---- kernels and collectives
+# ---- streams, kernels and collectives
 
 Function = Callable[..., object]
-Report = Callable[[Function], Function]
-"""From a function of a plain object to one that reports what it runs."""
+Report = Callable[..., object]
+"""Called instead of a function of a plain object: with that function, which it runs, and with the
+arguments, as an observer of groups is."""
 
 P = TypeVar("P")
 
@@ -127,7 +71,7 @@ class Reporting:
     """A plain object some of whose functions report what they run.
 
     Args:
-        plain: kernels, or collectives of an axis.
+        plain: streams, kernels, or collectives of an axis.
         reports: what reports, by the function's name; everything else is as it is.
     """
 
@@ -137,17 +81,44 @@ class Reporting:
 
     def __getattr__(self, name: str) -> object:
         found = getattr(self.plain, name)
-        return self._reports[name](found) if name in self._reports else found
+        return functools.partial(self._reports[name], found) if name in self._reports else found
 
 
-def reporting(plain: P, reports: Mapping[str, Report]) -> P:
-    """``plain``, reporting: it takes and gives the same."""
-    return cast(P, Reporting(plain, reports))
-
-
-def plainly(found: P) -> P:
+def _plainly(found: object) -> object:
     """Without reports."""
-    return cast(P, found.plain) if isinstance(found, Reporting) else found
+    return found.plain if isinstance(found, Reporting) else found
+
+
+def _recorded(run: Function, lane: Lane, label: str, event: Event = None) -> Event:
+    found = cast(Event, run(lane, label, event))
+    if Tracer.current is not None:
+        Tracer.current.recorded(found, lane, label)
+    return found
+
+
+def _waited(run: Function, *given: object) -> None:
+    """A lane waits for an event, or the host does, which is not among the arguments."""
+    lane, event, label = cast(tuple[Place, Event, str], (HOST, *given)[-3:])
+    here = Tracer.current
+    with contextlib.nullcontext() if here is None else here.waiting(lane, event, label):
+        run(*given)
+
+
+@contextlib.contextmanager
+def _on(run: Function, lane: Lane) -> Iterator[None]:
+    here = Tracer.current
+    inside = cast(AbstractContextManager[object], run(lane))
+    with contextlib.nullcontext() if here is None else here.on(lane), inside:
+        yield
+
+
+STREAMS: dict[str, Report] = {
+    "record": _recorded,
+    "wait": _waited,
+    "synchronize": _waited,
+    "on": _on,
+}
+"""Events, waits for them between two stamps, and the lane that is current."""
 
 
 def _copies(label: str, written: int | str) -> Report:
@@ -160,26 +131,23 @@ def _copies(label: str, written: int | str) -> Report:
         targets = args[written] if isinstance(written, int) else given[written]
         return here.copy(label, _listed(targets), functools.partial(run, *args, **given))
 
-    return lambda run: functools.partial(copied, run)
+    return copied
 
 
 def _listed(tensors: object) -> Sequence[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else cast(Sequence[Tensor], tensors)
 
 
-def _transforms(run: Function) -> Function:
+def _transforms(run: Function, codec: Function, *args: object) -> object:
     """A copy by a codec's function, whose name it has."""
-    return lambda function, *args: _copies(function.__name__, 1)(run)(function, *args)
+    return _copies(codec.__name__, 1)(run, codec, *args)
 
 
-def _followed(make: Function) -> Function:
-    def transient(nbytes: int, name: str) -> object:
-        made = make(nbytes, name)
-        if Tracer.current is not None and isinstance(made, TransientBuffer):
-            Tracer.current.follow(made)
-        return made
-
-    return transient
+def _followed(make: Function, nbytes: int, name: str) -> object:
+    made = make(nbytes, name)
+    if Tracer.current is not None and isinstance(made, TransientBuffer):
+        Tracer.current.follow(made)
+    return made
 
 
 KERNELS: dict[str, Report] = {
@@ -197,38 +165,32 @@ KERNELS: dict[str, Report] = {
 }
 
 
-def _collective(
-    name: str, group: ProcessGroup, moved: int, launch: Function, *args: object
-) -> object:
-    """Run a collective of the tensors in the argument ``moved``, and report it.
-
-    Functions that were bound during a trace may outlive it.
-    """
-    here, bound = Tracer.current, functools.partial(cast(Launch, launch), *args)
-    return bound() if here is None else here.collective(name, _listed(args[moved]), group, bound)
-
-
 def _reports_of(group: ProcessGroup) -> dict[str, Report]:
     """Reports of the collectives of a process group."""
 
     def runs(name: str, moved: int) -> Report:
-        return lambda run: functools.partial(_collective, name, group, moved, run)
+        """For a function that runs a collective of the tensors in the argument ``moved``."""
+
+        def report(run: Function, *args: object) -> object:
+            here, launch = Tracer.current, cast(Launch, functools.partial(run, *args))
+            if here is None:  # it was bound during a trace, and outlives it
+                return launch()
+            return here.collective(name, _listed(args[moved]), group, launch)
+
+        return report
 
     def binds(name: str, moved: int) -> Report:
         """For a function that binds tensors."""
 
         def bind(make: Function, *args: object) -> Function:
             launch = cast(Launch, make(*args))
-            return lambda: _collective(name, group, moved, lambda *_: launch(), *args)
+            return functools.partial(runs(name, moved), lambda *_: launch(), *args)
 
-        return lambda make: functools.partial(bind, make)
+        return bind
 
     def binds_kind(name: str, moved: int) -> Report:
         """For a function that binds no more than the kind of a reduction."""
-        return lambda make: lambda kind: runs(name, moved)(cast(Function, make(kind)))
-
-    def over(make: Function, other: ProcessGroup) -> object:
-        return reporting(make(other), _reports_of(other))
+        return lambda make, kind: functools.partial(runs(name, moved), make(kind))
 
     return {
         "all_gather": runs(GATHER, 0),
@@ -240,7 +202,7 @@ def _reports_of(group: ProcessGroup) -> dict[str, Report]:
         "custom_reduce_scatter": runs(SCATTER, 2),
         "bind_all_to_all": binds(EXCHANGE, 1),
         "all_reduce": runs(SUM, 0),
-        "over": lambda make: functools.partial(over, make),
+        "over": lambda make, other: Reporting(make(other), _reports_of(other)),
     }
 
 
@@ -257,23 +219,18 @@ def _hosting(operation: str, word: str, lane: Lane) -> Callable[..., object]:
     return host
 
 
-_launch = _hosting("launch reduction", "copy", Lane.COMPUTE)
-
-
 def _reduce(
     group: ParamGroup, run: Function, jobs: list[tuple[Reduction, Job]], all_reduce: bool
 ) -> object:
-    def counted() -> object:
+    here = tracer()
+    here.entering = False
+    full = sum(grad.nbytes for _, job in jobs for grad in job.grads)
+    with here.hosting("launch reduction", group.name, "copy", Lane.COMPUTE):
         here.count(group, full)
         here.sample(here.clock.stamp(Lane.COMPUTE))
         pending = run(jobs, all_reduce)
         here.count(group)
-        return pending
-
-    here = tracer()
-    here.entering = False
-    full = sum(grad.nbytes for _, job in jobs for grad in job.grads)
-    return _launch(group, counted)
+    return pending
 
 
 TRACER = Observer(
@@ -306,75 +263,60 @@ def _records() -> Iterator[UnitRecord]:
             yield record
 
 
-class _Seams:
-    """The runtimes of groups while a trace is on: one reporter per plain object.
+def _reporters(streams: DeviceStreams | None) -> Callable[[object], object]:
+    """A function from a plain object to its reporter; there is one per object.
 
-    Attributes:
+    Args:
         streams: of one device, whose lanes are the trace's; ``None`` if there are none.
     """
+    made: dict[object, object] = {}
 
-    def __init__(self) -> None:
-        found = [group for group in _groups() if isinstance(group.streams, DeviceStreams)]
-        self.streams = TracedStreams(found[0].streams, found[0].device) if found else None
-        self._made: dict[Collectives, Collectives] = {}
+    def choose(plain: object) -> object:
+        if isinstance(plain, GroupCollectives):
+            reports = _reports_of(plain.group)
+        elif isinstance(plain, TorchKernels):
+            reports = KERNELS
+        elif isinstance(plain, DeviceStreams) and plain is streams:
+            reports = STREAMS
+        else:
+            return plain
+        return made.setdefault(plain, Reporting(plain, reports))
 
-    def take(self) -> None:
-        """Let all groups, and their schedulers, run on what tells."""
-        for record in _records():
-            record.run_on(self._streams(record.streams))
-        for group in _groups():
-            replicas = None if group.replicas is None else self._collectives(group.replicas)
-            kernels, streams = group.runtime.kernels, self._streams(group.streams)
-            _run_on(group, self._collectives, reporting(kernels, KERNELS), streams, replicas)
-
-    def _streams(self, streams: Streams) -> Streams:
-        told = self.streams
-        return told if told is not None and streams is told.plain else streams
-
-    def _collectives(self, collectives: Collectives) -> Collectives:
-        if not isinstance(collectives, GroupCollectives):
-            return collectives
-        if collectives not in self._made:
-            self._made[collectives] = reporting(collectives, _reports_of(collectives.group))
-        return self._made[collectives]
+    return choose
 
 
-def _give_back() -> None:
-    """Let all that runs on what tells run on what that holds."""
+def _run_on(choose: Callable[[object], object]) -> None:
+    """Let all groups, and their schedulers, run on what ``choose`` gives for what they run on."""
+
+    def of(plain: P) -> P:
+        return cast(P, choose(plain))
+
     for record in _records():
-        streams = record.streams
-        record.run_on(streams.plain if isinstance(streams, TracedStreams) else streams)
+        record.run_on(of(record.streams))
     for group in _groups():
-        kernels, streams, replicas = group.runtime.kernels, group.streams, group.replicas
-        _run_on(
-            group,
-            plainly,
-            plainly(kernels),
-            streams.plain if isinstance(streams, TracedStreams) else streams,
-            plainly(replicas),
+        smaller = group.smaller_group
+        if smaller is not None:
+            group.set_smaller_group(replace(smaller, collectives=of(smaller.collectives)))
+        runtime = replace(
+            group.runtime,
+            collectives=of(group.collectives),
+            kernels=of(group.runtime.kernels),
+            streams=of(group.streams),
+            replicas=of(group.replicas),
+            between=of(group.between),
         )
+        group.run_on(runtime, of(group.reducers))
 
 
-def _run_on(
-    group: ParamGroup,
-    of: Callable[[Collectives], Collectives],
-    kernels: Kernels,
-    streams: Streams,
-    replicas: Collectives | None,
-) -> None:
-    """Let a group run on these, and on what ``of`` gives for its collectives."""
-    smaller = group.smaller_group
-    if smaller is not None:
-        group.set_smaller_group(replace(smaller, collectives=of(smaller.collectives)))
-    runtime = replace(
-        group.runtime,
-        collectives=of(group.collectives),
-        kernels=kernels,
-        streams=streams,
-        replicas=replicas,
-        between=None if group.between is None else of(group.between),
-    )
-    group.run_on(runtime, of(group.reducers))
+def _stamps(streams: Streams, device: torch.device) -> Callable[[Lane], torch.Event]:
+    """For events on a lane's stream that know their time."""
+
+    def stamp(lane: Lane) -> torch.Event:
+        event = torch.Event(device, enable_timing=True)
+        streams.record(lane, "", event)
+        return event
+
+    return stamp
 
 
 def _moves_of(units: Sequence[Unit], here: Tracer) -> Callable[[Unit, Phase, Phase], None]:
@@ -391,13 +333,16 @@ def _moves_of(units: Sequence[Unit], here: Tracer) -> Callable[[Unit, Phase, Pha
 @contextlib.contextmanager
 def tracing() -> Iterator[Tracer]:
     """Tell a new tracer of every unit and group that there is, while it is on."""
+    groups = _groups()
+    device = groups[0].device.type if groups else "cpu"
+    streams, stamp = None, None
+    for group in reversed(groups):
+        if isinstance(group.streams, DeviceStreams):
+            streams, stamp = group.streams, _stamps(group.streams, group.device)
     with contextlib.ExitStack() as exits:
         exits.callback(_let_go)
-        seams = _Seams()
-        device = next((group.device.type for group in _groups()), "cpu")
-        events = None if seams.streams is None else seams.streams.stamp
-        here = Tracer.current = Tracer(Clock(events), device)
-        seams.take()
+        here = Tracer.current = Tracer(Clock(stamp), device)
+        _run_on(_reporters(streams))
         put_around(_units(), TRACER, True)
         exits.enter_context(watching(_moves_of(_units(), here)))
         exits.callback(register_optimizer_step_pre_hook(here.before_step).remove)
@@ -409,4 +354,4 @@ def tracing() -> Iterator[Tracer]:
 def _let_go() -> None:
     Tracer.current = None
     put_around(_units(), TRACER, False)
-    _give_back()
+    _run_on(_plainly)

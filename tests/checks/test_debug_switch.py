@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
 from fsdp2.checks.environment import ENVIRONMENT, asks_for_ranks
-from fsdp2.checks.groups import CHECKS, Checks, EnabledChecks
+from fsdp2.checks.groups import CHECKS, Checks, DebugSettings
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import PROFILER, Observed, Observer, observers_of
@@ -169,7 +169,7 @@ def test_a_time_out_must_be_positive(timeout: float) -> None:
 @pytest.mark.parametrize(("value", "on"), [("1", True), ("0", False), ("", False)])
 def test_the_environment_switches_it_on(unread: pytest.MonkeyPatch, value: str, on: bool) -> None:
     unread.setenv(ENVIRONMENT, value)
-    assert Checks.current() == EnabledChecks(check_ranks=on)
+    assert Checks.current() == DebugSettings(check_ranks=on)
     unread.setenv(ENVIRONMENT, "0")  # read once
     assert fsdp2.debug().check_ranks is on
 

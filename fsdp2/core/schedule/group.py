@@ -156,7 +156,7 @@ class ParamGroup(GroupFacts):
 
     @property
     def base(self) -> ParamGroup:
-        """Itself: what observers and layers stand around (`fsdp2.core.schedule.observers`)."""
+        """Itself: what `Observed` stands around (`fsdp2.core.schedule.observers`)."""
         return self
 
     @property

@@ -43,7 +43,7 @@ class Family:
 
     Attributes:
         parts: as they were given.
-        leader: the first of the groups, through whose layers it is reduced.
+        leader: the first of the groups, through whose observers it is reduced.
         joint: the reduction of all members.
         name: of the leader.
         params: all members.
