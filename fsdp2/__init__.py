@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fsdp2.planning.planner import Plan, plan
     from fsdp2.reports import GroupReport, Report, group_reports, report
     from fsdp2.sharding.meshes import FSDPMeshInfo, Levels, ShardPlacementResult
-    from fsdp2.sharding.selection import whole_below
+    from fsdp2.sharding.plan import whole_below
     from fsdp2.tracing import trace
     from fsdp2.wire import WireFormat
     from fsdp2.wire_states import WireState, wire_state
@@ -164,7 +164,7 @@ _TOGETHER = {
     ),
     "module": ("FSDPModule", "register_fsdp_forward_method", "share_comm_ctx"),
     "sharding.meshes": ("FSDPMeshInfo", "Levels", "ShardPlacementResult"),
-    "sharding.selection": ("whole_below",),
+    "sharding.plan": ("whole_below",),
 }
 """Public names whose modules `fully_shard` needs: the first use of one loads all of them.
 

@@ -36,7 +36,7 @@ from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_ow
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.frames import forward_method
-from fsdp2.core.modules.optimizers import watch_optimizers, zeroed
+from fsdp2.core.modules.optimizers import zeroed
 from fsdp2.core.modules.registry import UnitRecord, records_below, require_record
 from fsdp2.core.modules.roots import start
 from fsdp2.core.params.param import ModuleEntries
@@ -48,18 +48,14 @@ from fsdp2.core.schedule.whole import is_whole
 from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import TORCHS, TorchIdentity, replicated_parameters
 from fsdp2.sharding.assembly import (
-    check_groups,
     choose_reshard,
     connect_meshes,
-    follow_aliases,
+    finish,
     join_unit,
     make_groups,
-    move_buffers,
     process_group,
 )
-from fsdp2.sharding.planned import join_others, plan_taken
-from fsdp2.sharding.selection import PlacementFn
-from fsdp2.sharding.state_dicts import watch_state_dicts
+from fsdp2.sharding.plan import PlacementFn, plan_unit
 
 C = TypeVar("C")
 
@@ -191,22 +187,23 @@ class FSDPModule(TorchIdentity):
         unit, arguments = record.unit, record.arguments
         name = f"{unit.name or '(root)'} (new)"
         left_out = replicated_parameters(record.modules)
-        precision, choose = unit.options.precision, shard_placement_fn
-        taken = plan_taken(
-            record.modules, left_out, arguments.axes, choose, precision, new_to=record
+        call = plan_unit(
+            name,
+            record.modules,
+            left_out,
+            arguments,
+            unit.options,
+            shard_placement_fn,
+            new_to=record,
         )
-        check_groups(name, taken.plans, unit.options)
-        connect_meshes(taken.plans, arguments)
-        groups = make_groups(name, taken.plans, unit.options, arguments)
+        call.check()
+        connect_meshes(call)
+        groups = make_groups(call)
         join_unit(groups, unit, [g for near in records_below(self) for g in near.unit.own_groups])
-        move_buffers(record.modules, arguments.axes.device)
-        record.ignored = ModuleEntries({*record.ignored, *taken.left_alone})
+        record.ignored = ModuleEntries({*record.ignored, *call.left_alone})
         if record.scheduler is not None:
             record.scheduler.refresh()
-        watch_state_dicts(groups)
-        follow_aliases(record.modules)
-        join_others(taken, record)
-        watch_optimizers()  # what they hold may have been replaced
+        finish(call, record, groups)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

@@ -289,7 +289,7 @@ def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
 
 
 def test_what_decides_does_not_import_the_hooks() -> None:
-    assert "core.modules.hooks" not in _own_modules(ROOT / "sharding" / "selection.py")
+    assert "core.modules.hooks" not in _own_modules(ROOT / "sharding" / "plan.py")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "testing").rglob("*.py")), ids=_name)

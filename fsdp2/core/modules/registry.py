@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -180,6 +180,36 @@ def records_below(module: nn.Module, recurse: bool = True) -> list[UnitRecord]:
     """The records of a module's unit and, with ``recurse``, of those below it; each once."""
     members = modules_below(module) if recurse else [module]
     return list(dict.fromkeys(filter(None, [m.__dict__.get(RECORD) for m in members])))
+
+
+def managed_modules(
+    modules: tuple[nn.Module, ...],
+    into_units: bool = False,
+    pending: Set[nn.Module] = frozenset(),
+) -> list[tuple[nn.Module, str]]:
+    """Modules at and below ``modules`` that no other unit has, with their parameters' prefixes.
+
+    Args:
+        modules: where to begin; parents come first.
+        into_units: whether those of other units are among them.
+        pending: those that are to be units, and are left out in any case.
+    """
+    # A loop of its own: `fully_shard` walks over all modules that it is called on, and `walk` would
+    # call a function for each of them.
+    others = pending - set(modules)
+    found: dict[nn.Module, str] = {}
+    waiting = [(module, "") for module in reversed(modules)]
+    while waiting:
+        module, prefix = waiting.pop()
+        if module in found:
+            continue
+        found[module] = prefix
+        for name, child in reversed(module._modules.items()):
+            if child is None or child in others:
+                continue
+            if into_units or child.__dict__.get(RECORD) is None:
+                waiting.append((child, f"{prefix}{name}."))
+    return list(found.items())
 
 
 def modules_below(module: nn.Module) -> list[nn.Module]:

@@ -1,18 +1,12 @@
-"""The walk over modules, and which of them belong to a unit.
-
-walk              modules below some, each once, by one of three orders
-managed_modules   those that no other unit has
-"""
+"""The walk over modules: those below some, each once, by one of three orders."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from torch import nn
-
-from fsdp2.core.modules.registry import RECORD
 
 Order = Literal["parents first", "children first", "by depth"]
 """Depth-first, a module before or after those below it; or breadth-first."""
@@ -70,21 +64,3 @@ def _children_first(
         if leaves_out is None or not leaves_out(child):
             _children_first(child, f"{prefix}{name}.", leaves_out, seen, found)
     found[module] = prefix
-
-
-def managed_modules(
-    modules: tuple[nn.Module, ...],
-    into_units: bool = False,
-    pending: Set[nn.Module] = frozenset(),
-) -> list[tuple[nn.Module, str]]:
-    """Modules at and below ``modules`` that no other unit has, parents first.
-
-    Args:
-        modules: where to begin.
-        into_units: whether those of other units are among them.
-        pending: those that are to be units, and are left out in any case.
-    """
-    others = pending - set(modules)
-    return walk(
-        modules, lambda m: m in others or not (into_units or m.__dict__.get(RECORD) is None)
-    )
