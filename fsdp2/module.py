@@ -35,7 +35,7 @@ from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.dynamo import uncompiled_methods
-from fsdp2.core.modules.frames import forward_method
+from fsdp2.core.modules.hooks import forward_method
 from fsdp2.core.modules.optimizers import zeroed
 from fsdp2.core.modules.registry import UnitRecord, records_below, require_record
 from fsdp2.core.modules.roots import start
@@ -1159,7 +1159,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"{type(module).__name__} has no method '{method_name}'; pass the name of one that it "
             f"has, for example 'generate'",
         )
-    wrapped = forward_method(require_record(module), method)
+    wrapped = forward_method(module, method)
     setattr(module, method_name, wrapped.__get__(module, type(module)))
 
 

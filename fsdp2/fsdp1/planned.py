@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2.api import plan_calls
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import coded
-from fsdp2.core.modules.walks import walk
+from fsdp2.core.modules.registry import walk
 from fsdp2.fsdp1.config import (
     HYBRID,
     KEEPS_GATHERED,

@@ -29,8 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp2 import wrapper_module
 from fsdp2.api import fully_shard, plan_calls
 from fsdp2.core.errors import coded
-from fsdp2.core.modules.registry import records_below
-from fsdp2.core.modules.walks import walk
+from fsdp2.core.modules.registry import records_below, walk
 from fsdp2.interop import MixedPrecisionPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.optim.norms import clip_grad_norm_

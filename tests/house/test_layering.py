@@ -434,7 +434,7 @@ def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: 
         (
             "wrapper",
             [
-                *("api", "core.modules.registry", "core.modules.walks", "sharding.meshes"),
+                *("api", "core.modules.registry", "sharding.meshes"),
                 *("interop", "module", "optim.norms", "sharded_class", "xla.shards"),
                 *("wrap.choices", "wrapper_module"),
             ],
