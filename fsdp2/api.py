@@ -20,13 +20,15 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import config
 from fsdp2.core.config import GroupOptions
+from fsdp2.core.device.buffers import empties_storages
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.modules.dynamo import separate_in_graphs
 from fsdp2.core.modules.engine import watch_backwards
+from fsdp2.core.modules.hooks import UnitHooks
 from fsdp2.core.modules.registrations import watch_registrations
 from fsdp2.core.modules.registry import Arguments, modules_below, record_of
-from fsdp2.core.modules.saved import hooks_for
+from fsdp2.core.modules.saved import SavingUnitHooks
 from fsdp2.core.params.param import PlannedParam, is_extended
 from fsdp2.core.schedule.layers import watched
 from fsdp2.core.schedule.unit import Unit
@@ -41,7 +43,7 @@ from fsdp2.interop import (
     replicated_parameters,
     state_of,
 )
-from fsdp2.sharded_class import set_sharded_class, sharded_class
+from fsdp2.module import set_sharded_class, sharded_class
 from fsdp2.sharding.assembly import connect_meshes, finish, make_groups, streams_for
 from fsdp2.sharding.meshes import Levels, default_mesh, resolve_axes
 from fsdp2.sharding.plan import Pending, PlacementFn, PlannedCall, plan_unit
@@ -255,7 +257,8 @@ def apply_calls(calls: Sequence[PlannedCall]) -> None:
         groups, device = make_groups(call), call.arguments.axes.device
         unit = Unit(call.name, watched(with_whole_layers(groups)), call.options)
         unit.reshard_after_forward = call.reshard_after_forward
-        hooks, streams = hooks_for(device), streams_for(device)
+        hooks = UnitHooks if empties_storages(device) else SavingUnitHooks
+        streams = streams_for(device)
         record = hooks(unit, call.modules, call.arguments, call.left_alone, streams)
         register_with_torch(call.modules, record)
         watch_registrations()

@@ -43,7 +43,7 @@ from fsdp2.fsdp1.construction import (
 )
 from fsdp2.fsdp1.meshes import device_of, mesh_of
 from fsdp2.interop import CPUOffloadPolicy
-from fsdp2.sharded_class import sharded_class
+from fsdp2.module import sharded_class
 from fsdp2.sharding.meshes import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.wrap import any_wrap_policy, chosen_modules
 from fsdp2.wrap.choices import Policy

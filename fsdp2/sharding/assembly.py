@@ -26,8 +26,16 @@ from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import Move, mark_managed
 from fsdp2.core.modules.registry import UnitRecord, managed_modules
 from fsdp2.core.modules.ties import Owners, fill, link, take_up
-from fsdp2.core.params.aliases import REPLACED, aliases_in, refuse_gradients
-from fsdp2.core.params.param import GATHERED, OWNER, ModuleEntry, ShardedParam, axes_in
+from fsdp2.core.params.param import (
+    GATHERED,
+    OWNER,
+    REPLACED,
+    ModuleEntry,
+    ShardedParam,
+    aliases_in,
+    axes_in,
+    refuse_gradients,
+)
 from fsdp2.core.schedule.bound import Runtime
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.layers import watched
@@ -71,8 +79,8 @@ def make_groups(planned: PlannedCall) -> list[ParamGroup]:
         offload = _effective_offload(planned.arguments.offload, device)
         runtime = Runtime(collectives, streams, kernels, device, replicas, offload, between=between)
         group = ParamGroup(name, params, runtime, planned.options)
-        mark_managed(params)
         for plan, managed in zip(members, params, strict=True):
+            mark_managed(plan.entries)
             plan.param.__dict__[OWNER] = managed.attributes[OWNER] = name
             plan.param.__dict__[REPLACED] = weakref.ref(managed)
             managed.sharded.__dict__[OWNER] = name

@@ -389,12 +389,12 @@ def _plan_parameters(
             if id(own) not in whole:
                 whole[id(own)] = whole_axes(own)
             own, placement = whole[id(own)], None
-        check_shardable(name, param, own)
+        local = local_of(param) if isinstance(param, DTensor) else param
+        check_shardable(name, param, local, own)
         _check_renormalised(name, entries)
         dims = None if placement is None else check_placement(name, param, placement)
-        local = local_of(param)
         extended = is_extended(local)
-        order = memory_order(param)
+        order = None if param.is_contiguous() else memory_order(param)
         cut = _cut(param, local, extended, own, dims if order is None or dims is not None else (0,))
         if order is not None and (cut.dims != (0,) or extended):
             raise coded(

@@ -22,8 +22,8 @@ SOURCE = Path(fsdp2.__file__)
 HOMES = {**fsdp2._HOMES, **dict.fromkeys(fsdp2._ROOMS, "")}
 """What loads when it is first used, by name: the module that has it."""
 
-LOADED = {"api", "checks", "comm_memory", "core", "handles", "interop", "module", "ranks"}
-LOADED |= {"sharded_class", "sharding"}
+LOADED = {"api", "checks", "comm_memory", "core", "interop", "module", "ranks"}
+LOADED |= {"sharding"}
 """The modules and rooms of fsdp2 that `fully_shard` needs."""
 
 LEFT_OUT = ("checks.agreement", "checks.groups", "checks.switch", "interop.installing")

@@ -31,8 +31,7 @@ from fsdp2.core.modules.hooks import UnitHooks
 from fsdp2.core.modules.registry import record_of_unit, scheduler_of
 from fsdp2.core.modules.roots import noting
 from fsdp2.core.notices import Notice
-from fsdp2.core.params.aliases import REPLACED
-from fsdp2.core.params.param import GATHERED, OWNER, ShardedParam
+from fsdp2.core.params.param import GATHERED, OWNER, REPLACED, ShardedParam
 from fsdp2.core.progress import Backwards
 from fsdp2.core.schedule.calls import Call, Calls
 from fsdp2.core.schedule.iteration import GRAPHS, Graph

@@ -52,11 +52,11 @@ from fsdp2.core.modules.registrations import (
 )
 from fsdp2.core.modules.registry import (
     OUTSIDE,
+    RECORD,
     Args,
     Arguments,
     Kwargs,
     UnitRecord,
-    record_of,
     record_of_unit,
     records_below,
     require_record,
@@ -292,9 +292,9 @@ class UnitHooks(UnitRecord):
         for hooks in self.outside:
             hooks.pop(OUTSIDE, None)
         self.outside.clear()
-        owners = {module for group in self.unit.own_groups for module in owners_of(group)}
-        for module in owners if is_root and not self._is_list else ():
-            if record_of(module) is None:
+        groups = self.unit.own_groups if is_root and not self._is_list else ()
+        for module in {owner for group in groups for owner in owners_of(group)}:
+            if RECORD not in module.__dict__:
                 module._forward_hooks_always_called[OUTSIDE] = True  # type: ignore[index]  # torch numbers them
                 self.outside.append(module._forward_hooks)  # type: ignore[arg-type]
 

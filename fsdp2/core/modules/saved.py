@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fsdp2.core.device.buffers import SavedPlace, absent, empties_storages, saved_in
+from fsdp2.core.device.buffers import SavedPlace, absent, saved_in
 from fsdp2.core.device.streams import Streams
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import wrap_local
@@ -165,8 +165,3 @@ class SavingUnitHooks(UnitHooks):
     def _leave(self) -> None:
         if self._around:
             self._around.pop().__exit__()
-
-
-def hooks_for(device: torch.device) -> type[UnitHooks]:
-    """The class of a unit's hooks on ``device``."""
-    return UnitHooks if empties_storages(device) else SavingUnitHooks

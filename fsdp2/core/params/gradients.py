@@ -33,8 +33,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.params.hooks import CountedHooks, may_have_hooks, run_tensor_hooks
-from fsdp2.core.params.param import ShardedParam
+from fsdp2.core.params.param import CountedHooks, ShardedParam, may_have_hooks, run_tensor_hooks
 
 T = TypeVar("T")
 
