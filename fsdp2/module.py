@@ -40,7 +40,7 @@ from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.hooks import forward_method
 from fsdp2.core.modules.optimizers import zeroed
-from fsdp2.core.modules.registry import UnitRecord, records_below, require_record
+from fsdp2.core.modules.registry import UnitRecord, records_below, refresh, require_record
 from fsdp2.core.modules.roots import start
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.group import ParamGroup
@@ -253,8 +253,7 @@ class FSDPModule(TorchIdentity):
         groups = make_groups(call)
         join_unit(groups, unit, [g for near in records_below(self) for g in near.unit.own_groups])
         record.ignored = ModuleEntries({*record.ignored, *call.left_alone})
-        if record.scheduler is not None:
-            record.scheduler.refresh()
+        refresh([record])
         finish(call, record, groups)
 
     def set_requires_gradient_sync(
@@ -513,9 +512,7 @@ class FSDPModule(TorchIdentity):
         records = records_below(self, recurse)
         for record in records:
             record.unit.prefetch_window = units
-        for scheduler in {record.scheduler for record in records}:
-            if scheduler is not None:
-                scheduler.refresh()
+        refresh(records)
 
     def set_backward_prefetch(
         self, when: Literal["before", "after", "never"], *, recurse: bool = True
@@ -549,9 +546,7 @@ class FSDPModule(TorchIdentity):
         records = records_below(self, recurse)
         for record in records:
             record.unit.prefetches = times[when]
-        for scheduler in {record.scheduler for record in records}:
-            if scheduler is not None:
-                scheduler.refresh()
+        refresh(records)
 
     # ---- what can be read
 
@@ -795,10 +790,10 @@ class FSDPModule(TorchIdentity):
                 "input-buffers-value",
                 f"set_reduce_scatter_max_input_buffers takes 1 or more, not {max_input_buffers}",
             )
-        for record in self._records(recurse):
+        records = self._records(recurse)
+        for record in records:
             record.unit.input_buffers = max_input_buffers
-            if record.scheduler is not None:
-                record.scheduler.refresh()
+        refresh(records)
 
     def set_packing_threshold(self, nbytes: int, *, recurse: bool = True) -> None:
         """Choose which parameters are packed on a backend that gathers many in one launch.
@@ -1000,10 +995,8 @@ class FSDPModule(TorchIdentity):
             fully_shard(block, reshard_after_forward=8)
             block.set_keep_rows(True)  # groups of 8 gather from them until optimizer.step()
         """
-        for record in self._records(recurse):
-            record.unit.change(keep_rows=bool(keep))
-            if record.scheduler is not None:
-                record.scheduler.refresh()
+        self._change(recurse=recurse, keep_rows=bool(keep))
+        refresh(self._records(recurse))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Choose whether collectives' buffers come from the process group; not recursive.

@@ -25,7 +25,7 @@ from fsdp2.core.layout.mesh import MeshAxes, smaller_mesh
 from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import Move, mark_managed
 from fsdp2.core.modules.registry import UnitRecord, managed_modules
-from fsdp2.core.modules.ties import Owners, fill, link, take_up
+from fsdp2.core.modules.ties import Owners, fill, link, owners_of, take_up
 from fsdp2.core.params.param import (
     GATHERED,
     OWNER,
@@ -33,7 +33,6 @@ from fsdp2.core.params.param import (
     ModuleEntry,
     ShardedParam,
     aliases_in,
-    axes_in,
     refuse_gradients,
 )
 from fsdp2.core.schedule.bound import Runtime
@@ -52,7 +51,7 @@ def connect_meshes(planned: PlannedCall) -> None:
     for plan in planned.plans:
         if plan.cut.bands > 1:
             plan.axes.mesh_of(plan.cut)
-    for axes in axes_in(planned.plans):
+    for axes in planned.axes:
         _smaller_group(axes, planned.arguments.reshard_to)
         announce(axes.group, axes.device)
         announce(axes.replicas, axes.device)
@@ -61,7 +60,7 @@ def connect_meshes(planned: PlannedCall) -> None:
 def make_groups(planned: PlannedCall) -> list[ParamGroup]:
     """A group for each mesh, in the order in which parameters name them."""
     groups, name = [], planned.name
-    for axes in axes_in(planned.plans):
+    for axes in planned.axes:
         streams = streams_for(axes.device)
         members = [plan for plan in planned.plans if plan.axes is axes]
         params = [ShardedParam(plan) for plan in members]
@@ -102,7 +101,8 @@ def finish(planned: PlannedCall, record: UnitRecord, groups: list[ParamGroup]) -
     State dicts of its modules hold shards, attributes follow the parameters, parameters of other
     units get the entries that were found, and optimizers are looked at again.
     """
-    watch_state_dicts(groups)
+    for group in groups:
+        watch_state_dicts(owners_of(group), group)
     _follow_aliases(planned.modules)
     if planned.tied:
         owners = Owners(all_units())

@@ -37,6 +37,7 @@ from fsdp2.core.params.param import (
     ModuleEntry,
     PlannedParam,
     ShardedParam,
+    axes_in,
     is_extended,
 )
 from fsdp2.core.pieces import ceil_div
@@ -119,6 +120,7 @@ class PlannedCall:
         members: they, and the modules below that no other unit has.
         found: parameters that no other unit's modules register, or that these register besides.
         plans: of those that become the call's own.
+        axes: of those, each once: each makes a group.
         tied: those that other units have.
         left_alone: where the modules register ignored parameters.
         has_strays: whether units below register one of ``found``, as they do if a module was given
@@ -133,6 +135,7 @@ class PlannedCall:
     members: Members
     found: Found
     plans: list[PlannedParam]
+    axes: list[MeshAxes]
     tied: list[nn.Parameter]
     left_alone: ModuleEntries
     has_strays: bool
@@ -232,7 +235,17 @@ def plan_unit(
         _check_strays(places, plans, policy)
     left_alone = ModuleEntries(_entries_of(modules, ignored) if ignored else ())
     return PlannedCall(
-        name, modules, members, found, plans, tied, left_alone, bool(places), arguments, options
+        name,
+        modules,
+        members,
+        found,
+        plans,
+        axes_in(plans),
+        tied,
+        left_alone,
+        bool(places),
+        arguments,
+        options,
     )
 
 

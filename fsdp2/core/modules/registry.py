@@ -24,15 +24,13 @@ from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.unit import Unit, enlist
+from fsdp2.core.schedule.unit import Unit, all_units, enlist
 
 RECORD = "_fsdp2_record"
 """The key of the unit's record in a sharded module's ``__dict__``."""
 
 OUTSIDE = "_fsdp2_outside"
 """The key of a hook on modules' forwards that `UnitRecord.outside` has."""
-
-_records: weakref.WeakValueDictionary[Unit, UnitRecord] = weakref.WeakValueDictionary()
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
@@ -108,8 +106,7 @@ class UnitRecord:
         self.cast_to = precision.param_dtype if precision.cast_forward_inputs else None
         self.leave_backward: functools.partial[None] = functools.partial(Scheduler.exit_backward)
         self.outside: list[dict[str, object]] = []
-        enlist(unit)
-        _records[unit] = self
+        enlist(unit, self)
         for module in modules:
             module.__dict__[RECORD] = self
 
@@ -145,14 +142,15 @@ def record_of(module: object) -> UnitRecord | None:
 
 def record_of_unit(unit: Unit) -> UnitRecord | None:
     """The record of a unit; ``None`` if its modules were deleted."""
-    return _records.get(unit)
+    record = unit.record()
+    return record if isinstance(record, UnitRecord) else None
 
 
 def units_by_param() -> dict[nn.Parameter, Unit]:
     """The unit that each sharded parameter of this process belongs to."""
     return {
         param.sharded: unit
-        for unit in list(_records)
+        for unit in all_units()
         for group in unit.own_groups
         for param in group.params
     }
@@ -165,6 +163,13 @@ def scheduler_of(unit: Unit) -> Scheduler | None:
     """
     record = record_of_unit(unit)
     return None if record is None else record.scheduler
+
+
+def refresh(records: Iterable[UnitRecord]) -> None:
+    """Let the schedulers of units follow flags that were changed."""
+    for scheduler in {record.scheduler for record in records}:
+        if scheduler is not None:
+            scheduler.refresh()
 
 
 def require_record(module: object) -> UnitRecord:

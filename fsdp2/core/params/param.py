@@ -311,7 +311,10 @@ class ShardedParam:
         self.cut = cut
         self.axes = axes
         self.dtype_override = plan.dtype_override
-        self.attributes = _users_attributes(param)
+        self.attributes: dict[str, object] = dict(param.__dict__)  # the user's, not its subclass's
+        if self.attributes and not isinstance(param, DTensor) and is_extended(param):
+            for name in param.detach().__dict__:
+                self.attributes.pop(name, None)
         self.requires_grad = param.requires_grad
         whole = param.detach()
         self.parallel: DTensorSpec | None = None
@@ -751,15 +754,6 @@ def is_extended(local: torch.Tensor) -> bool:
     """Whether a local tensor has all-gather hooks, or needs them as it wraps other tensors."""
     hooked = hasattr(local, PRE_HOOK) or hasattr(local, POST_HOOK)
     return hooked or is_traceable_wrapper_subclass(local)
-
-
-def _users_attributes(param: nn.Parameter) -> dict[str, object]:
-    """Attributes that users set on a parameter, without those of its tensor subclass."""
-    found = dict(param.__dict__)
-    if found and not isinstance(param, DTensor) and is_extended(param):
-        for name in param.detach().__dict__:
-            found.pop(name, None)
-    return found
 
 
 def _shard_of(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ After `give_up`, a unit is IDLE. `MOVES` is this diagram as a table.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -59,6 +59,10 @@ MOVES: Mapping[Phase, frozenset[Phase]] = {
 `fsdp2.core.schedule.moves`. `Unit` itself has no check, so that a phase costs a step one store."""
 
 
+def _unknown() -> None:
+    """The record of a unit without modules."""
+
+
 class Unit:
     """The result of one call of ``fully_shard``: groups that are used together, and their flags.
 
@@ -83,6 +87,7 @@ class Unit:
         claimed: whether the user has unsharded it, and not resharded it since.
         phase: its phase in the iteration.
         visits: a position in the forward's order of exits for each call whose backward will follow.
+        record: returns what rooms above know of its modules; ``None`` once those are gone.
     """
 
     __slots__ = (
@@ -100,6 +105,7 @@ class Unit:
         "phase",
         "prefetch_window",
         "prefetches",
+        "record",
         "reshard_after_backward",
         "reshard_after_forward",
         "sync",
@@ -131,6 +137,7 @@ class Unit:
         self.claimed = False
         self.phase = IDLE
         self.visits: list[int] = []
+        self.record: Callable[[], object | None] = _unknown
 
     @property
     def own_groups(self) -> list[ParamGroup]:
@@ -281,8 +288,9 @@ class Unit:
 _enlisted: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
-def enlist(unit: Unit) -> None:
-    """Record the unit of a sharded module, so that layers for all groups find it."""
+def enlist(unit: Unit, record: object) -> None:
+    """Note the unit of a sharded module, so that layers for all groups find it, and its record."""
+    unit.record = weakref.ref(record)
     _enlisted.add(unit)
 
 
