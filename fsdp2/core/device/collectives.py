@@ -228,6 +228,7 @@ class GroupCollectives:
         traits = traits_of(group, device)
         self.coalesces, self.premultiplies = traits.coalesces, traits.premultiplies
         self._asynchronous = asynchronous
+        # Looked up once: `hasattr` and `getattr` in each launch would be host time of every step.
         self._gather = _method(group, _GATHER)
         self._gather_many = _method(group, _GATHER_MANY)
         self._scatter = _method(group, _SCATTER)
