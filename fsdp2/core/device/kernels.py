@@ -177,7 +177,7 @@ class TorchKernels:
         key = (self._device, numel, value, dtype)
         found = _constants.get(key)
         if found is None:
-            # Whoever asks first shares it with all others, and they may be in another mode.
+            # The first caller shares it with all others, which may be in another mode.
             with torch.inference_mode(False):
                 found = torch.full((numel,), value, dtype=dtype, device=self._device)
             _constants[key] = found

@@ -224,7 +224,7 @@ class ExtendedParam:
             buffer = kernels.transient(ranks * found[index].nbytes, name)
             whole = (ranks * shape[0], *shape[1:]) if shape else (ranks,)
             self._outputs.append(buffer.view(dtype, 0, whole))
-            # Not the tensor that the hook gets: writes must not bump its version (I4).
+            # Apart from the tensor that the hook gets: writes must not increment its version (I4).
             self.targets.append(buffer.view(dtype, 0, (ranks, *shape), self._strides(shape)))
             buffer.release()
             self._buffers.append(buffer)
@@ -515,7 +515,7 @@ class Extension:
 
 
 def _digest(inputs: tuple[Input, ...]) -> int:
-    # Not `hash()`, which is salted per process; 56 bits, because ranks exchange signed int64.
+    # `hash()` is salted per process; 56 bits, because ranks exchange signed int64.
     found = hashlib.sha256(repr(inputs).encode()).digest()
     return int.from_bytes(found[:7], "little") | 1
 

@@ -77,7 +77,7 @@ def context_between(
     codec = spec.between_codec if any(slot.shard_numel for slot in slots) else None
     flat = plan_flat(slots, collectives.rank, dtype, True, True, False, codec is None, between=True)
     marks = PresenceMarks(collectives.size, flat, (dtype,), spec.hook is not None, kernels)
-    # What is packed are sums of a node, in the reduce dtype already.
+    # Sums of a node are packed, which are in the reduce dtype already.
     own = replace(spec, grad_dtype=dtype, codec=codec)
     # The division before the sums is done inside the node, the one after them at the end.
     division = Division(None, kind, kind, None)

@@ -286,7 +286,7 @@ class Bound:
         self.bind_reductions(group, waiting)
         self._bind_shards(group)
         if self.keeping is not None and former is not None and former.keeping is not None:
-            # Not `follow`, as in `reroute`: the shards may be others than those that were gathered.
+            # `reroute` calls `follow`; here, shards may be others than those that were gathered.
             self.keeping.inherit(former.keeping)
         if self.mirror is not None:
             self.mirror.release()

@@ -160,10 +160,10 @@ class Retracing:
             return
         begun = self._begins.get(unit)
         call = begun[-1].call if begun else 0  # around none, where all were entered
-        # Not calls in which that node is the last, nor those of a reentrant checkpoint that it is
-        # the node of: they made none.
+        # Except calls in which that node is the last, and those of a reentrant checkpoint whose
+        # node it is: they made none.
         self._catch_up(self._ended_before(node + 1), turn)
-        # Nor a list of modules around this call, of which it was the first thing in the checkpoint.
+        # Except a list of modules around this call, whose first part in the checkpoint it was.
         self._leave_until(
             lambda last: self.inside[last].node <= node or self.inside[last].call < call, turn
         )

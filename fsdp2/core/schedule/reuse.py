@@ -215,7 +215,7 @@ def _changed(asked: Mapping[ParamGroup, Unit | None]) -> list[ParamGroup]:
             axes.setdefault(axis.group, (axis, []))[1].append(place)
     for axis, places in axes.values():
         with naming_unit("all-reduce", groups[places[0]].name):
-            # What one axis has found goes into the question to the next one.
+            # An answer of one axis becomes part of the question to the next one.
             agreed = largest_over([axis], [differ[place] for place in places])
         for place, number in zip(places, agreed, strict=True):
             differ[place] = number

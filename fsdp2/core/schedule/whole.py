@@ -130,7 +130,7 @@ class Together:
                 operations = units[family.leader].operations_of(family.leader)
                 pending = operations.reduce([(family.joint, family.job(taken))], True)
                 if pending is not None:
-                    # Not the leader, so that parameters and hooks of all groups are looked at.
+                    # In place of the leader, so that parameters and hooks of all groups count.
                     pending.group = family
                     in_flight.holding.append(pending)
 
