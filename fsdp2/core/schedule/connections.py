@@ -57,6 +57,7 @@ def connect_groups(groups: Sequence[ParamGroup], expects_backward: bool) -> bool
         now += [(used, device, name) for used in (own, between) if used is not None]
         later += [(used, device, name) for used in further if used not in (None, own)]
     _connect(list(filter(_connects_late, now + later if expects_backward else now)))
+    # If only forwards without backward came so far, the next one asks again.
     return not any(map(_connects_late, later))
 
 
@@ -72,6 +73,7 @@ def _connect(links: Sequence[Link]) -> None:
         CommunicationError: as `meet`; or the first collective of a group failed.
     """
     in_order = sorted(links, key=lambda link: (global_ranks(link[0]), link[0].group_name))
+    # All before the first collective: an absent rank is then reported, not waited for in one.
     for link in in_order:
         meet(*link)
     for group, device, unit in in_order:
