@@ -126,7 +126,7 @@ def _copies(label: str, written: int | str) -> Report:
 
     def copied(run: Function, *args: object, **given: object) -> object:
         here = Tracer.current
-        if here is None or not here.word:  # fsdp2 works for no unit
+        if here is None or not here.word:  # no unit's operation, or inside a copy
             return run(*args, **given)
         targets = args[written] if isinstance(written, int) else given[written]
         return here.copy(label, _listed(targets), functools.partial(run, *args, **given))
@@ -280,6 +280,7 @@ def _reporters(streams: DeviceStreams | None) -> Callable[[object], object]:
             reports = STREAMS
         else:
             return plain
+        # Groups compare what they share by identity, such as reducers with collectives.
         return made.setdefault(plain, Reporting(plain, reports))
 
     return choose
@@ -291,6 +292,7 @@ def _run_on(choose: Callable[[object], object]) -> None:
     def of(plain: P) -> P:
         return cast(P, choose(plain))
 
+    # Schedulers order lanes by the object on which groups record events.
     for record in _records():
         record.run_on(of(record.streams))
     for group in _groups():
@@ -335,7 +337,7 @@ def tracing() -> Iterator[Tracer]:
     """Tell a new tracer of every unit and group that there is, while it is on."""
     groups = _groups()
     device = groups[0].device.type if groups else "cpu"
-    streams, stamp = None, None
+    streams, stamp = None, None  # of the first device: a timeline has one lane of each kind
     for group in reversed(groups):
         if isinstance(group.streams, DeviceStreams):
             streams, stamp = group.streams, _stamps(group.streams, group.device)
