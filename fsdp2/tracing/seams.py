@@ -1,7 +1,7 @@
 """The reporters to a tracer: objects on which groups run, and watchers of units.
 
     group.runtime  `Reporting` streams  events, waits of lanes for them, and which lane is current
-                   kernels              copies, and buffers whose memory is counted
+                   kernels              copies
                    collectives          of shard and replicate axes
     unit.groups    `TRACER`             for which unit fsdp2 works, and for how long the host does
     unit.phase     a watcher            whose forward or backward computes
@@ -29,7 +29,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import GroupCollectives, Launch
 from fsdp2.core.device.kernels import TorchKernels
 from fsdp2.core.device.process_groups import ProcessGroup
@@ -143,15 +142,7 @@ def _transforms(run: Function, codec: Function, *args: object) -> object:
     return _copies(codec.__name__, 1)(run, codec, *args)
 
 
-def _followed(make: Function, nbytes: int, name: str) -> object:
-    made = make(nbytes, name)
-    if Tracer.current is not None and isinstance(made, TransientBuffer):
-        Tracer.current.follow(made)
-    return made
-
-
 KERNELS: dict[str, Report] = {
-    "transient": _followed,
     "to_host": _copies("to-host", 0),
     "from_host": _copies("load from host", 0),
     "fetched": _copies("to-host", 0),
