@@ -65,7 +65,7 @@ NOT_COUNTED = (_OURS / "testing", _OURS / "paper")  # the null process group
 ORDER = (
     *("custom_collectives", "config", "errors", "progress", "names", "pieces", "notices"),
     *("codecs", "device", "layout", "params", "gather", "reduce", "schedule", "modules"),
-    *("ranks", "checks", "interop", "sharding", "sharded_class", "handles", "module", "api"),
+    *("ranks", "checks", "interop", "sharding", "module", "api"),
 )
 """Rooms that `fully_shard` and a step enter, the lowest first."""
 

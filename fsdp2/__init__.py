@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         ShardingStateError,
     )
     from fsdp2.full import full_parameters, gathered, load_from_rank0, sync_module_states
-    from fsdp2.handles import GradientReductionHandle, UnshardHandle
     from fsdp2.interop import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -42,13 +41,19 @@ if TYPE_CHECKING:
         OffloadPolicy,
     )
     from fsdp2.interop.installing import install, uninstall
-    from fsdp2.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+    from fsdp2.module import (
+        FSDPModule,
+        GradientReductionHandle,
+        UnshardHandle,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
     from fsdp2.optim import repoint_optimizer
     from fsdp2.optim.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
     from fsdp2.planning.planner import Plan, plan
     from fsdp2.reports import GroupReport, Report, group_reports, report
     from fsdp2.sharding.meshes import FSDPMeshInfo, Levels, ShardPlacementResult
-    from fsdp2.sharding.selection import whole_below
+    from fsdp2.sharding.plan import whole_below
     from fsdp2.tracing import trace
     from fsdp2.wire import WireFormat
     from fsdp2.wire_states import WireState, wire_state
@@ -141,9 +146,8 @@ __all__ = [
 ]
 
 _ROOMS = (
-    # `fully_shard` loads those of the first two lines.
-    *("api", "checks", "comm_memory", "core", "handles", "interop", "module", "ranks"),
-    *("sharded_class", "sharding"),
+    # `fully_shard` loads those of the first line.
+    *("api", "checks", "comm_memory", "core", "interop", "module", "ranks", "sharding"),
     *("checkpoint", "elastic", "fsdp1", "full", "optim", "paper", "planning", "record", "reports"),
     *("tracing", "wire", "wire_states", "wrap", "wrapper_module", "xla"),
 )
@@ -156,16 +160,18 @@ _TOGETHER = {
         "ShardingStateError",
     ),
     "core.custom_collectives": ("AllGather", "Comm", "ReduceScatter"),
-    "handles": ("GradientReductionHandle", "UnshardHandle"),
     "interop": (
         "CPUOffloadPolicy",
         "DataParallelMeshDims",
         "MixedPrecisionPolicy",
         "OffloadPolicy",
     ),
-    "module": ("FSDPModule", "register_fsdp_forward_method", "share_comm_ctx"),
+    "module": (
+        *("FSDPModule", "GradientReductionHandle", "UnshardHandle"),
+        *("register_fsdp_forward_method", "share_comm_ctx"),
+    ),
     "sharding.meshes": ("FSDPMeshInfo", "Levels", "ShardPlacementResult"),
-    "sharding.selection": ("whole_below",),
+    "sharding.plan": ("whole_below",),
 }
 """Public names whose modules `fully_shard` needs: the first use of one loads all of them.
 

@@ -11,7 +11,6 @@ then applied (`apply_calls`). Code that makes several units of a model plans all
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 import torch
@@ -21,14 +20,15 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core import config
 from fsdp2.core.config import GroupOptions
+from fsdp2.core.device.buffers import empties_storages
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.modules.dynamo import separate_in_graphs
 from fsdp2.core.modules.engine import watch_backwards
-from fsdp2.core.modules.optimizers import watch_optimizers
+from fsdp2.core.modules.hooks import UnitHooks
 from fsdp2.core.modules.registrations import watch_registrations
 from fsdp2.core.modules.registry import Arguments, modules_below, record_of
-from fsdp2.core.modules.saved import hooks_for
+from fsdp2.core.modules.saved import SavingUnitHooks
 from fsdp2.core.params.param import PlannedParam, is_extended
 from fsdp2.core.schedule.observers import newly_observed
 from fsdp2.core.schedule.unit import Unit
@@ -42,20 +42,11 @@ from fsdp2.interop import (
     replicated_parameters,
     state_of,
 )
-from fsdp2.sharded_class import set_sharded_class, sharded_class
-from fsdp2.sharding.assembly import (
-    check_groups,
-    connect_meshes,
-    follow_aliases,
-    make_groups,
-    move_buffers,
-    streams_for,
-)
+from fsdp2.module import set_sharded_class, sharded_class
+from fsdp2.sharding.assembly import connect_meshes, finish, make_groups, streams_for
 from fsdp2.sharding.meshes import Levels, default_mesh, resolve_axes
-from fsdp2.sharding.planned import Pending, Taken, join_others, plan_taken
+from fsdp2.sharding.plan import Pending, PlacementFn, PlannedCall, plan_unit
 from fsdp2.sharding.random_values import draw_as_unsharded
-from fsdp2.sharding.selection import PlacementFn
-from fsdp2.sharding.state_dicts import watch_state_dicts
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -177,25 +168,6 @@ setattr(fully_shard, "state", state_of)  # noqa: B010  # where torch's clients l
 # ---- planned, then applied
 
 
-@dataclass(frozen=True)
-class PlannedCall:
-    """A call of `fully_shard` that is completely determined, but not applied.
-
-    Attributes:
-        name: the modules' names, for messages.
-        taken: the modules, and the parameters that the call takes.
-        arguments: the call's arguments, for parameters that are added later.
-        options: the options of its groups.
-        reshard_after_forward: whether forward reshards; ``None``: not at the root.
-    """
-
-    name: str
-    taken: Taken
-    arguments: Arguments
-    options: GroupOptions
-    reshard_after_forward: bool | None
-
-
 def plan_call(
     module: object,
     *,
@@ -232,17 +204,25 @@ def plan_call(
     policy = _checked_policy(mp_policy)
     offload = _checked_offload(offload_policy)
     ignored = _checked_ignored(ignored_params) | replicated_parameters(modules)
-    _check_callable(shard_placement_fn)
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise coded(
+            TypeError,
+            "placement-function",
+            f"fully_shard(shard_placement_fn=…) takes a function of a parameter, not "
+            f"{shard_placement_fn!r}; pass for example lambda param: Shard(1)",
+        )
     axes = resolve_axes(default_mesh() if mesh is None else mesh, dp_mesh_dims)
     name = ", ".join([type(m).__name__ for m in modules])
-    options = GroupOptions(policy)
-    taken = plan_taken(modules, ignored, axes, shard_placement_fn, policy, pending=pending)
-    reshard, smaller = _checked_reshard(reshard_after_forward, axes, taken.plans)
-    check_groups(name, taken.plans, options, compare=pending is None or not pending.ahead)
+    arguments, options = Arguments(axes, offload, None), GroupOptions(policy)
+    call = plan_unit(
+        name, modules, ignored, arguments, options, shard_placement_fn, pending=pending
+    )
+    call.reshard_after_forward, smaller = _checked_reshard(reshard_after_forward, axes, call.plans)
+    call.arguments = Arguments(axes, offload, smaller)
+    call.check(compare=pending is None or not pending.ahead)
     if pending is not None:
-        pending.add(taken, policy)
-    arguments = Arguments(axes, offload, smaller)
-    return PlannedCall(name, taken, arguments, options, reshard)
+        pending.add(call)
+    return call
 
 
 def plan_calls(
@@ -271,31 +251,23 @@ def apply_calls(calls: Sequence[PlannedCall]) -> None:
     Process groups are created first. Only this step may still fail, if a peer is missing.
     """
     for call in calls:
-        connect_meshes(call.taken.plans, call.arguments)
+        connect_meshes(call)
     for call in calls:
-        _apply(call)
-
-
-def _apply(call: PlannedCall) -> None:
-    taken, axes = call.taken, call.arguments.axes
-    groups = make_groups(call.name, taken.plans, call.options, call.arguments)
-    unit = Unit(call.name, newly_observed(groups), call.options)
-    unit.reshard_after_forward = call.reshard_after_forward
-    move_buffers(taken.modules, axes.device)
-    hooks, streams = hooks_for(axes.device), streams_for(axes.device)
-    record = hooks(unit, taken.modules, call.arguments, taken.left_alone, streams)
-    register_with_torch(taken.modules, record)
-    watch_optimizers()
-    watch_registrations()
-    watch_backwards()
-    separate_in_graphs()
-    for member in taken.modules:
-        set_sharded_class(member)
-    watch_state_dicts(groups)
-    if axes.device.type == "cpu" or call.arguments.offload is not None:
-        draw_as_unsharded()
-    follow_aliases(taken.modules)
-    join_others(taken, record)
+        groups, device = make_groups(call), call.arguments.axes.device
+        unit = Unit(call.name, newly_observed(groups), call.options)
+        unit.reshard_after_forward = call.reshard_after_forward
+        hooks = UnitHooks if empties_storages(device) else SavingUnitHooks
+        streams = streams_for(device)
+        record = hooks(unit, call.modules, call.arguments, call.left_alone, streams)
+        register_with_torch(call.modules, record)
+        watch_registrations()
+        watch_backwards()
+        separate_in_graphs()
+        for member in call.modules:
+            set_sharded_class(member)
+        if device.type == "cpu" or call.arguments.offload is not None:
+            draw_as_unsharded()
+        finish(call, record, groups)
 
 
 # ---- checks of arguments
@@ -392,16 +364,6 @@ def _checked_ignored(ignored: object) -> set[nn.Parameter]:
                 f"{type(param).__name__}; pass for example set(module.parameters())",
             )
     return {param for param in params if isinstance(param, nn.Parameter)}
-
-
-def _check_callable(choose: object) -> None:
-    if choose is not None and not callable(choose):
-        raise coded(
-            TypeError,
-            "placement-function",
-            f"fully_shard(shard_placement_fn=…) takes a function of a parameter, not "
-            f"{choose!r}; pass for example lambda param: Shard(1)",
-        )
 
 
 def _checked_policy(policy: object) -> config.MixedPrecisionPolicy:

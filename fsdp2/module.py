@@ -10,7 +10,9 @@ them at their next use.
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NoReturn, TypeVar, cast, overload
@@ -18,6 +20,7 @@ from typing import Any, Literal, NoReturn, TypeVar, cast, overload
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
+from torch.nn.utils.parametrize import is_parametrized
 
 from fsdp2.comm_memory import (
     GroupAllGather,
@@ -35,29 +38,24 @@ from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.dynamo import uncompiled_methods
-from fsdp2.core.modules.frames import forward_method
-from fsdp2.core.modules.optimizers import watch_optimizers, zeroed
-from fsdp2.core.modules.registry import UnitRecord, records_below, require_record
+from fsdp2.core.modules.hooks import forward_method
+from fsdp2.core.modules.optimizers import zeroed
+from fsdp2.core.modules.registry import UnitRecord, records_below, refresh, require_record
 from fsdp2.core.modules.roots import start
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import PrefetchTime, Unit
-from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import TORCHS, TorchIdentity, replicated_parameters
 from fsdp2.sharding.assembly import (
-    check_groups,
     choose_reshard,
     connect_meshes,
-    follow_aliases,
+    finish,
     join_unit,
     make_groups,
-    move_buffers,
     process_group,
 )
-from fsdp2.sharding.planned import join_others, plan_taken
-from fsdp2.sharding.selection import PlacementFn
-from fsdp2.sharding.state_dicts import watch_state_dicts
+from fsdp2.sharding.plan import PlacementFn, plan_unit
 
 C = TypeVar("C")
 
@@ -82,6 +80,56 @@ def _drop_gradients(module: nn.Module) -> None:
             if children and id(member) not in seen:  # a leaf may come twice
                 seen.add(id(member))
                 found += children.values()
+
+
+# ---- handles of asynchronous calls
+
+
+@uncompiled_methods
+class UnshardHandle:
+    """The handle that ``unshard(async_op=True)`` returns."""
+
+    def __init__(self, scheduler: Scheduler, unit: Unit) -> None:
+        self._scheduler = scheduler
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Make the current stream wait for the all-gather; register the unsharded parameters."""
+        if self._unit is not None:
+            self._scheduler.hand_over(self._unit)
+            self._unit.settle()
+            self._unit = None
+
+
+@uncompiled_methods
+class GradientReductionHandle:
+    """The handle that ``finalize_backward(async_op=True)`` returns."""
+
+    def __init__(self, scheduler: Scheduler | None) -> None:
+        self._scheduler = scheduler
+        self._resets = scheduler.resets if scheduler is not None else 0
+
+    def wait(self) -> None:
+        """Make the current stream wait for the reductions, and the host for offloaded gradients.
+
+        Raises:
+            RuntimeError: ``reset_iter_state()`` has dropped the reductions meanwhile.
+        """
+        scheduler = self._scheduler
+        if scheduler is None:
+            return
+        if scheduler.resets != self._resets:
+            raise coded(
+                RuntimeError,
+                "handle-outlived",
+                "the gradients that this handle waits for were dropped by reset_iter_state(); run "
+                "the iteration again",
+            )
+        scheduler.wait_for_reductions()
+        self._scheduler = None
+
+
+# ---- the class
 
 
 @uncompiled_methods
@@ -189,22 +237,22 @@ class FSDPModule(TorchIdentity):
         unit, arguments = record.unit, record.arguments
         name = f"{unit.name or '(root)'} (new)"
         left_out = replicated_parameters(record.modules)
-        precision, choose = unit.options.precision, shard_placement_fn
-        taken = plan_taken(
-            record.modules, left_out, arguments.axes, choose, precision, new_to=record
+        call = plan_unit(
+            name,
+            record.modules,
+            left_out,
+            arguments,
+            unit.options,
+            shard_placement_fn,
+            new_to=record,
         )
-        check_groups(name, taken.plans, unit.options)
-        connect_meshes(taken.plans, arguments)
-        groups = make_groups(name, taken.plans, unit.options, arguments)
+        call.check()
+        connect_meshes(call)
+        groups = make_groups(call)
         join_unit(groups, unit, [g for near in records_below(self) for g in near.unit.own_groups])
-        move_buffers(record.modules, arguments.axes.device)
-        record.ignored = ModuleEntries({*record.ignored, *taken.left_alone})
-        if record.scheduler is not None:
-            record.scheduler.refresh()
-        watch_state_dicts(groups)
-        follow_aliases(record.modules)
-        join_others(taken, record)
-        watch_optimizers()  # what they hold may have been replaced
+        record.ignored = ModuleEntries({*record.ignored, *call.left_alone})
+        refresh([record])
+        finish(call, record, groups)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -462,9 +510,7 @@ class FSDPModule(TorchIdentity):
         records = records_below(self, recurse)
         for record in records:
             record.unit.prefetch_window = units
-        for scheduler in {record.scheduler for record in records}:
-            if scheduler is not None:
-                scheduler.refresh()
+        refresh(records)
 
     def set_backward_prefetch(
         self, when: Literal["before", "after", "never"], *, recurse: bool = True
@@ -498,9 +544,7 @@ class FSDPModule(TorchIdentity):
         records = records_below(self, recurse)
         for record in records:
             record.unit.prefetches = times[when]
-        for scheduler in {record.scheduler for record in records}:
-            if scheduler is not None:
-                scheduler.refresh()
+        refresh(records)
 
     # ---- what can be read
 
@@ -744,10 +788,10 @@ class FSDPModule(TorchIdentity):
                 "input-buffers-value",
                 f"set_reduce_scatter_max_input_buffers takes 1 or more, not {max_input_buffers}",
             )
-        for record in self._records(recurse):
+        records = self._records(recurse)
+        for record in records:
             record.unit.input_buffers = max_input_buffers
-            if record.scheduler is not None:
-                record.scheduler.refresh()
+        refresh(records)
 
     def set_packing_threshold(self, nbytes: int, *, recurse: bool = True) -> None:
         """Choose which parameters are packed on a backend that gathers many in one launch.
@@ -949,10 +993,8 @@ class FSDPModule(TorchIdentity):
             fully_shard(block, reshard_after_forward=8)
             block.set_keep_rows(True)  # groups of 8 gather from them until optimizer.step()
         """
-        for record in self._records(recurse):
-            record.unit.change(keep_rows=bool(keep))
-            if record.scheduler is not None:
-                record.scheduler.refresh()
+        self._change(recurse=recurse, keep_rows=bool(keep))
+        refresh(self._records(recurse))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Choose whether collectives' buffers come from the process group; not recursive.
@@ -1160,7 +1202,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"{type(module).__name__} has no method '{method_name}'; pass the name of one that it "
             f"has, for example 'generate'",
         )
-    wrapped = forward_method(require_record(module), method)
+    wrapped = forward_method(module, method)
     setattr(module, method_name, wrapped.__get__(module, type(module)))
 
 
@@ -1229,3 +1271,118 @@ def _checked_comm(comm: C, method: str) -> C:
             f"{type(comm).__name__}; subclass fsdp2.AllGather or fsdp2.ReduceScatter",
         )
     return comm
+
+
+# ---- the subclass of each original
+
+# Python gives an object another class only if both lay out their instances alike, which it tells by
+# the chain of each class's first base. That chain differs where a base without `nn.Module` comes
+# first: `class Block(Mixin, nn.Module)` with `class Mixin(ABC)`. The original is then the first
+# base, and a metaclass moves `FSDPModule` to the front of the lookup:
+#
+#     FSDP<Original> ── FSDPModule ── … ── Original     order in which methods are looked up
+#     FSDP<Original> ── Original                        base that memory is laid out by, if needed
+#
+# No class of the user's is changed, and no object is until all of this has succeeded.
+
+_made: dict[type, type] = {}
+
+_set_class: Callable[[object, type], None] = vars(object)["__class__"].__set__
+"""Changes an object's class, whatever its own class makes of attributes."""
+
+
+def sharded_class(module: nn.Module) -> type:
+    """``FSDP<Original>`` for a module's class: created once, and checked to fit; changes nothing.
+
+    Args:
+        module: any module; for a sharded one, its class is returned unchanged.
+
+    Raises:
+        TypeError: Python cannot create the class, or ``module`` cannot be assigned it.
+    """
+    original = type(module)
+    if issubclass(original, FSDPModule):
+        return original  # sharded already, which others refuse
+    if original not in _made:
+        _made[original] = _parametrized(module) or _fitting(module, original)
+    return _made[original]
+
+
+def set_sharded_class(module: nn.Module) -> None:
+    """Give a module its ``FSDP<Original>``."""
+    _set_class(module, sharded_class(module))
+
+
+def _parametrized(module: nn.Module) -> type | None:
+    """The class of a module that torch has parametrized; ``None`` for another one."""
+    original = type(module)
+    own = vars(original)
+    names = list(dict(module.named_children()).get("parametrizations", nn.Module())._modules)
+    if not is_parametrized(module) or any(name not in own for name in names):
+        return None
+    unparametrized = original.__bases__[0]
+    if unparametrized not in _made:
+        _made[unparametrized] = _fitting(module, unparametrized)
+    attributes = {name: own[name] for name in names}
+    attributes["_fsdp2_original"] = original
+    sharded = _made[unparametrized]
+    return type(sharded)(f"FSDP{original.__name__}", (sharded,), attributes)
+
+
+def _fitting(module: nn.Module, original: type) -> type:
+    before = type(module)
+    refused: Exception | None = None
+    for attempt in _attempts(original):
+        try:
+            kind = attempt()
+            _set_class(module, kind)
+        except Exception as error:  # of Python, or of any code of the user's that makes classes
+            refused = refused or error
+        else:
+            _set_class(module, before)
+            return kind
+    assert refused is not None
+    raise coded(
+        TypeError,
+        "class-resists",
+        f"fully_shard cannot give a {original.__name__} the subclass that it needs ({refused}); "
+        f"call fully_shard on a module around it, or on the modules inside it",
+    ) from refused
+
+
+def _attempts(original: type) -> Iterator[Callable[[], type]]:
+    """Ways to make the class, the plainest first."""
+    for bases, metaclass in (
+        ((FSDPModule, original), type(original)),
+        ((original, FSDPModule), _ControlsFirst.over(type(original))),
+    ):
+        # As a class statement does; then without what the user's metaclass asks for besides.
+        for make in (metaclass, _plain_maker(metaclass, type(original))):
+            attributes = {"_fsdp2_original": original}
+            yield functools.partial(make, f"FSDP{original.__name__}", bases, attributes)
+
+
+def _plain_maker(metaclass: type, of_user: type) -> Callable[..., type]:
+    """Creates classes of a metaclass with only Python's own code."""
+    own: object = abc.ABCMeta if issubclass(of_user, abc.ABCMeta) else type
+    made: Callable[..., type] = functools.partial(own.__new__, metaclass)
+    return made
+
+
+class _ControlsFirst(type):
+    """A metaclass: methods of `FSDPModule` are found before those of the base in front of it."""
+
+    @staticmethod
+    def over(metaclass: type) -> type:
+        """It, on top of the metaclass of a user's class."""
+        if issubclass(_ControlsFirst, metaclass):
+            return _ControlsFirst
+        name = f"{_ControlsFirst.__name__}{metaclass.__name__}"
+        return type.__new__(type, name, (_ControlsFirst, metaclass), {})
+
+    def mro(cls) -> list[type]:
+        order = super().mro()
+        if FSDPModule not in cls.__bases__:
+            return order  # a subclass has its base's order
+        front = [kind for kind in FSDPModule.__mro__ if kind is not object]
+        return [cls, *front, *(kind for kind in order[1:] if kind not in front)]

@@ -19,7 +19,7 @@ from fsdp2.core.config import EXACT_BELOW, GroupOptions, Level, MixedPrecisionPo
 from fsdp2.core.errors import coded
 from fsdp2.core.gather import coded as gathers
 from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.modules.registry import UnitRecord
+from fsdp2.core.modules.registry import UnitRecord, refresh
 from fsdp2.core.params.param import PlannedParam, ShardedParam, compute_dtype, is_extended
 from fsdp2.core.reduce import coded as reductions
 
@@ -69,9 +69,7 @@ def set_wire_format(
         param.exact = stays
     for record in records:
         record.unit.change(wire=_of_level(record, wire, level))
-    for scheduler in {record.scheduler for record in records}:
-        if scheduler is not None:
-            scheduler.refresh()  # which knows the groups that keep rows
+    refresh(records)  # schedulers know the groups that keep rows
 
 
 def _has_levels(record: UnitRecord) -> bool:

@@ -26,13 +26,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import reword
 from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.modules import failures
+from fsdp2.core.modules import engine, hooks
 from fsdp2.core.modules.engine import schedulers
 from fsdp2.core.modules.registry import record_of_unit
+from fsdp2.core.modules.roots import note_calls
 from fsdp2.core.params.param import ShardedParam, is_extended
 from fsdp2.core.progress import running_tracer, tracing_error
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.side_doors import note_calls
 from fsdp2.core.schedule.unit import Unit
 
 _TORCHS = "got mixed torch.Tensor and DTensor"
@@ -310,5 +310,5 @@ def _either(names: Iterable[str]) -> str:
     return " or ".join(f"'{name}'" for name in different[:_MOST]) + more
 
 
-failures.in_forward.add(explain)
-failures.in_backward.add(explain_backward)
+hooks.forward_raised.add(explain)
+engine.backward_raised.add(explain_backward)

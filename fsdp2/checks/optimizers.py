@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules import optimizers
-from fsdp2.core.params.aliases import REPLACED
-from fsdp2.core.params.param import GATHERED, OWNER, TIED
+from fsdp2.core.params.param import GATHERED, OWNER, REPLACED, TIED
 
 _KERNELS = ("bitsandbytes.", "deepspeed.ops.")
 """Packages whose optimizers pass parameters to kernels that read a tensor's own memory."""

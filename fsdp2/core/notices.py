@@ -3,8 +3,8 @@
 Core reports events; it knows neither the listeners nor their purpose:
 
     device.presence     first_use           a unit is about to use a process group
-    modules.failures    in_forward          a forward raised
-                        in_backward         a backward raised
+    modules.hooks       forward_raised      a forward raised
+    modules.engine      backward_raised     a backward raised
     modules.roots       started             a module is the root of the units below it
     modules.ties        gained              modules newly register parameters of a group
     modules.optimizers  changed             an optimizer steps, whose parameters may have changed

@@ -25,8 +25,7 @@ from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import coded
 from fsdp2.core.modules import optimizers
 from fsdp2.core.modules.containers import cast
-from fsdp2.core.modules.registry import record_of
-from fsdp2.core.modules.walks import walk
+from fsdp2.core.modules.registry import record_of, walk
 from fsdp2.optim import repoint_optimizer
 from fsdp2.ranks.transfers import broadcast_from_first
 from fsdp2.wrapper_module import INSIDE, Members

@@ -212,7 +212,7 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
         self._is_inner = True
         precision = self.mixed_precision
         casts = precision.param_dtype if precision.cast_forward_inputs else None
-        self._record.cast_inputs_to(casts)
+        self._record.cast_to = casts
 
     @property
     def _record(self) -> UnitRecord:
@@ -436,7 +436,7 @@ def _shard(module: nn.Module, settings: ResolvedOptions) -> None:
     when = "never" if settings.prefetch is None else times[settings.prefetch]
     unit.set_backward_prefetch(when, recurse=False)
     if precision.cast_root_forward_inputs:  # until another wrapper is made around it
-        record.cast_inputs_to(precision.param_dtype)
+        record.cast_to = precision.param_dtype
     if precision.keep_low_precision_grads and precision.param_dtype is not None:
         params = (param for group in record.unit.own_groups for param in group.params)
         keep_low_precision((param.sharded for param in params), precision.param_dtype)

@@ -20,9 +20,9 @@ from torch import nn
 
 from fsdp2.core.errors import RankMismatchError, ShardingStateError, coded
 from fsdp2.core.modules.dynamo import uncompiled
-from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import (
     GATHERED,
+    REPLACED,
     WHOLE,
     ModuleEntry,
     ShardedParam,

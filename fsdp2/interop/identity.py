@@ -31,6 +31,7 @@ from torch.distributed.tensor import Shard
 
 from fsdp2.core import config
 from fsdp2.core.errors import coded
+from fsdp2.core.modules.hooks import UnitHooks
 from fsdp2.core.modules.registry import UnitRecord, modules_below, record_of
 from fsdp2.core.modules.roots import start
 from fsdp2.core.params.param import ShardedParam, compute_dtype
@@ -422,8 +423,8 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
         ("_record", "_pre_forward", "_post_forward", "_comm_ctx", "_adopted_by", "_groups")
     )
 
-    def __init__(self, record: UnitRecord) -> None:
-        self._record = record
+    def __init__(self, record: UnitHooks) -> None:
+        self._record: UnitRecord = record
         self._pre_forward = record.pre_forward
         self._post_forward = record.post_forward
         self._comm_ctx: object = CommContext()  # torch's share_comm_ctx gives several the same
@@ -656,7 +657,7 @@ def state_of(module: nn.Module) -> object:
     return module.__dict__.get(STATE_KEY, {}).get(_API)
 
 
-def register_with_torch(modules: Sequence[nn.Module], record: UnitRecord) -> None:
+def register_with_torch(modules: Sequence[nn.Module], record: UnitHooks) -> None:
     """Let torch's look-ups find ``modules``, which fsdp2 has sharded as one unit."""
     state = _STAND_INS[id(record.unit)] = StateStandIn(record)
     for module in modules:

@@ -41,7 +41,6 @@ import torch.distributed.checkpoint.state_dict  # noqa: F401  # before: it keeps
 from fsdp2.api import fully_shard
 from fsdp2.checks.registered import Unmanaged
 from fsdp2.fsdp1 import FullyShardedDataParallel, ShardedGradScaler
-from fsdp2.handles import GradientReductionHandle, UnshardHandle
 from fsdp2.interop import (
     TORCHS_NAMES,
     CPUOffloadPolicy,
@@ -51,7 +50,12 @@ from fsdp2.interop import (
 )
 from fsdp2.interop.startup import install_children, uninstall_children
 from fsdp2.interop.wrapped import WRAPPER_NAMES
-from fsdp2.module import register_fsdp_forward_method, share_comm_ctx
+from fsdp2.module import (
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from fsdp2.optim.clipping import clip_grads_with_norm_, get_total_norm
 
 HOLDERS = (

@@ -14,8 +14,7 @@ from fsdp2.core.errors import coded
 from fsdp2.core.layout.levels import own_slot
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
 from fsdp2.core.modules.registrations import Registrations
-from fsdp2.core.params.aliases import REPLACED
-from fsdp2.core.params.param import ShardedParam
+from fsdp2.core.params.param import REPLACED, ShardedParam
 
 
 def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:

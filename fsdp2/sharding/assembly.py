@@ -1,87 +1,67 @@
 """From plans to parameter groups: what `fully_shard` makes of a unit's parameters.
 
-plans ── make_groups ──> a ParamGroup for each mesh, laid out, its parameters DTensors
+PlannedCall ── make_groups ──> a ParamGroup for each mesh, laid out, its parameters DTensors
+            ── finish ──> whatever else refers to the parameters follows them from then on
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from fsdp2.checks.presence import announce
-from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
+from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.device import rehearsal
-from fsdp2.core.device.buffers import empties_storages
-from fsdp2.core.device.collectives import (
-    Collectives,
-    GroupCollectives,
-    SoloCollectives,
-)
-from fsdp2.core.device.kernels import Kernels, kernels_for
+from fsdp2.core.device.collectives import Collectives, GroupCollectives, SoloCollectives
+from fsdp2.core.device.kernels import kernels_for
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.device.streams import Streams, make_streams
-from fsdp2.core.errors import coded
 from fsdp2.core.gather.smaller_group import SmallerGroup
-from fsdp2.core.layout.mesh import MeshAxes, local_of, smaller_mesh
-from fsdp2.core.modules.registrations import mark_managed
-from fsdp2.core.modules.registry import Arguments, UnitRecord
-from fsdp2.core.modules.walks import managed_modules
-from fsdp2.core.params.aliases import REPLACED, aliases_in, refuse_gradients
+from fsdp2.core.layout.mesh import MeshAxes, smaller_mesh
+from fsdp2.core.modules.optimizers import watch_optimizers
+from fsdp2.core.modules.registrations import Move, mark_managed
+from fsdp2.core.modules.registry import UnitRecord, managed_modules
+from fsdp2.core.modules.ties import Owners, fill, link, owners_of, take_up
 from fsdp2.core.params.param import (
     GATHERED,
     OWNER,
-    PlannedParam,
+    REPLACED,
+    ModuleEntry,
     ShardedParam,
-    axes_in,
-    is_extended,
+    aliases_in,
+    refuse_gradients,
 )
 from fsdp2.core.schedule.bound import Runtime
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.observers import newly_observed, plan_checks
-from fsdp2.core.schedule.unit import Unit, all_groups
+from fsdp2.core.schedule.observers import newly_observed
+from fsdp2.core.schedule.unit import Unit, all_groups, all_units, operations_of
+from fsdp2.sharding.plan import PlannedCall, Stray, strays
+from fsdp2.sharding.state_dicts import watch_state_dicts
 
 _streams: dict[torch.device, Streams] = {}
 
 
-def check_groups(
-    name: str, plans: list[PlannedParam], options: GroupOptions, compare: bool = True
-) -> None:
-    """Raise where `make_groups` could not make them, or ranks would make others.
-
-    Args:
-        name: of the unit's modules.
-        plans: the plans of their parameters.
-        options: of the groups to be.
-        compare: whether those are told who compare what ranks have.
-    """
-    _check_memory(plans)
-    for check in plan_checks if compare else ():
-        check(name, plans, options)
-
-
-def connect_meshes(plans: list[PlannedParam], arguments: Arguments) -> None:
-    """Create the process groups that groups of ``plans`` use: this fails if a peer is missing."""
-    for plan in plans:
+def connect_meshes(planned: PlannedCall) -> None:
+    """Create the process groups that its groups use: this fails if a peer is missing."""
+    for plan in planned.plans:
         if plan.cut.bands > 1:
             plan.axes.mesh_of(plan.cut)
-    for axes in axes_in(plans):
-        _smaller_group(axes, arguments.reshard_to)
+    for axes in planned.axes:
+        _smaller_group(axes, planned.arguments.reshard_to)
         announce(axes.group, axes.device)
         announce(axes.replicas, axes.device)
 
 
-def make_groups(
-    name: str, plans: list[PlannedParam], options: GroupOptions, arguments: Arguments
-) -> list[ParamGroup]:
+def make_groups(planned: PlannedCall) -> list[ParamGroup]:
     """A group for each mesh, in the order in which parameters name them."""
-    groups = []
-    for axes in axes_in(plans):
-        smaller = _smaller_group(axes, arguments.reshard_to)
+    groups, name = [], planned.name
+    for axes in planned.axes:
         streams = streams_for(axes.device)
-        members = [plan for plan in plans if plan.axes is axes]
+        members = [plan for plan in planned.plans if plan.axes is axes]
         params = [ShardedParam(plan) for plan in members]
         device, asynchronous = axes.device, streams.asynchronous
         collectives: Collectives = SoloCollectives()
@@ -92,40 +72,62 @@ def make_groups(
             between = GroupCollectives(axes.replicas, device, asynchronous)
         elif axes.replicas is not None:
             replicas = GroupCollectives(axes.replicas, device, asynchronous)
-        runtime = Runtime(
-            collectives,
-            streams,
-            _kernels(axes.device, streams),
-            axes.device,
-            replicas,
-            _effective_offload(arguments.offload, axes.device),
-            between=between,
-        )
-        group = ParamGroup(name, params, runtime, options)
+        on_paper = rehearsal.stage if device == rehearsal.META else None
+        kernels = kernels_for(device, asynchronous) if on_paper is None else on_paper.kernels
+        offload = _effective_offload(planned.arguments.offload, device)
+        runtime = Runtime(collectives, streams, kernels, device, replicas, offload, between=between)
+        group = ParamGroup(name, params, runtime, planned.options)
         group.is_whole = axes.whole
-        mark_managed(params)
         for plan, managed in zip(members, params, strict=True):
+            mark_managed(plan.entries)
             plan.param.__dict__[OWNER] = managed.attributes[OWNER] = name
             plan.param.__dict__[REPLACED] = weakref.ref(managed)
             managed.sharded.__dict__[OWNER] = name
             if plan.param.requires_grad:
                 refuse_gradients(plan.param, name)
-        group.set_smaller_group(smaller)
+        group.set_smaller_group(_smaller_group(axes, planned.arguments.reshard_to))
         groups.append(group)
+    device = planned.arguments.axes.device
+    for owner, _ in planned.members:  # which compute there
+        for buffer in owner._buffers.values():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                buffer.data = buffer.to(device)
     return groups
 
 
-def _check_memory(plans: list[PlannedParam]) -> None:
-    """Extended parameters are made by their own hooks, and freed by emptying their storages."""
-    for plan in plans:
-        if not empties_storages(plan.axes.device) and is_extended(local_of(plan.param)):
-            raise coded(
-                ValueError,
-                "extended-not-emptied",
-                f"parameter '{plan.name}' has all-gather hooks, but the memory of their results "
-                f"cannot be freed on {plan.axes.device}, which cannot resize a storage to zero; "
-                f"shard it as a plain tensor, or name it in ignored_params",
-            )
+def finish(planned: PlannedCall, record: UnitRecord, groups: list[ParamGroup]) -> None:
+    """Let other places that refer to a unit's parameters follow them, once it has its groups.
+
+    State dicts of its modules hold shards, attributes follow the parameters, parameters of other
+    units get the entries that were found, and optimizers are looked at again.
+    """
+    for group in groups:
+        watch_state_dicts(owners_of(group), group)
+    _follow_aliases(planned.modules)
+    if planned.tied:
+        owners = Owners(all_units())
+        for param in planned.tied:
+            owned = owners.of(param)
+            assert owned is not None
+            operations_of(owned.group).reshard()
+            present = list(owned.param.entries)
+            found: list[ModuleEntry] = [(entry.module, entry.key) for entry in planned.found[param]]
+            fill(owned, [*present, *(entry for entry in found if entry not in present)])
+        link([record])
+    if planned.has_strays:
+        _take_strays(strays(planned.found, planned.modules))
+    watch_optimizers()
+
+
+def _take_strays(places: Sequence[Stray]) -> None:
+    """Manage what `strays` has found; the parameters are sharded now."""
+    owners = Owners(all_units())
+    moves = []
+    for entry, registered, before in places:
+        owned = owners.of(registered)
+        if owned is not None:
+            moves.append(Move(entry.name, entry.module, entry.key, owned.param, before))
+    take_up(moves, all_units())
 
 
 def _effective_offload(
@@ -187,7 +189,7 @@ def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -
     unit.groups += newly_observed(groups)
 
 
-def follow_aliases(modules: tuple[nn.Module, ...]) -> None:
+def _follow_aliases(modules: tuple[nn.Module, ...]) -> None:
     """Let attributes of modules that refer to what parameters were before follow them from now on.
 
     Args:
@@ -199,22 +201,9 @@ def follow_aliases(modules: tuple[nn.Module, ...]) -> None:
         if param is not None:
             param.aliases.append(alias)
             alias[param.name] = param.sharded
-            _rebind(param)
-
-
-def _rebind(param: ShardedParam) -> None:
-    """Let the group of a parameter notice at the next gather that it fills other places."""
-    for group in all_groups():
-        if param in group.params:
-            group.rebind()
-
-
-def move_buffers(modules: tuple[nn.Module, ...], device: torch.device) -> None:
-    """Move the buffers of a unit's modules to the device that it computes on."""
-    for owner, _ in managed_modules(modules):
-        for buffer in owner._buffers.values():
-            if buffer is not None and buffer.device != device and not buffer.is_meta:
-                buffer.data = buffer.to(device)
+            for group in all_groups():  # the next gather fills other places
+                if param in group.params:
+                    group.rebind()
 
 
 def streams_for(device: torch.device) -> Streams:
@@ -224,9 +213,3 @@ def streams_for(device: torch.device) -> Streams:
     if device not in _streams:
         _streams[device] = make_streams(device)
     return _streams[device]
-
-
-def _kernels(device: torch.device, streams: Streams) -> Kernels:
-    if device == rehearsal.META and rehearsal.stage is not None:
-        return rehearsal.stage.kernels
-    return kernels_for(device, streams.asynchronous)

@@ -29,7 +29,7 @@ from fsdp2.core.device.process_groups import (
     serves,
 )
 from fsdp2.core.errors import coded
-from fsdp2.core.layout.mesh import MeshAxes, device_of, joined, local_of, memory_order
+from fsdp2.core.layout.mesh import MeshAxes, device_of, joined, memory_order
 from fsdp2.core.params.param import is_extended
 
 
@@ -445,11 +445,11 @@ def check_placement(name: str, param: nn.Parameter, placement: object) -> tuple[
     return tuple(dims)
 
 
-def check_shardable(name: str, param: nn.Parameter, axes: MeshAxes) -> None:
+def check_shardable(name: str, param: nn.Parameter, local: torch.Tensor, axes: MeshAxes) -> None:
     """Raise, naming the parameter, if it is of a kind that cannot be sharded over ``axes``."""
     if axes.full is not None:
         _check_on_full_mesh(name, param, axes)
-    elif axes.levels and (isinstance(param, DTensor) or is_extended(local_of(param))):
+    elif axes.levels and (isinstance(param, DTensor) or is_extended(local)):
         what = "a DTensor already" if isinstance(param, DTensor) else "of a class with hooks"
         raise coded(
             ValueError,
@@ -485,7 +485,7 @@ def check_shardable(name: str, param: nn.Parameter, axes: MeshAxes) -> None:
             f"parameter '{name}' is a scalar and has no dim to shard; make it a 1-D tensor of "
             f"one element, for example nn.Parameter(torch.zeros(1))",
         )
-    if not local_of(param).is_contiguous() and memory_order(param) is None:
+    if not local.is_contiguous() and memory_order(param) is None:
         raise coded(
             ValueError,
             "non-contiguous-parameter",

@@ -1,6 +1,6 @@
 """State dicts that hold shards at any time, and parameters that a load has replaced.
 
-groups ── watch_state_dicts ──> hooks of the modules that register their parameters
+a group ── watch_state_dicts ──> hooks of the modules that register its parameters
   save   gathered parameters are exchanged for the shards, without communication
   load   what is registered afterwards is managed
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -27,18 +26,12 @@ from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import all_units, operations_of
 
 
-def watch_state_dicts(groups: Iterable[ParamGroup]) -> None:
-    """State dicts hold the sharded parameters, without communication.
+def watch_state_dicts(owners: set[nn.Module], group: ParamGroup) -> None:
+    """State dicts of modules hold a group's sharded parameters, without communication.
 
     Between steps those are registered first. During a forward or a backward nothing is: it goes on
     to use what is gathered, and what the state dict has taken of that is exchanged for the shards.
     """
-    for group in groups:
-        _watch(ties.owners_of(group), group)
-
-
-def _watch(owners: set[nn.Module], group: ParamGroup) -> None:
-    """As `watch_state_dicts`, for state dicts of some modules."""
     collected: list[list[str]] = []  # where the load under way collects its errors
     shown = _Shown(group)
     outside = _OutsideInference()
@@ -174,4 +167,4 @@ def _shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
-ties.gained.add(_watch)
+ties.gained.add(watch_state_dicts)

@@ -38,7 +38,7 @@ class PaperParam:
 
 
 class PaperGradients:
-    """`fsdp2.core.params.gradients.Gradients` of `PaperParam`.
+    """As `fsdp2.core.params.gradients.Gradients`, of `PaperParam`.
 
     Args:
         params: the parameters.

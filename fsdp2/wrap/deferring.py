@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.api import fully_shard, plan_calls
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import device_of
-from fsdp2.core.modules.registry import record_of, require_record
-from fsdp2.core.modules.walks import managed_modules
+from fsdp2.core.modules.registry import managed_modules, record_of, require_record
 from fsdp2.full.gathering import gathered
 from fsdp2.module import FSDPModule
 from fsdp2.wrap import choices

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2.api import PlannedCall, apply_calls, plan_call
+from fsdp2.api import apply_calls, plan_call
 from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import device_of
@@ -26,9 +26,8 @@ from fsdp2.core.modules.registry import record_of, require_record
 from fsdp2.interop import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.module import FSDPModule
 from fsdp2.sharding.meshes import Levels, default_mesh, node_mesh
-from fsdp2.sharding.planned import Pending
-from fsdp2.sharding.selection import PlacementFn
-from fsdp2.sharding.selection import whole_below as small_whole
+from fsdp2.sharding.plan import Pending, PlacementFn, PlannedCall
+from fsdp2.sharding.plan import whole_below as small_whole
 from fsdp2.wrap.choices import Policy, chosen_modules
 
 if TYPE_CHECKING:
@@ -342,7 +341,7 @@ def _check_options(plan: _PlannedUnit) -> None:
 def _check_wire(model: nn.Module, calls: Sequence[PlannedCall], wire: WireFormat) -> None:
     from fsdp2.wire import check_planned  # who does not use it does not load it
 
-    planned = [(plan, call.options.precision) for call in calls for plan in call.taken.plans]
+    planned = [(plan, call.options.precision) for call in calls for plan in call.plans]
     check_planned(model, planned, wire)
 
 
@@ -432,7 +431,7 @@ def _report(plan: _PlannedUnit) -> UnitReport:
     reshard = plan.options["reshard_after_forward"]
     return UnitReport(
         names=tuple(plan.names),
-        num_params=0 if plan.call is None else len(plan.call.taken.plans),
+        num_params=0 if plan.call is None else len(plan.call.plans),
         numel=sum(slot.numel for layout in layouts for slot in layout.slots),
         shard_bytes=sum(layout.shard_bytes for layout in kept),
         reshard_after_forward=(

@@ -20,7 +20,6 @@ import fsdp2
 from fsdp2.core.device.buffers import SwappedBuffer, empties_storages
 from fsdp2.core.device.kernels import BlockingKernels
 from fsdp2.core.device.streams import InlineStreams
-from fsdp2.core.modules.hooks import UnitHooks
 from fsdp2.core.modules.registry import require_record
 from fsdp2.core.modules.saved import SavingUnitHooks
 from fsdp2.sharding.assembly import choose_reshard
@@ -159,8 +158,7 @@ def _held(mesh: DeviceMesh, make: Callable[[], nn.Module], plain: bool = False) 
             x.grad = None
         return after - before
 
-    kind = UnitHooks if plain else SavingUnitHooks
-    with mock.patch("fsdp2.api.hooks_for", return_value=kind):
+    with mock.patch("fsdp2.api.empties_storages", return_value=plain):
         sharded = _layers(mesh, make)
     return grown(sharded) - grown(
         nn.Sequential(*[make() for _ in range(LAYERS)]).to(mesh.device_type)
@@ -266,7 +264,7 @@ def test_derivatives_and_sparse_tensors(outside: bool) -> None:
     swapped = mock.Mock(return_value=False)
     with (
         mock.patch("fsdp2.core.device.kernels.empties_storages", swapped),
-        mock.patch("fsdp2.core.modules.saved.empties_storages", swapped),
+        mock.patch("fsdp2.api.empties_storages", swapped),
     ):
         fsdp2.fully_shard(model, mesh=_mesh("cpu", "gloo", (2,)), reshard_after_forward=True)
     x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(1))

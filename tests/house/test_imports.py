@@ -22,8 +22,8 @@ SOURCE = Path(fsdp2.__file__)
 HOMES = {**fsdp2._HOMES, **dict.fromkeys(fsdp2._ROOMS, "")}
 """What loads when it is first used, by name: the module that has it."""
 
-LOADED = {"api", "checks", "comm_memory", "core", "handles", "interop", "module", "ranks"}
-LOADED |= {"sharded_class", "sharding"}
+LOADED = {"api", "checks", "comm_memory", "core", "interop", "module", "ranks"}
+LOADED |= {"sharding"}
 """The modules and rooms of fsdp2 that `fully_shard` needs."""
 
 LEFT_OUT = ("checks.agreement", "checks.groups", "checks.switch", "interop.installing")
@@ -215,8 +215,8 @@ def test_who_watches_core_is_there_after_the_import() -> None:
     """Checks for everyone are told from the start, whatever else is loaded later."""
     assert _printed(WATCHED) == {
         "device.presence.first_use": ["fsdp2.checks.presence"],
-        "modules.failures.in_forward": ["fsdp2.checks.explain"],
-        "modules.failures.in_backward": ["fsdp2.checks.explain"],
+        "modules.hooks.forward_raised": ["fsdp2.checks.explain"],
+        "modules.engine.backward_raised": ["fsdp2.checks.explain"],
         "modules.roots.started": ["fsdp2.checks.layouts"],
         "modules.ties.gained": ["fsdp2.sharding.state_dicts"],
         "modules.optimizers.changed": ["fsdp2.checks.optimizers"],

@@ -289,7 +289,7 @@ def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
 
 
 def test_what_decides_does_not_import_the_hooks() -> None:
-    assert "core.modules.hooks" not in _own_modules(ROOT / "sharding" / "selection.py")
+    assert "core.modules.hooks" not in _own_modules(ROOT / "sharding" / "plan.py")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "testing").rglob("*.py")), ids=_name)
@@ -330,11 +330,11 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
         (
             "module",
             [
-                *("fsdp2.comm_memory", "fsdp2.handles", "fsdp2.interop", "fsdp2.sharding"),
+                *("fsdp2.comm_memory", "fsdp2.interop", "fsdp2.sharding"),
                 "fsdp2.wire",
             ],
         ),
-        ("api", ["fsdp2.interop", "fsdp2.module", "fsdp2.sharded_class", "fsdp2.sharding"]),
+        ("api", ["fsdp2.interop", "fsdp2.module", "fsdp2.sharding"]),
     ],
 )
 def test_public_modules_stand_on_the_core(name: str, others: list[str]) -> None:
@@ -412,7 +412,7 @@ def test_the_room_of_torchs_clients_says_what_lives_there() -> None:
         (
             "interop/installing",
             [
-                *("checks.registered", "api", "fsdp1", "handles"),
+                *("checks.registered", "api", "fsdp1"),
                 *("interop", "interop.startup", "interop.wrapped", "module", "optim.clipping"),
             ],
         ),
@@ -434,8 +434,8 @@ def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: 
         (
             "wrapper",
             [
-                *("api", "core.modules.registry", "core.modules.walks", "sharding.meshes"),
-                *("interop", "module", "optim.norms", "sharded_class", "xla.shards"),
+                *("api", "core.modules.registry", "sharding.meshes"),
+                *("interop", "module", "optim.norms", "xla.shards"),
                 *("wrap.choices", "wrapper_module"),
             ],
         ),
@@ -579,7 +579,7 @@ def test_only_modules_that_become_fsdp_modules_change_their_class() -> None:
         or (isinstance(node, ast.Call) and _sets_class(node))
         or (isinstance(node, ast.Subscript) and "'__class__'" in ast.unparse(node.slice))
     ]
-    assert set(changing) == {"sharded_class", "checks.freed"}
+    assert set(changing) == {"module", "checks.freed"}
 
 
 def _is_stored(node: ast.Attribute) -> bool:

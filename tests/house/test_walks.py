@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2.core.modules.walks import Order, walk
+from fsdp2.core.modules.registry import Order, walk
 from fsdp2.core.pieces import ceil_div, piece_of, round_up
 
 pytestmark = pytest.mark.alone

@@ -18,7 +18,7 @@ from fsdp2.core.device.buffers import FlatBuffer
 from fsdp2.core.layout.layout import Cut, Slot
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.modules.registrations import Registrations
-from fsdp2.core.params.gradients import ShardedGradients
+from fsdp2.core.params.gradients import Gradients
 from fsdp2.core.params.param import ModuleEntry, PlannedParam, ShardedParam
 from fsdp2.sharding.meshes import resolve_axes
 
@@ -272,16 +272,16 @@ def _leave(param: ShardedParam, value: float) -> None:
 
 def test_no_gradient_to_take(axis: MeshAxes) -> None:
     param, _, _ = _adopted(_linear(), axis)
-    assert ShardedGradients([param, _with_unsharded(axis)]).take(False) == [None, None]
+    assert Gradients([param, _with_unsharded(axis)]).take(False) == [None, None]
 
 
 def test_a_gradient_is_taken_once(axis: MeshAxes) -> None:
     param = _with_unsharded(axis)
     _leave(param, 2.0)
-    (grad,) = ShardedGradients([param]).take(False)
+    (grad,) = Gradients([param]).take(False)
     assert grad is not None
     assert grad.eq(2).all()
-    assert ShardedGradients([param]).take(False) == [None]
+    assert Gradients([param]).take(False) == [None]
 
 
 def test_without_a_cast_autograd_accumulates(axis: MeshAxes) -> None:
@@ -290,7 +290,7 @@ def test_without_a_cast_autograd_accumulates(axis: MeshAxes) -> None:
         _leave(param, 2.0)
         param.accumulate(torch.float32)
         assert param.accumulated is None
-    (grad,) = ShardedGradients([param]).take(False)
+    (grad,) = Gradients([param]).take(False)
     assert grad is not None
     assert grad.eq(6).all()
 
@@ -305,7 +305,7 @@ def test_low_precision_gradients_are_summed_in_the_reduce_dtype(axis: MeshAxes) 
         assert param.unsharded is not None
         assert param.unsharded.grad is None
     _leave(param, 1 / 256)
-    (grad,) = ShardedGradients([param]).take(False)
+    (grad,) = Gradients([param]).take(False)
     assert grad is not None
     assert grad.dtype is torch.float32
     assert grad.eq(3 + 4 / 256).all()
@@ -321,7 +321,7 @@ def test_sums_over_backwards_record_no_graph(axis: MeshAxes) -> None:
         param.accumulate(torch.float32)
         assert param.accumulated is not None
         assert param.accumulated.grad_fn is None
-    (grad,) = ShardedGradients([param]).take(True)
+    (grad,) = Gradients([param]).take(True)
     assert grad is not None
     assert grad.eq(2).all()
 
@@ -352,7 +352,7 @@ def test_new_unsharded_parameter_takes_over_what_has_accumulated(axis: MeshAxes)
     _leave(param, 2.0)
     param.accumulate(torch.float32)
     param.materialize(torch.zeros(7, 3))
-    (grad,) = ShardedGradients([param]).take(False)
+    (grad,) = Gradients([param]).take(False)
     assert grad is not None
     assert grad.eq(2).all()
 
@@ -364,14 +364,14 @@ def test_delivered_rows_become_grad_and_later_ones_are_added_by_the_caller(
     seen: list[Any] = []
     param.sharded.register_post_accumulate_grad_hook(seen.append)
     rows = torch.ones(7, 3)
-    assert ShardedGradients([param]).deliver([rows], [True]) == []
+    assert Gradients([param]).deliver([rows], [True]) == []
     grad = param.sharded.grad
     assert isinstance(grad, DTensor)
     assert grad.placements == (Shard(0),)
     assert grad._local_tensor is rows
     assert len(seen) == 1
     more = torch.ones(7, 3)
-    ((waiting, there, addend),) = ShardedGradients([param]).deliver([more], [True])
+    ((waiting, there, addend),) = Gradients([param]).deliver([more], [True])
     assert waiting is param
     assert there is rows
     assert addend is more

@@ -62,6 +62,7 @@ class Blocks(Codec):
         scales, codes = self._parts(message, numbers.shape[1])
         blocks = in_blocks(numbers.float(), self.block)
         scales.copy_(blocks.abs().amax(2).div_(self.largest))
+        # By the scale as it is sent, rounded: receivers multiply by that one.
         scaled = blocks / scales.float().unsqueeze(2)  # of zeros by zero: NaN, which becomes 0
         self._put(codes, scaled.nan_to_num_(0.0).round_().clamp_(-self.largest, self.largest))
 
@@ -79,6 +80,7 @@ class Blocks(Codec):
 
     def _decoded(self, message: Tensor, numel: int) -> Tensor:
         scales, codes = self._parts(message, numel)
+        # A scale that is not finite makes NaN of every code, because each code of its block is 0.
         found = self._take(codes, numel).mul_(scales.float().unsqueeze(2))
         found.clamp_(-MOST, MOST)  # of fp32's largest a scale may be rounded up
         return found.flatten(1)[:, :numel]

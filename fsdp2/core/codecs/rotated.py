@@ -72,6 +72,7 @@ class Rotated(Codec):
         """As the codec does, then rotate back, once."""
         numel = sums.shape[0]
         rotated = self._new(1, numel)
+        # The sum is rotated back, not each row: a rotation is linear.
         self._codec.total(rotated[0], message)
         sums.copy_(self._back(rotated)[0, :numel])
 
@@ -94,11 +95,12 @@ def rotation(device: torch.device) -> Tensor:
     """The matrix [128, 128] in fp32: one for all that ask, as long as one of them has it."""
     found = _matrices.get(device)
     if found is None:
+        # All models of the process share it, in whichever mode the first of them makes it.
         with torch.inference_mode(False):
             matrix = torch.ones(1, 1)
             while matrix.shape[0] < BLOCK:
                 matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-            bits = random.Random(SEED).getrandbits(BLOCK)  # nobody is to be kept out
+            bits = random.Random(SEED).getrandbits(BLOCK)  # not a secret: the same on all ranks
             signs = torch.tensor([1.0 - 2 * (bits >> i & 1) for i in range(BLOCK)])
             found = (signs.unsqueeze(1) * matrix / math.sqrt(BLOCK)).to(device)
         _matrices[device] = found

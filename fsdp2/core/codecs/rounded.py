@@ -41,6 +41,7 @@ class Rounded(Codec):
     def total(self, sums: Tensor, message: Tensor) -> None:
         """In fp32."""
         rows = self._numbers(message, sums.shape[0])
+        # `torch.sum` takes an `out` only of the dtype in which it sums.
         if sums.dtype is torch.float32:
             torch.sum(rows, 0, dtype=torch.float32, out=sums)
         else:

@@ -45,6 +45,7 @@ def _aliased(
     strides: tuple[int, ...] | None,
 ) -> torch.Tensor:
     """A view of ``raw``'s storage with its own version counter."""
+    # A new tensor that is `set_`: a view would share its base's version counter (I4).
     typed = torch.empty(0, dtype=dtype, device=raw.device)
     if strides is None:
         strides = contiguous_strides(shape)
@@ -130,6 +131,7 @@ class Buffer:
         """
         assert self.allocated, f"{self.name} is not allocated"
         with torch.inference_mode(False):
+            # The first forward may run in inference mode, whose tensors autograd could not save.
             return _aliased(self._raw, dtype, byte_offset, shape, strides)
 
     def views(
@@ -145,6 +147,7 @@ class Buffer:
         assert self.allocated, f"{self.name} is not allocated"
         first = byte_offset // dtype.itemsize
         with torch.inference_mode(False), torch.no_grad():
+            # Empty: `as_strided` compares bounds with the storage only.
             whole = _aliased(self._raw, dtype, 0, (0,), None)
             # ``.data`` has a version counter of its own, and is no view for autograd.
             return [
@@ -167,6 +170,8 @@ class FlatBuffer(Buffer):
 
     def __init__(self, nbytes: int, device: torch.device, pin: bool = False) -> None:
         with torch.inference_mode(False):
+            # Zeros, because codecs encode the padding of shards, too: it takes part in a block's
+            # scale.
             self._raw = torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
         self.nbytes = nbytes
         self.device = device
@@ -254,6 +259,7 @@ class TransientBuffer(Buffer):
         It stays if ``numpy()`` of a tensor over it was called, which torch reports by an exception:
         the storage can no longer be resized, even if the array was freed.
         """
+        # The storage object stays, because autograd saved views of it (decision 4).
         self.allocated = not self.nbytes  # first: an interrupt in between costs a copy at most
         try:
             self._storage.resize_(0)
@@ -324,6 +330,7 @@ class SwappedBuffer(TransientBuffer):
     def __init__(self, nbytes: int, device: torch.device, name: str) -> None:
         super().__init__(nbytes, device, name)
         self._device = device
+        # Weak: `Bound.reroute` makes other views of the same buffer, and the earlier ones end.
         self._followers: list[tuple[weakref.ref[torch.Tensor], _Place]] = []
         _present[self._storage._cdata] = self
 
@@ -385,6 +392,7 @@ class SwappedBuffer(TransientBuffer):
         if not self.nbytes or not self.allocated:
             return
         self.allocated = False
+        # The key is an address, which another storage may have next.
         _present.pop(self._storage._cdata, None)
         with _plainly():
             for reference, place in self._followers:
@@ -414,7 +422,10 @@ def _place_of(tensor: torch.Tensor) -> _Place:
 def absent(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The data of a tensor while its memory is freed: of shape ``(1,)``, not to be written."""
     with _plainly():
+        # A bool of other bits than 0 and 1 is undefined.
         if dtype is torch.bool:
             return torch.zeros(1, dtype=dtype, device=device)
+        # All bits are 1, which is NaN in nearly all floating-point formats: a read of freed memory
+        # shows.
         ones = torch.full((dtype.itemsize,), 255, dtype=torch.uint8)
         return ones.view(dtype).to(device)

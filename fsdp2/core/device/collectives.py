@@ -74,9 +74,13 @@ class ReduceKind:
             self.op = made = _make_nccl_premul_sum(1.0 / factor)
         else:
             self.op = ReduceOp.AVG if average else ReduceOp.SUM
+            # Options take a `ReduceOp`; a user's collective gets the member of the enum, as from
+            # torch.
             made = ReduceOp(self.op)
         self.options = ReduceScatterOptions()
         self.options.reduceOp = made
+        # NCCL then runs on the current stream, which is a lane, not on one of its own
+        # (docs/nccl.md).
         self.options.asyncOp = False
         self.all_reduce_options = AllreduceOptions()
         self.all_reduce_options.reduceOp = made
@@ -357,6 +361,7 @@ class ComplexCollectives:
         self._real = collectives
         self.size, self.rank, self.group = collectives.size, collectives.rank, collectives.group
         self.coalesces, self.premultiplies = collectives.coalesces, collectives.premultiplies
+        # Without conversion: users' collectives get complex tensors, the others only integers.
         self.custom_all_gather = collectives.custom_all_gather
         self.custom_reduce_scatter = collectives.custom_reduce_scatter
         self.exchange, self.largest = collectives.exchange, collectives.largest
@@ -405,4 +410,5 @@ def collectives_of(dtype: torch.dtype, collectives: Collectives) -> Collectives:
 
 
 def _as_real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    # Autograd conjugates lazily, and a tensor with a conjugate bit has no view of real numbers.
     return [torch.view_as_real(tensor.resolve_conj()) for tensor in tensors]

@@ -42,6 +42,7 @@ def bind_fingerprint(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tens
         tensors: all on one device. One that is not contiguous, or does not begin at a multiple of
             8 bytes, is copied now.
     """
+    # A forward may run inside `torch.func`, whose levels would wrap these tensors.
     with torch.no_grad(), torch._C._DisableFuncTorch():
         sums, rests = [], []
         for tensor in tensors:

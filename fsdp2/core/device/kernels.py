@@ -127,7 +127,7 @@ class TorchKernels:
     """The real ones, on a CPU."""
 
     fuses = False
-    copy_strided = staticmethod(_copy_many)
+    copy_strided = staticmethod(_copy_many)  # a CPU copies one by one in any case
     copy_many = staticmethod(_copy_many)  # one fused kernel where the tensors allow it
     add_many = staticmethod(_add_many)
     chunk_cat = staticmethod(_chunk_cat)  # fused on accelerators, the cast included
@@ -179,6 +179,7 @@ class TorchKernels:
         key = (self._device, numel, value, dtype)
         found = _constants.get(key)
         if found is None:
+            # Whoever asks first shares it with all others, and they may be in another mode.
             with torch.inference_mode(False):
                 found = torch.full((numel,), value, dtype=dtype, device=self._device)
             _constants[key] = found
@@ -186,6 +187,7 @@ class TorchKernels:
 
     def fetched(self, source: torch.Tensor) -> torch.Tensor:
         """An asynchronous copy, to page-locked memory where there is a device."""
+        # From a device to pageable memory, a copy would make the host wait.
         pin = self._device.type != "cpu"
         target = self.host_empty(tuple(source.shape), source.dtype, pin)
         self.to_host(target, source)

@@ -29,6 +29,7 @@ def largest_over(lines: Iterable[Collectives], numbers: Sequence[int]) -> list[i
     of a number is the largest of its negative.
     """
     found = list(numbers)
+    # One axis after the other: the second passes on what the first has found on its ranks.
     for line in lines if found else ():
         found = line.largest(found)
     return found
@@ -53,6 +54,7 @@ def run_first_collective(group: dist.ProcessGroup, device: torch.device) -> None
     Blocks the host until all ranks of ``group`` are here, where the backend makes it in its first
     collective.
     """
+    # As for lanes: the current stream waits for it, the host only for the communicator.
     GroupCollectives(group, device, asynchronous=True).all_reduce(
         torch.zeros(1, device=device), ReduceKind(average=False)
     )

@@ -15,6 +15,7 @@ from fsdp2.core.notices import Notice
 first_use: Notice[[ProcessGroup, torch.device, str]] = Notice()
 """Called before the first use of a process group, with its device and the unit's name."""
 
+# Weak: a destroyed group, and what its backend holds, would stay alive otherwise.
 _met: WeakSet[ProcessGroup] = WeakSet()
 
 
@@ -32,4 +33,5 @@ def meet(group: ProcessGroup | None, device: torch.device, unit: str) -> None:
     """
     if group is not None and group not in _met:
         first_use(group, device, unit)
+        # Last: if a rank does not come, the next use asks again.
         _met.add(group)

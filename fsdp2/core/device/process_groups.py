@@ -98,6 +98,7 @@ def new_groups(
                 timeout=_chosen_timeout(around[0], device),
                 backend=dist.get_backend(around[0]),
                 pg_options=options,
+                # Without it, all ranks of the world would have to make this call.
                 use_local_synchronization=True,
             )
         assert isinstance(group, dist.ProcessGroup)
@@ -129,6 +130,7 @@ def _options_like(group: dist.ProcessGroup) -> object:
     """
     for device in getattr(group, "_device_types", ()):
         given: Any = getattr(_inside(backend_of(group, device)), "options", None)
+        # Only options of NCCL have it; those of gloo need nothing but the time-out.
         if not hasattr(given, "is_high_priority_stream"):
             continue
         options = type(given)()
@@ -154,6 +156,7 @@ def _unsplit(options: object) -> Iterator[None]:
     if world is None or bound is None or hasattr(options, "lazy_init"):
         yield
         return
+    # `new_group` reads it when it is called, and splits only if it is set.
     world.bound_device_id = None
     try:
         yield
@@ -176,6 +179,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def serves(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether ``group`` has a backend for tensors of ``device``, as far as it says."""
+    # A group without a backend for the CPU either is written in Python, and has none to ask.
     return backend_of(group, device) is not None or backend_of(group, torch.device("cpu")) is None
 
 

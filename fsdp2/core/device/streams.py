@@ -118,6 +118,7 @@ class _OnStream:
         self._outer: torch.Stream | None = None
 
     def __enter__(self) -> None:
+        # Asked each time: COMPUTE is whichever stream the user has made current.
         self._outer = torch.accelerator.current_stream(self._index)
         torch.accelerator.set_stream(self._stream)
 
@@ -218,6 +219,7 @@ class OnStream:
 
     def __call__(self, tensor: torch.Tensor) -> None:
         """Run it, ordered both ways."""
+        # Hooks run inside `on(ALL_REDUCE)`: this is that lane, not COMPUTE, which need not wait.
         current = torch.accelerator.current_stream(self.stream.device_index)
         self.stream.wait_stream(current)
         torch.accelerator.set_stream(self.stream)

@@ -48,6 +48,7 @@ def encoded(place: SegmentViews, codec: Codec) -> Gather:
         [partial(kernels.transform, codec.decode, numbers, messages.every), *rows.put],
         free,
     )
+    # Views exist now. Each gather allocates again, on COMPUTE (I2).
     for release in free:
         release()
     return found

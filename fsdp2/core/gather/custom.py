@@ -54,6 +54,7 @@ class _Custom:
         self, places: Sequence[SegmentViews], comm: AllGather, device: torch.device
     ) -> None:
         self._comm, self._device = comm, device
+        # Of whichever segment: complex numbers are not converted for a user's collective.
         self._collectives = places[0].collectives
         self._parts: list[_Part] = []
         self.nbytes = 0

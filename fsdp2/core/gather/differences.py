@@ -148,6 +148,7 @@ class ReferenceRows(KeptRows):
             self.follow(former)
 
     def lose(self) -> None:
+        # Not `_restored`: own rows are sent exactly again, so that all ranks agree.
         self._known = self._exact = self._codes = False
 
     def own_rows(self) -> list[tuple[Slot, Tensor]]:

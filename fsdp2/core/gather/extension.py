@@ -188,6 +188,8 @@ class ExtendedParam:
         param, context = self.param, self._context
         local: Any = param.local
         if context.offload is not None:
+            # By itself: extended parameters are not in the flat shard, which the mirror copies as a
+            # whole.
             local = local.to(context.device, non_blocking=True)
         arguments: tuple[object, ...] = (self._mesh,)
         if self._takes_all:
@@ -252,6 +254,7 @@ class ExtendedParam:
         """Run the post hook: make the gathered parameter, or fill it again."""
         hook = getattr(self.param.local, POST_HOOK)
         dtype = compute_dtype(self._context.options, self.param)
+        # Dropped here, as it may hold tensors of this gather.
         metadata, self._metadata = self._metadata, None
         outputs = tuple(self._outputs)
         if self._gathered is None:
@@ -260,6 +263,7 @@ class ExtendedParam:
             for storage, nbytes in self._storages:
                 if storage.size() != nbytes:
                     storage.resize_(nbytes)
+            # Autograd has saved these: an all-gather must not look like a user's write (I4).
             with _unsafe_preserve_version_counter(self._guarded):
                 hook(outputs, metadata, dtype, out=self._gathered)
         if self._releases:
@@ -280,6 +284,7 @@ class ExtendedParam:
         known = {output.untyped_storage()._cdata for output in self._outputs}
         for tensor in inner:
             storage = tensor.untyped_storage()
+            # Outputs have buffers that free them; these are the hook's own allocations.
             if storage._cdata not in known:
                 known.add(storage._cdata)
                 self._storages.append((storage, storage.size()))
@@ -386,6 +391,7 @@ class Extension:
 
     def _copy_in(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
+            # The first gather uses those of `_learn`: a hook runs once per gather.
             if self._inputs is None:
                 self._inputs = self._pre()
             assert self._packed is not None
@@ -455,6 +461,8 @@ class Extension:
                 member.learn(found, self.kernels, self.collectives.size)
                 inputs.append(found)
         except Exception as error:
+            # Raised after ranks have compared: others would wait in `exchange` for a rank that has
+            # left.
             failure = error
         try:
             if self._sends:
@@ -462,6 +470,7 @@ class Extension:
             elif failure is not None:
                 raise failure
         except BaseException:
+            # Some have outputs already; the next gather begins from nothing.
             self._members = [ExtendedParam(m.param, m._slot, self._context) for m in self._members]
             raise
         width = 0
@@ -506,6 +515,7 @@ class Extension:
 
 
 def _digest(inputs: tuple[Input, ...]) -> int:
+    # Not `hash()`, which is salted per process; 56 bits, because ranks exchange signed int64.
     found = hashlib.sha256(repr(inputs).encode()).digest()
     return int.from_bytes(found[:7], "little") | 1
 

@@ -118,6 +118,7 @@ class Keeping:
         known = self._known_to(former)
         for kept, before in known:
             kept.follow(before)
+        # All segments, or none: `again` has no collective for one that lacks rows.
         if former.current and self._nodes is None and len(known) == len(self.kept):
             self.current = True
             self._choose(self.again)

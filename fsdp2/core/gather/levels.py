@@ -75,6 +75,7 @@ class NodeRows:
         if not (own.collectives or inside.collectives):  # empty parameters have nothing to say
             return replace(found, acquire=[], copy_in=[])
         acquire = [self.rows.acquire, *own.acquire, *inside.acquire]
+        # One launch for both levels: the copies between them run on ALL_GATHER, too.
         launch = partial(self._launch, inside)
         return replace(found, acquire=acquire, copy_in=own.copy_in, collectives=[launch])
 
@@ -99,6 +100,7 @@ class NodeRows:
             landing.append(partial(self._kernels.copy_many, self._gaps, self._zeros))
         landing += inside.copy_in  # of node rows, which are there then
         following = _Following(works, landing, inside.collectives)
+        # On a CPU the rows come later; the host cannot launch the second gather before that.
         if works:
             return following
         following.go_on()
@@ -130,6 +132,7 @@ class _Following:
         inside: Sequence[Launch],
     ) -> None:
         self.works = works
+        # Copies, because each is removed once it has run: a wait may be interrupted and repeated.
         self._landing = [*landing]
         self._inside = [*inside]
 

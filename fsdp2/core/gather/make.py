@@ -86,10 +86,12 @@ def make_gathers(
         pairs: list[Pair] = []
         if carried := waiting.get(place.segment.full_dtype):
             gather, pair = carried.pop(0)
+            # The carrier's launch sends it; the copies out of its rows remain here.
             gather.collectives = ()
             pairs.append(pair)
         found[at] = coalesced(place, pairs), None
     if theirs and comm is not None:
+        # Together: a user's collective is called once per group, as torch's FSDP2 does.
         found.append((custom(theirs, comm, device), None))
     return found
 

@@ -67,7 +67,10 @@ class Gather:
 
     def __post_init__(self) -> None:
         self.finish = self.finish or [*self.copy_out, *self.release]
+        # Without a collective, all of it runs in `finish`, on COMPUTE.
         self.launches = bool(self.collectives) or self.loads
+        # If not early, the gathered buffer is allocated then; if shards were loaded, the mirror is
+        # freed.
         self.finishes = bool(self.finish) or self.loads or not self.early
 
 
@@ -117,12 +120,14 @@ def gather_on_lanes(
             running when COMPUTE waits only for this one.
     """
     copied = None
+    # Memory that COMPUTE has allocated may be that of a tensor which it still reads (I2).
     behind = streams.record(COMPUTE, "buffers allocated")
     if gather.copy_in:
         streams.wait(COPY_IN, behind, "copy-in after compute")
         with streams.on(COPY_IN):
             for run in gather.copy_in:
                 run()
+        # COPY_IN has waited for COMPUTE, so ALL_GATHER need not wait for both.
         behind = copied = streams.record(COPY_IN, "copy-in done")
     streams.wait(ALL_GATHER, behind, "all-gather after copy-in")
     with streams.on(ALL_GATHER):
@@ -151,7 +156,7 @@ def gather_inline(
         for launch in gather.collectives:
             if (work := launch()) is not None:
                 works.append(work)
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # a RuntimeError, too, but no failure of communication
         raise
     except RuntimeError as error:
         raise communication_error("all-gather", name, error) from error

@@ -124,15 +124,18 @@ def coalesced(place: SegmentViews, also: Sequence[Pair] = ()) -> Gather:
     segment, full = place.segment, place.full
     slots, start = segment.slots, segment.full_byte_offset
     sizes = [slot.shard_numel for slot in slots]
+    # A split must cover its whole input, padding after the last slot included.
     if segment.tail:
         sizes.append(segment.tail)
     shards = list(place.kernels.pieces(place.shards(), sizes))[: len(slots)]
     for piece in shards:
+        # Parts of a view: a mirror that is swapped does not know them yet (`SwappedBuffer`).
         place.shard.keep_valid(piece)
     wire = segment.full_dtype
     inputs, outputs = shards, full.views(wire, start, segment.slot_places)
     copy_in: list[Run] = []
     if place.casts:
+        # In place: the collective's input is the part of its output that this rank would receive.
         inputs = full.views(wire, start, segment.piece_places(place.collectives.rank))
         copy_in = [partial(place.kernels.copy_many, inputs, shards)]
     launch = place.collectives.bind_all_gather_many(
@@ -157,7 +160,9 @@ def local(place: SegmentViews) -> Gather:
     """One rank: the shard is the parameter, or is cast into its slot."""
     segment, flat = place.segment, place.shards()
     if place.casts:
+        # One copy of all, because the layout gives a local slot the same offset in both buffers.
         target = place.full.view(segment.full_dtype, segment.full_byte_offset, tuple(flat.shape))
+        # On COMPUTE, at use: a prefetch would have no collective to start.
         return Gather(place.parameters(), copy_out=[partial(place.kernels.copy, target, flat)])
     places = [row_major(slot.shape, slot.shard_offset) for slot in segment.slots]
     gathered = place.shard.views(segment.shard_dtype, segment.shard_byte_offset, places)
@@ -173,6 +178,7 @@ def from_host(mirror: TransientBuffer, shard: FlatBuffer, nbytes: int, kernels: 
         nbytes: of either.
         kernels: memory and copies.
     """
+    # As bytes, so that one copy takes segments of all dtypes (decision 8).
     target = mirror.view(torch.uint8, 0, (nbytes,))
     source = shard.view(torch.uint8, 0, (nbytes,))
     load = partial(kernels.from_host, target, source)
@@ -256,6 +262,7 @@ def own_row(place: SegmentViews, rows: Rows) -> tuple[Pair, list[Run]]:
     It reads this rank's own row if the shard is cast, otherwise the flat shard itself.
     """
     sent, width = place.shards(sent=True), place.segment.shard_numel
+    # Out of place: a copy of the shard into its row would be one more operation.
     if not place.casts:
         return Pair(rows.output, sent), []
     dtype = place.segment.full_dtype
@@ -273,6 +280,7 @@ def packed(place: SegmentViews) -> tuple[Gather, Pair]:
     rows = packed_rows(place)
     pair, copy_in = own_row(place, rows)
     memory, launch = rows.memory, place.collectives.bind_all_gather(*pair)
+    # All views are made; the gather allocates again.
     memory.release()
     own = [memory.acquire], copy_in, [launch], rows.put, [memory.release]
     return Gather(place.parameters(), *own), pair
@@ -299,5 +307,6 @@ def _continues(run: Sequence[Slot], slot: Slot) -> bool:
     last, numel = run[-1], slot.shard_numel
     if last.shard_numel != numel or last.shard_offset + numel != slot.shard_offset:
         return False
+    # Slots are aligned, so the distance between two may be more than a slot is long.
     step = slot.full_offset - last.full_offset
     return len(run) == 1 or last.full_offset - run[-2].full_offset == step

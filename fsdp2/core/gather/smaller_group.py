@@ -72,9 +72,11 @@ def smaller_segment(
         pack_below: packed parameters stay packed if their piece has fewer bytes. Default 0: none.
     """
     itemsize = segment.full_dtype.itemsize
+    # A smaller group has one shard dim: bands are for all ranks (decision 18).
     cut = [replace(slot, cut=Cut(slot.dim), world_size=world_size) for slot in segment.slots]
     slots, numel = side_by_side(cut)
     straight = coalesces and can_coalesce(slots, itemsize)
+    # Pieces are longer than the group's, so those that it does not pack are not packed here either.
     large = segment.transport is Transport.COALESCED or all(
         slot.shard_numel * itemsize >= pack_below for slot in slots
     )
@@ -82,6 +84,7 @@ def smaller_segment(
     return replace(
         segment,
         transport=Transport.COALESCED if straight and large else Transport.PACKED,
+        # Rows are copied from the gathered buffer, so they are cast already.
         shard_dtype=segment.full_dtype,
         slots=tuple(slots),
         shard_numel=round_up(numel, multiple),
@@ -175,6 +178,7 @@ class SmallerRows:
 
     def keep(self) -> None:
         """Copy this rank's rows out of the gathered buffer."""
+        # The rows of an earlier forward are still valid (I17).
         if self.stays:
             return
         self._rows.acquire()

@@ -140,7 +140,9 @@ def default_cut(
     if padding <= small or padding * itemsize <= SMALL_PADDING_BYTES:
         return Cut(first)
     cuts = [Cut(dim) for dim in (range(len(shape)) if dims is None else dims)]
+    # The most equal bands: each has the fewest rows, and one row needs no copies (decision 18).
     bands = math.gcd(shape[0], ranks)
+    # As many bands as ranks would be `Cut(0)`.
     if in_bands and dims is not None and 0 in dims and 1 < bands < ranks:
         cuts += [Cut(dim, bands) for dim in dims if dim]
 
@@ -290,6 +292,7 @@ class Slot:
             height = self.piece[0]
             whole = whole.narrow(0, rank // self.per_band * height, height)
         length = self.shape[self.dim]
+        # Ranks after the last row have an empty piece at the end.
         start = min(rank % self.per_band * self.chunk, length)
         return whole.narrow(self.dim, start, min(self.chunk, length - start))
 
@@ -367,6 +370,7 @@ class Segment:
     @property
     def is_one_slot(self) -> bool:
         """Whether the pieces of all ranks, one after another, are the slot of one parameter."""
+        # Empty parameters need no memory, and so do not stand in the way.
         filled = [slot for slot in self.slots if slot.shard_numel]
         return len(filled) == 1 and filled[0].in_order and not self.tail
 
@@ -405,6 +409,7 @@ class GroupLayout:
     full_bytes: int
     payload_bytes: int
     pieces: GroupLayout | None = None
+    # A cache: which facts were asked for so far makes no difference.
     _common: dict[Hashable, object] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -467,6 +472,7 @@ def side_by_side(slots: Iterable[AnySlot]) -> tuple[list[AnySlot], int]:
     """
     placed: list[AnySlot] = []
     offset = 0
+    # As in `build_layout`: one fused kernel then copies all of those out.
     for slot in sorted(slots, key=lambda slot: not slot.in_order):
         placed.append(replace(slot, shard_offset=offset))
         offset += slot.shard_numel
@@ -509,6 +515,7 @@ def _pick_transports(
         if transport is Transport.PACKED or (
             transport is Transport.COALESCED and numel * param.full_itemsize < pack_below
         ):
+            # Only parameters of equal dtypes share a segment, and so a message.
             small.setdefault((param.shard_dtype, param.full_dtype), []).append(index)
     for together in small.values():
         if len(together) > 1:  # one alone saves nothing
@@ -545,9 +552,11 @@ def _build_segment(
         slot = Slot(index, param.shape, param.cut, world_size, shard_offset, start)
         slots.append(slot)
         shard_offset += slot.shard_numel
+        # Kernels read these parameters in the shard itself: aligned as gathered ones are.
         if transport is Transport.LOCAL:
             shard_offset = round_up(shard_offset, align)
         full_offset = round_up(full_offset + slot.full_numel, align)
+    # A multiple of 16 bytes in the smaller dtype is one in the other, too.
     itemsize = min(first.shard_itemsize, first.full_itemsize)
     shard_numel = round_up(shard_offset, max(COLLECTIVE_ALIGN_BYTES // itemsize, 1))
     if transport is Transport.LOCAL:  # the shard itself is the gathered form, unless it is cast
@@ -621,6 +630,7 @@ def build_layout(
     return GroupLayout(world_size, tuple(segments), shard_bytes, full_bytes, payload)
 
 
+# A model's blocks are alike: laying out the first one serves all, and their bindings share it.
 _layouts: weakref.WeakValueDictionary[Hashable, GroupLayout] = weakref.WeakValueDictionary()
 
 

@@ -74,6 +74,7 @@ def node_segments(layout: GroupLayout) -> list[Segment]:
     segments: list[Segment] = []
     start = 0
     for segment in layout.segments:
+        # Node rows are in the compute dtype: the all-gather between nodes has cast them.
         found = replace(segment, shard_dtype=segment.full_dtype, shard_byte_offset=start)
         segments.append(found)
         nbytes = found.shard_numel * found.full_dtype.itemsize
@@ -110,18 +111,21 @@ def pieces_layout(
     shard_bytes = full_bytes = 0
     for segment, rows in zip(layout.segments, node_segments(layout), strict=True):
         assert segment.transport is not Transport.EXTENSION  # refused before
+        # Coded ones apart, because a segment has one transport.
         for part in (False, True):
             members = [slot for slot in segment.slots if (slot.index in coded) is part]
             if members:
                 found = _pieces(
                     replace(segment, slots=tuple(members)), rows, rank, ranks, coalesces
                 )
+                # Empty messages have nothing to encode.
                 if part and found.shard_numel:
                     found = replace(found, transport=Transport.CODED)
                 segments.append(replace(found, shard_byte_offset=shard_bytes))
                 nbytes = found.shard_numel * found.shard_dtype.itemsize
                 shard_bytes = round_up(shard_bytes + nbytes, SLOT_ALIGN_BYTES)
         full_bytes = rows.shard_byte_offset + rows.shard_numel * rows.full_dtype.itemsize
+    # As in `build_layout`: nothing follows that must be aligned.
     if len(segments) == 1:
         shard_bytes = segments[0].shard_numel * segments[0].shard_dtype.itemsize
     world = layout.world_size * ranks

@@ -146,6 +146,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     device = torch.device(mesh.device_type)
     if device.type in ("cpu", "meta"):
         return device
+    # A mesh names only the type.
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
@@ -162,6 +163,7 @@ def _smaller_mesh(mesh: DeviceMesh, size: int, around: tuple[ProcessGroup, ...])
     # Equal meshes may have different groups: of other backends and time-outs, or of another world
     # (destroyed and started again).
     ranks = mesh.mesh.view(-1, size)
+    # The shard group first, whose backend and options new groups take.
     groups = _grid_groups(ranks, list(around[::-1]), device_of(mesh))
     return DeviceMesh.from_group(
         groups, mesh.device_type, mesh=ranks, mesh_dim_names=("replicate", "shard")
@@ -174,6 +176,7 @@ def _banded(axes: MeshAxes, bands: int, world: object) -> DeviceMesh:
     mesh = axes.mesh
     assert axes.group is not None
     ranks = mesh.mesh.view(-1, bands, axes.size // bands)
+    # New groups join ranks of one replica, which need not wait for those of others.
     mine = int((ranks == rank_and_size()[0]).nonzero()[0][0])
     groups, names = _grid_groups(ranks[mine], [axes.group], axes.device), ("bands", "shard")
     if axes.replicas is None:
@@ -191,6 +194,7 @@ def _grid_groups(
 ) -> list[ProcessGroup]:
     """Process groups of this rank's column and row in a grid whose ranks ``around`` join."""
     row, column = (ranks == rank_and_size()[0]).nonzero()[0].tolist()
+    # In the order of the mesh's dims, which `DeviceMesh.from_group` expects.
     return new_groups(around, device, [ranks[:, column].tolist(), ranks[row].tolist()])
 
 
@@ -210,6 +214,7 @@ def locals_of(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | Non
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
+            # A check that costs less than the call: nearly all are plain tensors.
             if type(tensor) is not torch.Tensor:
                 tensor = arrived(tensor)
         found.append(tensor)
@@ -232,6 +237,7 @@ def memory_order(param: torch.Tensor) -> tuple[int, ...] | None:
 
 def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """One mesh with the dims of both, made once for each pair."""
+    # The world is a part of the key: equal meshes of a later one have other groups.
     return _joined(outer, inner, current_world())
 
 
@@ -249,6 +255,8 @@ def sharded_spec(axes: MeshAxes, param: DTensor, cut: Cut) -> DTensorSpec:
         return _full_spec(axes, param._spec, dim, meta)
     pieces = param._spec.num_shards_map[dim]
     if pieces > 1 and axes.group is not None:
+        # The model-parallel dim is cut first, and comes after in the mesh: DTensor calls that
+        # strided.
         placements = (*placements[:-1], _StridedShard(dim, split_factor=pieces))
     mesh = joined(axes.mesh, param.device_mesh)
     return DTensorSpec(mesh, (*placements, *param.placements), tensor_meta=meta)

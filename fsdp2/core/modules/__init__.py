@@ -1,7 +1,6 @@
 """nn.Module and autograd: they drive the schedule.
 
-    registry       which module has which unit, and its arguments
-    walks          the walk over modules, and which of them belong to a unit
+    registry       which module has which unit, and its arguments; the walk over modules
     roots          which module is a root, and which units it serves
     hooks          on modules and gradients: with engine, the only code that uses autograd's engine
     saved          hooks plus saved-tensor hooks, for devices whose storages cannot be resized
@@ -10,7 +9,6 @@
     ties           parameters that modules of several units register
     optimizers     the parameters that optimizers hold when they step
     frames         the running code, according to the interpreter's frames
-    failures       exceptions that leave a forward or a backward, and who explains them
     containers     walks through inputs and outputs of modules
     dynamo         marks that keep torch.compile out of functions
 

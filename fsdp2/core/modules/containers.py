@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections import UserDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import SUPPORTED_NODES
-
-if TYPE_CHECKING:  # a stub of the type checker
-    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 TensorMap = Callable[[torch.Tensor], torch.Tensor]
@@ -49,16 +47,9 @@ def grad_tensors(
                 found.append(item)
             elif others is not None:
                 others.append(item)
-    elif isinstance(value, dict):
-        for item in value.values():
+    elif (parts := _parts(value)) is not None:
+        for item in parts[0]:
             grad_tensors(item, found, others)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            grad_tensors(getattr(value, field.name, None), found, others)
-    elif isinstance(value, (UserDict, SimpleNamespace)):
-        grad_tensors(_items_of(value), found, others)
-    elif type(value) in SUPPORTED_NODES:
-        grad_tensors(SUPPORTED_NODES[type(value)].flatten_fn(value)[0], found, others)
 
 
 def map_tensors(function: TensorMap, value: object) -> Any:
@@ -68,26 +59,15 @@ def map_tensors(function: TensorMap, value: object) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, PackedSequence):
-        return _map_fields(function, value, value._fields, type(value))
-    if isinstance(value, tuple):
-        return _map_tuple(function, value)
-    if isinstance(value, list):
+    if type(value) is tuple:  # as in most calls
         mapped = [map_tensors(function, item) for item in value]
-        return mapped if _changed(mapped, value) else value
-    if isinstance(value, dict):
-        return _map_dict(function, value)
-    if isinstance(value, (set, frozenset)):
-        items = list(value)
-        mapped = [map_tensors(function, item) for item in items]
-        return type(value)(mapped) if _changed(mapped, items) else value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(function, value)
-    if isinstance(value, (UserDict, SimpleNamespace)):
-        return _map_items(function, value)
-    if type(value) in SUPPORTED_NODES:
-        return _map_registered(function, value)
-    return value
+        return tuple(mapped) if _changed(mapped, value) else value
+    parts = _parts(value)
+    if parts is None:
+        return value
+    items, rebuild = parts
+    mapped = [map_tensors(function, item) for item in items]
+    return rebuild(mapped) if _changed(mapped, items) else value
 
 
 def cast(value: T, dtype: torch.dtype) -> T:
@@ -129,69 +109,53 @@ def _changed(new: Iterable[object], old: Iterable[object]) -> bool:
     return any(a is not b for a, b in zip(new, old, strict=True))
 
 
-def _map_tuple(function: TensorMap, value: tuple[object, ...]) -> tuple[object, ...]:
-    mapped = [map_tensors(function, item) for item in value]
-    if not _changed(mapped, value):
-        return value
-    if hasattr(value, "_fields"):  # a named tuple takes its items one by one
-        return type(value)(*mapped)
-    return type(value)(mapped)
+def _parts(value: object) -> tuple[Collection[object], Callable[[list[object]], object]] | None:
+    """The items of a container, and a function that makes one like it of others; ``None`` for other
+    objects.
+    """
+    kind: Any = type(value)
+    if isinstance(value, PackedSequence):
+        return list(value), lambda items: kind(*items)
+    if isinstance(value, tuple):  # a named tuple takes its items one by one
+        return value, lambda items: kind(*items) if hasattr(value, "_fields") else kind(items)
+    if isinstance(value, list):
+        return value, list
+    if isinstance(value, (set, frozenset)):
+        return list(value), kind
+    if isinstance(value, dict):
+        return value.values(), functools.partial(_with_items, value, value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        fields = {name: getattr(value, name) for name in names}
+        return fields.values(), functools.partial(_with_items, value, fields)
+    if isinstance(value, (UserDict, SimpleNamespace)):
+        held = _items_of(value)
+        return held.values(), functools.partial(_with_items, value, held)
+    if kind in SUPPORTED_NODES:
+        node = SUPPORTED_NODES[kind]
+        flat, context = node.flatten_fn(value)
+        return flat, lambda items: node.unflatten_fn(items, context)
+    return None
 
 
-def _map_dict(function: TensorMap, value: dict[object, object]) -> dict[object, object]:
-    mapped = {key: map_tensors(function, item) for key, item in value.items()}
-    if not _changed(mapped.values(), value.values()):
-        return value
-    clone = copy.copy(value)  # keeps the class, the order, a default factory and attributes
-    for key, item in mapped.items():
-        if item is not value[key]:
-            clone[key] = item
-    return clone
-
-
-def _items_of(value: UserDict[object, object] | SimpleNamespace) -> dict[Any, object]:
+def _items_of(value: UserDict[str, object] | SimpleNamespace) -> dict[str, object]:
     return value.data if isinstance(value, UserDict) else vars(value)
 
 
-def _map_items(
-    function: TensorMap, value: UserDict[object, object] | SimpleNamespace
-) -> UserDict[object, object] | SimpleNamespace:
-    items = _items_of(value)
-    mapped = {key: map_tensors(function, item) for key, item in items.items()}
-    if not _changed(mapped.values(), items.values()):
-        return value
-    clone = copy.copy(value)  # with a dict of its own
-    _items_of(clone).update(mapped)
-    return clone
+def _with_items(value: T, old: Mapping[str, object], items: Sequence[object]) -> T:
+    """A copy of a container in which those ``items`` are exchanged that are not the ``old`` ones.
 
-
-def _map_registered(function: TensorMap, value: object) -> object:
-    node = SUPPORTED_NODES[type(value)]
-    items, context = node.flatten_fn(value)
-    mapped = [map_tensors(function, item) for item in items]
-    return node.unflatten_fn(mapped, context) if _changed(mapped, items) else value
-
-
-def _map_fields(
-    function: TensorMap, value: T, names: tuple[str, ...], rebuild: Callable[..., T]
-) -> T:
-    old = [getattr(value, name) for name in names]
-    new = [map_tensors(function, item) for item in old]
-    return rebuild(*new) if _changed(new, old) else value
-
-
-def _map_dataclass(function: TensorMap, value: DataclassInstance) -> DataclassInstance:
-    changed = {}
-    for field in dataclasses.fields(value):
-        if not hasattr(value, field.name):
+    Without `__init__`, which may compute or check: it keeps the class, the order, a default factory
+    and attributes.
+    """
+    clone = copy.copy(value)
+    for (key, before), item in zip(old.items(), items, strict=True):
+        if item is before:
             continue
-        old = getattr(value, field.name)
-        new = map_tensors(function, old)
-        if new is not old:
-            changed[field.name] = new
-    if not changed:
-        return value
-    clone = copy.copy(value)  # no __init__: it may compute or check
-    for name, item in changed.items():
-        object.__setattr__(clone, name, item)
+        if isinstance(clone, dict):
+            clone[key] = item
+        elif isinstance(clone, (UserDict, SimpleNamespace)):
+            _items_of(clone)[key] = item
+        else:
+            object.__setattr__(clone, key, item)
     return clone

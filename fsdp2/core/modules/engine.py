@@ -5,7 +5,7 @@
         before   side doors into units are given hooks, while their calls are noted
                  shards among ``inputs`` become what the graph has: gathered parameters
                  compiled autograd, which would trace our hooks, is off for sharded modules
-        raises   `fsdp2.core.modules.failures` may explain the error
+        raises   functions of `backward_raised` may explain the error
         after    gradients that arrived through no hook are reduced
 
 A hook on an output sees a gradient that arrives at that output, and no hook sees an exception: it
@@ -26,16 +26,16 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node
 
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.modules import failures
 from fsdp2.core.modules.dynamo import uncompiled
+from fsdp2.core.modules.hooks import UnitHooks
 from fsdp2.core.modules.registry import record_of_unit, scheduler_of
-from fsdp2.core.params.aliases import REPLACED
-from fsdp2.core.params.param import GATHERED, OWNER, ShardedParam
+from fsdp2.core.modules.roots import noting
+from fsdp2.core.notices import Notice
+from fsdp2.core.params.param import GATHERED, OWNER, REPLACED, ShardedParam
 from fsdp2.core.progress import Backwards
 from fsdp2.core.schedule.calls import Call, Calls
 from fsdp2.core.schedule.iteration import GRAPHS, Graph
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.side_doors import noting, stop_noting_unused
 from fsdp2.core.schedule.unit import Unit, all_groups, all_units
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ else:
     _Engine = type(Variable._execution_engine)
 
 _OUTSIDE = -1
+
+backward_raised: Notice[[RuntimeError, Iterable[Node], Iterable[Unit]]] = Notice()
+"""Called with the exception of a backward, the nodes that it would run, and all units."""
 
 _MARKS = ("AliasBackward0", "_ExitBackwardBackward")
 """Nodes that `fsdp2.core.modules.hooks` adds after a unit's inputs; they read no parameter."""
@@ -88,7 +91,7 @@ class _WatchedEngine(_Engine):
                 ends, grads, keep_graph, create_graph, inputs, *args, **kw
             )
         except RuntimeError as error:
-            failures.in_backward(error, nodes_behind(ends), all_units())
+            backward_raised(error, nodes_behind(ends), all_units())
             raise
         if inside:  # the backward around it is not over: what comes below is for its end
             return result
@@ -98,7 +101,7 @@ class _WatchedEngine(_Engine):
         if Backwards.ended == ended:
             _finish_unseen(ends)
         if noting:
-            stop_noting_unused()
+            _stop_noting_unused()
         return result
 
 
@@ -208,6 +211,23 @@ def _hook_side_doors(ends: Ends) -> None:
                 _hook(node, call.unit, calls)
 
 
+def _stop_noting_unused() -> None:
+    """A backward is over: those stop that were not entered by a side door, and have none to come.
+
+    All ranks run the same calls, so all of them stop, or none does (invariant I1).
+    """
+    kept = []
+    for reference in noting:
+        scheduler = reference()
+        if scheduler is None or (calls := scheduler.calls) is None:
+            continue  # it is gone
+        if calls.looked and calls.whole and not (calls.used or scheduler.has_calls_to_come):
+            scheduler.calls = None
+        else:
+            kept.append(reference)
+    noting[:] = kept
+
+
 def _ends_call(node: Node, inside: Mapping[Node, Call | None]) -> bool:
     """Whether a mark is that at which the backward of its call ends: nothing inside comes after.
 
@@ -227,7 +247,7 @@ def _first(ends: Ends) -> list[Node]:
 def _hook(node: Node, unit: Unit, calls: Calls) -> None:
     record = record_of_unit(unit)
     notes: Any = node.metadata  # a dict, though torch declares a method
-    if record is None or notes.get(_HOOKED) is unit:
+    if not isinstance(record, UnitHooks) or notes.get(_HOOKED) is unit:
         return
     notes[_HOOKED] = unit
 

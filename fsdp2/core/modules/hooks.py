@@ -23,7 +23,7 @@ import functools
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -32,7 +32,6 @@ from torch.autograd import Variable
 
 from fsdp2.core.device.streams import Streams
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.modules import failures
 from fsdp2.core.modules.containers import (
     cast,
     grad_tensors,
@@ -40,8 +39,8 @@ from fsdp2.core.modules.containers import (
     outlives_transform,
     unbatched,
 )
-from fsdp2.core.modules.dynamo import uncompiled, uncompiled_methods
-from fsdp2.core.modules.frames import failure_of, running_calls
+from fsdp2.core.modules.dynamo import see_through, uncompiled, uncompiled_methods
+from fsdp2.core.modules.frames import FORWARD_METHODS, failure_of, running_calls
 from fsdp2.core.modules.registrations import (
     Move,
     Registrations,
@@ -52,29 +51,36 @@ from fsdp2.core.modules.registrations import (
     put_back,
 )
 from fsdp2.core.modules.registry import (
+    OUTSIDE,
+    RECORD,
     Args,
     Arguments,
     Kwargs,
     UnitRecord,
-    record_of,
     record_of_unit,
     records_below,
+    require_record,
 )
 from fsdp2.core.modules.roots import served_with, start
 from fsdp2.core.modules.ties import owners_of, take_up
+from fsdp2.core.notices import Notice
 from fsdp2.core.params.param import GATHERED, ModuleEntries, ModuleEntry, ShardedParam
 from fsdp2.core.progress import tracing_error
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.iteration import GRAPHS
 from fsdp2.core.schedule.retrace import next_node, running_node
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.unit import BACKWARD, FORWARD, REDUCED, Unit, all_units, enlist
+from fsdp2.core.schedule.unit import BACKWARD, FORWARD, REDUCED, Unit, all_units
+
+forward_raised: Notice[[BaseException, Iterable[Unit]]] = Notice()
+"""Called with the exception of a forward, and the units below its root.
+
+torch's message about a sharded or freed parameter does not help the author of the model. Rooms
+above core change the exception in place (`fsdp2.checks.explain`); core raises it in any case.
+"""
 
 SEEN = "_fsdp2_seen"
 """Attribute of a gathered parameter that has a hook for backwards which reach no unit's output."""
-
-OUTSIDE = "_fsdp2_outside"
-"""The key of `_explain_outside` in a module's forward hooks."""
 
 _in_backward: Callable[[], int] = torch._C._current_graph_task_id
 _OUTSIDE = -1
@@ -108,14 +114,11 @@ class UnitHooks(UnitRecord):
     """The hooks of one unit, and other changes of its modules by `fully_shard`."""
 
     __slots__ = (
-        "_cast_to",
         "_device",
         "_first_group",
         "_inner_calls",
         "_is_list",
-        "_leave_backward",
         "_output_dtype",
-        "_outside",
         "_registrations",
         "_returned_parameter",
         "_starts",
@@ -132,9 +135,7 @@ class UnitHooks(UnitRecord):
     ) -> None:
         super().__init__(unit, modules, arguments, ignored, streams)
         self._device = arguments.axes.device  # inputs of a root are moved there; CPU inputs stay
-        precision = unit.options.precision
-        self._cast_to = precision.param_dtype if precision.cast_forward_inputs else None
-        self._output_dtype = precision.output_dtype
+        self._output_dtype = unit.options.precision.output_dtype
         self._registrations = -1  # as counted when they were checked last
         self._first_group: ParamGroup | None = None  # at or below the unit, when they were checked
         self._inner_calls = 0  # of the unit, inside of its own forward
@@ -142,32 +143,16 @@ class UnitHooks(UnitRecord):
         self._starts = False  # whether this forward has just looked for all units
         self._still_to_run: set[int] = set()  # of a list: ids of modules that have not run yet
         self._returned_parameter = False  # of a list: whether one that has run returned one
-        self._outside: list[Any] = []  # forward hooks of modules that `_explain_outside` watches
-        # What autograd calls with the gradient of an input; `serve` says whose.
-        self._leave_backward: functools.partial[None] = functools.partial(Scheduler.exit_backward)
         for module in modules:
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward, always_call=True)
-        enlist(unit)
         self._watch_outside(is_root=True)  # until one around it is known
-        for hooks in self._outside:
+        for hooks in self.outside:
             hooks[OUTSIDE] = _explain_outside
 
     def __del__(self) -> None:
         # Units that prefetch each other are a cycle.
         self.unit.forward_prefetch = self.unit.backward_prefetch = []
-
-    def cast_inputs_to(self, dtype: torch.dtype | None) -> None:
-        """Cast floating-point inputs of the unit's forward from now on; ``None``: no longer."""
-        self._cast_to = dtype
-
-    def serve(self, scheduler: Scheduler) -> None:
-        """Let ``scheduler`` serve the unit from now on: in graphs that are there already, too."""
-        self.scheduler = scheduler
-        self._watch_outside(is_root=False)
-        leave = uncompiled(Scheduler.exit_backward)
-        # In place, for the tensors that hold it.
-        self._leave_backward.__setstate__((leave, (scheduler, self.unit), {}, None))  # type: ignore[attr-defined]  # not in typeshed
 
     # ---- forward
 
@@ -195,7 +180,7 @@ class UnitHooks(UnitRecord):
                 scheduler.enter_forward(unit)
         else:
             scheduler.enter_forward(unit)
-        if self._cast_to is not None:
+        if self.cast_to is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
         # Last of all: a cast's node is the newest then, and needs no view to end the backward at.
         return self._mark_inputs(args, kwargs)
@@ -243,7 +228,7 @@ class UnitHooks(UnitRecord):
         """A forward begins that is not inside of another; its inputs are moved to the device."""
         if scheduler.is_running or scheduler.iteration.failed:
             scheduler.reset()
-        for hooks in self._outside:
+        for hooks in self.outside:
             hooks.pop(OUTSIDE, None)
         first = self._first_group
         if self._registrations != Registrations.count or (first and not is_registered(first)):
@@ -303,19 +288,19 @@ class UnitHooks(UnitRecord):
 
     def _watch_outside(self, is_root: bool) -> None:
         """Find the modules that `_explain_outside` watches between forwards of a root."""
-        for hooks in self._outside:
+        for hooks in self.outside:
             hooks.pop(OUTSIDE, None)
-        self._outside = []
-        owners = {module for group in self.unit.own_groups for module in owners_of(group)}
-        for module in owners if is_root and not self._is_list else ():
-            if record_of(module) is None:
+        self.outside.clear()
+        groups = self.unit.own_groups if is_root and not self._is_list else ()
+        for module in {owner for group in groups for owner in owners_of(group)}:
+            if RECORD not in module.__dict__:
                 module._forward_hooks_always_called[OUTSIDE] = True  # type: ignore[index]  # torch numbers them
-                self._outside.append(module._forward_hooks)
+                self.outside.append(module._forward_hooks)  # type: ignore[arg-type]
 
     def _cast_inputs(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        if self._cast_to is None:
+        if self.cast_to is None:
             return args, kwargs
-        return cast(args, self._cast_to), (cast(kwargs, self._cast_to) if kwargs else kwargs)
+        return cast(args, self.cast_to), (cast(kwargs, self.cast_to) if kwargs else kwargs)
 
     def post_forward(self, module: nn.Module, args: Args, output: object) -> object:
         """Free; mark where backward enters the unit; cast outputs. Or explain an exception."""
@@ -345,7 +330,7 @@ class UnitHooks(UnitRecord):
             self._exit_forward(scheduler, module, keep)
         else:
             scheduler.exit_forward(self.unit, keep)
-        for hooks in self._outside:
+        for hooks in self.outside:
             hooks[OUTSIDE] = _explain_outside
         dtype = self._output_dtype
         return output if dtype is None else cast(output, dtype)
@@ -355,7 +340,7 @@ class UnitHooks(UnitRecord):
         scheduler = self.scheduler
         if scheduler is None:
             return
-        failures.in_forward(failure, scheduler.units)
+        forward_raised(failure, scheduler.units)
         if self._inner_calls:
             self._inner_calls -= 1
         elif _in_backward() != _OUTSIDE:
@@ -412,7 +397,7 @@ class UnitHooks(UnitRecord):
         if len(direct) == 1 and type(direct[0]) is torch.Tensor:
             marked = iter((self._hooked_view(direct[0]),))
         else:  # one node for all costs less than a view of each
-            marked = iter(_ExitBackward.apply(self._leave_backward, *direct))
+            marked = iter(_ExitBackward.apply(self.leave_backward, *direct))
         args = tuple(next(marked) if _requires_grad(value) else value for value in args)
         return args, {k: next(marked) if _requires_grad(v) else v for k, v in kwargs.items()}
 
@@ -427,7 +412,7 @@ class UnitHooks(UnitRecord):
         nodes = [(t.grad_fn._sequence_nr(), t) for t in found if t.grad_fn is not None]
         here = [pair for pair in nodes if pair[1].device == self._device]
         if here:
-            _on_gradient(max(here, key=operator.itemgetter(0))[1], self._leave_backward, self)
+            _on_gradient(max(here, key=operator.itemgetter(0))[1], self.leave_backward, self)
 
     def _hook_own_node(self, tensor: torch.Tensor) -> bool:
         """End the unit's backward at an input's own gradient, if no node is newer than the input's
@@ -440,14 +425,14 @@ class UnitHooks(UnitRecord):
         node = tensor.grad_fn if type(tensor) is torch.Tensor else None
         if node is None or node._sequence_nr() + 1 != next_node():
             return False
-        _on_gradient(tensor, self._leave_backward, self)
+        _on_gradient(tensor, self.leave_backward, self)
         return True
 
     def _hooked_view(self, tensor: torch.Tensor) -> torch.Tensor:
         # A view costs half of a custom function, and a user may modify it in place. This is the
         # one whose backward runs nothing: that of `view_as` makes a view of the gradient.
         alias = tensor[...]
-        _on_gradient(alias, self._leave_backward, self)
+        _on_gradient(alias, self.leave_backward, self)
         return alias
 
     def _mark_output(
@@ -567,12 +552,30 @@ class UnitHooks(UnitRecord):
         scheduler.end_backward()
 
 
+def forward_method(module: nn.Module, method: Callable[..., object]) -> Callable[..., object]:
+    """``method``, a bound method of a sharded module, run between the hooks of its unit."""
+    record = require_record(module)
+    assert isinstance(record, UnitHooks)
+
+    def run_between_hooks(self: nn.Module, *args: object, **kwargs: object) -> object:
+        args, kwargs = record.pre_forward(self, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except Exception as error:
+            record.forward_raised(error)
+            raise
+        return record.post_forward(self, args, output)
+
+    FORWARD_METHODS.add(run_between_hooks.__code__)  # one, however many methods there are
+    return functools.update_wrapper(see_through(run_between_hooks), method)
+
+
 @uncompiled
 def _explain_outside(module: nn.Module, args: Args, output: object) -> None:
     """A forward hook that torch always calls; see the top of this module."""
     failure = failure_of(module) if output is None else None
     if failure is not None:
-        failures.in_forward(failure, all_units())
+        forward_raised(failure, all_units())
 
 
 def _requires_grad(value: object) -> TypeGuard[torch.Tensor]:

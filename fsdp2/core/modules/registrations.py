@@ -29,9 +29,9 @@ from torch.nn.modules.module import (
 )
 
 from fsdp2.core.notices import Notice
-from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import (
     OWNER,
+    REPLACED,
     WHOLE,
     AttributeStore,
     ModuleEntry,
@@ -93,11 +93,10 @@ def _watch_removals() -> None:
     nn.Module.__delattr__ = delattr_  # type: ignore[method-assign]  # see above
 
 
-def mark_managed(params: Iterable[ShardedParam]) -> None:
-    """Note in the modules which of their parameters are managed."""
-    for param in params:
-        for module, name in param.entries:
-            module.__dict__.setdefault(MANAGED, set()).add(name)
+def mark_managed(entries: Iterable[ModuleEntry]) -> None:
+    """Note in modules which of their parameters are managed."""
+    for module, name in entries:
+        module.__dict__.setdefault(MANAGED, set()).add(name)
 
 
 def is_managed(module: nn.Module, name: str) -> bool:

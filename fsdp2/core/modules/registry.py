@@ -2,32 +2,35 @@
 
     fully_shard ──> module.__dict__[RECORD] = a UnitRecord ──> record_of, records_below
 
-Selection, reports and setters use this. This module does not know how hooks are installed, nor the
+Plans, reports and setters use this. This module does not know how hooks are installed, nor the
 autograd engine: `UnitHooks`, which does, is the record's subclass that `fully_shard` makes.
 """
 
 from __future__ import annotations
 
-import abc
+import functools
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
+from typing import Literal
 
-import torch
 from torch import nn
 
 from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.device.streams import Streams
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import MeshAxes
+from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.unit import Unit
+from fsdp2.core.schedule.unit import Unit, all_units, enlist
 
 RECORD = "_fsdp2_record"
 """The key of the unit's record in a sharded module's ``__dict__``."""
 
-_records: weakref.WeakValueDictionary[Unit, UnitRecord] = weakref.WeakValueDictionary()
+OUTSIDE = "_fsdp2_outside"
+"""The key of a hook on modules' forwards that `UnitRecord.outside` has."""
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
@@ -49,7 +52,7 @@ class Arguments:
     reshard_to: int | None
 
 
-class UnitRecord(abc.ABC):
+class UnitRecord:
     """The record that a call of `fully_shard` leaves on its modules.
 
     Args:
@@ -62,6 +65,11 @@ class UnitRecord(abc.ABC):
     Attributes:
         scheduler: the one that serves the unit; ``None`` before the root's first forward.
         alone: whether it serves one root; false if parameters below several are tied.
+        cast_to: the dtype of floating-point inputs of the unit's forward; ``None``: as they are.
+        leave_backward: called by autograd with the gradient of an input, when the unit's backward
+            is over. A bound method of the record would be one more Python call per unit and step;
+            the state of this one changes with the scheduler.
+        outside: forward hooks of modules that explain an exception outside of the unit's forwards.
     """
 
     __slots__ = (
@@ -69,7 +77,10 @@ class UnitRecord(abc.ABC):
         "_modules",
         "alone",
         "arguments",
+        "cast_to",
         "ignored",
+        "leave_backward",
+        "outside",
         "scheduler",
         "streams",
         "unit",
@@ -91,7 +102,11 @@ class UnitRecord(abc.ABC):
         self.scheduler: Scheduler | None = None
         self.alone = True
         self.streams = streams
-        _records[unit] = self
+        precision = unit.options.precision
+        self.cast_to = precision.param_dtype if precision.cast_forward_inputs else None
+        self.leave_backward: functools.partial[None] = functools.partial(Scheduler.exit_backward)
+        self.outside: list[dict[str, object]] = []
+        enlist(unit, self)
         for module in modules:
             module.__dict__[RECORD] = self
 
@@ -106,29 +121,18 @@ class UnitRecord(abc.ABC):
         if self.scheduler is not None:
             self.scheduler.run_on(streams)
 
-    @abc.abstractmethod
     def serve(self, scheduler: Scheduler) -> None:
-        """Let ``scheduler`` serve the unit from now on."""
+        """Let ``scheduler`` serve the unit from now on: in graphs that are there already, too."""
+        self.scheduler = scheduler
+        for hooks in self.outside:
+            hooks.pop(OUTSIDE, None)
+        self.outside.clear()
+        leave = uncompiled(Scheduler.exit_backward)
+        # In place, for the tensors that hold it.
+        self.leave_backward.__setstate__((leave, (scheduler, self.unit), {}, None))  # type: ignore[attr-defined]  # not in typeshed
 
-    @abc.abstractmethod
-    def cast_inputs_to(self, dtype: torch.dtype | None) -> None:
-        """Cast floating-point inputs of the unit's forward from now on; ``None``: no longer."""
 
-    @abc.abstractmethod
-    def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Runs before the forward of one of the modules; returns its inputs."""
-
-    @abc.abstractmethod
-    def post_forward(self, module: nn.Module, args: Args, output: object) -> object:
-        """Runs after it; returns its output."""
-
-    @abc.abstractmethod
-    def forward_raised(self, failure: BaseException) -> None:
-        """Runs if it raised instead."""
-
-    @abc.abstractmethod
-    def enter_backward_aside(self) -> bool:
-        """A gradient comes to a node of the unit's; whether no output had a gradient before."""
+# ---- look-ups
 
 
 def record_of(module: object) -> UnitRecord | None:
@@ -138,14 +142,15 @@ def record_of(module: object) -> UnitRecord | None:
 
 def record_of_unit(unit: Unit) -> UnitRecord | None:
     """The record of a unit; ``None`` if its modules were deleted."""
-    return _records.get(unit)
+    record = unit.record()
+    return record if isinstance(record, UnitRecord) else None
 
 
 def units_by_param() -> dict[nn.Parameter, Unit]:
     """The unit that each sharded parameter of this process belongs to."""
     return {
         param.sharded: unit
-        for unit in list(_records)
+        for unit in all_units()
         for group in unit.own_groups
         for param in group.params
     }
@@ -158,6 +163,13 @@ def scheduler_of(unit: Unit) -> Scheduler | None:
     """
     record = record_of_unit(unit)
     return None if record is None else record.scheduler
+
+
+def refresh(records: Iterable[UnitRecord]) -> None:
+    """Let the schedulers of units follow flags that were changed."""
+    for scheduler in {record.scheduler for record in records}:
+        if scheduler is not None:
+            scheduler.refresh()
 
 
 def require_record(module: object) -> UnitRecord:
@@ -180,6 +192,96 @@ def records_below(module: nn.Module, recurse: bool = True) -> list[UnitRecord]:
     """The records of a module's unit and, with ``recurse``, of those below it; each once."""
     members = modules_below(module) if recurse else [module]
     return list(dict.fromkeys(filter(None, [m.__dict__.get(RECORD) for m in members])))
+
+
+# ---- walks
+
+Order = Literal["parents first", "children first", "by depth"]
+"""Depth-first, a module before or after those below it; or breadth-first."""
+
+
+def walk(
+    roots: Iterable[nn.Module],
+    leaves_out: Callable[[nn.Module], bool] | None = None,
+    order: Order = "parents first",
+) -> list[tuple[nn.Module, str]]:
+    """Modules at and below ``roots``, each once, with the prefix of their parameters' names.
+
+    Args:
+        roots: where to begin.
+        leaves_out: whether to exclude a module below, and modules that are only below it. ``None``
+            (default): no.
+        order: see `Order`. Children come in the order in which they are registered.
+    """
+    # A list and no generator: `fully_shard` walks several times over all modules that it is called
+    # on, and a generator is entered once for each of them.
+    found: dict[nn.Module, str] = {}
+    if order == "children first":
+        seen: set[nn.Module] = set()
+        for root in roots:
+            _children_first(root, "", leaves_out, seen, found)
+        return list(found.items())
+    waiting = deque([(root, "", True) for root in roots])
+    while waiting:
+        module, prefix, is_root = waiting.popleft()
+        if module in found or not (is_root or leaves_out is None or not leaves_out(module)):
+            continue
+        found[module] = prefix
+        below = module._modules.items()
+        if order == "by depth":
+            waiting.extend([(m, f"{prefix}{name}.", False) for name, m in below if m is not None])
+            continue
+        for name, child in reversed(below):
+            if child is not None:
+                waiting.appendleft((child, f"{prefix}{name}.", False))
+    return list(found.items())
+
+
+def _children_first(
+    module: nn.Module,
+    prefix: str,
+    leaves_out: Callable[[nn.Module], bool] | None,
+    seen: set[nn.Module],
+    found: dict[nn.Module, str],
+) -> None:
+    # No function inside another: one that calls itself is a cycle, here around all modules.
+    if module in seen:
+        return
+    seen.add(module)
+    for name, child in module.named_children():
+        if leaves_out is None or not leaves_out(child):
+            _children_first(child, f"{prefix}{name}.", leaves_out, seen, found)
+    found[module] = prefix
+
+
+def managed_modules(
+    modules: tuple[nn.Module, ...],
+    into_units: bool = False,
+    pending: Set[nn.Module] = frozenset(),
+) -> list[tuple[nn.Module, str]]:
+    """Modules at and below ``modules`` that no other unit has, with their parameters' prefixes.
+
+    Args:
+        modules: where to begin; parents come first.
+        into_units: whether those of other units are among them.
+        pending: those that are to be units, and are left out in any case.
+    """
+    # A loop of its own: `fully_shard` walks over all modules that it is called on, and `walk` would
+    # call a function for each of them.
+    others = pending - set(modules)
+    found: dict[nn.Module, str] = {}
+    waiting = [(module, "") for module in reversed(modules)]
+    while waiting:
+        module, prefix = waiting.pop()
+        if module in found:
+            continue
+        found[module] = prefix
+        for name, child in reversed(module._modules.items()):
+            if child is None or child in others:
+                continue
+            if into_units or child.__dict__.get(RECORD) is None:
+                waiting.append((child, f"{prefix}{name}."))
+    return list(found.items())
 
 
 def modules_below(module: nn.Module) -> list[nn.Module]:

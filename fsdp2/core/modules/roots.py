@@ -9,6 +9,7 @@ Nothing is named before: only then is it known what a unit's place in the model 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 
 from torch import nn
@@ -18,12 +19,24 @@ from fsdp2.core.layout.layout import GroupLayout
 from fsdp2.core.modules.registry import RECORD, UnitRecord, record_of_unit, records_below
 from fsdp2.core.notices import Notice
 from fsdp2.core.params.param import ModuleEntry, ShardedParam
+from fsdp2.core.schedule.calls import Calls
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.side_doors import note_calls
 from fsdp2.core.schedule.ties import inherit, tied_to
 
 started: Notice[[str, Sequence[tuple[str, Sequence[GroupLayout]]]]] = Notice()
 """Called with a root's class, and the names of its units with the layouts of their groups."""
+
+
+noting: list[weakref.ref[Scheduler]] = []
+"""The schedulers that note their units' calls; empty when all have learned that they need not."""
+
+
+def note_calls(scheduler: Scheduler) -> Calls:
+    """Let ``scheduler`` note its units' calls from now on; returns the notes."""
+    if scheduler.calls is None:
+        scheduler.calls = Calls()
+        noting.append(weakref.ref(scheduler))
+    return scheduler.calls
 
 
 def start(record: UnitRecord) -> Scheduler:

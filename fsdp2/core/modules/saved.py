@@ -15,6 +15,7 @@ hooks do.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fsdp2.core.device.buffers import SavedPlace, absent, empties_storages, saved_in
+from fsdp2.core.device.buffers import SavedPlace, absent, saved_in
 from fsdp2.core.device.streams import Streams
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import wrap_local
@@ -34,70 +35,11 @@ from fsdp2.core.modules.registry import Args, Arguments, Kwargs
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.unit import Unit
 
+_Saved = Callable[[], torch.Tensor]
+"""A tensor as it is saved: a call returns it."""
+
 _Pack = Callable[[torch.Tensor], object]
 _Unpack = Callable[[object], torch.Tensor]
-
-
-class _Kept:
-    """A saved tensor that no other hooks want."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # Without its node: a node that saves its output would keep itself alive. The version
-        # counter is shared, and torch puts the node back.
-        self._tensor = tensor.detach()
-        self._version = _version_of(tensor)
-
-    def unpack(self) -> torch.Tensor:
-        if _version_of(self._tensor) != self._version:
-            raise coded(
-                RuntimeError,
-                "saved-and-modified",
-                f"a {tuple(self._tensor.shape)} tensor that backward reads was modified in place "
-                f"since forward; modify a clone of it, or run forward under "
-                f"torch.autograd.set_detect_anomaly(True) to see where it was saved",
-            )
-        return self._tensor
-
-
-class _Handed:
-    """A saved tensor that other hooks have taken."""
-
-    __slots__ = ("_packed", "_unpack")
-
-    def __init__(self, packed: object, unpack: _Unpack) -> None:
-        self._packed = packed
-        self._unpack = unpack
-
-    def unpack(self) -> torch.Tensor:
-        return self._unpack(self._packed)
-
-
-class _Gathered:
-    """A place in gathered memory, instead of a tensor there."""
-
-    __slots__ = ("_counter", "_place", "_spec", "_version")
-
-    def __init__(self, tensor: torch.Tensor, place: SavedPlace, spec: DTensorSpec | None) -> None:
-        self._place = place
-        self._spec = spec
-        counter = tensor.detach()  # it shares the version counter, and is to have no memory
-        counter.data = absent(tensor.dtype, tensor.device)
-        self._counter = counter
-        self._version = _version_of(counter)
-
-    def unpack(self) -> torch.Tensor:
-        found = self._place.tensor()
-        if found is None or _version_of(self._counter) != self._version:
-            raise coded(
-                ShardingStateError,
-                "saved-and-freed",
-                f"backward reads a {self._place.place.shape} tensor of '{self._place.buffer.name}',"
-                f" which was freed or modified since forward; call set_unshard_in_backward(True) "
-                f"on its unit, and step the optimizer after backward",
-            )
-        return found if self._spec is None else wrap_local(found, self._spec)
 
 
 def _version_of(tensor: torch.Tensor) -> int:
@@ -105,8 +47,8 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 @uncompiled
-def _unpack(packed: _Kept | _Handed | _Gathered) -> torch.Tensor:
-    return packed.unpack()
+def _unpack(saved: _Saved) -> torch.Tensor:
+    return saved()
 
 
 def _place_of(tensor: torch.Tensor) -> SavedPlace | None:
@@ -118,20 +60,61 @@ def _place_of(tensor: torch.Tensor) -> SavedPlace | None:
         return None
 
 
+def _kept(tensor: torch.Tensor) -> _Saved:
+    """A tensor that no other hooks want."""
+    # Without its node: a node that saves its output would keep itself alive. The version counter is
+    # shared, and torch puts the node back.
+    saved, version = tensor.detach(), _version_of(tensor)
+
+    def unpack() -> torch.Tensor:
+        if _version_of(saved) != version:
+            raise coded(
+                RuntimeError,
+                "saved-and-modified",
+                f"a {tuple(saved.shape)} tensor that backward reads was modified in place since "
+                f"forward; modify a clone of it, or run forward under "
+                f"torch.autograd.set_detect_anomaly(True) to see where it was saved",
+            )
+        return saved
+
+    return unpack
+
+
+def _gathered(tensor: torch.Tensor, place: SavedPlace, spec: DTensorSpec | None) -> _Saved:
+    """A place in gathered memory, instead of a tensor there."""
+    counter = tensor.detach()  # it shares the version counter, and is to have no memory
+    counter.data = absent(tensor.dtype, tensor.device)
+    version = _version_of(counter)
+
+    def unpack() -> torch.Tensor:
+        found = place.tensor()
+        if found is None or _version_of(counter) != version:
+            raise coded(
+                ShardingStateError,
+                "saved-and-freed",
+                f"backward reads a {place.place.shape} tensor of '{place.buffer.name}', which was "
+                f"freed or modified since forward; call set_unshard_in_backward(True) on its unit, "
+                f"and step the optimizer after backward",
+            )
+        return found if spec is None else wrap_local(found, spec)
+
+    return unpack
+
+
 def _packing(around: tuple[_Pack, _Unpack] | None) -> _Pack:
     """The packing function, inside other hooks."""
 
     @uncompiled
-    def pack(tensor: torch.Tensor) -> _Kept | _Handed | _Gathered:
+    def pack(tensor: torch.Tensor) -> _Saved:
         local, spec = tensor, None
         if isinstance(tensor, DTensor):
             local, spec = tensor._local_tensor, tensor._spec
         place = _place_of(local)
         if place is not None:
-            return _Gathered(local, place, spec)
+            return _gathered(local, place, spec)
         if around is not None:
-            return _Handed(around[0](tensor), around[1])
-        return _Kept(tensor)
+            return functools.partial(around[1], around[0](tensor))
+        return _kept(tensor)
 
     return pack
 
@@ -182,8 +165,3 @@ class SavingUnitHooks(UnitHooks):
     def _leave(self) -> None:
         if self._around:
             self._around.pop().__exit__()
-
-
-def hooks_for(device: torch.device) -> type[UnitHooks]:
-    """The class of a unit's hooks on ``device``."""
-    return UnitHooks if empties_storages(device) else SavingUnitHooks

@@ -20,11 +20,10 @@ from fsdp2.core.config import MixedPrecisionPolicy
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import MANAGED, Move, mark_managed
-from fsdp2.core.modules.registry import UnitRecord, record_of_unit
-from fsdp2.core.modules.walks import managed_modules
+from fsdp2.core.modules.registry import UnitRecord, managed_modules, record_of_unit
 from fsdp2.core.notices import Notice
-from fsdp2.core.params.aliases import REPLACED
 from fsdp2.core.params.param import (
+    REPLACED,
     ModuleEntries,
     ModuleEntry,
     ShardedParam,
@@ -132,7 +131,7 @@ def fill(owned: Owned, entries: list[ModuleEntry]) -> None:
     param.entries = ModuleEntries(entries)
     param.register(param.sharded)
     group.rebind()
-    mark_managed([param])
+    mark_managed(entries)
     gained(owners_of(group) - watched, group)
 
 

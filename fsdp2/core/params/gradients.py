@@ -27,14 +27,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.params.hooks import CountedHooks, may_have_hooks, run_tensor_hooks
-from fsdp2.core.params.param import ShardedParam
+from fsdp2.core.params.param import CountedHooks, ShardedParam, may_have_hooks, run_tensor_hooks
 
 T = TypeVar("T")
 
@@ -42,62 +41,11 @@ Sum = tuple[object, torch.Tensor, torch.Tensor]
 """A parameter that has a gradient, that gradient's rows, and the rows to add to them."""
 
 
-class Gradients(Protocol):
+class Gradients:
     """The gradients of a reduction's parameters.
 
-    Attributes:
-        params: the parameters, in the order of all that is taken and delivered.
-    """
-
-    @property
-    def params(self) -> Sequence[Any]:
-        """The parameters (`ShardedParam`, or others that exist on paper)."""
-
-    def take(self, summed: bool) -> list[torch.Tensor | None]:
-        """Take the full gradients; ``None`` for a parameter without one.
-
-        Args:
-            summed: whether gradients of several backwards are among them.
-        """
-
-    def waiting(self) -> bool:
-        """Whether any parameter has a full gradient."""
-
-    def delivered(self) -> bool:
-        """Whether any parameter has a reduced gradient."""
-
-    def deliver(
-        self,
-        rows: Sequence[torch.Tensor],
-        present: Sequence[bool],
-        over: Sequence[torch.Tensor] | None = None,
-    ) -> list[Sum]:
-        """Give each parameter that is ``present`` its rows as ``.grad``; run users' hooks.
-
-        Args:
-            rows: reduced gradients.
-            present: which to deliver.
-            over: of `objects_over`, where ``rows`` are what those are over.
-
-        Returns:
-            Those that have a ``.grad`` already: to add is the caller's, as is to run the hooks.
-        """
-
-    def objects_over(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Objects that can become ``.grad`` of each parameter, over its rows."""
-
-    def place(self, objects: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
-        """Set objects of `objects_over` as ``.grad`` if there is none; run users' hooks."""
-
-    def keep_apart(self) -> None:
-        """Use no DTensor again: rows have separate memory, which must not wait for others."""
-
-
-class ShardedGradients:
-    """Those of `ShardedParam`.
-
     Args:
-        params: the parameters.
+        params: the parameters, in the order of all that is taken and delivered.
     """
 
     __slots__ = ("_edited", "_hooks_seen", "_reuse", "_watched", "params")
@@ -111,13 +59,16 @@ class ShardedGradients:
         self._reuse = GradientReuse(len(params)) if reuses else None
 
     def keep_apart(self) -> None:
-        """As `Gradients.keep_apart`."""
+        """Use no DTensor again: rows have separate memory, which must not wait for others."""
         self._reuse = None
 
     def take(self, summed: bool) -> list[torch.Tensor | None]:
-        """As `Gradients.take`.
+        """Take the full gradients; ``None`` for a parameter without one.
 
         One that was frozen since its forward has none, but where earlier ones would be lost.
+
+        Args:
+            summed: whether gradients of several backwards are among them.
         """
         grads: list[torch.Tensor | None] = []
         with DisableTorchFunctionSubclass():
@@ -141,7 +92,7 @@ class ShardedGradients:
         return grads
 
     def waiting(self) -> bool:
-        """As `Gradients.waiting`."""
+        """Whether any parameter has a full gradient."""
         for param in self.params:
             full = param.unsharded
             if param.accumulated is not None or (full is not None and full.grad is not None):
@@ -149,7 +100,7 @@ class ShardedGradients:
         return False
 
     def delivered(self) -> bool:
-        """As `Gradients.delivered`."""
+        """Whether any parameter has a reduced gradient."""
         with DisableTorchFunctionSubclass():
             for param in self.params:
                 if param.sharded.grad is not None:
@@ -162,7 +113,16 @@ class ShardedGradients:
         present: Sequence[bool],
         over: Sequence[torch.Tensor] | None = None,
     ) -> list[Sum]:
-        """As `Gradients.deliver`."""
+        """Give each parameter that is ``present`` its rows as ``.grad``; run users' hooks.
+
+        Args:
+            rows: reduced gradients.
+            present: which to deliver.
+            over: of `objects_over`, where ``rows`` are what those are over.
+
+        Returns:
+            Those that have a ``.grad`` already: to add is the caller's, as is to run the hooks.
+        """
         if self._hooks_seen != CountedHooks.count:
             self._look_for_hooks()
         if self._edited:
@@ -225,12 +185,12 @@ class ShardedGradients:
         return waiting
 
     def objects_over(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As `Gradients.objects_over`."""
+        """Objects that can become ``.grad`` of each parameter, over its rows."""
         pairs = zip(self.params, rows, strict=True)
         return [param.gradient_over(own) for param, own in pairs]
 
     def place(self, objects: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
-        """As `Gradients.place`."""
+        """Set objects of `objects_over` as ``.grad`` if there is none; run users' hooks."""
         params = self.params
         if False in present:
             params, objects = _chosen(params, present), _chosen(objects, present)
@@ -247,7 +207,7 @@ class ShardedGradients:
             param.run_hooks()
 
 
-class PermutedGradients(ShardedGradients):
+class PermutedGradients(Gradients):
     """Gradients of parameters whose memory order differs from their dims' (``channels_last``).
 
     Reductions see tensors in memory order, users the original one.
@@ -280,7 +240,7 @@ class PermutedGradients(ShardedGradients):
 def gradients_of(params: Sequence[ShardedParam]) -> Gradients:
     """The gradients of parameters that are reduced alike."""
     permuted = [param for param in params if param.order is not None]
-    return PermutedGradients(params) if permuted else ShardedGradients(params)
+    return PermutedGradients(params) if permuted else Gradients(params)
 
 
 def _run_hooks(params: Sequence[ShardedParam], waiting: Sequence[Sum]) -> None:

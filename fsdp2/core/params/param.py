@@ -11,6 +11,12 @@ Both are created once and stay the same objects: optimizers hold the first, auto
 A parameter that was a DTensor before (tensor or expert parallel) stays one when it is unsharded,
 only on the model-parallel mesh. Its local tensor is laid out, gathered and reduced.
 
+References from before sharding, besides the entries of modules:
+
+    self.__dict__["alias"] = w     followed: it holds what the module registers, at any moment
+    self.weights = [w, b]          followed: lists and dicts that are attributes of modules
+    a closure, a view, a loss      refused: a gradient that comes to what the parameter was raises
+
 An *extended* parameter's local tensor is of a subclass with all-gather hooks. Its shard is of that
 subclass too and has separate memory, outside the flat shard; the gather room's `extension` gathers
 it.
@@ -19,9 +25,10 @@ it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import nn
@@ -44,8 +51,6 @@ from fsdp2.core.layout.mesh import (
     wrap_local,
     wrap_parameter,
 )
-from fsdp2.core.params.aliases import REPLACED, Alias
-from fsdp2.core.params.hooks import count_hooks
 
 OWNER = "_fsdp2_owner"
 """Attribute of a parameter object that a unit manages, or replaced: the unit's name."""
@@ -58,6 +63,10 @@ GATHERED = "_fsdp2_gathered"
 
 WHOLE = "_fsdp2_whole"
 """Attribute of a full parameter that `fsdp2.gathered` has registered: its name."""
+
+REPLACED = "_fsdp2_replaced"
+"""Attribute of a parameter object that is not the optimizer's: a weak reference to the
+`ShardedParam` of the one that is."""
 
 PRE_HOOK, POST_HOOK = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 """Methods of tensor subclasses that define the sent tensors and build the result."""
@@ -105,6 +114,43 @@ class AttributeStore:
                 setattr(module, name, param)
             finally:
                 AttributeStore.storing = None
+
+
+class Alias:
+    """A place in an attribute of a module that refers to a parameter: a store of one entry.
+
+    Args:
+        module: the module, which it does not keep alive.
+        attribute: the attribute's name.
+        key: where in the attribute, if that is a list or a dict; ``None``: the attribute itself.
+        value: the referenced object. If the user assigns another one, that stays.
+    """
+
+    __slots__ = ("_attribute", "_key", "_module", "_value")
+
+    def __init__(
+        self, module: nn.Module, attribute: str, key: object, value: torch.Tensor | None
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._attribute = attribute
+        self._key = key
+        self._value = None if value is None else weakref.ref(value)
+
+    def __setitem__(self, _: str, param: nn.Parameter) -> None:
+        module = self._module()
+        if module is None:
+            return
+        place: Any = module.__dict__
+        key: object = self._attribute
+        if self._key is not None:
+            place, key = place.get(key), self._key
+        try:
+            present = place[key]
+        except (IndexError, KeyError, TypeError):
+            return  # the user's by now
+        if self._value is not None and present is self._value():
+            place[key] = param
+            self._value = weakref.ref(param)
 
 
 ParamStore = dict[str, nn.Parameter] | AttributeStore | Alias
@@ -265,7 +311,10 @@ class ShardedParam:
         self.cut = cut
         self.axes = axes
         self.dtype_override = plan.dtype_override
-        self.attributes = _users_attributes(param)
+        self.attributes: dict[str, object] = dict(param.__dict__)  # the user's, not its subclass's
+        if self.attributes and not isinstance(param, DTensor) and is_extended(param):
+            for name in param.detach().__dict__:
+                self.attributes.pop(name, None)
         self.requires_grad = param.requires_grad
         whole = param.detach()
         self.parallel: DTensorSpec | None = None
@@ -644,8 +693,10 @@ class ShardedParam:
 
     def register(self, param: nn.Parameter) -> None:
         """Put ``param`` into every entry."""
-        for store, name in self.stores():
-            store[name] = param
+        for module, name in self.entries:
+            store_of(module)[name] = param
+        for alias in self.aliases:
+            alias[self.name] = param
 
     def swaps(self, param: nn.Parameter) -> list[Swap]:
         """The stores that register ``param``, ready to be run in a loop."""
@@ -705,15 +756,6 @@ def is_extended(local: torch.Tensor) -> bool:
     return hooked or is_traceable_wrapper_subclass(local)
 
 
-def _users_attributes(param: nn.Parameter) -> dict[str, object]:
-    """Attributes that users set on a parameter, without those of its tensor subclass."""
-    found = dict(param.__dict__)
-    if found and not isinstance(param, DTensor) and is_extended(param):
-        for name in param.detach().__dict__:
-            found.pop(name, None)
-    return found
-
-
 def _shard_of(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
     """This rank's rows of a tensor subclass, in separate memory.
 
@@ -727,3 +769,147 @@ def _shard_of(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
     if length:
         rows.copy_(torch.chunk(whole, slot.world_size, dim)[rank])
     return rows
+
+
+# ---- references from before sharding
+
+_TORCHS = frozenset(nn.Module().__dict__)
+"""Attributes of every module, such as its parameters and submodules, which are not aliases."""
+
+
+def aliases_in(modules: Iterable[nn.Module]) -> Iterator[tuple[Alias, nn.Parameter]]:
+    """The aliases that attributes of modules are or hold, and the parameters they refer to.
+
+    None of a module that defines ``__setattr__``: that keeps its own in step, as `nn.LSTM` does.
+    """
+    attributes = (
+        (module, name, value)
+        for module in modules
+        if type(module).__setattr__ is nn.Module.__setattr__
+        for name, value in list(module.__dict__.items())
+        if name not in _TORCHS and isinstance(value, nn.Parameter | list | dict)
+    )
+    for module, attribute, value in attributes:
+        found: list[tuple[object, object]] = []
+        if isinstance(value, nn.Parameter):
+            found = [(None, value)]
+        elif type(value) is list:
+            found = list(enumerate(value))
+        elif type(value) is dict:
+            found = list(value.items())
+        for key, param in found:
+            if isinstance(param, nn.Parameter):
+                yield Alias(module, attribute, key, param), param
+
+
+def refuse_gradients(param: nn.Parameter, unit: str) -> None:
+    """Make a backward raise if its gradient reaches a parameter from before it was sharded.
+
+    Args:
+        param: the object from before; its own hooks are elsewhere by now.
+        unit: name of the unit that manages it, for a message after that was deleted.
+    """
+    reference = weakref.ref(param)
+
+    def refuse(_: torch.Tensor) -> NoReturn:
+        former: object = reference()
+        managed = former.__dict__[REPLACED]()
+        name = f"'{managed.name}'" if managed is not None else f"of the unit of {unit}"
+        raise coded(
+            ShardingStateError,
+            "gradient-of-former",
+            f"autograd computed a gradient for the parameter {name} that fully_shard replaced; a "
+            f"list, a closure, a view or a loss still refers to it, so it would train nothing: "
+            f"read the parameter from its module, in the forward of its unit",
+        )
+
+    hooks: Any = OrderedDict({0: refuse})
+    param._backward_hooks = hooks
+
+
+# ---- hooks that users register on sharded parameters
+
+# Autograd never comes to a sharded parameter: the reduction that delivers its gradient runs the
+# hooks, on the reduced gradient of this rank's rows. It would have to look at two attributes of
+# each parameter in each step. So the dicts that torch keeps the hooks in count what is put there.
+
+Hook = Callable[[Any], Any]
+
+
+class CountedHooks(OrderedDict[int, Hook]):
+    """The hooks of one kind on one sharded parameter.
+
+    Attributes:
+        count: how many hooks were registered in this process so far.
+    """
+
+    __slots__ = ()
+
+    count: ClassVar[int] = 0
+
+    def __setitem__(self, key: int, hook: Hook) -> None:
+        CountedHooks.count += 1
+        super().__setitem__(key, hook)
+
+
+def count_hooks(param: torch.Tensor) -> None:
+    """From now on, hooks that are registered on ``param`` are counted.
+
+    Dicts that are there stay the objects that they are: handles of users refer to them.
+    """
+    if param._backward_hooks is None:
+        param._backward_hooks = CountedHooks()
+    if param._post_accumulate_grad_hooks is None:
+        param._post_accumulate_grad_hooks = CountedHooks()
+    CountedHooks.count += 1  # whoever has looked at another parameter in its place looks again
+
+
+def may_have_hooks(param: torch.Tensor) -> tuple[bool, bool]:
+    """Whether ``param`` has hooks on its gradient, and post-accumulate-grad hooks.
+
+    So it may where the dict of such hooks is one that does not count.
+    """
+    edits, watches = param._backward_hooks, param._post_accumulate_grad_hooks
+    return (
+        bool(edits) or type(edits) is not CountedHooks,
+        bool(watches) or type(watches) is not CountedHooks,
+    )
+
+
+def run_tensor_hooks(param: torch.Tensor, gradient: DTensor, name: str) -> DTensor:
+    """Run the hooks of ``register_hook`` on a reduced gradient.
+
+    Args:
+        param: the sharded parameter.
+        gradient: of the parameter's shape and placements.
+        name: the parameter's, for messages.
+
+    Returns:
+        The result of the last hook that returned one, otherwise ``gradient``.
+
+    Raises:
+        TypeError: a hook returned something other than a gradient of the parameter.
+    """
+    hooks: Any = param._backward_hooks
+    for hook in tuple(hooks.values()) if hooks else ():
+        result = hook(gradient)
+        if result is None:
+            continue
+        fits = isinstance(result, DTensor) and result.shape == gradient.shape
+        if not fits or result.dtype != gradient.dtype:
+            raise coded(
+                TypeError,
+                "gradient-hook-result",
+                f"a hook on the gradient of parameter '{name}' must return None or a DTensor of "
+                f"shape {tuple(gradient.shape)} and {gradient.dtype}, not {_described(result)}",
+            )
+        if result.placements != gradient.placements:
+            result = result.redistribute(placements=gradient.placements)
+        gradient = result.detach()
+    return gradient
+
+
+def _described(result: object) -> str:
+    if isinstance(result, torch.Tensor):
+        return f"a {type(result).__name__} of shape {tuple(result.shape)} and {result.dtype}"
+    return f"a {type(result).__name__}"

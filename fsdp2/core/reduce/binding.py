@@ -122,6 +122,7 @@ def bind_reduction(
     rank, size = collectives.rank, collectives.size
     empty = not any(slot.shard_numel for slot in slots)
     if pieces is not None and empty:
+        # Nothing crosses nodes: rows are empty, and so are pieces, whose shapes `.grad` has.
         slots, rank, pieces = pieces.of(slots), pieces.collectives.rank, None
     if replicas is not None:
         alike = replicas.size == 1 or empty
@@ -210,6 +211,7 @@ def _reduction(
 
     staged = [*way.ops]
     if marks is not None:
+        # Before gradients are staged, because packing puts the job's marks into the rows.
         staged.insert(0, Op(COMPUTE, "mark", marks.mark, seeks=True))
         if not context.carries_marks:
             scatter = context.collectives.bind_reduce_scatter(context.division.kind)

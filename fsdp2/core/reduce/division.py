@@ -56,8 +56,10 @@ def plan_division(
     if dtype in _AVERAGE:
         if sum_only:
             return Division(None, _SUM, _SUM, whole if whole != 1 else None)
+        # Averages of averages: the mean over both axes, because all shard groups are of one size.
         if factor is None:
             return Division(None, ReduceKind(average=True), ReduceKind(average=True), None)
+        # As an average, which needs no premultiplied sum.
         if factor == size:
             return Division(None, ReduceKind(average=True), _SUM, None)
         if premultiplies and size > 1:

@@ -74,6 +74,7 @@ class Feedback:
         """The memory of residuals, allocated on COMPUTE if it does not exist."""
         if self._residual is None or self._torn:
             shape = (self.units[0], self._width)
+            # Later backwards write it, which torch refuses for tensors of inference mode.
             with torch.inference_mode(False):
                 self._hold(self._kernels.zeros(shape, DTYPE, "residuals"))
             self._torn = False
@@ -94,6 +95,7 @@ class Feedback:
         there = [(m, old) for m, old in former if not old.is_zero and old.units == self.units]
         for others, old in there:
             if (old.places, old._width) == (self.places, self._width) and [*members] == [*others]:
+                # Equal places: the memory itself, which the former does not use again.
                 self._hold(old.hold())
                 return
         known = {

@@ -77,7 +77,9 @@ def context_between(
     codec = spec.between_codec if any(slot.shard_numel for slot in slots) else None
     flat = plan_flat(slots, collectives.rank, dtype, True, True, False, codec is None, between=True)
     marks = PresenceMarks(collectives.size, flat, (dtype,), spec.hook is not None, kernels)
+    # What is packed are sums of a node, in the reduce dtype already.
     own = replace(spec, grad_dtype=dtype, codec=codec)
+    # The division before the sums is done inside the node, the one after them at the end.
     division = Division(None, kind, kind, None)
     return ReduceContext(
         slots, 0, own, division, flat, marks, codec is None, False, collectives, kernels
@@ -164,6 +166,7 @@ def _sending(
         assert codec is not None
         kernels.transform(codec.encode, sent, crossing.rows)
         work = collectives.bind_all_to_all(received, sent)()
+        # Decoding follows at once: `_run` waits only for what the operation returns.
         if work is not None:
             work.wait()
         kernels.transform(codec.total, job.flat.narrow(0, 0, width), received)

@@ -61,6 +61,7 @@ class PresenceMarks:
         self._kernels = kernels
         self.start, self.width = flat.marks_start, flat.marks_width
         self._ranks, self._dtype = ranks, dtypes[0]
+        # fp16 would make zero of `SMALL`: it ends at 2⁻²⁴.
         value = SMALL if small and all(dtype in _WIDE for dtype in dtypes) else 1.0
         numel = ranks * self.width
         self.sent = {
@@ -83,6 +84,7 @@ class PresenceMarks:
         """
         kernels, shape = self._kernels, (self._ranks, self.width)
         marks = kernels.zeros(shape, self._dtype, "marks of some")
+        # Copied, as a mark may be 1 or `SMALL`, and kernels have no other way to set a number.
         every = self.sent[self._dtype].view(*shape)
         for member, there in enumerate(job.present):
             if there:
@@ -112,6 +114,7 @@ class PresenceMarks:
         """Which members had no gradient here, but one on another rank, by any of the sums."""
         numbers = zip(*map(self._kernels.numbers, job.arrived), strict=True)
         found = [any(number != 0 for number in of_one) for of_one in numbers]
+        # Padding follows the marks, hence `strict=False`.
         return [there and not here for here, there in zip(job.present, found, strict=False)]
 
     def present(self, job: Job) -> list[bool]:

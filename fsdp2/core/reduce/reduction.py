@@ -314,6 +314,8 @@ class Reduction:
         if not missing:
             return Job(cast(list[torch.Tensor], grads), [True] * len(grads))
         waits = self.partial_sums.flat is not None
+        # Without gradients, it takes part only for other reductions of its group (`with_zeros`),
+        # and for sums, which are due on all ranks (I9).
         if missing == len(grads) and not take_missing and not (waits and all_reduce):
             return None
         # Zeros are for members that are trained; those with sums of earlier backwards are
@@ -337,6 +339,7 @@ class Reduction:
             for member, grad in zip(self.members, grads, strict=True)
         ]
         job = Job(full, present)
+        # If all are delivered in any case, this rank need not look at marks.
         job.seeks = False in present
         return job
 
@@ -457,6 +460,7 @@ def reduce_on_lanes(group: ReducedGroup, jobs: Jobs, all_reduce: bool) -> Pendin
     with streams.on(REDUCE):
         for program, reduction, job in work:
             _run(program, program.reduce, reduction, job, group.name)
+    # An event of its own: inputs are freed without a wait for the all-reduce (decision 6, I7).
     scattered = done = streams.record(REDUCE, "reduction done")
     if all_reduces:
         streams.wait(ALL_REDUCE, scattered, "all-reduce after reduce-scatter")
@@ -464,6 +468,7 @@ def reduce_on_lanes(group: ReducedGroup, jobs: Jobs, all_reduce: bool) -> Pendin
             for program, reduction, job in work:
                 _run(program, program.all_reduce, reduction, job, group.name)
         done = streams.record(ALL_REDUCE, "all-reduce done")
+    # Run by `InFlight.deliver`, once the host has waited.
     host = [(step, job) for program, _, job in work for step in program.host]
     return PendingReduction(group, jobs, scattered, done, host)
 
@@ -486,6 +491,8 @@ def _run(
         for running in steps:
             work = running(job)
             if work is not None:
+                # Only if all lanes are one: otherwise the lane itself waits, and nothing is
+                # returned.
                 work.wait()
     except RuntimeError as error:
         _refuse_sparse(reduction, job, error)

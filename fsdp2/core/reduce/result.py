@@ -64,6 +64,7 @@ def ending(
         if spec.to_host:
             make = functools.partial(kernels.host_empty, shape, dtype, spec.pin)
         kept = KeptGradients(gradients, make, views)
+    # Offloaded gradients are kept in CPU memory; sums on the device come and go.
     on_device = None if spec.to_host else kept
     if spec.casts:
         new = functools.partial(_allocate, kernels.bind_empty(shape, dtype, "sharded gradient"))

@@ -137,6 +137,7 @@ def plan_flat(
     rows_width = width = round_up(payload, multiple) if sent else payload
     marks_start, marks_width = None, 0
     if payload and sent and all_direct and not needs_flat:
+        # Apart, as one more tensor of the launch (decision 20), so that rows need no flat tensor.
         marks_width = round_up(len(slots), multiple)
     elif between or (payload and (sent or needs_flat)):
         marks_start = payload if carries_marks else rows_width
@@ -144,6 +145,7 @@ def plan_flat(
         marks_width = width - marks_start
     shapes = [slot.local_shape(rank) for slot in slots]
     together = whole_run(shapes) if all_direct and not needs_flat else None
+    # Made in the shape of the rows together: they are one split of it, without a view in between.
     if together is not None and payload == width:
         shape, planned = together.shape, [together]
     else:

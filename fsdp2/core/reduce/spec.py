@@ -90,6 +90,8 @@ def reduction_spec(
 
         check_coded(param.name, (grad, reduce), codec)
         if rotate or codec not in ALONE:
+            # Model-parallel ranks must round equal gradients alike: no neighbor in a message may
+            # differ.
             kin = param.differs_over
     between = None if param.exact else options.wire.between_reduce
     comm = options.reduce_scatter
@@ -125,6 +127,7 @@ def is_direct(spec: ReductionSpec, slot: Slot, transport: Transport) -> bool:
         slot: the parameter's place in the layout.
         transport: how it is gathered.
     """
+    # Whether it is cast first or not, the collective's pieces are multiples of 16 bytes.
     itemsize = min(spec.reduce_dtype.itemsize, spec.grad_dtype.itemsize)
     built_in = spec.comm is None and spec.codec is None
     gathered_so = built_in and transport is Transport.COALESCED

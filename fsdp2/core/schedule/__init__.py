@@ -12,7 +12,6 @@
     states     the state of a group's parameters, and the transitions
     retrace    a backward that misses no unit, whatever this rank's loss uses
     calls      which autograd node belongs to which unit, for backwards that enter by no output
-    side_doors which schedulers record that, and for how long
     ties       groups that several units use
     whole      parameters replicated on every rank, whose gradients are all-reduced together
     observers  of the operations that the scheduler calls, on request: a profiler's ranges, …

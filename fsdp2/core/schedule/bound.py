@@ -268,7 +268,9 @@ class Bound:
         self.mirror: TransientBuffer | None = None
         if group.offload is not None:
             self.mirror = kernels.transient(layout.shard_bytes, f"shards of {group.name}")
+            # Views are made over allocated memory only; it is freed at the end, as `full` is.
             self.mirror.acquire()
+        # Made again: its parameters may be others. `reroute` keeps it, with its hooks' tensors.
         self.extension = self._extension_of(group)
         self.keeping: Keeping | None = None
         self._bind_gathers(group)
@@ -279,20 +281,24 @@ class Bound:
         self.watched: list[nn.Parameter] = []
         self.versions: list[int] = []
         self._bind_params(group)
+        # Until `bind_reductions` has taken partial sums (I9) and residuals over from them.
         self.reductions: list[Reduction] = [] if former is None else former.reductions
         self.bind_reductions(group, waiting)
         self._bind_shards(group)
         if self.keeping is not None and former is not None and former.keeping is not None:
+            # Not `follow`, as in `reroute`: the shards may be others than those that were gathered.
             self.keeping.inherit(former.keeping)
         if self.mirror is not None:
             self.mirror.release()
         if self.nodes is not None:
             self.nodes.rows.release()
         self.full.release()
+        # Counted while no other code has them: `ParamGroup.is_referred_to` looks for more.
         self.references = self.count_references(group.params)
 
     def reroute(self, group: GroupFacts) -> None:
         """Bind another way to gather; the gathered parameters stay the objects that they are."""
+        # New views of the buffer need its memory.
         self.full.acquire()
         if self.mirror is not None:
             self.mirror.acquire()
@@ -345,16 +351,20 @@ class Bound:
             group.keeps_whole_rows,
         )
         if self.extension is not None:
+            # Changed in place, because its first gather has made parameters that autograd may hold.
             self.extension.run_on(group.collectives, group.runtime.kernels)
             self.extension.comm = group.options.all_gather
             self.parts.append((self.extension.operations(), None))
         found = combined(gather for gather, _ in self.parts)
+        # One rank without a cast: gathered parameters are views of the mirror, which stays with
+        # them.
         self.keeps_mirror = found.aliases
         found = found if self.nodes is None else self.nodes.before(found)
         self.gather = found if self._load is None else combined([self._load, found])
 
     def _keep_rows(self, group: GroupFacts) -> None:
         """Let gathers reuse rows, those that were there before too."""
+        # Weak: this record owns the `Keeping` that has `choose`.
         former, bound = self.keeping, weakref.ref(self)
         self.keeping = None
         if not group.keeps_rows:
@@ -366,6 +376,7 @@ class Bound:
 
         smaller = self.smaller if group.options.keep_rows else None
         self.keeping = Keeping(self.parts, self.gather, self._load, choose, self.nodes, smaller)
+        # If rows of a smaller group stay, later gathers read these, not the node's.
         if self.nodes is not None and smaller is None:
             self.nodes.stays = True
         self.gather = self.keeping.fresh
@@ -408,6 +419,7 @@ class Bound:
         self.sharded = [param.sharded for param in group.params]
         self.sharded_flags = list(map(requires_grad, self.sharded))
         self.smaller: SmallerRows | None = None
+        # Rows of all ranks make those of a smaller group superfluous.
         whole = group.keeps_whole_rows
         if group.smaller_group is not None and group.layout is not None and not whole:
             self.smaller = SmallerRows(
@@ -449,6 +461,7 @@ class Bound:
                     self.reduces_frozen = self.reduces_frozen or frozen
                     dtypes = compute_dtype(group.options, param), param.grad_dtype
                     key = (*dtypes, param.exact, param.differs_over)
+                    # One object for equal parameters: `make_reductions` compares identities first.
                     spec = specs.get(key)
                     if spec is None:
                         spec = reduction_spec(group.options, param, group.offload, group.device)

@@ -18,7 +18,6 @@ reductions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from weakref import WeakSet
 
 import torch
@@ -33,19 +32,8 @@ from fsdp2.core.schedule.group import ParamGroup
 _connected: WeakSet[ProcessGroup] = WeakSet()
 
 
-@dataclass(frozen=True)
-class Link:
-    """A process group that a unit communicates over.
-
-    Attributes:
-        group: the process group.
-        device: of its collectives.
-        unit: name of the unit, for messages.
-    """
-
-    group: ProcessGroup
-    device: torch.device
-    unit: str
+Link = tuple[ProcessGroup, torch.device, str]
+"""A process group that a unit communicates over, the device, and the unit's name for messages."""
 
 
 def connect_groups(groups: Sequence[ParamGroup], expects_backward: bool) -> bool:
@@ -66,9 +54,10 @@ def connect_groups(groups: Sequence[ParamGroup], expects_backward: bool) -> bool
         if group.replicas is not None:
             further.append(group.replicas.group)
         name, device = group.name, group.device
-        now += [Link(used, device, name) for used in (own, between) if used is not None]
-        later += [Link(used, device, name) for used in further if used not in (None, own)]
+        now += [(used, device, name) for used in (own, between) if used is not None]
+        later += [(used, device, name) for used in further if used not in (None, own)]
     _connect(list(filter(_connects_late, now + later if expects_backward else now)))
+    # If only forwards without backward came so far, the next one asks again.
     return not any(map(_connects_late, later))
 
 
@@ -83,20 +72,21 @@ def _connect(links: Sequence[Link]) -> None:
         RankMismatchError: as `meet`.
         CommunicationError: as `meet`; or the first collective of a group failed.
     """
-    in_order = sorted(links, key=lambda link: (global_ranks(link.group), link.group.group_name))
+    in_order = sorted(links, key=lambda link: (global_ranks(link[0]), link[0].group_name))
+    # All before the first collective: an absent rank is then reported, not waited for in one.
     for link in in_order:
-        meet(link.group, link.device, link.unit)
-    for link in in_order:
-        if link.group in _connected:  # it was twice in the list
+        meet(*link)
+    for group, device, unit in in_order:
+        if group in _connected:  # it was twice in the list
             continue
-        with naming_unit("first collective", link.unit):
-            run_first_collective(link.group, link.device)
-        _connected.add(link.group)
+        with naming_unit("first collective", unit):
+            run_first_collective(group, device)
+        _connected.add(group)
 
 
 def _connects_late(link: Link) -> bool:
     """Whether its backend makes communicators in the first collective, which did not run yet."""
-    group = link.group
+    group, device, _ = link
     if group in _connected or group.size() == 1:
         return False
-    return traits_of(group, link.device).connects_late
+    return traits_of(group, device).connects_late

@@ -45,7 +45,9 @@ class InFlight:
         """
         if first:
             self.retire(keep=self.window - 1)
+        # Lists, not groups: an observer may be around one, and a `Family` stands for several.
         while any(pending.group.params is params for pending in self.holding):
+            # Oldest first: earlier ones are on the same lane, and end before the group's own.
             self.retire(keep=len(self.holding) - 1)
 
     def retire(self, keep: int) -> None:
@@ -56,9 +58,11 @@ class InFlight:
             pending.release_inputs()
             if pending.host:
                 self.arriving.append(pending)
+            # No all-reduce followed: the wait above was for everything.
             if pending.done is pending.scattered:
                 pending.release_rest()
             else:
+                # At most one all-reduce is not waited for (I7).
                 self.finish_all_reduces()
                 self.summing.append(pending)
 

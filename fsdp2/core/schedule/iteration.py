@@ -42,11 +42,13 @@ class Graph:
     def __init__(self, let_go: Callable[[], None]) -> None:
         self._let_go = weakref.WeakMethod(let_go)  # a scheduler that is gone keeps nothing
         Graph.alive.add(self)
+        # At the end of the interpreter, there is nothing left to free.
         weakref.finalize(self, _call_if_alive, self._let_go).atexit = False
 
     @classmethod
     def any_held_by(cls, let_go: Callable[[], None]) -> bool:
         """Whether one of this scheduler's may still be read when the running backward is over."""
+        # Equal, not identical: a bound method is another object each time.
         return any(graph._let_go() == let_go for graph in cls.alive - cls.ending)
 
     @classmethod
@@ -146,4 +148,5 @@ class Iteration:
 
     def succeed(self, former: Iteration) -> None:
         """Take over from the iteration of a root that is now part of a larger model."""
+        # Nothing else is left: a root that is running is not taken over.
         self.holds = self.holds or former.holds

@@ -60,6 +60,7 @@ class Reuse:
     def __init__(self) -> None:
         self.flags = FlagChanges.count
         self.steps = -1
+        # A dict, not a set: ranks ask about groups in this order (I1).
         self.units: dict[Unit, None] = {}
         self.rows: list[ParamGroup] = []
         self.asks = self.hides = self.repeats = False
@@ -71,6 +72,7 @@ class Reuse:
             pending: whether backwards of earlier forwards are to come.
         """
         self.steps = OptimizerSteps.count
+        # Backwards that are to come belong to forwards with the flags of before.
         if not pending:
             self.flags = FlagChanges.count
 
@@ -92,11 +94,13 @@ class Reuse:
             for group, unit in held.items()
             if group.is_known and (records or not group.options.wire.differences)
         }
+        # A set is no order, so what follows goes through `held` instead (I1).
         lost = {*held}.difference(asked).union(_changed(asked))
         for group, unit in held.items():
             if group in lost:
                 for operations in () if unit is None else unit.groups:
                     if operations.base is group:
+                        # First: it raises if the user has written what is freed here.
                         operations.take_back(stays=False)
                         operations.reshard()
                 group.forget_rows()
@@ -130,6 +134,8 @@ class Reuse:
                 elif group.is_retained or group.is_dropped:
                     held.setdefault(group, unit)
         for group in self.rows:
+            # Dropped on one rank: it must be asked about on all, or ranks would run other
+            # collectives.
             rows = group.has_rows or group.is_dropped
             if rows and group.state not in (GATHERING, RESHARDED):
                 held.setdefault(group, None)
@@ -137,6 +143,7 @@ class Reuse:
 
     def _watch(self, units: Iterable[Unit], records: bool) -> None:
         """Let gathers of this forward take fingerprints, if the next one may ask."""
+        # Training that uses nothing again pays for no fingerprint.
         wanted = self.repeats or not records
         if not (wanted or self.asks or self.rows):
             return
@@ -204,9 +211,11 @@ def _changed(asked: Mapping[ParamGroup, Unit | None]) -> list[ParamGroup]:
     axes: dict[object, tuple[Collectives, list[int]]] = {}
     for place, group in enumerate(groups):
         for axis in group.axes_of(rows=asked[group] is None):
+            # One collective per process group, however many parameter groups ask.
             axes.setdefault(axis.group, (axis, []))[1].append(place)
     for axis, places in axes.values():
         with naming_unit("all-reduce", groups[places[0]].name):
+            # What one axis has found goes into the question to the next one.
             agreed = largest_over([axis], [differ[place] for place in places])
         for place, number in zip(places, agreed, strict=True):
             differ[place] = number
@@ -215,6 +224,7 @@ def _changed(asked: Mapping[ParamGroup, Unit | None]) -> list[ParamGroup]:
 
 def _compared(groups: Sequence[ParamGroup]) -> list[int]:
     """1 for each group whose shards differ on this rank, otherwise 0."""
+    # A group without both fingerprints counts as changed.
     differ = [1] * len(groups)
     by_device: dict[object, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
     for place, group in enumerate(groups):
@@ -224,6 +234,7 @@ def _compared(groups: Sequence[ParamGroup]) -> list[int]:
             by_device.setdefault(group.shard.device, {})[place] = now, before
     for pairs in by_device.values():
         kernels = groups[min(pairs)].runtime.kernels
+        # All of a device at once: each answer makes the host wait.
         found = kernels.differ(*zip(*pairs.values(), strict=True))
         for place, number in zip(pairs, found, strict=True):
             differ[place] = number

@@ -60,6 +60,10 @@ MOVES: Mapping[Phase, frozenset[Phase]] = {
 `watching`. `Unit` itself has no check, so that a phase costs a step one store."""
 
 
+def _unknown() -> None:
+    """The record of a unit without modules."""
+
+
 class Unit:
     """The result of one call of ``fully_shard``: groups that are used together, and their flags.
 
@@ -85,6 +89,7 @@ class Unit:
         phase: its phase in the iteration.
         ties: of the groups that other units use, too: which units do (`fsdp2.core.schedule.ties`).
         visits: a position in the forward's order of exits for each call whose backward will follow.
+        record: returns what rooms above know of its modules; ``None`` once those are gone.
     """
 
     __slots__ = (
@@ -102,6 +107,7 @@ class Unit:
         "phase",
         "prefetch_window",
         "prefetches",
+        "record",
         "reshard_after_backward",
         "reshard_after_forward",
         "sync",
@@ -135,6 +141,7 @@ class Unit:
         self.phase = IDLE
         self.ties: dict[ParamGroup, Tie] = {}
         self.visits: list[int] = []
+        self.record: Callable[[], object | None] = _unknown
 
     @property
     def own_groups(self) -> list[ParamGroup]:
@@ -311,8 +318,9 @@ class Tie:
 _enlisted: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
-def enlist(unit: Unit) -> None:
-    """Record the unit of a sharded module, so that observers of all groups find it."""
+def enlist(unit: Unit, record: object) -> None:
+    """Note the unit of a sharded module, so that observers find it, and its record."""
+    unit.record = weakref.ref(record)
     _enlisted.add(unit)
 
 

@@ -108,6 +108,7 @@ class Together:
         taken: dict[Reduction, Job] = {}
         axes: set[Hashable] = set()
         for group in due:
+            # Absent gradients count as zeros once per backward (I10).
             fill, group.fills = group.fills, False
             jobs = group.collect(True, fill)
             if jobs:
@@ -120,12 +121,16 @@ class Together:
             if group.state is GATHERING and group.has_grad_hooks:
                 group.reshard(forced=True)  # what is gathered ahead, and a hook writes
         for family in self._bind(due):
+            # Also a family of which this rank has nothing: others of these ranks may, in another
+            # dtype.
             if _axis(family.leader) in axes:
                 if in_flight.holding:
                     in_flight.make_room(family.params, True)
+                # Through the observers of one group, which thus see one reduction.
                 operations = units[family.leader].operations_of(family.leader)
                 pending = operations.reduce([(family.joint, family.job(taken))], True)
                 if pending is not None:
+                    # Not the leader, so that parameters and hooks of all groups are looked at.
                     pending.group = family
                     in_flight.holding.append(pending)
 

@@ -28,7 +28,7 @@ from fsdp2.core.device.process_groups import (
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import device_of, local_of
 from fsdp2.core.modules.registry import units_by_param
-from fsdp2.core.params.aliases import REPLACED
+from fsdp2.core.params.param import REPLACED
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.optim.matrices.blocks import Matrix, Split, Spread, matrices_of, plain_spread, spread_of
 from fsdp2.optim.runs import ParamGroupOptions
