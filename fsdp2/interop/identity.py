@@ -33,8 +33,7 @@ from torch.distributed.tensor import Shard
 from fsdp2.core import config
 from fsdp2.core.errors import coded
 from fsdp2.core.modules.hooks import UnitHooks
-from fsdp2.core.modules.registry import UnitRecord, modules_below, record_of
-from fsdp2.core.modules.roots import start
+from fsdp2.core.modules.registry import UnitRecord, modules_below, record_of, start
 from fsdp2.core.params.param import ShardedParam, compute_dtype
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
