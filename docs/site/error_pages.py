@@ -1,7 +1,4 @@
-"""The page of errors for users, of the catalogue that tests read and of what is written by hand.
-
-docs/errors.md             id, exception, test and message of every error   ──┐
-docs/errors_explained.md   cause, example and fix of the most likely ones   ──┴──> `page`
+"""The page of errors: `docs/errors.md`, and below it all errors of the sources (`catalogue`).
 
 Every error is a heading of its own: its id is the anchor, and the site's search finds its message.
 """
@@ -12,76 +9,45 @@ import html
 import re
 from pathlib import Path
 
-DOCS = Path(__file__).parents[1]
+import catalogue
 
-_ENTRY = re.compile(
-    r"^- \*\*(?P<id>[a-z0-9-]+)\*\* · `(?P<exception>\w+)` · `[^`]+`(?P<torch> · [^\n]+)?\n"
-    r"  > (?P<message>[^\n]+)\n",
-    re.MULTILINE,
-)
 _LINES = re.MULTILINE | re.DOTALL
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+_SECTION = re.compile(r"^## (?=[a-z0-9-]+$)", re.MULTILINE)
+_EXAMPLE = re.compile(r"(^```python\n.*?^```\n)", _LINES)
 
-INTRODUCTION = """\
-# Errors
-
-A message ends in the code of its error in brackets, such as `[child-after-parent]`. The exception
-has it as `error.code`, and it is the address of the entry here: `errors/#child-after-parent`. If
-you have no code, search for a part of the message without names. Slanted words stand for what
-varies.
-
-- A message names the parameter or the module, and says after the semicolon what to do.
-- When an error is raised, fsdp2 has not changed or sent anything. There are three exceptions:
-  errors of a collective, errors of values such as NaN, and errors during initialization.
-- If all ranks share the cause of an error, all of them raise.
-- `ShardingStateError` is a `RuntimeError`.
-
-Two operations look like misuse but are supported. You may change `requires_grad` at any time: the
-next forward follows it. A forward inside backward is a recomputation, which activation checkpointing
-needs.
-
-## The most likely errors
-
-"""
-
-
-def explanations() -> dict[str, str]:
-    """Id -> cause, example and fix, as Markdown."""
-    text = (DOCS / "errors_explained.md").read_text(encoding="utf-8")
-    _, *sections = re.split(r"^## (?=[a-z0-9-]+$)", text, flags=re.MULTILINE)
-    return {head: body.strip() for head, _, body in (part.partition("\n") for part in sections)}
+PAGE = Path(__file__).parents[1] / "errors.md"
 
 
 def page() -> str:
     """The whole page, as Markdown."""
-    catalogue = (DOCS / "errors.md").read_text(encoding="utf-8")
-    explained = explanations()
-    entries = {entry["id"]: entry for entry in _ENTRY.finditer(catalogue)}
-    likely = "\n\n".join(
-        f"{_heading(entries[id_])}{_explained(text)}" for id_, text in explained.items()
-    )
-    _, *sections = re.split(r"^(?=## )", catalogue, flags=re.MULTILINE)
+    head, *sections = _SECTION.split(PAGE.read_text(encoding="utf-8"))
+    # Readers of the site see the examples as they are; the lines before them are for the test.
+    head = head.partition("\nThe first block of Python")[0]
+    explained = dict(section.split("\n", 1) for section in sections)
+    entries = catalogue.catalogue()
+    parts = [head, "## The most likely errors\n"]
+    parts += [_heading(entries[id_]) + _explained(text) for id_, text in explained.items()]
+    for title in dict.fromkeys(entry.section for entry in entries.values()):
+        parts.append(f"## {title}\n")
+        for entry in entries.values():
+            if entry.section == title:
+                above = f"- [{entry.id}](#{entry.id}) is explained above.\n"
+                parts.append(above if entry.id in explained else _heading(entry))
+    return "\n".join(parts)
 
-    def listed(entry: re.Match[str]) -> str:
-        if entry["id"] in explained:
-            return f"\n- [{entry['id']}](#{entry['id']}) is explained above.\n\n"
-        return f"\n{_heading(entry)}"
 
-    return INTRODUCTION + likely + "\n\n" + "".join(_ENTRY.sub(listed, part) for part in sections)
-
-
-def _heading(entry: re.Match[str]) -> str:
+def _heading(entry: catalogue.Entry) -> str:
     """An error's id, its exception and its message."""
-    message = html.escape(entry["message"], quote=False)
-    message = _PLACEHOLDER.sub(r"<var>\1</var>", message)
-    words = " in torch's own words" if entry["torch"] else ""
+    message = _PLACEHOLDER.sub(r"<var>\1</var>", html.escape(entry.message, quote=False))
+    words = " in torch's own words" if entry.from_torch else ""
     return (
-        f"### {entry['id']} {{ #{entry['id']} .error }}\n\n"
-        f'<p class="error-message"><code>{entry["exception"]}</code>{words}: {message}</p>\n\n'
+        f"### {entry.id} {{ #{entry.id} .error }}\n\n"
+        f'<p class="error-message"><code>{entry.exception}</code>{words}: {message}</p>\n\n'
     )
 
 
 def _explained(text: str) -> str:
     """Names for the two parts of an explanation: what fails, and what does not."""
-    cause, example, rest = re.split(r"(^```python\n.*?^```\n)", text, maxsplit=1, flags=_LINES)
+    cause, example, rest = _EXAMPLE.split(text.strip() + "\n", maxsplit=1)
     return f"**Cause.** {cause}{example}\n**Fix.** {rest.strip()}\n"

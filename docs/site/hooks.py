@@ -4,7 +4,7 @@ on_config         decisions take their folder's place in `nav`;
                   pages that it lacks are further guides
 on_files          CONTRIBUTING.md and CHANGELOG.md of the top level are pages, too
 on_page_markdown  links to files outside docs lead to the repository;
-                  errors.md is replaced by the page for users (`error_pages`);
+                  errors.md gets all errors of the sources (`error_pages`);
                   api/index.md gets its table of names
 on_page_content   the table of contents beside the errors lists sections, not 300 errors
 
@@ -30,7 +30,6 @@ import error_pages
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TOP_LEVEL = ("CONTRIBUTING.md", "CHANGELOG.md")
-HIDDEN = ("errors_explained.md",)  # a part of the page of errors
 
 log = logging.getLogger("mkdocs.hooks.fsdp2")
 
@@ -42,7 +41,7 @@ _CODE = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)", re.MULTILINE | re.DOTALL)
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """List the decisions, and the pages that `nav` lacks."""
     config.nav[:] = [_with_decisions(entry) for entry in config.nav]
-    listed = {*_pages(config.nav), *HIDDEN}
+    listed = {*_pages(config.nav)}
     pages = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
     missing = [page for page in pages if page not in listed]
     if missing:

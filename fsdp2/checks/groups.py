@@ -26,7 +26,7 @@ from fsdp2.checks.agreement import Agreement, Intent
 from fsdp2.checks.environment import asks_for_ranks
 from fsdp2.checks.freed import mark_freed, unmark
 from fsdp2.core.config import GroupOptions
-from fsdp2.core.device.collectives import ReduceKind
+from fsdp2.core.device.collectives import Collectives, ReduceKind
 from fsdp2.core.device.fingerprint import checksum
 from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
@@ -211,6 +211,9 @@ def _follow(group: ParamGroup) -> Observer | None:
 
 # ---- operations
 
+Run = Callable[..., object]
+"""Runs the operation, or the next observer."""
+
 
 def _check_gather(group: ParamGroup, run: Run) -> None:
     """Check for writes, agree on the all-gather, then launch it."""
@@ -225,11 +228,9 @@ def _check_gather(group: ParamGroup, run: Run) -> None:
         if group not in Checks.compared:
             Checks.compared.add(group)
             _compare_copies(group)
-        if collectives.size > 1:
-            Checks.agree(collectives.group, group.device, _gather_step(group))
-        between = group.between
-        if between is not None and smaller is None and not group.reuses_rows:
-            Checks.agree(between.group, group.device, _gather_step(group))
+        between = None if smaller is not None or group.reuses_rows else group.between
+        for axis in (collectives, between):
+            _agree(group, axis, _gather_step(group))
     run()
 
 
@@ -295,8 +296,6 @@ def _abandon(group: ParamGroup, run: Run) -> None:
     run()
     _mark_freed(group)
 
-
-Run = Callable[..., object]
 
 CHECKS = Observer(
     2,
@@ -377,6 +376,12 @@ def _refuse_written(group: ParamGroup, stays: bool = False) -> None:
 # ---- agreeing
 
 
+def _agree(group: ParamGroup, axis: Collectives | None, step: Intent) -> None:
+    """Return when all ranks of an axis are about to take a step."""
+    if axis is not None and axis.size > 1:
+        Checks.agree(axis.group, group.device, step)
+
+
 def _compare_copies(group: ParamGroup) -> None:
     """The replicate axis holds copies: of this rank's rows, before they are first used."""
     if group.replicas is None or group.replicas.size == 1:
@@ -427,17 +432,12 @@ def _agree_on_reduction(
             gradient = f"{_shape(member)} in {reduction.context.spec.reduce_dtype}"
             details[f"the gradient of '{member.name}'"] = gradient
     details.update(_flags(group, unit_of(group)))
-    where = f"of '{group.name}' in backward, {_iteration()}"
-    fix = "give every rank the same"
-    if group.reducers.size > 1:
-        step = Intent(f"the reduce-scatter {where}", details, fix)
-        Checks.agree(group.reducers.group, group.device, step)
-    if all_reduce and group.replicas is not None and group.replicas.size > 1:
-        step = Intent(f"the all-reduce {where}", details, fix)
-        Checks.agree(group.replicas.group, group.device, step)
-    if all_reduce and group.between is not None:
-        step = Intent(f"the reduce-scatter between nodes {where}", details, fix)
-        Checks.agree(group.between.group, group.device, step)
+    axes: dict[str, Collectives | None] = {"reduce-scatter": group.reducers}
+    if all_reduce:
+        axes |= {"all-reduce": group.replicas, "reduce-scatter between nodes": group.between}
+    for collective, axis in axes.items():
+        what = f"the {collective} of '{group.name}' in backward, {_iteration()}"
+        _agree(group, axis, Intent(what, details, "give every rank the same"))
 
 
 def _flags(group: ParamGroup, unit: Unit) -> dict[str, str]:

@@ -3,7 +3,7 @@
     raise coded(ValueError, "empty-list", "fully_shard got an empty list; pass at least one module")
 
     ValueError: fully_shard got an empty list; pass at least one module [empty-list]
-    error.code == "empty-list"                  an entry of docs/errors.md, and its address there
+    error.code == "empty-list"                  its address on the docs site's page of errors
 
 A code names one message permanently, also if a later version changes its text.
 """
@@ -24,7 +24,7 @@ def coded(kind: Callable[[str], E], code: str, message: str) -> E:
 
     Args:
         kind: its class.
-        code: its id in docs/errors.md.
+        code: its id; the docs site reads it from here.
         message: one sentence without a full stop.
 
     Returns:

@@ -46,6 +46,7 @@ class PaperBuffer(TransientBuffer):
     def __init__(self, nbytes: int, device: torch.device, name: str, recorder: Recorder) -> None:
         with recorder.naming(name):
             super().__init__(nbytes, device, name)
+            # One number for all its lives: its storage stays, and only its size changes.
             self._number = recorder.storage(self._raw)
         self._recorder = recorder
 
@@ -91,6 +92,7 @@ class PaperKernels(FusedKernels):
         return made
 
     def _move_to_host(self, tensor: torch.Tensor) -> None:
+        # What is on meta was counted as the device's when it was made.
         number = self._recorder.storage(tensor)
         self._recorder.free(number)
         self._recorder.allocate(number, tensor.untyped_storage().nbytes(), host=True)
@@ -168,7 +170,7 @@ class _PaperGroup(NullGroup):
     def _note(self, name: str, tensors: list[torch.Tensor]) -> NullWork | None:
         if _recorder is None or not tensors or not tensors[0].is_meta:
             return None
-        if not self._ranks:
+        if not self._ranks:  # unknown to c10d while the group is being made
             self._ranks = tuple(dist.get_process_group_ranks(self))
         half = len(tensors) // 2
         moved, count = tensors, len(tensors)

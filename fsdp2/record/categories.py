@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 SHARDS = "shards"
 GATHERED = "gathered"
 GRADIENTS = "gradients"
@@ -36,6 +38,7 @@ _OF_NODES = "node rows"
 _OF_GRADIENTS = ("sharded gradient", "kept gradient")
 
 
+@functools.cache
 def category_of(name: str) -> str:
     """The kind of what has this name (`fsdp2.core.device.kernels.Kernels`)."""
     if name.startswith(_OF_GATHERS):

@@ -21,7 +21,6 @@ from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.streams import Event, Lane, Streams
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.layout import ROWS, Cut
-from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.bound import Runtime
 from fsdp2.core.schedule.group import ParamGroup
@@ -70,7 +69,7 @@ class Node:
     frozen: int = 0
     absent: int = 0
     tied: list[Node] = field(default_factory=list)
-    unit: Unit | None = None
+    unit: Unit = field(init=False, repr=False)  # a simulation makes it
 
     def walk(self) -> list[Node]:
         """This node and all below it, parents first."""
@@ -148,10 +147,8 @@ class Simulation:
         for node in root.walk():
             for user in node.tied:
                 self._owners.setdefault(user, []).append(node)
-                assert node.unit is not None
-                assert user.unit is not None
                 lend(node.unit.own_groups[0], node.unit, user.unit)
-        units = [node.unit for node in root.walk() if node.unit is not None]
+        units = [node.unit for node in root.walk()]
         units[0].is_root = True
         for unit in units:
             unit.prefetch_window = window
@@ -175,22 +172,12 @@ class Simulation:
     def _make_group(
         self, node: Node, name: str, shapes: Shapes, world_size: int, coalesces: bool
     ) -> ParamGroup:
-        params = [
-            VirtualParam(
-                self.device,
-                f"{name}.{i}",
-                shape,
-                torch.float32,
-                node.cut(shape, world_size),
-            )
+        device, f32 = self.device, torch.float32
+        params: Any = [
+            VirtualParam(device, f"{name}.{i}", shape, f32, node.cut(shape, world_size))
             for i, shape in enumerate(shapes)
         ]
-        group = ParamGroup(
-            name,
-            cast(list[ShardedParam], params),
-            self._runtime(world_size, coalesces),
-            self._options,
-        )
+        group = ParamGroup(name, params, self._runtime(world_size, coalesces), self._options)
         smaller = self._smaller
         if smaller is not None and 1 < smaller < world_size and world_size % smaller == 0:
             neighbours: Any = VirtualCollectives(self.device, smaller, coalesces)
@@ -202,10 +189,9 @@ class Simulation:
         """A runtime on paper: it does what the real one does, with tensors on paper."""
         device: Any = self.device
         collectives: Any = VirtualCollectives(device, world_size, coalesces)
-        between = VirtualCollectives(device, self._nodes, coalesces)
+        between: Any = VirtualCollectives(device, self._nodes, coalesces)
         crosses = self._nodes > 1 and world_size > 1
         replicas: Any = self._replicas
-        gradients: Any = PaperGradients
         return Runtime(
             collectives,
             device,
@@ -213,8 +199,8 @@ class Simulation:
             device,
             replicas,
             self._offload,
-            gradients,
-            cast(Collectives, between) if crosses else None,
+            cast(Any, PaperGradients),
+            between if crosses else None,
         )
 
     # ---- an iteration
@@ -230,7 +216,6 @@ class Simulation:
     def forward(self, expects_backward: bool = True, start: Node | None = None) -> None:
         """One forward of the root, or of another node that is called on its own."""
         node = start or self.root
-        assert node.unit is not None
         self._freeze()
         self.scheduler.begin_forward(node.unit, expects_backward)
         call = self._forward(node)
@@ -269,18 +254,16 @@ class Simulation:
         self._write("by hand")
 
     def _write(self, kind: str) -> None:
-        for node in self.root.walk():
-            for param in self._params(node):
-                assert param.rows is not None
-                self.device.run(kind, [], [param.rows])
+        for param in self._every_param():
+            assert param.rows is not None
+            self.device.run(kind, [], [param.rows])
         OptimizerSteps.count += 1
 
     def optimizer_step(self) -> None:
         """Read gradients, write shards, drop gradients; the host first waits for copies of them."""
         self.scheduler.settle()
-        for node in self.root.walk():
-            for param in self._params(node):
-                self._step(param)
+        for param in self._every_param():
+            self._step(param)
         OptimizerSteps.count += 1
 
     def step_elsewhere(self) -> None:
@@ -290,23 +273,20 @@ class Simulation:
         """
         self.device.follow(USER, self.device.record(Lane.COMPUTE, "backward done"))
         with self.device.on(USER):
-            for node in self.root.walk():
-                for param in self._params(node):
-                    self._update(param)
+            for param in self._every_param():
+                self._update(param)
         self.scheduler.post_optim_event = cast(Event, self.device.record(USER, "optimizer done"))
         OptimizerSteps.count += 1
 
     def drop_gradients(self) -> None:
         """As ``zero_grad()``."""
-        for node in self.root.walk():
-            for param in self._params(node):
-                param.gradient = None
+        for param in self._every_param():
+            param.gradient = None
 
     def step_in_backward(self, wanted: bool = True) -> None:
         """From now on a hook on each parameter does the step as soon as ``.grad`` is there."""
-        for node in self.root.walk():
-            for param in self._params(node):
-                param.hook = self._step if wanted else None
+        for param in self._every_param():
+            param.hook = self._step if wanted else None
 
     def _step(self, param: VirtualParam) -> None:
         self._update(param)
@@ -316,9 +296,11 @@ class Simulation:
         if param.gradient is not None and param.rows is not None:
             self.device.run("step", [param.gradient, param.rows], [param.rows])
 
+    def _every_param(self) -> list[VirtualParam]:
+        return [param for node in self.root.walk() for param in self._params(node)]
+
     @staticmethod
     def _params(node: Node) -> list[VirtualParam]:
-        assert node.unit is not None
         groups = node.unit.own_groups
         return [cast(VirtualParam, param) for group in groups for param in group.params]
 
@@ -329,7 +311,6 @@ class Simulation:
 
     def _forward(self, node: Node) -> Call:
         unit = node.unit
-        assert unit is not None
         call = Call(node)
         self.active.append(unit)
         self.scheduler.enter_forward(unit)
@@ -345,7 +326,6 @@ class Simulation:
     def _compute(self, node: Node, name: str) -> None:
         """Kernels that read the gathered parameters, and a new activation."""
         activation = self.device.empty((1,), torch.float32, "activation")
-        assert node.unit is not None
         reads = name.startswith("forward") or node.unit.unshard_in_backward
         params = self._params(node) + [self._params(o)[0] for o in self._owners.get(node, ())]
         gathered = [p.gathered for p in params if reads and p.gathered is not None]
@@ -357,7 +337,6 @@ class Simulation:
         if not node.used:
             return
         unit = node.unit
-        assert unit is not None
         if unit not in self.active:
             self.active.append(unit)
         self.scheduler.enter_backward(unit)

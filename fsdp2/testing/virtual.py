@@ -268,7 +268,7 @@ class VirtualDevice(Notes):
         self.live.discard(allocation)
         allocation.freed = True
         lane = allocation.lane
-        if lane is HOST:
+        if lane is HOST:  # CPU memory is reused late enough
             return
         self._released[lane] = _join(self._released[lane], tuple(allocation.last))
 
@@ -285,7 +285,7 @@ class VirtualDevice(Notes):
         seen_writes = self._allocations(kind, writes)
         lane = self._place(seen_reads, seen_writes)
         clock = list(self._clocks[lane])
-        if self._clocks[HOST] is not _ZERO:  # the host issues it
+        if self._clocks[HOST] is not _ZERO:  # the host, which issues it, has waited for a lane
             clock = list(map(max, clock, self._clocks[HOST]))
         clock[lane] += 1
         self._clocks[lane] = now = tuple(clock)
@@ -311,6 +311,7 @@ class VirtualDevice(Notes):
             if 0 in tensor.shape:
                 continue
             allocation = tensor.allocation
+            # A view of a transient buffer outlives the buffer's memory; an owner's does not.
             if allocation is None or allocation.freed:
                 self.races.append(f"{kind} uses a buffer that is not allocated")
             else:
@@ -335,6 +336,7 @@ class VirtualDevice(Notes):
                 self.races.append(
                     f"{kind} writes {buffer.name} while {_name((reader, count))} reads it"
                 )
+        # Whatever comes after this write comes after the reads before it.
         buffer.write = (lane, now[lane])
         buffer.reads.clear()
         buffer.last[lane] = now[lane]

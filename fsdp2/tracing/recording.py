@@ -3,7 +3,7 @@
     seams ── moved, hosting ─────>  which unit computes, and for how long the host is in fsdp2
           ── copy, collective ───>  operations of lanes, each between two stamps
           ── signal, waited ─────>  events of lanes, and waits for them
-          ── hold, follow ───────>  memory by category
+          ── hold, count ────────>  memory by category
     Tracer.timeline ──> the times of all stamps ──> `fsdp2.tracing.drawing`
 
 A stamp is a moment. If lanes are streams, it is an event on the lane's stream, whose time is read
@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
 
-from fsdp2.core.device.buffers import TransientBuffer, all_buffers
+from fsdp2.core.device.buffers import all_buffers
 from fsdp2.core.device.collectives import Work
 from fsdp2.core.device.process_groups import ProcessGroup, ranks_of
 from fsdp2.core.device.streams import Event, Lane
@@ -114,9 +113,6 @@ class Tracer(Notes):
         self._device = device
         self._states = OptimizerStates(all_groups(), device)
         self.hold(self._states, "optimizer", self._states.nbytes)
-        self._buffers: list[tuple[weakref.ref[TransientBuffer], str]] = []  # and their categories
-        for buffer in all_buffers():
-            self.follow(buffer)
         self._mark: Stamp = 0.0
 
     def finish(self) -> None:
@@ -321,10 +317,6 @@ class Tracer(Notes):
             self._held[key] = nbytes
             self._totals[category] = self._totals.get(category, 0) + change
 
-    def follow(self, buffer: TransientBuffer) -> None:
-        """Look at ``buffer`` in each sample: its memory comes and goes."""
-        self._buffers.append((weakref.ref(buffer), category_of(buffer.name)))
-
     def count(self, group: ParamGroup, full_gradients: int = 0) -> None:
         """Count a group's memory besides its buffers.
 
@@ -352,9 +344,9 @@ class Tracer(Notes):
     def sample(self, at: Stamp) -> None:
         """The memory at a moment."""
         found = dict(self._totals)
-        for reference, category in self._buffers:
-            buffer = reference()
-            if buffer is not None and buffer.allocated:
+        for buffer in all_buffers():
+            if buffer.allocated:
+                category = category_of(buffer.name)
                 found[category] = found.get(category, 0) + buffer.nbytes
         if self.clock.events is not None:
             with contextlib.suppress(RuntimeError, AttributeError):  # a device may not count

@@ -1,7 +1,7 @@
 """The reporters to a tracer: objects on which groups run, and watchers of units.
 
     group.runtime  `Reporting` streams  events, waits of lanes for them, and which lane is current
-                   kernels              copies, and buffers whose memory is counted
+                   kernels              copies
                    collectives          of shard and replicate axes
     unit.groups    `TRACER`             for which unit fsdp2 works, and for how long the host does
     unit.phase     a watcher            whose forward or backward computes
@@ -29,7 +29,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.collectives import GroupCollectives, Launch
 from fsdp2.core.device.kernels import TorchKernels
 from fsdp2.core.device.process_groups import ProcessGroup
@@ -126,7 +125,7 @@ def _copies(label: str, written: int | str) -> Report:
 
     def copied(run: Function, *args: object, **given: object) -> object:
         here = Tracer.current
-        if here is None or not here.word:  # fsdp2 works for no unit
+        if here is None or not here.word:  # no unit's operation, or inside a copy
             return run(*args, **given)
         targets = args[written] if isinstance(written, int) else given[written]
         return here.copy(label, _listed(targets), functools.partial(run, *args, **given))
@@ -143,15 +142,7 @@ def _transforms(run: Function, codec: Function, *args: object) -> object:
     return _copies(codec.__name__, 1)(run, codec, *args)
 
 
-def _followed(make: Function, nbytes: int, name: str) -> object:
-    made = make(nbytes, name)
-    if Tracer.current is not None and isinstance(made, TransientBuffer):
-        Tracer.current.follow(made)
-    return made
-
-
 KERNELS: dict[str, Report] = {
-    "transient": _followed,
     "to_host": _copies("to-host", 0),
     "from_host": _copies("load from host", 0),
     "fetched": _copies("to-host", 0),
@@ -280,6 +271,7 @@ def _reporters(streams: DeviceStreams | None) -> Callable[[object], object]:
             reports = STREAMS
         else:
             return plain
+        # Groups compare what they share by identity, such as reducers with collectives.
         return made.setdefault(plain, Reporting(plain, reports))
 
     return choose
@@ -291,6 +283,7 @@ def _run_on(choose: Callable[[object], object]) -> None:
     def of(plain: P) -> P:
         return cast(P, choose(plain))
 
+    # Schedulers order lanes by the object on which groups record events.
     for record in _records():
         record.run_on(of(record.streams))
     for group in _groups():
@@ -335,7 +328,7 @@ def tracing() -> Iterator[Tracer]:
     """Tell a new tracer of every unit and group that there is, while it is on."""
     groups = _groups()
     device = groups[0].device.type if groups else "cpu"
-    streams, stamp = None, None
+    streams, stamp = None, None  # of the first device: a timeline has one lane of each kind
     for group in reversed(groups):
         if isinstance(group.streams, DeviceStreams):
             streams, stamp = group.streams, _stamps(group.streams, group.device)

@@ -5,7 +5,7 @@
 
 The rules are `RULES`. Code, links' addresses, quoted messages, headings, drawings, and tables that
 a command writes (between ``<!-- name -->`` and ``<!-- end -->``) are not prose. No file may have a
-finding, and no message of docs/errors.md.
+finding.
 """
 
 from __future__ import annotations
@@ -208,9 +208,8 @@ def of_page(text: str) -> Iterator[Paragraph]:
 
 
 def _is_no_prose(line: str) -> bool:
-    error = line.startswith("- **") and "` · `" in line  # an entry of docs/errors.md
     quoted = line.lstrip().startswith((">", "#", "!["))
-    return error or quoted or line.startswith("    ") or bool(_DRAWING.search(line))
+    return quoted or line.startswith("    ") or bool(_DRAWING.search(line))
 
 
 def of_source(text: str) -> Iterator[Paragraph]:

@@ -223,15 +223,6 @@ def test_misuse(entry: str, group: None) -> None:
         MISUSES[entry]()
 
 
-def test_what_is_shown_here_is_said_to_be() -> None:
-    said = {
-        e.id
-        for e in errors.catalogue().values()
-        if e.test.startswith("fsdp1/test_fsdp1_misuses.py")
-    }
-    assert said == set(MISUSES) - {"local-world-size"}  # which is said to be shown of shard_model
-
-
 @pytest.mark.parametrize("method", ["clip_grad_norm_", "register_comm_hook"])
 def test_other_methods_of_the_root_alone(method: str, group: None) -> None:
     with errors.raises("fsdp1-inner"):

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.alone
 ROOT = Path(__file__).parents[2]
 
 ELSEWHERE = {
-    "docs/errors_explained.md": "test_explained_errors.py",
+    "docs/errors.md": "test_explained_errors.py",
     "docs/testing.md": "test_docs_testing.py",
 }
 """Pages whose blocks another test of this folder runs."""

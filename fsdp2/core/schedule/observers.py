@@ -76,6 +76,7 @@ def observed(group: GroupOperations, observers: Sequence[Observer]) -> GroupOper
 def with_observer(group: GroupOperations, observer: Observer, wanted: bool) -> GroupOperations:
     """A group with an observer, or without; all other observers stay."""
     present = observers_of(group)
+    # By identity: two observers, such as two tests', may have equal tables.
     if any(each is observer for each in present) is wanted:
         return group
     others = [each for each in present if each is not observer]
