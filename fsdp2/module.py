@@ -40,8 +40,7 @@ from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.hooks import forward_method
 from fsdp2.core.modules.optimizers import zeroed
-from fsdp2.core.modules.registry import UnitRecord, records_below, refresh, require_record
-from fsdp2.core.modules.roots import start
+from fsdp2.core.modules.registry import UnitRecord, records_below, refresh, require_record, start
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import budget, figures, files, inline, page, quiet, report, stats, targets
 from benchmarks.workers import ROOT
-from fsdp2.core.modules import roots
+from fsdp2.core.modules import registry
 
 ENVIRONMENT = {"date": "2026-11-20T10:00:00+00:00", "torch": "2.13.0", "python": "3.11.7"}
 MACHINE = {"cpu": "AMD EPYC", "cores": 2}
@@ -480,7 +480,7 @@ def test_runs_that_are_not_known_are_refused(capsys: pytest.CaptureFixture[str])
 @pytest.fixture(autouse=True)
 def _no_root_of_another_test() -> None:
     """One whose calls no backward has looked at lets every backward of the process look."""
-    roots.noting.clear()
+    registry.noting.clear()
 
 
 def documented() -> dict[str, tuple[float, float]]:

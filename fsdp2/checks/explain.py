@@ -28,8 +28,7 @@ from fsdp2.core.errors import reword
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules import engine, hooks
 from fsdp2.core.modules.engine import schedulers
-from fsdp2.core.modules.registry import record_of_unit
-from fsdp2.core.modules.roots import note_calls
+from fsdp2.core.modules.registry import note_calls, record_of_unit
 from fsdp2.core.params.param import ShardedParam, is_extended
 from fsdp2.core.progress import running_tracer, tracing_error
 from fsdp2.core.schedule.group import ParamGroup

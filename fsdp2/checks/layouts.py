@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from fsdp2.core.layout.layout import GroupLayout
-from fsdp2.core.modules import roots
+from fsdp2.core.modules import registry
 
 LAYOUT = logging.getLogger("fsdp2.layout")
 """INFO: once per root, units, groups, bytes that a rank holds, gathers and pads; DEBUG: the same
@@ -52,4 +52,4 @@ def _log_layout(root: str, units: Iterable[tuple[str, Sequence[GroupLayout]]]) -
         )
 
 
-roots.started.add(_log_layout)
+registry.started.add(_log_layout)

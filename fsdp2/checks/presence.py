@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 import torch
 
-from fsdp2.core.device import presence
+from fsdp2.core.device import process_groups
 from fsdp2.core.device.backends import traits_of
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, global_ranks, timeout_of
 from fsdp2.core.errors import CommunicationError, RankMismatchError, coded
@@ -145,4 +145,4 @@ def _key(group: ProcessGroup, part: int | str) -> str:
     return f"{group.group_name}/{part}"
 
 
-presence.first_use.add(_meet)
+process_groups.first_use.add(_meet)

@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules import registrations
-from fsdp2.core.modules.registrations import Unexpected
+from fsdp2.core.modules.registrations import Owners, Unexpected
 from fsdp2.core.modules.registry import record_of_unit, scheduler_of
-from fsdp2.core.modules.ties import Owners
 from fsdp2.core.params.param import GATHERED, OWNER, WHOLE
 from fsdp2.core.schedule.unit import Unit, all_units
 

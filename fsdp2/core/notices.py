@@ -2,15 +2,15 @@
 
 Core reports events; it knows neither the listeners nor their purpose:
 
-    device.presence     first_use           a unit is about to use a process group
+    device.process_groups  first_use        a unit is about to use a process group
     modules.hooks       forward_raised      a forward raised
     modules.engine      backward_raised     a backward raised
-    modules.roots       started             a module is the root of the units below it
-    modules.ties        gained              modules newly register parameters of a group
+    modules.registry    started             a module is the root of the units below it
     modules.optimizers  changed             an optimizer steps, whose parameters may have changed
                         steps               an optimizer steps; empty unless requested
                         zeroed              a module's zero_grad(); empty unless requested
-    modules.registrations  unexpected       a forward begins, and a module registers something else
+    modules.registrations  gained           modules newly register parameters of a group
+                        unexpected          a forward begins, and a module registers something else
 
 A step that repeats the previous one calls nothing.
 """

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import RankMismatchError, coded
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
+from fsdp2.core.modules.registrations import Owners
 from fsdp2.core.modules.registry import UnitRecord, managed_modules, records_below
-from fsdp2.core.modules.ties import Owners
 from fsdp2.core.params.param import ModuleEntry, ShardedParam, is_extended
 from fsdp2.core.pieces import piece_of
 from fsdp2.core.schedule.unit import all_units

@@ -20,9 +20,8 @@ from fsdp2.core.device.one_off import largest_over
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import device_of
-from fsdp2.core.modules.registrations import follow_replaced
+from fsdp2.core.modules.registrations import Owners, follow_replaced
 from fsdp2.core.modules.registry import managed_modules, record_of_unit, records_below
-from fsdp2.core.modules.ties import Owners
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import ModuleEntry, ShardedParam
 from fsdp2.core.schedule.group import ParamGroup

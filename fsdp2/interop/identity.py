@@ -15,6 +15,7 @@ every method of torch's class. A method that a newer torch adds and fsdp2 lacks 
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -32,8 +33,7 @@ from torch.distributed.tensor import Shard
 from fsdp2.core import config
 from fsdp2.core.errors import coded
 from fsdp2.core.modules.hooks import UnitHooks
-from fsdp2.core.modules.registry import UnitRecord, modules_below, record_of
-from fsdp2.core.modules.roots import start
+from fsdp2.core.modules.registry import UnitRecord, modules_below, record_of, start
 from fsdp2.core.params.param import ShardedParam, compute_dtype
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
@@ -48,6 +48,17 @@ TORCHS_NAMES: dict[str, object] = {name: getattr(fsdp, name) for name in fsdp._f
 """torch's FSDP2 exports, by name, at the import of fsdp2."""
 
 _API: object = getattr(fsdp.fully_shard, "__wrapped__", fsdp.fully_shard)  # the key of its states
+
+
+def _of(path: str, settable: bool = False) -> Any:  # as the attribute that it reads is typed
+    """A property of a stand-in: the attribute at a path below it."""
+    owner, _, name = path.rpartition(".")
+    read = operator.attrgetter(path)
+
+    def write(self: object, value: object) -> None:
+        setattr(operator.attrgetter(owner)(self), name, value)
+
+    return property(read, write if settable else None)
 
 
 class _StandIn:
@@ -99,13 +110,8 @@ class ParamStandIn(_StandIn):
         self._group = group
         self._param = param
 
-    @property
-    def _title(self) -> str:
-        return self._param.name
-
-    @property
-    def sharded_param(self) -> nn.Parameter:
-        return self._param.sharded
+    _title = _of("_param.name")
+    sharded_param = _of("_param.sharded")
 
     @property
     def unsharded_param(self) -> nn.Parameter:
@@ -140,9 +146,7 @@ class ParamStandIn(_StandIn):
     def sharded_size(self) -> torch.Size:
         return self._param.local.size()
 
-    @property
-    def orig_dtype(self) -> torch.dtype:
-        return self._param.dtype
+    orig_dtype = _of("_param.dtype")
 
     @property
     def param_dtype(self) -> torch.dtype | None:
@@ -150,9 +154,7 @@ class ParamStandIn(_StandIn):
         chosen = compute_dtype(self._group._group.options, self._param)
         return None if chosen == self._param.dtype else chosen
 
-    @property
-    def reduce_dtype(self) -> torch.dtype | None:
-        return self._group.mp_policy.reduce_dtype
+    reduce_dtype = _of("_group.mp_policy.reduce_dtype")
 
     @property
     def fsdp_placement(self) -> Shard:
@@ -162,21 +164,10 @@ class ParamStandIn(_StandIn):
     def is_dtensor(self) -> bool:
         return self._param.parallel is not None
 
-    @property
-    def _param_fqn(self) -> str:
-        return self._param.name
-
-    @property
-    def mesh_info(self) -> object:
-        return self._group.mesh_info
-
-    @property
-    def post_forward_mesh_info(self) -> object:
-        return self._group.post_forward_mesh_info
-
-    @property
-    def sharded_state(self) -> object:
-        return self._group._sharded_state
+    _param_fqn = _of("_param.name")
+    mesh_info = _of("_group.mesh_info")
+    post_forward_mesh_info = _of("_group.post_forward_mesh_info")
+    sharded_state = _of("_group._sharded_state")
 
     @property
     def offload_to_cpu(self) -> bool:
@@ -205,9 +196,7 @@ class GroupStandIn(_StandIn):
     def _title(self) -> str:
         return self._group.name or "(root)"
 
-    @property
-    def _record(self) -> UnitRecord:
-        return self._state._record
+    _record = _of("_state._record")
 
     # ---- what it is made of
 
@@ -215,17 +204,9 @@ class GroupStandIn(_StandIn):
     def fsdp_params(self) -> list[ParamStandIn]:
         return [ParamStandIn(self, param) for param in self._group.params]
 
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        return self._record.modules
-
-    @property
-    def device(self) -> torch.device:
-        return self._group.device
-
-    @property
-    def mp_policy(self) -> config.MixedPrecisionPolicy:
-        return self._record.unit.options.precision
+    modules = _of("_record.modules")
+    device = _of("_group.device")
+    mp_policy = _of("_record.unit.options.precision")
 
     @property
     def offload_policy(self) -> config.OffloadPolicy:
@@ -254,13 +235,8 @@ class GroupStandIn(_StandIn):
     def _is_hsdp(self) -> bool:
         return self._group.replicas is not None
 
-    @property
-    def _all_gather_process_group(self) -> object:
-        return self._group.collectives.group
-
-    @property
-    def _reduce_scatter_process_group(self) -> object:
-        return self._group.reducers.group
+    _all_gather_process_group = _of("_group.collectives.group")
+    _reduce_scatter_process_group = _of("_group.reducers.group")
 
     @property
     def _all_reduce_process_group(self) -> object:
@@ -268,13 +244,7 @@ class GroupStandIn(_StandIn):
 
     # ---- where it is
 
-    @property
-    def _training_state(self) -> object:
-        return self._state._training_state
-
-    @_training_state.setter
-    def _training_state(self, value: object) -> None:
-        self._state._training_state = value
+    _training_state = _of("_state._training_state", settable=True)
 
     @property
     def _sharded_state(self) -> object:
@@ -292,9 +262,7 @@ class GroupStandIn(_StandIn):
     def is_sharded_post_forward(self) -> bool:
         return self._group.state is GroupState.RESHARDED
 
-    @property
-    def is_unsharded(self) -> bool:
-        return self._group.is_unsharded
+    is_unsharded = _of("_group.is_unsharded")
 
     # ---- what is chosen
 
@@ -316,29 +284,14 @@ class GroupStandIn(_StandIn):
         else:
             raise self._wrong("post_forward_mesh_info", value)
 
-    @property
-    def _reshard_after_forward(self) -> bool:
-        return self._record.unit.frees_after_forward
+    _reshard_after_forward = _of("_record.unit.frees_after_forward")
 
     @property
     def _use_post_forward_mesh(self) -> bool:
         return self._reshard_after_forward and self._group.smaller_group is not None
 
-    @property
-    def reshard_after_backward(self) -> bool:
-        return self._record.unit.reshard_after_backward
-
-    @reshard_after_backward.setter
-    def reshard_after_backward(self, value: bool) -> None:
-        self._record.unit.reshard_after_backward = value
-
-    @property
-    def unshard_in_backward(self) -> bool:
-        return self._record.unit.unshard_in_backward
-
-    @unshard_in_backward.setter
-    def unshard_in_backward(self, value: bool) -> None:
-        self._record.unit.unshard_in_backward = value
+    reshard_after_backward = _of("_record.unit.reshard_after_backward", settable=True)
+    unshard_in_backward = _of("_record.unit.unshard_in_backward", settable=True)
 
     @property
     def reduce_grads(self) -> bool:
@@ -350,25 +303,10 @@ class GroupStandIn(_StandIn):
         if not value:
             self._group.accumulate()
 
-    @property
-    def all_reduce_grads(self) -> bool:
-        return self._record.unit.all_reduce
-
-    @all_reduce_grads.setter
-    def all_reduce_grads(self, value: bool) -> None:
-        self._record.unit.all_reduce = value
-
-    @property
-    def gradient_divide_factor(self) -> float | None:
-        return self._group.options.divide_factor
-
-    @property
-    def reduce_scatter_unused_params(self) -> bool:
-        return self._group.options.reduce_unused
-
-    @property
-    def force_sum_reduction_for_comms(self) -> bool:
-        return self._group.options.sum_only
+    all_reduce_grads = _of("_record.unit.all_reduce", settable=True)
+    gradient_divide_factor = _of("_group.options.divide_factor")
+    reduce_scatter_unused_params = _of("_group.options.reduce_unused")
+    force_sum_reduction_for_comms = _of("_group.options.sum_only")
 
     @property
     def unshard_async_op(self) -> bool:
@@ -431,9 +369,7 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
         self._adopted_by: object = None
         self._groups: dict[ParamGroup, GroupStandIn] = {}
 
-    @property
-    def _title(self) -> str:
-        return self._record.unit.title
+    _title = _of("_record.unit.title")
 
     # ---- what it is made of
 
@@ -457,17 +393,9 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
             )
         return groups[0] if groups else None
 
-    @property
-    def _modules(self) -> tuple[nn.Module, ...]:
-        return self._record.modules
-
-    @property
-    def _device(self) -> torch.device:
-        return self._record.arguments.axes.device
-
-    @property
-    def _mp_policy(self) -> config.MixedPrecisionPolicy:
-        return self._record.unit.options.precision
+    _modules = _of("_record.modules")
+    _device = _of("_record.arguments.axes.device")
+    _mp_policy = _of("_record.unit.options.precision")
 
     # ---- where it is
 

@@ -23,9 +23,16 @@ from fsdp2.core.device.streams import Streams, make_streams
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.mesh import MeshAxes, smaller_mesh
 from fsdp2.core.modules.optimizers import watch_optimizers
-from fsdp2.core.modules.registrations import Move, mark_managed
+from fsdp2.core.modules.registrations import (
+    Move,
+    Owners,
+    fill,
+    link,
+    mark_managed,
+    owners_of,
+    take_up,
+)
 from fsdp2.core.modules.registry import UnitRecord, managed_modules
-from fsdp2.core.modules.ties import Owners, fill, link, owners_of, take_up
 from fsdp2.core.params.param import (
     GATHERED,
     OWNER,

@@ -27,9 +27,15 @@ from fsdp2.core.errors import coded
 from fsdp2.core.gather.extension import RELEASE_HOOK, check_hooks
 from fsdp2.core.layout.layout import Cut, default_cut
 from fsdp2.core.layout.mesh import MeshAxes, local_of, memory_order
-from fsdp2.core.modules.registrations import is_managed
+from fsdp2.core.modules.registrations import (
+    Computed,
+    Owners,
+    around,
+    check_same_dtype,
+    computed,
+    is_managed,
+)
 from fsdp2.core.modules.registry import Arguments, UnitRecord, managed_modules, record_of_unit
-from fsdp2.core.modules.ties import Computed, Owners, around, check_same_dtype, computed
 from fsdp2.core.params.param import (
     GATHERED,
     OWNER,

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.checks.explain import explain_loading
 from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.modules import ties
+from fsdp2.core.modules import registrations
 from fsdp2.core.modules.registry import scheduler_of
 from fsdp2.core.params.param import ModuleEntries, ShardedParam
 from fsdp2.core.schedule.group import ParamGroup
@@ -167,4 +167,4 @@ def _shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
-ties.gained.add(watch_state_dicts)
+registrations.gained.add(watch_state_dicts)

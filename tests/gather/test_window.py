@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from expecttest import assert_expected_inline
 
-from fsdp2.core.modules.roots import note_calls
+from fsdp2.core.modules.registry import note_calls
 from fsdp2.record.notes import operations
 from fsdp2.testing.simulation import Node, Simulation
 from tests.common import schedules

@@ -214,11 +214,11 @@ def test_the_first_use_of_one_loads_its_companions() -> None:
 def test_who_watches_core_is_there_after_the_import() -> None:
     """Checks for everyone are told from the start, whatever else is loaded later."""
     assert _printed(WATCHED) == {
-        "device.presence.first_use": ["fsdp2.checks.presence"],
+        "device.process_groups.first_use": ["fsdp2.checks.presence"],
         "modules.hooks.forward_raised": ["fsdp2.checks.explain"],
         "modules.engine.backward_raised": ["fsdp2.checks.explain"],
-        "modules.roots.started": ["fsdp2.checks.layouts"],
-        "modules.ties.gained": ["fsdp2.sharding.state_dicts"],
+        "modules.registry.started": ["fsdp2.checks.layouts"],
+        "modules.registrations.gained": ["fsdp2.sharding.state_dicts"],
         "modules.optimizers.changed": ["fsdp2.checks.optimizers"],
         "modules.optimizers.steps": [],
         "modules.optimizers.zeroed": [],

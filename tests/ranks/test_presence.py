@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fsdp2
 from fsdp2.checks import presence
 from fsdp2.core.device import backends
-from fsdp2.core.device import presence as asked
+from fsdp2.core.device import process_groups as asked
 from fsdp2.interop import TORCHS_NAMES
 from tests.common import backends as backends_of
 from tests.common.errors import raises

@@ -18,7 +18,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 import fsdp2
 from fsdp2.core.device.buffers import FlatBuffer
 from fsdp2.core.layout import layout, mesh
-from fsdp2.core.modules import roots
+from fsdp2.core.modules import registry
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.reduce import binding
 from fsdp2.core.schedule.group import ParamGroup
@@ -216,7 +216,7 @@ def test_modules_are_walked_as_often_for_many_units_as_for_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks: Counter[nn.Module] = Counter()
-    plain = roots.records_below
+    plain = registry.records_below
 
     def counted(module: nn.Module, recurse: bool = True) -> object:
         looks[module] += 1
@@ -224,6 +224,6 @@ def test_modules_are_walked_as_often_for_many_units_as_for_few(
 
     model = _blocks()
     _shard(model)
-    monkeypatch.setattr(roots, "records_below", counted)
+    monkeypatch.setattr(registry, "records_below", counted)
     _step(model)
     assert set(looks) == {model}  # none of the blocks by itself

@@ -101,6 +101,7 @@ def rotation(device: torch.device) -> Tensor:
             while matrix.shape[0] < BLOCK:
                 matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
             bits = random.Random(SEED).getrandbits(BLOCK)  # not a secret: the same on all ranks
+            # Without signs, a block of equal numbers would become one outlier.
             signs = torch.tensor([1.0 - 2 * (bits >> i & 1) for i in range(BLOCK)])
             found = (signs.unsqueeze(1) * matrix / math.sqrt(BLOCK)).to(device)
         _matrices[device] = found

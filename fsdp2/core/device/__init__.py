@@ -6,9 +6,8 @@
     kernels             the few tensor operations that all-gathers and reductions launch
     backends            the known behavior of each backend
     collectives         those of a step, bound; differences between torch versions
-    process_groups      properties of a process group, and new groups derived from it
+    process_groups      properties of a process group, whether all its ranks are there, new groups
     one_off             collectives that no step binds
-    presence            all ranks of a process group are present before a unit first uses it
     rehearsal           replaces streams and kernels while a step is rehearsed on ``meta``
 
 Owns: streams and events, storages, and the process groups that it creates.

@@ -43,6 +43,10 @@ _EXCHANGE = ("all_to_all_single", "alltoall_base")
 _SCATTER = ("reduce_scatter_single", "_reduce_scatter_base")
 _SCATTER_MANY = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
+_GATHER_OPTIONS = AllgatherOptions()
+# NCCL then runs on the current stream, which is a lane, not on one of its own (docs/nccl.md).
+_GATHER_OPTIONS.asyncOp = False
+
 
 class Work(Protocol):
     """A running collective."""
@@ -79,9 +83,7 @@ class ReduceKind:
             made = ReduceOp(self.op)
         self.options = ReduceScatterOptions()
         self.options.reduceOp = made
-        # NCCL then runs on the current stream, which is a lane, not on one of its own
-        # (docs/nccl.md).
-        self.options.asyncOp = False
+        self.options.asyncOp = False  # on the lane, as all-gathers
         self.all_reduce_options = AllreduceOptions()
         self.all_reduce_options.reduceOp = made
         self.all_reduce_options.asyncOp = False
@@ -154,9 +156,7 @@ def run_all_gather(
     group: dist.ProcessGroup, output: torch.Tensor, input_: torch.Tensor
 ) -> dist.Work | None:
     """One all-gather of a flat tensor over ``group``, for collectives in separate memory."""
-    options = AllgatherOptions()
-    options.asyncOp = False
-    work: dist.Work | None = _method(group, _GATHER)(output, input_, options)
+    work: dist.Work | None = _method(group, _GATHER)(output, input_, _GATHER_OPTIONS)
     return work
 
 
@@ -210,7 +210,6 @@ class GroupCollectives:
         "_asynchronous",
         "_gather",
         "_gather_many",
-        "_gather_options",
         "_scatter",
         "_scatter_many",
         "coalesces",
@@ -229,8 +228,7 @@ class GroupCollectives:
         traits = traits_of(group, device)
         self.coalesces, self.premultiplies = traits.coalesces, traits.premultiplies
         self._asynchronous = asynchronous
-        self._gather_options = AllgatherOptions()
-        self._gather_options.asyncOp = False
+        # Looked up once: `hasattr` and `getattr` in each launch would be host time of every step.
         self._gather = _method(group, _GATHER)
         self._gather_many = _method(group, _GATHER_MANY)
         self._scatter = _method(group, _SCATTER)
@@ -242,17 +240,17 @@ class GroupCollectives:
 
     def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Work | None:
         """Gather one flat tensor; ``output``: [size * n], ``input_``: [n]."""
-        return self._ordered(self._gather(output, input_, self._gather_options))
+        return self._ordered(self._gather(output, input_, _GATHER_OPTIONS))
 
     def bind_all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
         """Gather one flat tensor: the backend's own call, where no stream waits."""
-        return self._bound(functools.partial(self._gather, output, input_, self._gather_options))
+        return self._bound(functools.partial(self._gather, output, input_, _GATHER_OPTIONS))
 
     def bind_all_gather_many(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Launch:
         """Gather many flat tensors in one launch: the backend's own call, where no stream waits."""
-        launch = functools.partial(self._gather_many, outputs, inputs, self._gather_options)
+        launch = functools.partial(self._gather_many, outputs, inputs, _GATHER_OPTIONS)
         return self._bound(launch)
 
     def bind_all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
@@ -296,7 +294,7 @@ class GroupCollectives:
         device = "cpu" if self.device.type == "meta" else self.device  # numbers need memory
         own = torch.tensor(numbers, dtype=torch.int64, device=device)
         everyones = own.repeat(self.size)  # for groups that only look like many ranks
-        work = self._gather(everyones, own, self._gather_options)
+        work = self._gather(everyones, own, _GATHER_OPTIONS)
         if work is not None:
             work.wait()
         found: list[list[int]] = everyones.view(self.size, len(numbers)).tolist()

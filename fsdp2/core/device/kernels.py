@@ -155,13 +155,11 @@ class TorchKernels:
         """An uninitialised tensor in CPU memory."""
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pin)
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """One asynchronous copy."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """One kernel; to or from page-locked memory without blocking the host."""
         target.copy_(source, non_blocking=True)
 
-    def from_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """One kernel; from page-locked memory without blocking the host."""
-        target.copy_(source, non_blocking=True)
+    to_host = from_host = copy
 
     def bind_empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, name: str
@@ -201,10 +199,6 @@ class TorchKernels:
     def pieces(self, flat: torch.Tensor, sizes: Sequence[int]) -> Tensors:
         """One call for all views: cheaper than a narrow each."""
         return flat.split_with_sizes(sizes)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """One kernel."""
-        target.copy_(source, non_blocking=True)
 
     def transform(
         self,
@@ -247,19 +241,15 @@ class FusedKernels(TorchKernels):
 class BlockingKernels(TorchKernels):
     """Those of a device without streams: a copy is there when its call returns."""
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """One copy."""
         target.copy_(source)
 
-    from_host = to_host
+    to_host = from_host = copy
 
     def fetched(self, source: torch.Tensor) -> torch.Tensor:
         """A copy, to memory that need not be page-locked."""
         return source.cpu()
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """One copy."""
-        target.copy_(source)
 
 
 def kernels_for(device: torch.device, has_streams: bool) -> Kernels:

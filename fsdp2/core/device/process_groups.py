@@ -4,6 +4,7 @@ default_group, current_world, rank_and_size   of the process
 ranks_of, global_ranks                        in the group's order, in ascending order
 backend_name, serves, timeout_of              properties of a group's backend for a device
 new_groups, with_own_group                    groups like others, made only by their own ranks
+meet, first_use                               whether all ranks are there, before the first use
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from fsdp2.core.device.backends import backend_of
 from fsdp2.core.device.collectives import Collectives, GroupCollectives
 from fsdp2.core.device.one_off import largest_over
 from fsdp2.core.errors import coded
+from fsdp2.core.notices import Notice
 
 ProcessGroup = dist.ProcessGroup
 """For modules that only name the type: they do not use c10d."""
@@ -199,3 +202,30 @@ def _chosen_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta
 def _inside(backend: object) -> object:
     """The object that TORCH_DISTRIBUTED_DEBUG=DETAIL has wrapped; anything else unchanged."""
     return getattr(backend, "wrapped_pg", backend)
+
+
+# ---- whether all ranks are there: asked once, before a unit uses a group first
+
+first_use: Notice[[ProcessGroup, torch.device, str]] = Notice()
+"""Called before the first use of a process group, with its device and the unit's name."""
+
+# Weak: a destroyed group, and what its backend holds, would stay alive otherwise.
+_met: WeakSet[ProcessGroup] = WeakSet()
+
+
+def meet(group: ProcessGroup | None, device: torch.device, unit: str) -> None:
+    """Return when every rank of ``group`` is there; at once after the first time.
+
+    Args:
+        group: the process group.
+        device: of its collectives.
+        unit: name of the unit that is about to use it, for messages.
+
+    Raises:
+        RankMismatchError: a rank does not come, or has another backend.
+        CommunicationError: it cannot be asked for any more.
+    """
+    if group is not None and group not in _met:
+        first_use(group, device, unit)
+        # Last: if a rank does not come, the next use asks again.
+        _met.add(group)

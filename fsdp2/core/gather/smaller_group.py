@@ -172,6 +172,7 @@ class SmallerRows:
         self._targets.append(rows)
         self._sources.append(slot.part(gathered, rank))
         between = param.make_smaller(rows, self._group.mesh)
+        # Views of views, which a `SwappedBuffer` does not know by itself.
         for buffer, tensor in ((full, self._sources[-1]), (self._rows, local_of(between))):
             buffer.keep_valid(tensor)
         self.swaps += param.swaps(between)
@@ -181,6 +182,7 @@ class SmallerRows:
         # The rows of an earlier forward are still valid (I17).
         if self.stays:
             return
+        # On COMPUTE, after forward: the gathered buffer is freed next (I2).
         self._rows.acquire()
         self._kernels.copy_many(self._targets, self._sources)
         if self.kept is not None:

@@ -496,6 +496,7 @@ def pick_transport(param: ParamShape, world_size: int, coalesces: bool) -> Trans
         return Transport.EXTENSION
     if world_size == 1:
         return Transport.LOCAL
+    # Without elements, there is nothing to encode: the packed transport sends nothing then.
     if param.coded and math.prod(param.shape) > 0:
         return Transport.CODED
     fits = math.prod(param.shape) > 0 and param.cut.in_order(param.shape, world_size)

@@ -1,12 +1,10 @@
 """nn.Module and autograd: they drive the schedule.
 
-    registry       which module has which unit, and its arguments; the walk over modules
-    roots          which module is a root, and which units it serves
+    registry       which module has which unit, and which is a root; the walk over modules
     hooks          on modules and gradients: with engine, the only code that uses autograd's engine
     saved          hooks plus saved-tensor hooks, for devices whose storages cannot be resized
     engine         where Python starts a backward: side doors; explanations of its exceptions
-    registrations  registrations by modules after fully_shard
-    ties           parameters that modules of several units register
+    registrations  parameters that modules register after fully_shard, or that units share
     optimizers     the parameters that optimizers hold when they step
     frames         the running code, according to the interpreter's frames
     containers     walks through inputs and outputs of modules

@@ -28,8 +28,7 @@ from torch.autograd.graph import GradientEdge, Node
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.modules.hooks import UnitHooks
-from fsdp2.core.modules.registry import record_of_unit, scheduler_of
-from fsdp2.core.modules.roots import noting
+from fsdp2.core.modules.registry import noting, record_of_unit, scheduler_of
 from fsdp2.core.notices import Notice
 from fsdp2.core.params.param import GATHERED, OWNER, REPLACED, ShardedParam
 from fsdp2.core.progress import Backwards

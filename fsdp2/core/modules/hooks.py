@@ -48,7 +48,9 @@ from fsdp2.core.modules.registrations import (
     find_moves,
     follow_replaced,
     is_registered,
+    owners_of,
     put_back,
+    take_up,
 )
 from fsdp2.core.modules.registry import (
     OUTSIDE,
@@ -60,9 +62,9 @@ from fsdp2.core.modules.registry import (
     record_of_unit,
     records_below,
     require_record,
+    served_with,
+    start,
 )
-from fsdp2.core.modules.roots import served_with, start
-from fsdp2.core.modules.ties import owners_of, take_up
 from fsdp2.core.notices import Notice
 from fsdp2.core.params.param import GATHERED, ModuleEntries, ModuleEntry, ShardedParam
 from fsdp2.core.progress import tracing_error

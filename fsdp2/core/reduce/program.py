@@ -150,7 +150,7 @@ class Program:
     def __init__(self, ops: Sequence[Op], seeks: bool = False) -> None:
         self._ops = ops
         self.seeking: Program | None = None
-        lanes: list[list[Step]] = [[], [], [], [], [], [], []]
+        lanes: list[list[Step]] = [[], [], [], [], [], [], []]  # five lanes, `HOST`, `BEHIND`
         for op in ops:
             if seeks or not op.seeks:
                 lanes[op.lane].append(op.run)

@@ -7,7 +7,7 @@ Backward enters a unit when a gradient arrives at one of its outputs. A loss may
 that the unit's forward kept, or that a hook inside it captured, which is not an output. A root
 therefore records its units' calls in its first iteration. If a backward enters through such a side
 door, it continues to record; otherwise it stops, and a step pays nothing
-(`fsdp2.core.modules.roots` and `engine`).
+(`fsdp2.core.modules.registry` and `engine`).
 """
 
 from __future__ import annotations

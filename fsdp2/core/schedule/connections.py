@@ -24,8 +24,7 @@ import torch
 
 from fsdp2.core.device.backends import traits_of
 from fsdp2.core.device.one_off import run_first_collective
-from fsdp2.core.device.presence import meet
-from fsdp2.core.device.process_groups import ProcessGroup, global_ranks
+from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, meet
 from fsdp2.core.progress import naming_unit
 from fsdp2.core.schedule.group import ParamGroup
 

@@ -22,7 +22,7 @@ from torch._C import DisableTorchFunctionSubclass
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.buffers import FlatBuffer
 from fsdp2.core.device.collectives import Collectives, Work
-from fsdp2.core.device.presence import meet
+from fsdp2.core.device.process_groups import meet
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import COMPUTE, Event
 from fsdp2.core.errors import ShardingStateError, coded

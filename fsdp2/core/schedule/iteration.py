@@ -113,6 +113,8 @@ class Iteration:
         self.records = False
         self.failed = False
         self.in_backward = False
+        # Not ``None``: that is the answer of a backward whose end is gone, since an exception ended
+        # it.
         self.ending: Callable[[], object] = object
         self.entered = 0
         self.starts: list[int] = []
