@@ -312,17 +312,6 @@ def _stamps(streams: Streams, device: torch.device) -> Callable[[Lane], torch.Ev
     return stamp
 
 
-def _moves_of(units: Sequence[Unit], here: Tracer) -> Callable[[Unit, Phase, Phase], None]:
-    """The reporters of these units' phases."""
-    known = weakref.WeakSet(units)
-
-    def moved(unit: Unit, before: Phase, after: Phase) -> None:
-        if after is not before and unit in known:
-            here.moved(unit, after)
-
-    return moved
-
-
 @contextlib.contextmanager
 def tracing() -> Iterator[Tracer]:
     """Tell a new tracer of every unit and group that there is, while it is on."""
@@ -332,12 +321,18 @@ def tracing() -> Iterator[Tracer]:
     for group in reversed(groups):
         if isinstance(group.streams, DeviceStreams):
             streams, stamp = group.streams, _stamps(group.streams, group.device)
+    known = weakref.WeakSet(_units())
+
+    def moved(unit: Unit, before: Phase, after: Phase) -> None:
+        if after is not before and unit in known:
+            here.moved(unit, after)
+
     with contextlib.ExitStack() as exits:
         exits.callback(_let_go)
         here = Tracer.current = Tracer(Clock(stamp), device)
         _run_on(_reporters(streams))
-        put_around(_units(), TRACER, True)
-        exits.enter_context(watching(_moves_of(_units(), here)))
+        put_around(known, TRACER, True)
+        exits.enter_context(watching(moved))
         exits.callback(register_optimizer_step_pre_hook(here.before_step).remove)
         exits.callback(register_optimizer_step_post_hook(here.after_step).remove)
         here.count_all()
