@@ -125,7 +125,7 @@ def test_what_is_done_is_kept_and_what_failed_runs_again(play: Play) -> None:
     assert play.ran == ["fails"]
     assert play.index["works"]["kept"]
     assert "0.525" in play.page
-    assert "![Training step" in play.page
+    assert "this is works" in play.page
     for changed in (
         replace(CPU, sources="5678"),
         replace(CPU, torch="2.15.0"),
@@ -226,10 +226,10 @@ def test_a_file_that_cannot_be_read_does_not_cost_the_page(play: Play) -> None:
     play.run(stage("works"))
     file = play.out / "stages" / "works.json"
     content = json.loads(file.read_text())
-    content["environment"]["command"] = "something_else.py"
+    content["results"]["ratios"] = [1.0]
     file.write_text(json.dumps(content))
     assert play.run(stage("works")) == 0
-    assert "works.json is not what a benchmark writes" in play.page
+    assert "Its ratios cannot be read" in play.page
 
 
 def test_tests_are_counted() -> None:
