@@ -1,9 +1,6 @@
-"""The page of a day: what ran, what did not, ratios, and what benchmarks printed."""
+"""The page of a day: what ran, what did not, and what benchmarks printed."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 from benchmarks import stats
 from benchmarks.gpu_day import runner
@@ -81,25 +78,11 @@ def _tests(day: Day, stage: Stage) -> str:
 
 
 def _measured(day: Day, stage: Stage) -> str:
+    """What the benchmark printed: its tables, ratios, and variants that failed."""
     lines: list[str] = []
-    results = (day.content(stage) or {}).get("results")
-    if results and day.outcomes[stage.name].status != runner.SKIPPED:
-        try:
-            lines = [stats.markdown(RATIO, list(_ratios(results))), ""]
-        except Exception as error:  # whatever is odd in one file, the others are worth a page
-            lines = [f"**Its ratios cannot be read: {error!r}**", ""]
-        lines += _quoted(runner.printed(day.file(stage).with_suffix(".log")))
+    if "results" in (day.content(stage) or {}):
+        lines = _quoted(runner.printed(day.file(stage).with_suffix(".log")))
     return _section(day, stage, lines)
-
-
-RATIO = ("ratio", "median", "smallest", "largest")
-
-
-def _ratios(results: Any) -> Iterator[Sequence[str]]:
-    """Those that a benchmark wrote, of each of its parts."""
-    for part in results if isinstance(results, list) else [results]:
-        for what, each in part.get("ratios", {}).items():
-            yield (what, *(f"{each[kind]:.3f}" for kind in ("median", "min", "max")))
 
 
 def _quoted(text: str) -> list[str]:
