@@ -24,7 +24,7 @@ ADDED = "({} - none) / (torch - none)"
 TORCH = "torch FSDP2's"
 PLAIN = "plain tensors'"
 ABSENT = "no file"
-"""For a run that has none here; earlier figures are in benchmarks/results/history.md."""
+"""For a run that has none here."""
 _NO_GPU = "no figure yet: has not run on a GPU"
 
 
