@@ -1,27 +1,85 @@
-"""Figures of the docs: the files of docs/figures that a script writes.
+"""Figures of the docs, drawn by matplotlib: the files of docs/figures that a script writes.
 
-    python -m benchmarks.report      # writes them, and the tables of pages
+    python -m benchmarks.report      # writes them, and the tables of pages; needs the extra `docs`
 
     benchmarks/results/ ── PLOTS, and functions here ──┐
-    schedules, meshes ──────── diagrams ───────────────┴─ FIGURES ──> docs/figures/*.svg
+    schedules, meshes ────────────────────────────────┴─ FIGURES ──> docs/figures/*.svg
 
+A file has the colors of `COLORS` for a light page, and a style sheet that replaces each of them
+where the reader's setting is dark. The same results make the same text.
 Screenshots (*.png) show pages of `fsdp2.trace` and `fsdp2.plan`; nothing here writes them.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from benchmarks import charts, diagrams, scaling, stats, strategy_memory, targets
-from benchmarks.charts import Bar, Bars, Course, Panel
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from benchmarks import scaling, stats, strategy_memory, streams, targets
 from benchmarks.files import RESULTS, ROOT, newest
 
 FOLDER = ROOT / "docs" / "figures"
+COLORS = {
+    **{"ground": ("#ffffff", "#14171c"), "ink": ("#1b1f27", "#e8eaee")},
+    **{"quiet": ("#59616e", "#a3abb8"), "grid": ("#e3e7ec", "#2b313b")},
+    **{"panel": ("#f2f4f7", "#1f242c"), "inverse": ("#fefefe", "#10131a")},
+    **{"blue": ("#3a6fd3", "#7ba4f4"), "orange": ("#b85c00", "#f0a04b")},
+    **{"green": ("#2a8447", "#6cc98a"), "purple": ("#7a55c7", "#b79af0")},
+    **{"grey": ("#868f9c", "#6b7482"), "teal": ("#0b7f86", "#4fc0c6")},
+    **{"olive": ("#8a7a10", "#cdbb4f"), "red": ("#c93a3a", "#ff8585")},
+}
+"""On a light page, and on a dark one."""
+LIGHT = {name: light for name, (light, _) in COLORS.items()}
+SERIES = ("blue", "orange", "green", "purple", "grey", "teal", "olive")
+STYLE = {
+    **{
+        "svg.fonttype": "none",
+        "svg.hashsalt": "fsdp2",
+        "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
+    },
+    **{"font.size": 9, "axes.titlesize": 9, "legend.frameon": False, "legend.fontsize": 8},
+    **{"figure.facecolor": LIGHT["ground"], "axes.facecolor": LIGHT["ground"]},
+    **{"text.color": LIGHT["ink"], "axes.labelcolor": LIGHT["quiet"]},
+    **{"xtick.color": LIGHT["quiet"], "ytick.color": LIGHT["quiet"]},
+    **{"axes.edgecolor": LIGHT["quiet"], "ytick.labelcolor": LIGHT["ink"]},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True},
+    **{"axes.grid": True, "grid.color": LIGHT["grid"]},
+}
+DARK = "".join(
+    f'[style*="{kind}: {light}"]{{{kind}:{dark}!important}}'
+    for kind in ("fill", "stroke")
+    for light, dark in COLORS.values()
+)
+
+Bar = tuple[float, float, float]
+"""Median, smallest and largest round."""
+Bars = dict[str, dict[str, Bar]]
+"""A series each: {label of a group: bar}."""
+
+LOOKS = {
+    "not sharded": "grey",
+    "plain tensors": "grey",
+    "torch FSDP2": "orange",
+    "fsdp2": "blue",
+    "fsdp2, coalesced": "blue",
+    "fsdp2, packed": "teal",
+    "fsdp2, step_shards": "purple",
+    "fsdp2, FlatOptimizer": "green",
+    "fsdp2, two dims allowed": "green",
+}
+"""One color for each variant in all figures; other series have those of `SERIES`."""
 TITLES = {
     "none": "not sharded",
     "torch": "torch FSDP2",
@@ -33,9 +91,37 @@ TITLES = {
 MILLISECONDS = "milliseconds (shorter is better)"
 
 
+def svg(figure: Figure) -> str:
+    """The text of a figure, in both settings."""
+    with matplotlib.rc_context(STYLE):
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", bbox_inches="tight", metadata=nothing)
+    text = re.sub(r"-?\d+\.\d{3,}", lambda found: f"{float(found[0]):.1f}", file.getvalue())
+    text = re.sub(r"\s*\n *(?!<| )", " ", text)  # a shape is a line
+    text = re.sub(r"\n +", "\n", text)
+    dark = f"<style>@media(prefers-color-scheme:dark){{{DARK}}}</style>"
+    return text.replace("<defs>", f"{dark}\n<defs>", 1)
+
+
+def _legend(figure: Figure, looks: Mapping[str, str]) -> None:
+    handles = [Patch(color=LIGHT[look], label=name) for name, look in looks.items()]
+    figure.legend(handles=handles, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+
+
+def _titled(title: str, width: float, height: float) -> Figure:
+    figure = Figure((width, height), layout="constrained")
+    figure.suptitle(title, fontsize=10, fontweight="bold")
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------
+# Bars of results
+
+
 @dataclass(frozen=True)
 class Plot:
-    """Bars of results.
+    """Bars of results: a bar is a median, and the line on it goes over all rounds.
 
     Attributes:
         title: above it.
@@ -229,10 +315,58 @@ PLOTS = {
 """The plots of docs/benchmarks.md."""
 
 
-def _plotted(plot: Plot) -> str:
+def shown(value: float) -> str:
+    """A value in a chart: three digits at most."""
+    if 0 < value < 0.005:
+        return "< 0.01"
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:.{digits}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def drawn(plot: Plot, found: Bars) -> Figure:
+    """Horizontal bars: a group for each label, and in it one for each series that has the label."""
+    rest = cycle(look for look in SERIES if look not in {LOOKS.get(name) for name in found})
+    looks = {name: LOOKS.get(name) or next(rest) for name in found}
+    groups = list(dict.fromkeys(label for each in found.values() for label in each))
+    count = sum(len(each) for each in found.values())
+    figure = _titled(plot.title, 7.6, 1.0 + 0.16 * count + 0.13 * len(groups))
+    axes = figure.subplots()
+    place, middles = 0.0, []
+    for group in groups:
+        names = [name for name in found if group in found[name]]
+        middles.append(place + (len(names) - 1) / 2)
+        for name in names:
+            median, low, high = found[name][group]
+            if plot.dots:
+                axes.plot([low, high], [place, place], color=LIGHT[looks[name]])
+                axes.plot(median, place, "o", color=LIGHT[looks[name]], markersize=5)
+            else:
+                axes.barh(place, median, 0.85, color=LIGHT[looks[name]])
+                if high > low:
+                    axes.plot([low, high], [place, place], "|-", color=LIGHT["ink"], linewidth=0.8)
+            beside = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+            at = (max(high, 0.0), place)
+            axes.annotate(shown(median), at, fontsize=7.5, color=LIGHT["quiet"], **beside)
+            place += 1
+        place += 0.8
+    if plot.dots:
+        axes.axvline(0, color=LIGHT["quiet"], linewidth=0.8)
+    axes.set_yticks(middles, groups)
+    axes.set_ylim(place - 1.2, -0.6)
+    axes.tick_params("y", length=0)
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(plot.unit)
+    if plot.log:
+        axes.set_xscale("symlog", linthresh=1)
+        axes.xaxis.set_major_formatter("{x:g}")
+    if len(found) > 1:
+        _legend(figure, looks)
+    return figure
+
+
+def _plotted(plot: Plot) -> Figure:
     files = [newest(run) for run in plot.runs]
-    found = plot.bars(*(file.results for file in files if file is not None))
-    return charts.bars(plot.title, plot.unit, found, log=plot.log, dots=plot.dots)
+    return drawn(plot, plot.bars(*(file.results for file in files if file is not None)))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -244,60 +378,90 @@ def read(name: str) -> Any:
     return json.loads((RESULTS / name).read_text())
 
 
-def planned_and_measured() -> str:
+def planned_and_measured() -> Figure:
     """Every planned step and peak of benchmarks/results/plan, over what was measured."""
-    steps: dict[str, list[tuple[float, float, str]]] = {}
+    steps: dict[str, list[tuple[float, float]]] = {}
     for row in read("plan/2026-11-25-epyc-2core.json"):
         words = row["options"].split()
         ranks = int(words[words.index("--nproc") + 1])
         series = f"{ranks} rank{'s' if ranks > 1 else ''}"
-        steps.setdefault(series, []).append((row["measured"] * 1e3, row["planned"] * 1e3, ""))
-    peaks: dict[str, list[tuple[float, float, str]]] = {"no checkpointing": []}
+        steps.setdefault(series, []).append((row["measured"] * 1e3, row["planned"] * 1e3))
+    peaks: dict[str, list[tuple[float, float]]] = {"no checkpointing": []}
     for row in read("plan/2026-11-25-epyc-2core-memory.json"):
         recomputed = row["model"].endswith("recomputed")
         series = "activation checkpointing" if recomputed else "no checkpointing"
-        peaks.setdefault(series, []).append((row["measured"] / 1e6, row["planned"] / 1e6, ""))
-    panels = [
-        Panel("Time of a step (band: 10 %)", "ms", steps, 0.10),
-        Panel("Memory at the peak (band: 3 %)", "MB", peaks, 0.03),
+        peaks.setdefault(series, []).append((row["measured"] / 1e6, row["planned"] / 1e6))
+    figure = _titled("Planned and measured, on two CPU cores", 7.6, 4.2)
+    left, right = figure.subplots(1, 2)
+    _scatter(left, "Time of a step (band: 10 %)", "ms", steps, 0.10)
+    _scatter(right, "Memory at the peak (band: 3 %)", "MB", peaks, 0.03)
+    return figure
+
+
+def _scatter(
+    axes: Axes,
+    title: str,
+    unit: str,
+    points: Mapping[str, Sequence[tuple[float, float]]],
+    band: float,
+) -> None:
+    """Planned over measured: the diagonal is a plan without error, the band one that is right."""
+    values = [value for each in points.values() for point in each for value in point]
+    ends = [min(values) / 1.3, max(values) * 1.3]
+    low, high = ([end * factor for end in ends] for factor in (1 - band, 1 + band))
+    axes.fill_between(ends, low, high, color=LIGHT["blue"], alpha=0.18, linewidth=0)
+    axes.plot(ends, ends, color=LIGHT["quiet"], linewidth=0.8)
+    for look, (name, each) in zip(SERIES, points.items(), strict=False):
+        axes.plot(*zip(*each, strict=True), "o", color=LIGHT[look], markersize=5, label=name)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal", title=title)
+    numbers = [
+        m * 10.0**p for p in range(6) for m in (1, 2, 5) if ends[0] <= m * 10.0**p <= ends[1]
     ]
-    return charts.scatter("Planned and measured, on two CPU cores", panels)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(numbers, [f"{number:,.0f}" for number in numbers])
+        axis.set_ticks([], minor=True)
+    axes.set(xlabel=f"measured, {unit}", ylabel=f"planned, {unit}")
+    axes.legend(loc="upper left")
 
 
 STRATEGY_LOOKS = {
-    strategy_memory.PARAMETERS: "e",
-    strategy_memory.STATES: "f",
-    strategy_memory.UNSHARDED: "b",
-    strategy_memory.GRADIENTS: "d",
-    strategy_memory.ACTIVATIONS: "a",
-    strategy_memory.TEMPORARY: "g",
+    strategy_memory.PARAMETERS: "grey",
+    strategy_memory.STATES: "teal",
+    strategy_memory.UNSHARDED: "orange",
+    strategy_memory.GRADIENTS: "purple",
+    strategy_memory.ACTIVATIONS: "blue",
+    strategy_memory.TEMPORARY: "olive",
 }
+"""The lowest first."""
 
 
-def memory_by_strategy() -> str:
-    """What each strategy allocates in the course of a step."""
-    courses = []
-    for strategy, found in read("plan/strategies.json")["results"].items():
-        peak = sum(found["peak"].values()) / 1e3
-        moments = [
-            (when, {name: size / 1e3 for name, size in sizes.items()})
-            for when, sizes in found["moments"]
-        ]
-        marks = [(when, phase) for phase, when in found["phases"].items()]
-        note = f"peak {peak:.1f} GB"
-        courses.append(Course(strategy, note, found["end"], marks, moments))
-    title = "Memory of one rank during one step, by strategy"
-    notes = (
-        "Planned: a Llama of 1.5 billion parameters on",
-        "8 ranks, one sequence of 1,024 tokens each;",
-        "fp32 parameters, AdamW, bf16 compute.",
-        "All areas have the same scale.",
+def memory_by_strategy() -> Figure:
+    """What each strategy allocates in the course of a step, all on one scale."""
+    title = (
+        "Memory of one rank during one step, by strategy\n"
+        "Planned: a Llama of 1.5 billion parameters on 8 ranks, one sequence of 1,024 tokens each;"
+        "\nfp32 parameters, AdamW, bf16 compute"
     )
-    units = ("GB", "milliseconds, planned for H100")
-    return charts.areas(title, notes, units, STRATEGY_LOOKS, courses)
+    figure = _titled(title, 7.6, 6.6)
+    grid = figure.subplots(2, 2, sharey=True).flat
+    found = read("plan/strategies.json")["results"]
+    for axes, (strategy, course) in zip(grid, found.items(), strict=True):
+        moments = [*course["moments"], (course["end"], course["moments"][-1][1])]
+        amounts = [[each.get(name, 0) / 1e3 for _, each in moments] for name in STRATEGY_LOOKS]
+        colors = [LIGHT[look] for look in STRATEGY_LOOKS.values()]
+        axes.stackplot([when for when, _ in moments], amounts, colors=colors, step="post")
+        for place, (phase, when) in enumerate(course["phases"].items()):
+            axes.axvline(when, color=LIGHT["quiet"], linestyle="--", linewidth=0.8)
+            y = 1.0 + 0.07 * (place % 2)
+            axes.text(when, y, phase, transform=axes.get_xaxis_transform(), fontsize=7.5)
+        peak = sum(course["peak"].values()) / 1e3
+        axes.set_title(f"{strategy}: peak {peak:.1f} GB", loc="left", pad=26, fontweight="bold")
+        axes.set(xlim=(0, course["end"]), xlabel="milliseconds, planned for H100", ylabel="GB")
+    _legend(figure, STRATEGY_LOOKS)
+    return figure
 
 
-def async_checkpoint() -> str:
+def async_checkpoint() -> Figure:
     """How long saves of 256 MB stop training, and when they are durable."""
     sizes = read("checkpoint/2026-11-25-epyc-2core.json")["sizes"]["256"]
     names = {
@@ -306,29 +470,222 @@ def async_checkpoint() -> str:
         "dcp": "DCP: save",
         "dcp-async": "DCP: async_save",
     }
-    rows = [(name, sizes[key]["stall_ms"], sizes[key]["durable_ms"]) for key, name in names.items()]
-    return diagrams.saves("Checkpoint of 256 MB on two ranks, from the call on", rows)
+    figure = _titled("Checkpoint of 256 MB on two ranks, from the call on", 7.6, 3.4)
+    axes = figure.subplots()
+    end = 1.25 * max(sizes[key]["durable_ms"] for key in names)
+    for place, key in enumerate(names):
+        stall, durable = sizes[key]["stall_ms"], sizes[key]["durable_ms"]
+        axes.barh(place - 0.2, stall, 0.36, color=LIGHT["red"])
+        axes.barh(place - 0.2, end - stall, 0.36, left=stall, color=LIGHT["blue"])
+        axes.barh(place + 0.2, max(durable - stall, 0), 0.36, left=stall, color=LIGHT["green"])
+        axes.plot([durable] * 2, [place - 0.42, place + 0.42], color=LIGHT["ink"])
+        inside = {"va": "center", "fontsize": 7.5}
+        says = f"\N{NO-BREAK SPACE}goes on after {stall:.0f} ms"
+        axes.text(stall, place - 0.2, says, color=LIGHT["inverse"], **inside)
+        axes.text(
+            durable, place + 0.2, f"\N{NO-BREAK SPACE}durable after {durable:.0f} ms", **inside
+        )
+    axes.set_yticks(range(len(names)), names.values())
+    axes.set(xlim=(0, end), ylim=(len(names) - 0.5, -0.5), xlabel="milliseconds after the call")
+    axes.grid(visible=False, axis="y")
+    axes.tick_params("y", length=0)
+    looks = {"training runs": "blue", "training waits for the save": "red"}
+    _legend(figure, {**looks, "a thread writes and syncs": "green"})
+    return figure
 
 
-FIGURES: dict[str, Callable[[], str]] = {
+# ---------------------------------------------------------------------------------------------
+# Diagrams
+
+
+FOLLOWED = "blocks.1"
+OPERATIONS = {
+    **{"all-gather": "orange", "forward": "blue", "backward": "purple"},
+    **{"reduce-scatter": "green", "optimizer": "teal"},
+}
+
+
+def unit_life() -> Figure:
+    """One unit in a steady step of four, as fsdp2's scheduler orders it, and what it holds."""
+    lanes = {"all-gather": 0, "reduce": 0, "compute": 1}
+    slices = [
+        s for s in streams.schedule(copies=1).slices if s.lane in lanes and s.operation != "copy"
+    ]
+    end = max(s.end for s in slices)
+    figure = _titled("One step of four units, 0 to 3: the life of unit 1", 7.6, 3.6)
+    axes = figure.subplots()
+    for each in slices:
+        mine = each.unit == FOLLOWED
+        look, ink = (OPERATIONS[each.operation], "inverse") if mine else ("grid", "quiet")
+        width = each.end - each.start
+        if each.operation != "optimizer":
+            _box(axes, each.start, lanes[each.lane], width, 0.8, look)
+            middle = (each.start + width / 2, lanes[each.lane] + 0.4)
+            number = each.unit.rpartition(".")[2]
+            axes.text(*middle, number, color=LIGHT[ink], ha="center", va="center", fontsize=7.5)
+    first = min(s.start for s in slices if s.operation == "optimizer")
+    _box(axes, first, lanes["compute"], end - first, 0.8, OPERATIONS["optimizer"])
+    own = [s for s in slices if s.unit == FOLLOWED]
+    times = {name: [(s.start, s.end) for s in own if s.operation == name] for name in OPERATIONS}
+    (gathered, again), (reduced,) = times["all-gather"], times["reduce-scatter"]
+    (forward,), (backward,), (step,) = times["forward"], times["backward"], times["optimizer"]
+    for start, stop in ((gathered[0], forward[1]), (again[0], backward[1])):
+        _box(axes, start, 3.2, stop - start, 1.1, "orange")
+        axes.text((start + stop) / 2, 3.75, "unsharded", color=LIGHT["inverse"], ha="center")
+    _box(axes, backward[1], 3.5, reduced[1] - backward[1], 0.8, "purple")
+    _box(axes, reduced[1], 4.0, end - reduced[1], 0.3, "green")
+    _box(axes, 0, 4.3, end, 0.3, "grey")
+    small = {"fontsize": 7.5, "color": LIGHT["ink"]}
+    axes.text(backward[1], 3.4, "gradients", **small)
+    axes.text(reduced[1], 3.9, "gradient shard", **small)
+    axes.text(0, 5.0, "the shard of parameters and optimizer states stays", **small)
+    changes = (
+        *((gathered[0], "all-gather"), (forward[0], "forward"), (forward[1], "reshard")),
+        *((again[0], "all-gather"), (backward[0], "backward")),
+        *((reduced[0], "reshard, reduce-scatter"), (step[0], "step")),
+    )
+    for place, (when, words) in enumerate(changes, 1):
+        y = 2.2 + 0.35 * (words in ("forward", "backward", "step"))
+        axes.plot([when, when], [y, 4.6], "--", color=LIGHT["quiet"], linewidth=0.7, zorder=0)
+        axes.text(when, y, f"\N{NO-BREAK SPACE}{place} {words}", **small)
+    axes.set(xlim=(0, end), ylim=(5.1, -0.1), xticks=[])
+    axes.set_yticks([0.4, 1.4, 3.9], ["communication", "compute", "memory of\nunit 1"])
+    axes.tick_params("y", length=0)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(False)
+    _legend(figure, {**OPERATIONS, "other units": "grid"})
+    return figure
+
+
+def _box(
+    axes: Axes, x: float, y: float, width: float, height: float, look: str, alpha: float = 1
+) -> None:
+    color, edge = LIGHT[look], LIGHT["ground"]
+    axes.add_patch(
+        Rectangle((x, y), width, height, facecolor=color, alpha=alpha, edgecolor=edge, lw=0.7)
+    )
+
+
+Held = dict[tuple[int, int], str]
+"""The color of each piece, by row and column, that a rank has."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks in rows and columns, and what each holds of a parameter.
+
+    Attributes:
+        title: above it.
+        shape: rows and columns of ranks.
+        pieces: rows and columns of a parameter's pieces.
+        held: of a rank.
+        notes: what goes on in rows and in columns, in lines below.
+    """
+
+    title: str
+    shape: tuple[int, int]
+    pieces: tuple[int, int]
+    held: Callable[[int], Held]
+    notes: str
+
+
+def _hsdp(rank: int) -> Held:
+    return {(rank % 4, column): SERIES[rank % 4] for column in range(4)}
+
+
+def _tp(rank: int) -> Held:
+    row, column = divmod(rank, 4)
+    return {(2 * row + r, column): SERIES[column] for r in range(2)}
+
+
+def _experts(rank: int) -> Held:
+    """Experts in the first row of pieces, and all else in the third."""
+    between, within = divmod(rank, 2)
+    gathered: Held = {(0, 4 * within + place): "blue, pale" for place in range(4)}
+    kept: Held = {(0, 4 * within + 2 * between + place): "blue" for place in range(2)}
+    return {**gathered, **kept, **{(2, 2 * rank + place): "green" for place in range(2)}}
+
+
+MESHES = {
+    "hsdp": Mesh(
+        'HSDP: mesh ("replicate" 2, "shard" 4)',
+        (2, 4),
+        (4, 4),
+        _hsdp,
+        "Row: shard, within a node: all-gather, reduce-scatter. It holds every piece once.\n"
+        "Column: replicate: all-reduce of gradient shards. Its ranks hold the same piece.",
+    ),
+    "tp": Mesh(
+        'Tensor parallelism: mesh ("shard" 2, "tp" 4)',
+        (2, 4),
+        (4, 4),
+        _tp,
+        "Row: tp: the same batch; collectives of activations.\n"
+        "Column: shard: all-gather, reduce-scatter. It shares one quarter of a parameter: while\n"
+        "unsharded, a rank has its whole column of pieces, and never the other three.",
+    ),
+    "experts": Mesh(
+        'Experts: mesh ("efsdp" 2, "ep" 2), all else on ("dp" 4)',
+        (2, 2),
+        (3, 8),
+        _experts,
+        "In a rank: experts above; attention and norms below. Filled: the pieces that a rank\n"
+        "keeps. Pale: what it gathers to compute.\n"
+        "Row: ep: all-to-all of tokens. Its ranks have different experts.\n"
+        "Column: efsdp: all-gather, reduce-scatter of experts. Its ranks shard the same ones.",
+    ),
+}
+
+
+def meshes(*names: str) -> Figure:
+    """Ranks, and what each holds: one mesh below the other."""
+    figure = Figure((5.6, 3.4 * len(names)), layout="constrained")
+    found = figure.subplots(len(names), squeeze=False)[:, 0]
+    for axes, name in zip(found, names, strict=True):
+        _mesh(axes, MESHES[name])
+    return figure
+
+
+def _mesh(axes: Axes, mesh: Mesh) -> None:
+    (rows, columns), (high, wide) = mesh.shape, mesh.pieces
+    for rank in range(rows * columns):
+        row, column = divmod(rank, columns)
+        left, top = column * (wide + 2), row * (high + 2.5)
+        _box(axes, left - 0.5, top - 1.2, wide + 1, high + 1.6, "panel")
+        axes.text(left, top - 0.3, f"rank {rank}", fontsize=7.5)
+        held = mesh.held(rank)
+        for piece in ((r, c) for r in range(high) for c in range(wide)):
+            look, _, pale = held.get(piece, "grid").partition(", ")
+            if high == 4 or piece[0] != 1:  # an empty row parts experts from the rest
+                place = (left + piece[1], top + piece[0])
+                _box(axes, *place, 0.9, 0.9, look, 0.4 if pale else 1)
+    axes.set(xlim=(-0.6, columns * (wide + 2) - 1.4), ylim=(rows * (high + 2.5) - 1.9, -1.3))
+    axes.set_title(mesh.title, loc="left", fontweight="bold")
+    axes.set_xlabel(mesh.notes, loc="left")
+    axes.set(xticks=[], yticks=[], aspect="equal")
+    axes.spines[:].set_visible(False)
+
+
+FIGURES: dict[str, Callable[[], Figure]] = {
     **{name: partial(_plotted, plot) for name, plot in PLOTS.items()},
     "planned_and_measured": planned_and_measured,
     "memory_by_strategy": memory_by_strategy,
     "async_checkpoint": async_checkpoint,
-    "unit_life": diagrams.unit_life,
-    "mesh_hsdp": partial(diagrams.meshes, "hsdp"),
-    "mesh_tp": partial(diagrams.meshes, "tp"),
-    "mesh_experts": partial(diagrams.meshes, "experts"),
-    "meshes": partial(diagrams.meshes, "hsdp", "tp", "experts"),
+    "unit_life": unit_life,
+    "mesh_hsdp": partial(meshes, "hsdp"),
+    "mesh_tp": partial(meshes, "tp"),
+    "mesh_experts": partial(meshes, "experts"),
+    "meshes": partial(meshes, "hsdp", "tp", "experts"),
 }
-"""By the name of the SVG file: what writes its text."""
+"""By the name of the SVG file: what draws it."""
 
 
 def write(folder: Path = FOLDER) -> list[Path]:
     """Write every figure; returns the paths."""
     folder.mkdir(exist_ok=True)
     paths = []
-    for name, make in FIGURES.items():
+    for name, draw in FIGURES.items():
         paths.append(folder / f"{name}.svg")
-        paths[-1].write_text(make(), encoding="utf-8")
+        with matplotlib.rc_context(STYLE):
+            paths[-1].write_text(svg(draw()), encoding="utf-8")
     return paths

@@ -1,7 +1,7 @@
 """Runs of the benchmarks whose results are kept, and the files in benchmarks/results/.
 
 A file is named by date, machine and run: `2026-11-23-xeon-2core-host_cost.json`. The newest file of
-each run counts; the older ones are history.
+each run counts. A machine's older ones are in git.
 
     RUNS ── measure ──> benchmarks/results/*.json ── newest ──> File
 """
@@ -116,12 +116,14 @@ def newest(run: str, folder: Path = RESULTS) -> File | None:
 
 
 def measure(run: str) -> Path:
-    """Run a benchmark; returns the file that it wrote."""
+    """Run a benchmark; returns the file that it wrote, in place of the machine's older one."""
     RESULTS.mkdir(exist_ok=True)
     written = RESULTS / f"{run}.json.new"
     script, *arguments = RUNS[run]
     command = [sys.executable, f"benchmarks/{script}", *arguments]
     subprocess.run([*command, "--json", str(written.relative_to(ROOT))], cwd=ROOT, check=True)
     environment = json.loads(written.read_text())["environment"]
-    name = f"{environment['date'][:10]}-{machine(environment)}-{run}.json"
-    return written.rename(RESULTS / name)
+    name = f"{machine(environment)}-{run}.json"
+    for older in RESULTS.glob(f"*-{name}"):
+        older.unlink()
+    return written.rename(RESULTS / f"{environment['date'][:10]}-{name}")

@@ -308,7 +308,7 @@ def report(result: dict[str, Any]) -> None:
         print(sentence)
     if "kernels" in result:
         print("\n" + kernels.report(result["kernels"]))
-        for sentence in copied(result):
+        for sentence in [*own_kernels(result), *copied(result)]:
             print(sentence)
 
 

@@ -7,7 +7,7 @@ A row whose run was not on a quiet machine (`benchmarks/quiet.py`) is never "met
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ ADDED = "({} - none) / (torch - none)"
 TORCH = "torch FSDP2's"
 PLAIN = "plain tensors'"
 ABSENT = "no file"
-"""For a run that has none here; earlier figures are in benchmarks/results/history.md."""
+"""For a run that has none here."""
 _NO_GPU = "no figure yet: has not run on a GPU"
 
 
@@ -41,7 +41,6 @@ class Target:
         path: how parameters travel: each by itself in one call (coalesced) or in one buffer.
         unit: behind the figure.
         timed: whether a busy machine changes it.
-        pages: which pages beside docs/benchmarks.md quote it.
     """
 
     what: str
@@ -52,7 +51,6 @@ class Target:
     path: str = ""
     unit: str = ""
     timed: bool = True
-    pages: Sequence[str] = ()
 
 
 def _given(*path: str | int) -> Callable[[Any], Summary]:
@@ -73,9 +71,9 @@ def as_summary(found: float | dict[str, float]) -> Summary:
     return Summary(found, found, found)
 
 
-def compiled(variant: str, results: Any) -> Summary:
-    """A compiled step of a variant over torch FSDP2's."""
-    ours, torchs = (results["rounds"][f"{name} compiled"]["wall"] for name in (variant, "torch"))
+def _compiled(results: Any) -> Summary:
+    """A compiled step over torch FSDP2's."""
+    ours, torchs = (results["rounds"][f"{name} compiled"]["wall"] for name in ("fsdp2", "torch"))
     return stats.ratio(ours, torchs)
 
 
@@ -256,9 +254,8 @@ TARGETS = (
             TORCH,
             limit,
             run,
-            partial(compiled, "fsdp2"),
+            _compiled,
             PACKED,
-            pages=("docs/compile.md",),
         )
         for what, limit, run in (
             ("the host", 0.38, "compile"),
@@ -329,28 +326,20 @@ def table(folder: Path = RESULTS) -> str:
     return stats.markdown(HEADER, [_row(each, folder) for each in TARGETS])
 
 
-def quoted(page: str, folder: Path = RESULTS) -> str:
-    """Those that a page quotes, with what a reader of that page asks."""
-    rows = [_row(each, folder) for each in TARGETS if page in each.pages]
-    header = ("measured", "path", "ratio to", "median [least .. most]")
-    return stats.markdown(header, [(row[0], row[1], row[2], row[4]) for row in rows])
-
-
-def blocks(run: str, folder: Path = RESULTS) -> str:
+def instructions(folder: Path = RESULTS) -> str:
     """What fsdp2 adds over what torch FSDP2 adds: a row per model, a column per path and precision.
 
     Args:
-        run: "blocks" for host time, or "instructions".
         folder: of the files.
     """
     columns = [(path, precision) for path in VARIANTS for precision in PRECISIONS]
     header = ("32 blocks", *(f"{path}, {precision}" for path, precision in columns))
+    files = {name: newest(f"instructions{end}", folder) for name, end in PRECISIONS.items()}
     rows = []
     for case, name in BLOCKS.items():
         cells = []
         for path, precision in columns:
-            file = newest(run + PRECISIONS[precision], folder)
-            label = f"{case}: {ADDED.format(VARIANTS[path])}"
+            file, label = files[precision], f"{case}: {ADDED.format(VARIANTS[path])}"
             cells.append(_text(as_summary(file.results["ratios"][label])) if file else ABSENT)
         rows.append((name, *cells))
     return stats.markdown(header, rows)

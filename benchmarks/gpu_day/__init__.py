@@ -5,8 +5,7 @@
     machine  what there is: device, driver, versions, and which sources run
     stages   what to run there, in the order of its worth: command lines, as data
     runner   runs them one by one within the time; keeps what is done, and goes on from there
-    page     Markdown and plots of what was kept
+    page     Markdown of what was kept
 
-A new measurement is one more entry in `stages`; its script writes ``--json``, and `report.READERS`
-knows how to read that.
+A new measurement is one more entry in `stages`; its script writes ``--json``, and prints its table.
 """

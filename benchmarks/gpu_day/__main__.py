@@ -25,7 +25,7 @@ from benchmarks.gpu_day import machine, page, runner
 from benchmarks.gpu_day.stages import stages_for
 from benchmarks.workers import ROOT
 
-RESERVE = 15.0  # seconds, for the page and its plots; of a short run a tenth
+RESERVE = 15.0  # seconds, for the page; of a short run a tenth
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 """As an interrupt from the keyboard does, these end the stage that runs, too."""
 
@@ -63,12 +63,12 @@ def main(arguments: list[str] | None = None) -> int:
     left = seconds - min(RESERVE, seconds / 10) - (time.monotonic() - began)
     before = {number: signal.signal(number, _leave) for number in ENDING}
     try:
-        runner.run(day, left, lambda day: page.write(day, plots=False))
+        runner.run(day, left, page.write)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         runner.write_index(day)
-        page.write(day, plots=True)
+        page.write(day)
         print(day.out / page.NAME)
     return int(any(each.status == runner.FAILED for each in day.outcomes.values()))
 

@@ -1,11 +1,8 @@
-"""The page of a day: what ran, what did not, and ratios; with plots."""
+"""The page of a day: what ran, what did not, and what benchmarks printed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-from benchmarks import charts, report, stats
+from benchmarks import stats
 from benchmarks.gpu_day import runner
 from benchmarks.gpu_day.runner import Day
 from benchmarks.gpu_day.stages import Stage
@@ -13,11 +10,11 @@ from benchmarks.gpu_day.stages import Stage
 NAME = "page.md"
 
 
-def write(day: Day, *, plots: bool) -> None:
-    """Write it anew, from files; ``plots``: draw them, too."""
+def write(day: Day) -> None:
+    """Write it anew, from files."""
     parts = [_head(day), _overview(day), _not_run(day)]
     parts += [_tests(day, stage) for stage in day.stages if stage.is_tests]
-    parts += [_measured(day, stage, plots) for stage in day.stages if not stage.is_tests]
+    parts += [_measured(day, stage) for stage in day.stages if not stage.is_tests]
     (day.out / NAME).write_text("\n".join(part for part in parts if part))
 
 
@@ -80,49 +77,16 @@ def _tests(day: Day, stage: Stage) -> str:
     return _section(day, stage, lines)
 
 
-def _measured(day: Day, stage: Stage, plots: bool) -> str:
+def _measured(day: Day, stage: Stage) -> str:
+    """What the benchmark printed: its tables, ratios, and variants that failed."""
     lines: list[str] = []
-    content = day.content(stage) or {}
-    if day.outcomes[stage.name].status != runner.SKIPPED and "results" in content:
-        try:
-            _, _, sections = report.read(day.file(stage))
-        except Exception as error:  # whatever is odd in one file, the others are worth a page
-            sections, lines = [], [f"**Its results cannot be read: {error!r}**"]
-        for number, section in enumerate(sections, 1):
-            lines.extend(_figures(section))
-            name = f"{stage.name}-{number}.svg"
-            if plots and section.bars:
-                drawn = charts.bars(section.title, section.unit, section.bars)
-                (day.out / name).write_text(drawn)
-            if section.bars and (day.out / name).exists():
-                lines += ["", f"![{section.title}]({name})", ""]
-        lines += list(_absent(content["results"]))
+    if "results" in (day.content(stage) or {}):
+        lines = _quoted(runner.printed(day.file(stage).with_suffix(".log")))
     return _section(day, stage, lines)
 
 
-def _figures(section: report.Section) -> Iterator[str]:
-    """Ratios; the table only where it says more: a network's speed, or bytes by setting."""
-    yield f"### {section.title}"
-    yield ""
-    if section.table_counts or not section.ratios:
-        yield stats.markdown(section.header, section.rows)
-        yield ""
-    if section.ratios:
-        rows = [
-            (what, *(f"{each[kind]:.3f}" for kind in ("median", "min", "max")))
-            for what, each in section.ratios.items()
-        ]
-        yield stats.markdown(("ratio", "median", "smallest", "largest"), rows)
-        yield ""
-    for note in section.notes:
-        yield f"- {note}"
-
-
-def _absent(results: Any) -> Iterator[str]:
-    """What a backend has not, and variants that failed."""
-    for kind in ("absent", "lost") if isinstance(results, dict) else ():
-        for variant, why in results.get(kind, {}).items():
-            yield f"- {variant}: {why}"
+def _quoted(text: str) -> list[str]:
+    return ["```", text.replace("```", "'''"), "```", ""]
 
 
 def _section(day: Day, stage: Stage, lines: list[str]) -> str:
@@ -131,6 +95,5 @@ def _section(day: Day, stage: Stage, lines: list[str]) -> str:
         return ""
     head = [f"## {stage.title}", "", f"`{stage.line}`", ""]
     if outcome.status != runner.DONE:
-        head += [f"**{runner.said(outcome)}.** Its last lines:", "", "```"]
-        head += [outcome.tail.replace("```", "'''"), "```", ""]
+        head += [f"**{runner.said(outcome)}.** Its last lines:", "", *_quoted(outcome.tail)]
     return "\n".join([*head, *lines, ""])

