@@ -15,7 +15,7 @@ import torch
 
 from fsdp2.core.device.fingerprint import bind_fingerprint
 from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.params.param import GATHERED, refuse_written
+from fsdp2.core.params.param import gathered_name, refuse_written
 from fsdp2.core.schedule.layers import GroupOperations, Layer
 from fsdp2.core.schedule.states import UNSHARDED
 
@@ -57,7 +57,7 @@ class ClaimedGroup(Layer):
         if not stays and lost is not None and bool(lost):
             bound = self.base.bound
             assert bound is not None
-            refuse_written("' or '".join(getattr(param, GATHERED) for param in bound.watched))
+            refuse_written("' or '".join(str(gathered_name(param)) for param in bound.watched))
 
     def _compare(self) -> None:
         before, self._before = self._before, None
