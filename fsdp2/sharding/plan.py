@@ -37,13 +37,13 @@ from fsdp2.core.modules.registrations import (
 )
 from fsdp2.core.modules.registry import Arguments, UnitRecord, managed_modules, record_of_unit
 from fsdp2.core.params.param import (
+    FORM,
     OWNER,
     ModuleEntries,
     ModuleEntry,
     PlannedParam,
     ShardedParam,
     axes_in,
-    gathered_name,
     is_extended,
 )
 from fsdp2.core.pieces import ceil_div
@@ -297,7 +297,7 @@ def _tied_parameters(
     owners: Owners | None = None
     tied = []
     for param, entries in found.items():
-        if OWNER not in param.__dict__ and gathered_name(param) is None:
+        if OWNER not in param.__dict__ and FORM not in param.__dict__:
             continue
         owners = owners or Owners(all_units())
         owned = owners.of(param)

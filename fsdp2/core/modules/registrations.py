@@ -38,6 +38,7 @@ from fsdp2.core.modules.registry import UnitRecord, managed_modules, record_of_u
 from fsdp2.core.notices import Notice
 from fsdp2.core.params.param import (
     FORM,
+    NAMES,
     OWNER,
     AttributeStore,
     ModuleEntries,
@@ -51,11 +52,9 @@ from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.ties import give_back, lend
 from fsdp2.core.schedule.unit import Unit, all_units, operations_of
 
-NAMES = "_fsdp2_names"
-"""Attribute of a module: names of its parameters, and whether a unit manages them (`MANAGED`) and
-sharded parameters were registered under them (`ASSIGNED`)."""
-
 MANAGED, ASSIGNED = 1, 2
+"""Notes of a name in a module (`NAMES`): a unit manages the parameter; a sharded one was registered
+under it."""
 
 
 class Registrations:
@@ -76,7 +75,8 @@ def watch_registrations() -> None:
         if registered is None or registered is not AttributeStore.storing:
             Registrations.count += 1
             if isinstance(registered, DTensor) or OWNER in getattr(registered, "__dict__", ()):
-                _note(module, name, ASSIGNED)
+                names: dict[str, int] = module.__dict__.setdefault(NAMES, {})
+                names[name] = names.get(name, 0) | ASSIGNED
 
     register_module_parameter_registration_hook(count)
     register_module_module_registration_hook(count)
@@ -103,11 +103,6 @@ def _watch_removals() -> None:
     nn.Module.__delattr__ = delattr_  # type: ignore[method-assign]  # see above
 
 
-def _note(module: nn.Module, name: str, what: int) -> None:
-    names: dict[str, int] = module.__dict__.setdefault(NAMES, {})
-    names[name] = names.get(name, 0) | what
-
-
 def _noted(module: nn.Module, name: str) -> int:
     noted: int = module.__dict__.get(NAMES, {}).get(name, 0)
     return noted
@@ -116,7 +111,8 @@ def _noted(module: nn.Module, name: str) -> int:
 def mark_managed(entries: Iterable[ModuleEntry]) -> None:
     """Note in modules which of their parameters are managed."""
     for module, name in entries:
-        _note(module, name, MANAGED)
+        names: dict[str, int] = module.__dict__.setdefault(NAMES, {})
+        names[name] = names.get(name, 0) | MANAGED
 
 
 def is_managed(module: nn.Module, name: str) -> bool:

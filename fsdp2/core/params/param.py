@@ -58,6 +58,9 @@ OWNER = "_fsdp2_owner"
 FORM = "_fsdp2_form"
 """Attribute of a parameter object that is not the optimizer's: its `Form`."""
 
+NAMES = "_fsdp2_names"
+"""Attribute of a module: notes of its parameters' names, by `fsdp2.core.modules.registrations`."""
+
 PRE_HOOK, POST_HOOK = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 """Methods of tensor subclasses that define the sent tensors and build the result."""
 
@@ -795,8 +798,8 @@ def _shard_of(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
 
 # ---- references from before sharding
 
-_TORCHS = frozenset(nn.Module().__dict__)
-"""Attributes of every module, such as its parameters and submodules, which are not aliases."""
+_KNOWN = frozenset(nn.Module().__dict__) | {NAMES}
+"""Attributes such as a module's parameters and submodules, which are not aliases."""
 
 
 def aliases_in(modules: Iterable[nn.Module]) -> Iterator[tuple[Alias, nn.Parameter]]:
@@ -809,7 +812,7 @@ def aliases_in(modules: Iterable[nn.Module]) -> Iterator[tuple[Alias, nn.Paramet
         for module in modules
         if type(module).__setattr__ is nn.Module.__setattr__
         for name, value in list(module.__dict__.items())
-        if name not in _TORCHS and isinstance(value, nn.Parameter | list | dict)
+        if name not in _KNOWN and isinstance(value, nn.Parameter | list | dict)
     )
     for module, attribute, value in attributes:
         found: list[tuple[object, object]] = []
