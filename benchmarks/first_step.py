@@ -34,7 +34,7 @@ PARTS: dict[str, list[tuple[Any, str]]] = {
     "gathers": [(group.ParamGroup, "start_unshard"), (group.ParamGroup, "finish_unshard")],
     "gathered parameters freed": [(group.ParamGroup, "reshard")],
     "gradients taken, reduced": [(group.ParamGroup, "collect"), (group.ParamGroup, "reduce")],
-    "DTensors of gradients": [(gradients.ShardedGradients, "deliver")],
+    "DTensors of gradients": [(gradients.Gradients, "deliver")],
     "schedule": [
         *((scheduler.Scheduler, f"enter_{way}") for way in ("forward", "backward")),
         *((scheduler.Scheduler, f"exit_{way}") for way in ("forward", "backward")),

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.params.param import GATHERED, ShardedParam
+from fsdp2.core.params.param import ShardedParam, gathered_name
 
 
 class _Freed(torch.Tensor):
@@ -33,7 +33,7 @@ class _Freed(torch.Tensor):
 
     # torch's asks nobody, and has an argument that it alone passes.
     def __repr__(self) -> str:  # type: ignore[override]  # which this one gets from no caller
-        return f"{type(self).__name__} '{self.__dict__[GATHERED]}', freed"
+        return f"{type(self).__name__} '{gathered_name(self)}', freed"
 
     @classmethod
     def __torch_function__(
@@ -45,7 +45,7 @@ class _Freed(torch.Tensor):
     ) -> object:
         """Run what launches no operator."""
         found = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, _Freed))
-        with torch._C.DisableTorchFunctionSubclass(), _Refusing(found.__dict__[GATHERED]):
+        with torch._C.DisableTorchFunctionSubclass(), _Refusing(str(gathered_name(found))):
             return func(*args, **(kwargs or {}))
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules import optimizers
-from fsdp2.core.params.param import GATHERED, OWNER, REPLACED, TIED
+from fsdp2.core.params.param import OWNER, form_of
 
 _KERNELS = ("bitsandbytes.", "deepspeed.ops.")
 """Packages whose optimizers pass parameters to kernels that read a tensor's own memory."""
@@ -33,21 +33,22 @@ def _refuse_untrained(optimizer: torch.optim.Optimizer) -> None:
                     f"fsdp2.optim.FlatOptimizer with its 32-bit classes, or torchao's 8-bit "
                     f"classes over the parameters",
                 )
-            if GATHERED in attributes:
+            form = form_of(param)
+            if form is not None and form.gathered is not None:
                 raise coded(
                     ShardingStateError,
                     "optimizer-of-gathered",
                     f"this {type(optimizer).__name__} holds the gathered parameter "
-                    f"'{attributes[GATHERED]}', not the sharded one: it was created while its "
+                    f"'{form.gathered}', not the sharded one: it was created while its "
                     f"unit was unsharded; call reshard() on the module, then create the "
                     f"optimizer, or call fsdp2.repoint_optimizer(optimizer)",
                 )
-            replaced = attributes[REPLACED]() if REPLACED in attributes else None
-            if replaced is not None and TIED in attributes:
+            replaced = None if form is None else form.param()
+            if replaced is not None and form is not None and form.tied is not None:
                 raise coded(
                     ShardingStateError,
                     "optimizer-holds-tied",
-                    f"this {type(optimizer).__name__} holds parameter '{attributes[TIED]}', which "
+                    f"this {type(optimizer).__name__} holds parameter '{form.tied}', which "
                     f"has since been tied to '{replaced.name}', so it trains nothing; call "
                     f"fsdp2.repoint_optimizer(optimizer), or create the optimizer afterwards",
                 )

@@ -16,7 +16,7 @@ from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules import registrations
 from fsdp2.core.modules.registrations import Owners, Unexpected
 from fsdp2.core.modules.registry import record_of_unit, scheduler_of
-from fsdp2.core.params.param import GATHERED, OWNER, WHOLE
+from fsdp2.core.params.param import OWNER, form_of, gathered_name
 from fsdp2.core.schedule.unit import Unit, all_units
 
 
@@ -32,7 +32,8 @@ class Unmanaged:
 
 def _refuse(found: Unexpected) -> None:
     name, registered, param, other, meshes = found
-    if param is not None and WHOLE in registered.__dict__:
+    form = form_of(registered)
+    if param is not None and form is not None and form.is_whole:
         raise coded(
             ShardingStateError,
             "forward-while-whole",
@@ -68,7 +69,7 @@ def _refuse_unmanaged(name: str, param: nn.Parameter, meshes: Set[DeviceMesh]) -
             f"parameter '{name}' belongs to the unit of {owner}, which is not in the model any "
             f"more; keep that module in the model, or change the model before fully_shard",
         )
-    if owner is not None or GATHERED in param.__dict__:
+    if owner is not None or gathered_name(param) is not None:
         raise coded(
             ShardingStateError,
             "tied-to-another-model",

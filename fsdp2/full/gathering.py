@@ -21,9 +21,8 @@ from torch import nn
 from fsdp2.core.errors import RankMismatchError, ShardingStateError, coded
 from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.params.param import (
-    GATHERED,
-    REPLACED,
-    WHOLE,
+    FORM,
+    Form,
     ModuleEntry,
     ShardedParam,
     is_extended,
@@ -315,7 +314,7 @@ def _parameter(param: ShardedParam, whole: torch.Tensor) -> nn.Parameter:
     )
     full = nn.Parameter(whole, requires_grad=requires_grad)
     full.__dict__.update(param.attributes)
-    full.__dict__.update({WHOLE: param.name, GATHERED: param.name, REPLACED: weakref.ref(param)})
+    full.__dict__[FORM] = Form(weakref.ref(param), gathered=param.name, is_whole=True)
     return full
 
 

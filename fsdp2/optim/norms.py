@@ -31,7 +31,7 @@ from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import local_of, locals_of
 from fsdp2.core.modules.dynamo import uncompiled
-from fsdp2.core.params.param import GATHERED
+from fsdp2.core.params.param import gathered_name
 from fsdp2.optim.in_backward import InBackward, find_left, refuse_stepped
 from fsdp2.ranks.transfers import sum_over
 
@@ -143,11 +143,12 @@ def _clip(
 def _sharded(parameters: Tensors) -> list[torch.Tensor]:
     listed = _listed(parameters)
     for param in listed:
-        if GATHERED in param.__dict__:
+        name = gathered_name(param)
+        if name is not None:
             raise coded(
                 ShardingStateError,
                 "clip-gathered",
-                f"'{param.__dict__[GATHERED]}' is a gathered parameter and has no reduced "
+                f"'{name}' is a gathered parameter and has no reduced "
                 f"gradient; call reshard() on its module, or pass the parameters that the "
                 f"optimizer holds",
             )

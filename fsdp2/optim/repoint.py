@@ -14,7 +14,7 @@ from fsdp2.core.errors import coded
 from fsdp2.core.layout.levels import own_slot
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
 from fsdp2.core.modules.registrations import Registrations
-from fsdp2.core.params.param import REPLACED, ShardedParam
+from fsdp2.core.params.param import ShardedParam, form_of
 
 
 def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -53,8 +53,8 @@ def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         params: dict[nn.Parameter, None] = {}
         for old in group["params"]:
-            replaced = old.__dict__.get(REPLACED)
-            managed: ShardedParam | None = None if replaced is None else replaced()
+            form = form_of(old)
+            managed = None if form is None else form.param()
             new = old if managed is None else managed.sharded
             if new is not old and id(new) in held:  # since tied to one that it trains in any case
                 states.pop(old, None)

@@ -34,12 +34,13 @@ from fsdp2.core.modules.registrations import (
 )
 from fsdp2.core.modules.registry import UnitRecord, managed_modules
 from fsdp2.core.params.param import (
-    GATHERED,
+    FORM,
     OWNER,
-    REPLACED,
+    Form,
     ModuleEntry,
     ShardedParam,
     aliases_in,
+    form_of,
     refuse_gradients,
 )
 from fsdp2.core.schedule.bound import Runtime
@@ -88,7 +89,7 @@ def make_groups(planned: PlannedCall) -> list[ParamGroup]:
         for plan, managed in zip(members, params, strict=True):
             mark_managed(plan.entries)
             plan.param.__dict__[OWNER] = managed.attributes[OWNER] = name
-            plan.param.__dict__[REPLACED] = weakref.ref(managed)
+            plan.param.__dict__[FORM] = Form(weakref.ref(managed))
             managed.sharded.__dict__[OWNER] = name
             if plan.param.requires_grad:
                 refuse_gradients(plan.param, name)
@@ -203,8 +204,8 @@ def _follow_aliases(modules: tuple[nn.Module, ...]) -> None:
         modules: the unit's; attributes of all modules below are looked at.
     """
     for alias, former in aliases_in(dict(managed_modules(modules, into_units=True))):
-        replaced = former.__dict__.get(REPLACED)
-        param = None if replaced is None or GATHERED in former.__dict__ else replaced()
+        form = form_of(former)
+        param = None if form is None or form.gathered is not None else form.param()
         if param is not None:
             param.aliases.append(alias)
             alias[param.name] = param.sharded

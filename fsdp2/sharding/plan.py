@@ -37,7 +37,7 @@ from fsdp2.core.modules.registrations import (
 )
 from fsdp2.core.modules.registry import Arguments, UnitRecord, managed_modules, record_of_unit
 from fsdp2.core.params.param import (
-    GATHERED,
+    FORM,
     OWNER,
     ModuleEntries,
     ModuleEntry,
@@ -297,7 +297,7 @@ def _tied_parameters(
     owners: Owners | None = None
     tied = []
     for param, entries in found.items():
-        if OWNER not in param.__dict__ and GATHERED not in param.__dict__:
+        if OWNER not in param.__dict__ and FORM not in param.__dict__:
             continue
         owners = owners or Owners(all_units())
         owned = owners.of(param)

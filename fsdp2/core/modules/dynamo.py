@@ -24,7 +24,7 @@ import torch
 from torch._subclasses import meta_utils
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.params.param import GATHERED
+from fsdp2.core.params.param import gathered_name
 
 F = TypeVar("F", bound=Callable[..., object])
 C = TypeVar("C", bound=type)
@@ -93,7 +93,7 @@ class _Describer(meta_utils.MetaTensorDescriber):
     ) -> meta_utils.MetaTensorDesc[torch.Tensor]:
         described = super().describe_tensor(t, recurse=recurse, trace=trace)
         base = t._base if t._is_view() else t
-        if GATHERED not in getattr(base, "__dict__", ()) or is_traceable_wrapper_subclass(base):
+        if gathered_name(base) is None or is_traceable_wrapper_subclass(base):
             return described
         if described.storage is None or described.storage.data is not None:
             return described

@@ -30,7 +30,7 @@ from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.modules.hooks import UnitHooks
 from fsdp2.core.modules.registry import noting, record_of_unit, scheduler_of
 from fsdp2.core.notices import Notice
-from fsdp2.core.params.param import GATHERED, OWNER, REPLACED, ShardedParam
+from fsdp2.core.params.param import OWNER, ShardedParam, form_of, gathered_name
 from fsdp2.core.progress import Backwards
 from fsdp2.core.schedule.calls import Call, Calls
 from fsdp2.core.schedule.iteration import GRAPHS, Graph
@@ -167,11 +167,10 @@ def _tensor_of(end: torch.Tensor | GradientEdge) -> torch.Tensor | GradientEdge:
 
 def _param_of(tensor: torch.Tensor | GradientEdge) -> ShardedParam | None:
     """The parameter of which ``tensor`` is a form, or was before `fully_shard`."""
-    notes = getattr(tensor, "__dict__", {})
-    if REPLACED in notes:
-        known: ShardedParam | None = notes[REPLACED]()
-        return known
-    if OWNER not in notes:
+    form = form_of(tensor)
+    if form is not None:
+        return form.param()
+    if OWNER not in getattr(tensor, "__dict__", ()):
         return None
     params = (param for group in all_groups() for param in group.params)
     return next((param for param in params if param.sharded is tensor), None)
@@ -182,7 +181,7 @@ def _reaches_units(ends: Ends) -> bool:
     if any(scheduler.has_calls_to_come for scheduler in schedulers()):
         return True
     leaves = (getattr(node, "variable", None) for node in nodes_behind(ends))
-    return any(GATHERED in getattr(leaf, "__dict__", ()) for leaf in leaves)
+    return any(gathered_name(leaf) is not None for leaf in leaves)
 
 
 def _hook_side_doors(ends: Ends) -> None:

@@ -66,7 +66,7 @@ from fsdp2.core.modules.registry import (
     start,
 )
 from fsdp2.core.notices import Notice
-from fsdp2.core.params.param import GATHERED, ModuleEntries, ModuleEntry, ShardedParam
+from fsdp2.core.params.param import ModuleEntries, ModuleEntry, ShardedParam, form_of, gathered_name
 from fsdp2.core.progress import tracing_error
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.iteration import GRAPHS
@@ -80,9 +80,6 @@ forward_raised: Notice[[BaseException, Iterable[Unit]]] = Notice()
 torch's message about a sharded or freed parameter does not help the author of the model. Rooms
 above core change the exception in place (`fsdp2.checks.explain`); core raises it in any case.
 """
-
-SEEN = "_fsdp2_seen"
-"""Attribute of a gathered parameter that has a hook for backwards which reach no unit's output."""
 
 _in_backward: Callable[[], int] = torch._C._current_graph_task_id
 _OUTSIDE = -1
@@ -538,9 +535,11 @@ class UnitHooks(UnitRecord):
         for group in scheduler.groups:
             for param in group.params:
                 full = param.unsharded
-                if full is not None and full.requires_grad and SEEN not in full.__dict__:
-                    full.__dict__[SEEN] = True
-                    full.register_post_accumulate_grad_hook(on_parameter)
+                form = form_of(full)
+                if full is None or form is None or form.watched or not full.requires_grad:
+                    continue
+                form.watched = True
+                full.register_post_accumulate_grad_hook(on_parameter)
 
     def _on_parameter_grad(self) -> None:
         """Its end reduces its gradients, whether or not it reaches a unit's output."""
@@ -593,7 +592,7 @@ def _holds_parameter(output: object) -> bool:
     found: list[torch.Tensor] = []
     grad_tensors(output, found, found)
     owners = [tensor if tensor._base is None else tensor._base for tensor in found]
-    return any(type(owner) is not torch.Tensor and GATHERED in owner.__dict__ for owner in owners)
+    return any(type(owner) is not torch.Tensor and gathered_name(owner) for owner in owners)
 
 
 def _outlives_transform(output: object) -> bool:

@@ -37,26 +37,24 @@ from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.registry import UnitRecord, managed_modules, record_of_unit
 from fsdp2.core.notices import Notice
 from fsdp2.core.params.param import (
+    FORM,
+    NAMES,
     OWNER,
-    REPLACED,
-    WHOLE,
     AttributeStore,
     ModuleEntries,
     ModuleEntry,
     ShardedParam,
     compute_dtype,
+    form_of,
 )
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.ties import give_back, lend
 from fsdp2.core.schedule.unit import Unit, all_units, operations_of
 
-MANAGED = "_fsdp2_managed"
-"""Attribute of a module: the names of its parameters that a unit manages."""
-
-
-ASSIGNED = "_fsdp2_assigned"
-"""Attribute of a module: the names under which sharded parameters were registered in it."""
+MANAGED, ASSIGNED = 1, 2
+"""Notes of a name in a module (`NAMES`): a unit manages the parameter; a sharded one was registered
+under it."""
 
 
 class Registrations:
@@ -77,7 +75,8 @@ def watch_registrations() -> None:
         if registered is None or registered is not AttributeStore.storing:
             Registrations.count += 1
             if isinstance(registered, DTensor) or OWNER in getattr(registered, "__dict__", ()):
-                module.__dict__.setdefault(ASSIGNED, set()).add(name)
+                names: dict[str, int] = module.__dict__.setdefault(NAMES, {})
+                names[name] = names.get(name, 0) | ASSIGNED
 
     register_module_parameter_registration_hook(count)
     register_module_module_registration_hook(count)
@@ -104,15 +103,21 @@ def _watch_removals() -> None:
     nn.Module.__delattr__ = delattr_  # type: ignore[method-assign]  # see above
 
 
+def _noted(module: nn.Module, name: str) -> int:
+    noted: int = module.__dict__.get(NAMES, {}).get(name, 0)
+    return noted
+
+
 def mark_managed(entries: Iterable[ModuleEntry]) -> None:
     """Note in modules which of their parameters are managed."""
     for module, name in entries:
-        module.__dict__.setdefault(MANAGED, set()).add(name)
+        names: dict[str, int] = module.__dict__.setdefault(NAMES, {})
+        names[name] = names.get(name, 0) | MANAGED
 
 
 def is_managed(module: nn.Module, name: str) -> bool:
     """Whether a unit manages the parameter that ``module`` registers under ``name``."""
-    return name in module.__dict__.get(MANAGED, ())
+    return bool(_noted(module, name) & MANAGED)
 
 
 def follow_replaced(group: ParamGroup, known: set[int]) -> None:
@@ -246,21 +251,21 @@ def find_moves(
             if registered is None:
                 continue
             name = f"{prefix}.{key}" if prefix else key
-            marks = registered.__dict__
             param = managed.get((module, key))
             is_shard = param is not None and registered is param.sharded
-            if is_shard and are_distinct and WHOLE not in marks:
+            if is_shard and are_distinct and FORM not in registered.__dict__:
                 continue
+            form = form_of(registered)
+            is_whole = param is not None and form is not None and form.is_whole
             forms = forms or {id(form): each for each in params for form in each.forms()}
             other = forms.get(id(registered))
-            is_whole = param is not None and WHOLE in marks
             if param is not None and other is param and not is_whole:
                 continue
-            if REPLACED in marks:
+            if form is not None:
                 # What it was before it was sharded. Of this one, it would be out of date.
-                former = known.get(id(marks[REPLACED]()))
+                former = known.get(id(form.param()))
                 other = other or (None if former is param else former)
-            if other is not None and key in module.__dict__.get(ASSIGNED, ()) and not is_whole:
+            if other is not None and _noted(module, key) & ASSIGNED and not is_whole:
                 moves.append(Move(name, module, key, other, param))
             elif param is not None or other is not None or (module, key) not in ignored:
                 unexpected(Unexpected(name, registered, param, other, meshes))
@@ -310,8 +315,8 @@ class Owners:
 
         ``None`` if no unit manages it.
         """
-        replaced = registered.__dict__.get(REPLACED)
-        return self._owned.get(id(registered if replaced is None else replaced()))
+        form = form_of(registered)
+        return self._owned.get(id(registered if form is None else form.param()))
 
 
 class Computed(NamedTuple):
@@ -409,7 +414,7 @@ def take_up(moves: Sequence[Move], units: Iterable[Unit]) -> None:
         group.drop(params)
     for move in moves:
         if move.param is None:
-            move.module.__dict__[MANAGED].discard(move.key)
+            move.module.__dict__[NAMES][move.key] &= ~MANAGED
         elif move.before is not None and not entries[move.before]:
             move.param.absorb(move.before)
     link([found for unit in units if (found := record_of_unit(unit)) is not None])

@@ -55,18 +55,11 @@ from fsdp2.core.layout.mesh import (
 OWNER = "_fsdp2_owner"
 """Attribute of a parameter object that a unit manages, or replaced: the unit's name."""
 
-TIED = "_fsdp2_tied"
-"""Attribute of a sharded parameter in whose place another was registered: its name."""
+FORM = "_fsdp2_form"
+"""Attribute of a parameter object that is not the optimizer's: its `Form`."""
 
-GATHERED = "_fsdp2_gathered"
-"""Attribute of a gathered parameter: its full name."""
-
-WHOLE = "_fsdp2_whole"
-"""Attribute of a full parameter that `fsdp2.gathered` has registered: its name."""
-
-REPLACED = "_fsdp2_replaced"
-"""Attribute of a parameter object that is not the optimizer's: a weak reference to the
-`ShardedParam` of the one that is."""
+NAMES = "_fsdp2_names"
+"""Attribute of a module: notes of its parameters' names, by `fsdp2.core.modules.registrations`."""
 
 PRE_HOOK, POST_HOOK = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 """Methods of tensor subclasses that define the sent tensors and build the result."""
@@ -114,6 +107,37 @@ class AttributeStore:
                 setattr(module, name, param)
             finally:
                 AttributeStore.storing = None
+
+
+@dataclass(eq=False)
+class Form:
+    """Another object than the optimizer's for a parameter, which is left from before, or gathered.
+
+    Attributes:
+        param: returns the parameter, unless its group is gone.
+        gathered: full name of a gathered parameter.
+        is_whole: whether `fsdp2.gathered` has registered it.
+        tied: name of a sharded parameter in whose place another was registered.
+        watched: whether it has a hook for backwards which reach no unit's output.
+    """
+
+    param: Callable[[], ShardedParam | None]
+    gathered: str | None = None
+    is_whole: bool = False
+    tied: str | None = None
+    watched: bool = False
+
+
+def form_of(tensor: object) -> Form | None:
+    """The form that a tensor is; ``None`` for the optimizer's parameter, and any other object."""
+    form: Form | None = getattr(tensor, "__dict__", {}).get(FORM)
+    return form
+
+
+def gathered_name(tensor: object) -> str | None:
+    """The full name of a gathered parameter; ``None`` for any other object."""
+    form = form_of(tensor)
+    return None if form is None else form.gathered
 
 
 class Alias:
@@ -469,7 +493,8 @@ class ShardedParam:
         chosen = before
         for module, name in self.entries:
             registered = module._parameters.get(name)
-            if registered is not None and WHOLE in registered.__dict__:
+            form = form_of(registered)
+            if form is not None and form.is_whole:
                 return  # `fsdp2.gathered` writes its values back, and registers this one
             if registered is not None and registered is not before:
                 chosen = registered
@@ -483,8 +508,8 @@ class ShardedParam:
                 f"like the parameter",
             )
         if chosen is not before:
-            before.__dict__[REPLACED] = weakref.ref(self)
-            chosen.__dict__.pop(REPLACED, None)
+            before.__dict__[FORM] = Form(weakref.ref(self))
+            chosen.__dict__.pop(FORM, None)
             count_hooks(chosen)
         self.sharded = chosen
         for param in self.absorbed:
@@ -494,7 +519,7 @@ class ShardedParam:
     def absorb(self, other: ShardedParam) -> None:
         """Represent a parameter that is no longer registered, because it was tied to this one."""
         if other.sharded is not self.sharded:  # a state dict may have assigned one to both
-            other.sharded.__dict__.update({REPLACED: weakref.ref(self), TIED: other.name})
+            other.sharded.__dict__[FORM] = Form(weakref.ref(self), tied=other.name)
         self.absorbed += [other, *other.absorbed]
         for param in (other, *other.absorbed):
             param.sharded = self.sharded
@@ -633,7 +658,7 @@ class ShardedParam:
             gathered = wrap_local(gathered, with_dtype(self.parallel, gathered.dtype))
         unsharded = nn.Parameter(gathered, requires_grad=self.sharded.requires_grad)
         unsharded.__dict__.update(self.attributes)
-        unsharded.__dict__.update({GATHERED: self.name, REPLACED: weakref.ref(self)})
+        unsharded.__dict__[FORM] = Form(weakref.ref(self), gathered=self.name)
         if self._hooks[0] is not None:
             unsharded._backward_hooks = self._hooks[0]
         old = self.unsharded
@@ -665,7 +690,7 @@ class ShardedParam:
         with torch.inference_mode(False):  # which training registers, too
             param = nn.Parameter(wrap_local(rows, spec), requires_grad=self.sharded.requires_grad)
         param.__dict__.update(self.attributes)
-        param.__dict__.update({GATHERED: self.name, REPLACED: weakref.ref(self)})
+        param.__dict__[FORM] = Form(weakref.ref(self), gathered=self.name)
         param._backward_hooks = self.sharded._backward_hooks
         param._post_accumulate_grad_hooks = self.sharded._post_accumulate_grad_hooks
         self.smaller, self._smaller_version = param, param._version
@@ -773,8 +798,8 @@ def _shard_of(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
 
 # ---- references from before sharding
 
-_TORCHS = frozenset(nn.Module().__dict__)
-"""Attributes of every module, such as its parameters and submodules, which are not aliases."""
+_KNOWN = frozenset(nn.Module().__dict__) | {NAMES}
+"""Attributes such as a module's parameters and submodules, which are not aliases."""
 
 
 def aliases_in(modules: Iterable[nn.Module]) -> Iterator[tuple[Alias, nn.Parameter]]:
@@ -787,7 +812,7 @@ def aliases_in(modules: Iterable[nn.Module]) -> Iterator[tuple[Alias, nn.Paramet
         for module in modules
         if type(module).__setattr__ is nn.Module.__setattr__
         for name, value in list(module.__dict__.items())
-        if name not in _TORCHS and isinstance(value, nn.Parameter | list | dict)
+        if name not in _KNOWN and isinstance(value, nn.Parameter | list | dict)
     )
     for module, attribute, value in attributes:
         found: list[tuple[object, object]] = []
@@ -812,8 +837,8 @@ def refuse_gradients(param: nn.Parameter, unit: str) -> None:
     reference = weakref.ref(param)
 
     def refuse(_: torch.Tensor) -> NoReturn:
-        former: object = reference()
-        managed = former.__dict__[REPLACED]()
+        form = form_of(reference())
+        managed = None if form is None else form.param()
         name = f"'{managed.name}'" if managed is not None else f"of the unit of {unit}"
         raise coded(
             ShardingStateError,

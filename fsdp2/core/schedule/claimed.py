@@ -17,7 +17,7 @@ import torch
 
 from fsdp2.core.device.fingerprint import bind_fingerprint
 from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.params.param import GATHERED, refuse_written
+from fsdp2.core.params.param import gathered_name, refuse_written
 from fsdp2.core.schedule.bound import Claim
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer
@@ -75,7 +75,7 @@ def _take_back(group: ParamGroup, run: Run, stays: bool = True) -> None:
     run(stays)
     if claim is not None and claim.lost is not None and bool(claim.lost):
         assert group.bound is not None
-        refuse_written("' or '".join(getattr(param, GATHERED) for param in group.bound.watched))
+        refuse_written("' or '".join(str(gathered_name(param)) for param in group.bound.watched))
 
 
 def _abandon(group: ParamGroup, run: Run) -> None:

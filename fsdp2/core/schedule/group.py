@@ -34,9 +34,9 @@ from fsdp2.core.layout.levels import pieces_layout
 from fsdp2.core.layout.logs import BIND, BindReason
 from fsdp2.core.params.gradients import COUNTS_ARE_TRUE
 from fsdp2.core.params.param import (
-    GATHERED,
     ShardedParam,
     follow_requires_grad,
+    gathered_name,
     refuse_written,
     shapes_of,
 )
@@ -765,7 +765,7 @@ class ParamGroup(GroupFacts):
             return None
         bound.versions = list(map(version, bound.watched))
         pairs = zip(bound.watched, before, bound.versions, strict=True)
-        return next(getattr(full, GATHERED) for full, old, now in pairs if old != now)
+        return next(gathered_name(full) for full, old, now in pairs if old != now)
 
     # ---- gradients
 

@@ -28,7 +28,7 @@ from fsdp2.core.device.process_groups import (
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import device_of, local_of
 from fsdp2.core.modules.registry import units_by_param
-from fsdp2.core.params.param import REPLACED
+from fsdp2.core.params.param import form_of
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.optim.matrices.blocks import Matrix, Split, Spread, matrices_of, plain_spread, spread_of
 from fsdp2.optim.runs import ParamGroupOptions
@@ -162,8 +162,8 @@ class MatrixMembers:
 
 def resolved(param: torch.Tensor) -> torch.Tensor:
     """The sharded parameter by which `fully_shard` replaced this one, or this one."""
-    replaced = param.__dict__.get(REPLACED)
-    managed = None if replaced is None else replaced()
+    form = form_of(param)
+    managed = None if form is None else form.param()
     return param if managed is None else managed.sharded
 
 
