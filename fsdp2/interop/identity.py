@@ -361,13 +361,21 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
         ("_record", "_pre_forward", "_post_forward", "_comm_ctx", "_adopted_by", "_groups")
     )
 
+    _record: UnitRecord
+    _comm_ctx: object  # torch's share_comm_ctx gives several roots the same
+    _adopted_by: object
+    _groups: dict[ParamGroup, GroupStandIn]
+
     def __init__(self, record: UnitHooks) -> None:
-        self._record: UnitRecord = record
-        self._pre_forward = record.pre_forward
-        self._post_forward = record.post_forward
-        self._comm_ctx: object = CommContext()  # torch's share_comm_ctx gives several the same
-        self._adopted_by: object = None
-        self._groups: dict[ParamGroup, GroupStandIn] = {}
+        # At once, past `__setattr__`, which every call of fully_shard would run six times.
+        self.__dict__.update(
+            _record=record,
+            _pre_forward=record.pre_forward,
+            _post_forward=record.post_forward,
+            _comm_ctx=CommContext(),
+            _adopted_by=None,
+            _groups={},
+        )
 
     _title = _of("_record.unit.title")
 
