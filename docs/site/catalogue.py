@@ -14,9 +14,11 @@ import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2] / "fsdp2"
+# Where fsdp2 is installed: an unpacked sdist may be tested against a wheel.
+ROOT = Path(str(find_spec("fsdp2").origin)).parent  # type: ignore[union-attr]  # it is installed
 
 PATHS = [
     path
