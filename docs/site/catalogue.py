@@ -86,10 +86,19 @@ class Entry:
         return self.id in TORCHS
 
 
+PLACEHOLDER = re.compile(r"\{[^{}]*\}")
+"""The part of a message that varies."""
+
+
+@functools.cache
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     """A parsed source."""
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return ast.parse(_text_of(path))
 
 
 def _name_of(node: ast.expr) -> str:
@@ -154,7 +163,7 @@ def entry(entry_id: str) -> Entry:
     """One entry; only the sources that have its id are parsed."""
     quoted = re.compile(rf"[\"\[]{re.escape(entry_id)}[\"\]]")
     for path in PATHS if entry_id not in TORCHS else ():
-        if quoted.search(path.read_text(encoding="utf-8")):
+        if quoted.search(_text_of(path)):
             for found in said_in(path):
                 if found.id == entry_id:
                     return found

@@ -12,7 +12,6 @@ from pathlib import Path
 import catalogue
 
 _LINES = re.MULTILINE | re.DOTALL
-_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 _SECTION = re.compile(r"^## (?=[a-z0-9-]+$)", re.MULTILINE)
 _EXAMPLE = re.compile(r"(^```python\n.*?^```\n)", _LINES)
 
@@ -39,7 +38,8 @@ def page() -> str:
 
 def _heading(entry: catalogue.Entry) -> str:
     """An error's id, its exception and its message."""
-    message = _PLACEHOLDER.sub(r"<var>\1</var>", html.escape(entry.message, quote=False))
+    escaped = html.escape(entry.message, quote=False)
+    message = catalogue.PLACEHOLDER.sub(lambda varies: f"<var>{varies[0][1:-1]}</var>", escaped)
     words = " in torch's own words" if entry.from_torch else ""
     return (
         f"### {entry.id} {{ #{entry.id} .error }}\n\n"

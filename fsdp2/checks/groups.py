@@ -49,10 +49,9 @@ from fsdp2.core.params.param import (
     refuse_written,
 )
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.reduce.program import Job
-from fsdp2.core.reduce.reduction import PendingReduction, Reduction, views_of
+from fsdp2.core.reduce.reduction import Jobs, PendingReduction, views_of
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.observers import Observer, on_new_groups, plan_checks
+from fsdp2.core.schedule.observers import Observer, Run, on_new_groups, plan_checks
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase, Unit, all_groups, all_units, put_around, unit_of
 from fsdp2.ranks.channels import StoreBoard, default_store
@@ -211,9 +210,6 @@ def _follow(group: ParamGroup) -> Observer | None:
 
 # ---- operations
 
-Run = Callable[..., object]
-"""Runs the operation, or the next observer."""
-
 
 def _check_gather(group: ParamGroup, run: Run) -> None:
     """Check for writes, agree on the all-gather, then launch it."""
@@ -229,14 +225,11 @@ def _check_gather(group: ParamGroup, run: Run) -> None:
             Checks.compared.add(group)
             _compare_copies(group)
         between = None if smaller is not None or group.reuses_rows else group.between
-        for axis in (collectives, between):
-            _agree(group, axis, _gather_step(group))
+        _agree(group, functools.partial(_gather_step, group), collectives, between)
     run()
 
 
-def _check_reduction(
-    group: ParamGroup, run: Run, jobs: list[tuple[Reduction, Job]], all_reduce: bool
-) -> object:
+def _check_reduction(group: ParamGroup, run: Run, jobs: Jobs, all_reduce: bool) -> object:
     """Agree on the collectives, reduce, and check the result."""
     settings = Checks.current()
     if settings.check_ranks:
@@ -376,9 +369,20 @@ def _refuse_written(group: ParamGroup, stays: bool = False) -> None:
 # ---- agreeing
 
 
-def _agree(group: ParamGroup, axis: Collectives | None, step: Intent) -> None:
-    """Return when all ranks of an axis are about to take a step."""
-    if axis is not None and axis.size > 1:
+def _agree(group: ParamGroup, describe: Callable[[], Intent], *axes: Collectives | None) -> None:
+    """Return when all ranks of the axes are about to take a step.
+
+    Args:
+        group: the group.
+        describe: names the step, and the facts that ranks must share; called once, and only if any
+            axis communicates.
+        axes: the collectives of each axis; ``None`` where there is none.
+    """
+    present = [axis for axis in axes if axis is not None and axis.size > 1]
+    if not present:
+        return
+    step = describe()
+    for axis in present:
         Checks.agree(axis.group, group.device, step)
 
 
@@ -423,9 +427,7 @@ def _gather_step(group: ParamGroup) -> Intent:
     return Intent(what, details)
 
 
-def _agree_on_reduction(
-    group: ParamGroup, jobs: list[tuple[Reduction, Job]], all_reduce: bool
-) -> None:
+def _agree_on_reduction(group: ParamGroup, jobs: Jobs, all_reduce: bool) -> None:
     details: dict[str, str] = {"requires_all_reduce": str(bool(all_reduce))}
     for reduction, _ in jobs:
         for member in reduction.members:  # ranks may differ in who has a gradient
@@ -437,7 +439,7 @@ def _agree_on_reduction(
         axes |= {"all-reduce": group.replicas, "reduce-scatter between nodes": group.between}
     for collective, axis in axes.items():
         what = f"the {collective} of '{group.name}' in backward, {_iteration()}"
-        _agree(group, axis, Intent(what, details, "give every rank the same"))
+        _agree(group, functools.partial(Intent, what, details, "give every rank the same"), axis)
 
 
 def _flags(group: ParamGroup, unit: Unit) -> dict[str, str]:

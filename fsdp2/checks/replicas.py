@@ -11,7 +11,7 @@ requires replicas to be equal, or even to run the same forwards. Later ones comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -25,6 +25,7 @@ from fsdp2.core.progress import naming_unit
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import (
     Observer,
+    Run,
     observers_of,
     on_new_groups,
     with_observer,
@@ -32,7 +33,7 @@ from fsdp2.core.schedule.observers import (
 from fsdp2.core.schedule.unit import unit_of
 
 
-def _check_first(group: ParamGroup, run: Callable[..., object], *given: object) -> object:
+def _check_first(group: ParamGroup, run: Run, *given: object) -> object:
     """Compare, if replicas communicate; then reduce."""
     _, all_reduce = given
     if all_reduce:

@@ -24,7 +24,7 @@ from fsdp2.core.device.streams import Streams
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.observers import Observer
+from fsdp2.core.schedule.observers import Observer, Run
 from fsdp2.paper.null_group import NullGroup, NullWork, null_world
 from fsdp2.paper.recording import Recorder
 from fsdp2.record.categories import GRADIENTS
@@ -92,7 +92,7 @@ class PaperKernels(FusedKernels):
         return made
 
     def _move_to_host(self, tensor: torch.Tensor) -> None:
-        # What is on meta was counted as the device's when it was made.
+        # The recorder counted it as the device's memory when it was made, because it is on meta.
         number = self._recorder.storage(tensor)
         self._recorder.free(number)
         self._recorder.allocate(number, tensor.untyped_storage().nbytes(), host=True)
@@ -225,7 +225,7 @@ know("GlooOnPaper", Traits("null"))
 # ---- what the engine does for which unit
 
 
-def _note(group: ParamGroup, run: Callable[..., object], *args: object) -> object:
+def _note(group: ParamGroup, run: Run, *args: object) -> object:
     """Note an operation under the group's name."""
     if _recorder is None:
         return run(*args)
@@ -233,7 +233,7 @@ def _note(group: ParamGroup, run: Callable[..., object], *args: object) -> objec
         return run(*args)
 
 
-def _take(group: ParamGroup, run: Callable[..., object], *args: object) -> object:
+def _take(group: ParamGroup, run: Run, *args: object) -> object:
     """It takes what autograd has left, or keeps it for a later backward: gradients either way."""
     _tag(group)
     found = _note(group, run, *args)

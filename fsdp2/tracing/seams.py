@@ -35,8 +35,7 @@ from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import DeviceStreams, Event, Lane, Streams
 from fsdp2.core.modules.registry import UnitRecord, record_of_unit
-from fsdp2.core.reduce.program import Job
-from fsdp2.core.reduce.reduction import Reduction
+from fsdp2.core.reduce.reduction import Jobs
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer
 from fsdp2.core.schedule.unit import Phase, Unit, all_units, put_around, watching
@@ -210,9 +209,7 @@ def _hosting(operation: str, word: str, lane: Lane) -> Callable[..., object]:
     return host
 
 
-def _reduce(
-    group: ParamGroup, run: Function, jobs: list[tuple[Reduction, Job]], all_reduce: bool
-) -> object:
+def _reduce(group: ParamGroup, run: Function, jobs: Jobs, all_reduce: bool) -> object:
     here = tracer()
     here.entering = False
     full = sum(grad.nbytes for _, job in jobs for grad in job.grads)

@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 
 import fsdp2
-from docs.site.catalogue import Entry, entry
+from docs.site.catalogue import PLACEHOLDER, Entry, entry
 
 LISTED = {"plain-state-dict"}
 """Messages of which torch makes one exception for several keys: it has none of the codes."""
-
-PLACEHOLDER = re.compile(r"\{[^{}]*\}")
 
 
 def raises(entry_id: str) -> Any:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from docs.site import catalogue
-from tests.common import errors
 
 pytestmark = pytest.mark.alone
 
@@ -59,7 +58,7 @@ def test_a_code_names_one_message() -> None:
     said = {found for path in catalogue.PATHS for found in catalogue.said_in(path) if found.id}
     by_id: dict[str, set[str]] = {}
     for found in said:
-        by_id.setdefault(found.id, set()).add(errors.PLACEHOLDER.sub("{}", found.message))
+        by_id.setdefault(found.id, set()).add(catalogue.PLACEHOLDER.sub("{}", found.message))
     assert [id_ for id_, messages in by_id.items() if len(messages) > 1] == []
     assert len(by_id) >= MINIMUM
 

@@ -370,7 +370,7 @@ class Segment:
     @property
     def is_one_slot(self) -> bool:
         """Whether the pieces of all ranks, one after another, are the slot of one parameter."""
-        # Empty parameters need no memory, and so do not stand in the way.
+        # Empty parameters need no memory, so the pieces of the other one still fill its slot.
         filled = [slot for slot in self.slots if slot.shard_numel]
         return len(filled) == 1 and filled[0].in_order and not self.tail
 

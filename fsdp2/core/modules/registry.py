@@ -347,7 +347,7 @@ def start(record: UnitRecord) -> Scheduler:
             start(top)  # a tied one is around it, and is the root sooner or later
             assert record.scheduler is not None
             return record.scheduler
-    # What refuses comes before the first change: the schedulers before go on as they were then.
+    # Errors come before the first change, so that the earlier schedulers still serve their units.
     for below, names in found.items():
         busy = below.scheduler
         if busy is not None and busy.is_running:

@@ -11,8 +11,6 @@ has no such observer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from fsdp2.core.device.fingerprint import bind_fingerprint
@@ -20,10 +18,8 @@ from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.param import gathered_name, refuse_written
 from fsdp2.core.schedule.bound import Claim
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.observers import Observer
+from fsdp2.core.schedule.observers import Observer, Run
 from fsdp2.core.schedule.states import UNSHARDED
-
-Run = Callable[..., None]
 
 
 def note(group: ParamGroup) -> None:

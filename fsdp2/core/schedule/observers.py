@@ -22,6 +22,9 @@ from fsdp2.core.config import GroupOptions
 from fsdp2.core.params.param import PlannedParam
 from fsdp2.core.schedule.group import ParamGroup
 
+Run = Callable[..., object]
+"""Runs an operation of a group, or calls the next observer."""
+
 
 class Observer(NamedTuple):
     """Functions that are called instead of a group's operations, which they run.
@@ -105,7 +108,7 @@ def newly_observed(groups: Sequence[GroupOperations]) -> list[GroupOperations]:
 
 
 def _ranges(operation: str) -> Callable[..., object]:
-    def mark(group: ParamGroup, run: Callable[..., object], *args: object) -> object:
+    def mark(group: ParamGroup, run: Run, *args: object) -> object:
         name = group.name.replace("(root)", "root")
         with record_function(f"fsdp2::{operation} ({name})"):
             return run(*args)

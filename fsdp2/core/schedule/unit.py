@@ -146,6 +146,7 @@ class Unit:
     @property
     def own_groups(self) -> list[ParamGroup]:
         """The groups that belong to it, without their observers."""
+        # `ParamGroup.base` would be one call per group, in each look at all units.
         bases = [g if isinstance(g, ParamGroup) else g.base for g in self.groups]
         return [g for g in bases if not self.borrows(g)] if self.ties else bases
 

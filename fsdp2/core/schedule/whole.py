@@ -7,11 +7,10 @@
 
 The end of a unit's backward does not reduce the gradients of such a group, or adds them up in the
 reduce dtype if no all-reduce follows in this backward (`Scheduler._collect_late`). The end of the
-whole backward reduces those
-of all units that all-reduce now (invariant I10). A group collects gradients with its own
-reductions; one additional reduction of all members is bound, and runs. Its members follow from the
-units' flags and from the bound records of the groups, so they are the same on all ranks (invariant
-I1).
+whole backward reduces those of all units that all-reduce now (invariant I10). A group collects
+gradients with its own reductions; one additional reduction of all members is bound, and runs. Its
+members follow from the units' flags and from the bound records of the groups, so they are the same
+on all ranks (invariant I1).
 """
 
 from __future__ import annotations
