@@ -104,12 +104,7 @@ class MixedPrecisionPolicy:
                 )
 
     def overridden_dtype(self, name: str, param: torch.Tensor) -> torch.dtype | None:
-        """The dtype that ``param_dtype_override_fn`` chose for a parameter; ``None``: no exception.
-
-        Args:
-            name: the parameter's full name, for messages.
-            param: the parameter, before it is sharded.
-        """
+        """The dtype that ``param_dtype_override_fn`` chose for a parameter; ``None``: no exception."""
         if self.param_dtype_override_fn is None:
             return None
         chosen = self.param_dtype_override_fn(param)  # type: ignore[arg-type]  # an nn.Parameter
@@ -226,8 +221,7 @@ class Wire:
         rotate: whether gradients are rotated before encoding (`core.codecs.rotated`).
         feedback: whether the rounding errors of gradient messages are added to the next ones
             (`core.reduce.feedback`).
-        between_gather: as ``gather``, between the nodes of two levels.
-        between_reduce: as ``reduce``, between them.
+        between_gather: as ``gather``, between the nodes of two levels; so is ``between_reduce``.
     """
 
     gather: str | None = None
@@ -248,11 +242,10 @@ WHOLE = Wire()
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """The options of a group that a user may change; replaced as a whole, and bound before the next
+    """The options of a group that a user may change; replaced as a whole, bound before the next
     use.
 
     Attributes:
-        precision: the mixed-precision policy.
         divide_factor: the divisor of gradients; ``None`` averages over all data-parallel ranks.
         sum_only: whether collectives only sum, and divisions are separate kernels.
         reduce_unused: whether parameters without a gradient are reduced as zeros, and get them.
@@ -262,11 +255,8 @@ class GroupOptions:
         keep_gradients: whether the memory of reduced gradients stays allocated between steps.
         keep_rows: whether gathered rows stay until an optimizer steps: a node's, a smaller group's,
             or all; ``None``: only those of nodes.
-        all_gather: the user's all-gather, or ``None``.
-        reduce_scatter: the user's reduce-scatter, or ``None``.
-        wire: wire formats of parameters and gradients.
-        all_reduce_hook: called with each reduced flat gradient before it is delivered.
-        all_reduce_hook_stream: the stream to call it on; ``None`` for the all-reduce lane.
+        all_reduce_hook: called with each reduced flat gradient before it is delivered, on
+            ``all_reduce_hook_stream``; ``None`` for the all-reduce lane.
         average: averages each reduced flat gradient over more copies of the model than the mesh
             has; says whether this copy's own gradient is in the average.
     """

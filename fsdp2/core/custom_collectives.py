@@ -98,12 +98,8 @@ class OwnMemory(Comm):
 
 
 class MemoryComms(NamedTuple):
-    """Our collectives over a process group, in one kind of memory.
-
-    Attributes:
-        all_gather: in that memory.
-        reduce_scatter: in that memory.
-        only_sums: whether the backend can only sum there.
+    """Our collectives over a process group, in one kind of memory; ``only_sums``: there, they only
+    sum.
     """
 
     all_gather: AllGather

@@ -20,22 +20,10 @@ _CODE = re.compile(r" \[([a-z0-9-]+)\]$")
 
 
 def coded(kind: Callable[[str], E], code: str, message: str) -> E:
-    """An exception whose message ends in ``[code]``, and which has it as ``code``.
+    """An exception of class ``kind`` whose message ends in ``[code]``, and which has it as
+    ``code``.
 
-    Args:
-        kind: its class.
-        code: its id; the docs site reads it from here.
-        message: one sentence without a full stop.
-
-    Returns:
-        The exception, to be raised.
-
-    Example::
-
-        try:
-            fully_shard([])
-        except ValueError as error:
-            assert error.code == "empty-list"
+    The message is one sentence without a full stop. The docs site reads the code from the call.
     """
     return resaid(kind, f"{message} [{code}]")
 

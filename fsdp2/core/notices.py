@@ -24,12 +24,10 @@ P = ParamSpec("P")
 
 
 class Notice(Generic[P]):
-    """That something happens in core: calls functions of rooms above, in the order of `add`.
+    """An event in core: calls functions of rooms above, in the order of `add`; none without such
+    rooms.
 
     They may raise, which prevents the operation.
-
-    Attributes:
-        functions: all of them; empty where no room above core was imported.
     """
 
     __slots__ = ("functions",)

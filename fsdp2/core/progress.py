@@ -18,11 +18,8 @@ from fsdp2.core.errors import CommunicationError, ShardingStateError, coded
 class OptimizerSteps:
     """Counts optimizer steps in this process; parameters gathered before one are out of date.
 
-    The counts are facts that ranks share, so that all of them gather again or none does.
-
-    Attributes:
-        count: how often parameters may have changed: where steps begin, and where they end.
-        ended: steps that have ended.
+    The counts are facts that ranks share, so that all of them gather again or none does. ``count``
+    tells how often parameters may have changed: where steps begin, and where they end.
     """
 
     count = 0
@@ -30,11 +27,7 @@ class OptimizerSteps:
 
 
 class Backwards:
-    """Counts backwards of this process that units have taken part in.
-
-    Attributes:
-        ended: those whose end was seen.
-    """
+    """Counts backwards of this process that units have taken part in, and whose end was seen."""
 
     ended = 0
 
@@ -42,8 +35,7 @@ class Backwards:
 class ShardReaders:
     """Readers of shards that run during training; code that writes shards first waits for them.
 
-    Attributes:
-        waiting: each returns after it has read, and removes itself. Empty without readers.
+    Each of ``waiting`` returns after it has read, and removes itself.
     """
 
     waiting: ClassVar[list[Callable[[], None]]] = []
@@ -58,16 +50,11 @@ class ShardReaders:
 def communication_error(
     operation: str, unit: str, error: RuntimeError
 ) -> CommunicationError | ShardingStateError:
-    """The exception to raise after a collective raised ``error``, unless that is
-    `torch.OutOfMemoryError`.
+    """The exception to raise after a collective (``"all-gather"``) of a unit raised ``error``.
 
-    That one, which is also a RuntimeError, is returned unchanged. No frame may keep either in a
-    local variable: its traceback references the frame, and would keep all gathered memory.
-
-    Args:
-        operation: for example ``"all-gather"``.
-        unit: name of the unit.
-        error: the backend's exception.
+    `torch.OutOfMemoryError`, which is also a RuntimeError, is returned unchanged. No frame may keep
+    either in a local variable: its traceback references the frame, and would keep all gathered
+    memory.
     """
     tracer = running_tracer()
     if tracer is not None:
@@ -87,12 +74,7 @@ def communication_error(
 
 @contextmanager
 def naming_unit(operation: str, unit: str) -> Iterator[None]:
-    """Raise `communication_error` for a collective inside that fails, outside of hot paths.
-
-    Args:
-        operation: as for `communication_error`.
-        unit: name of the unit.
-    """
+    """Raise `communication_error` for a collective inside that fails, outside of hot paths."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -112,12 +94,7 @@ def running_tracer() -> str | None:
 
 
 def tracing_error(what: str, tracer: str) -> ShardingStateError:
-    """The exception to raise where something failed because it is being traced.
-
-    Args:
-        what: the unit, or the model.
-        tracer: the function that traces.
-    """
+    """The exception to raise where something failed because ``tracer`` traces it."""
     return coded(
         ShardingStateError,
         "traced",

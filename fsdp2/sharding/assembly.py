@@ -155,12 +155,7 @@ def _smaller_group(axes: MeshAxes, size: int | None) -> SmallerGroup | None:
 
 
 def choose_reshard(record: UnitRecord, value: bool | int) -> None:
-    """Set the end of a unit's forward according to ``reshard_after_forward``.
-
-    Args:
-        record: the unit's.
-        value: whether it frees the gathered parameters; or to how many ranks' shards it goes.
-    """
+    """Set the end of a unit's forward according to ``reshard_after_forward``."""
     to = None if isinstance(value, bool) else value
     groups = record.unit.own_groups
     smaller = [_smaller_group(group.params[0].axes, to) for group in groups]
@@ -178,12 +173,10 @@ def process_group(group: ParamGroup) -> ProcessGroup | None:
 
 
 def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -> None:
-    """Let groups join a unit, and reduce over the process groups that groups there reduce over.
+    """Let new groups join a unit, and reduce over the process groups that ``present`` ones reduce
+    over.
 
-    Args:
-        groups: new ones.
-        unit: theirs from now on.
-        present: groups of the unit, then of units below.
+    Those are groups of the unit, then of units below.
     """
     for group in groups:
         group.set_options(unit.options_of(group))
@@ -198,10 +191,8 @@ def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -
 
 
 def _follow_aliases(modules: tuple[nn.Module, ...]) -> None:
-    """Let attributes of modules that refer to what parameters were before follow them from now on.
-
-    Args:
-        modules: the unit's; attributes of all modules below are looked at.
+    """Let attributes of all modules at and below ``modules`` follow the parameters that they refer
+    to.
     """
     for alias, former in aliases_in(dict(managed_modules(modules, into_units=True))):
         form = form_of(former)

@@ -118,10 +118,11 @@ class ShardPlacementResult:
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1-D mesh over the default process group, which is started from torchrun's environment
-    (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if there is none.
+    """A 1-D mesh over the default process group, of the accelerator that the group serves, else
+    "cpu".
 
-    The device type is the accelerator's if there is one that the group serves, else "cpu".
+    The group is started from torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if
+    there is none.
     """
     group = default_group()
     return init_device_mesh(_device_type(group), (group.size(),))
@@ -142,20 +143,11 @@ def node_mesh(
 ) -> DeviceMesh:
     """All ranks as (replicate, shard): shards within a node, copies across.
 
-    A node has ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets. All ranks must call it together, and
+    A node has ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets; ``unset`` counts otherwise, and
+    ``None`` is an error, whose message names ``way_out``. All ranks must call it together, and
     compare theirs: ranks that differed would make other process groups, and wait for each other.
-    The same size and names give the same mesh.
-
-    Args:
-        device: of this rank, on which the default process group communicates.
-        unset: the ranks of a node where the variable is not set; ``None``: that is an error.
-        caller: what messages begin with.
-        way_out: the alternative that the messages name.
-        names: of the mesh's dims.
-
-    Raises:
-        ValueError: ranks have different sizes, or theirs does not divide the number of ranks; on
-            all of them.
+    All raise a `ValueError` if sizes differ, or do not divide the number of ranks. The same size
+    and names give the same mesh.
     """
     world = default_group()
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -190,14 +182,9 @@ def _node_mesh(
 def mesh_of_groups(groups: tuple[tuple[int, ...], ...]) -> DeviceMesh:
     """A 1-D mesh over this rank's group of several independent groups.
 
-    All ranks of the default process group must call it together. The same groups get one mesh.
-
-    Args:
-        groups: ranks of the default process group, each in one of them; all groups are of one size.
-            They hold pieces in ascending order, as torch numbers the ranks of a process group.
-
-    Raises:
-        ValueError: they are not like that.
+    All ranks of the default process group must call it together. Each is in one of ``groups``, all
+    of one size, in ascending order, as torch numbers the ranks of a process group and pieces are
+    held; otherwise it raises a `ValueError`. The same groups get one mesh.
     """
     world = default_mesh()  # starts the default process group
     named = sorted(rank for group in groups for rank in group)
@@ -221,12 +208,8 @@ def _mesh_of_groups(
 
 
 def resolve_axes(mesh: DeviceMesh | Levels, dims: DataParallelMeshDims | None = None) -> MeshAxes:
-    """The data-parallel axes of ``mesh``.
-
-    Raises:
-        TypeError: ``mesh`` is not a DeviceMesh.
-        ValueError: it has more than two dims and none is named, a name is not one of its dims,
-            this process is not part of it, or ranks of a dim that shards are not ascending.
+    """The data-parallel axes of ``mesh``; raises where they are not determined, or ranks not
+    ascending.
     """
     if isinstance(mesh, Levels):
         if dims is not None:
@@ -287,12 +270,7 @@ def _line_mesh(device_type: str, group: ProcessGroup) -> DeviceMesh:
 
 
 def axes_of_info(name: str, info: FSDPMeshInfo) -> MeshAxes:
-    """The axes of an `FSDPMeshInfo` (or an object with its attributes).
-
-    Args:
-        name: the parameter that it was returned for, for messages.
-        info: the mesh, and which of its dims are data parallel.
-    """
+    """The axes of an `FSDPMeshInfo` (or an object with its attributes), for the parameter ``name``."""
     mesh = info.mesh
     shard, copies = info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None)
     if (mesh.ndim, shard, copies) not in ((1, 0, None), (1, None, 0), (2, 1, 0)):
@@ -409,13 +387,7 @@ def _check_ascending(what: str, mesh: DeviceMesh, dim: int) -> None:
 
 
 def check_placement(name: str, param: nn.Parameter, placement: object) -> tuple[int, ...]:
-    """The dims that ``shard_placement_fn`` chose for a parameter, made non-negative.
-
-    Args:
-        name: the parameter's full name, for messages.
-        param: the parameter.
-        placement: what ``shard_placement_fn`` returned.
-    """
+    """The dims that ``shard_placement_fn`` chose for a parameter, made non-negative."""
     dims = []
     for shard in placement if isinstance(placement, tuple) else (placement,):
         if type(shard) is not Shard:

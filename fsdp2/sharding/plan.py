@@ -97,13 +97,7 @@ def whole_below(numel: int, otherwise: PlacementFn | None = None) -> PlacementFn
 
 
 class NamedEntry(NamedTuple):
-    """An entry that holds a parameter, and the parameter's full name.
-
-    Attributes:
-        module: what registers it.
-        key: its name there.
-        name: its name below the sharded module.
-    """
+    """An entry that holds a parameter, and the parameter's full name below the sharded module."""
 
     module: nn.Module
     key: str
@@ -122,8 +116,7 @@ class PlannedCall:
 
     Attributes:
         name: the modules' names, for messages.
-        modules: the unit's.
-        members: they, and the modules below that no other unit has.
+        members: the modules, and those below that no other unit has.
         found: parameters that no other unit's modules register, or that these register besides.
         plans: of those that become the call's own.
         axes: of those, each once: each makes a group.
@@ -132,7 +125,6 @@ class PlannedCall:
         has_strays: whether units below register one of ``found``, as they do if a module was given
             a parameter after it was sharded.
         arguments: the call's, for parameters that are added later.
-        options: of its groups.
         reshard_after_forward: whether forward reshards; ``None``: not at the root.
     """
 
@@ -150,10 +142,8 @@ class PlannedCall:
     reshard_after_forward: bool | None = None
 
     def check(self, compare: bool = True) -> None:
-        """Raise where groups could not be made of it, or ranks would make others.
-
-        Args:
-            compare: whether those are told who compare what ranks have.
+        """Raise where groups could not be made of it, or, with ``compare``, ranks would make
+        others.
         """
         for plan in self.plans:
             # Extended parameters are made by their own hooks, and freed by emptying storages.
@@ -209,15 +199,7 @@ def plan_unit(
 ) -> PlannedCall:
     """Determine the parameters that a call on ``modules`` takes; changes nothing.
 
-    Args:
-        name: the modules' names.
-        modules: the modules.
-        ignored: parameters that are not managed.
-        arguments: the call's.
-        options: of the groups to be.
-        choose: the user's ``shard_placement_fn``.
-        new_to: a unit of which only new parameters are taken.
-        pending: calls that are applied before this one.
+    ``new_to`` is a unit of which only new parameters are taken; ``pending`` are applied before.
 
     Raises:
         ValueError: a parameter cannot be sharded, or other units compute with it in another dtype.
@@ -261,9 +243,8 @@ def plan_unit(
 def _parameters(
     members: Members, ignored: Set[nn.Parameter], new_to: UnitRecord | None
 ) -> dict[nn.Parameter, list[NamedEntry]]:
-    """Parameters that ``members`` register; with ``new_to`` a unit, those it has not.
-
-    Those that are tied to another unit's are among them.
+    """Parameters that ``members`` register, tied ones too; with ``new_to`` a unit, those it has
+    not.
     """
     found: dict[nn.Parameter, list[NamedEntry]] = {}
     for owner, prefix in members:
@@ -289,11 +270,7 @@ def _entries_of(modules: tuple[nn.Module, ...], params: set[nn.Parameter]) -> se
 def _tied_parameters(
     found: Found, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy
 ) -> list[nn.Parameter]:
-    """Those of ``found`` that a unit has already, around of which ``modules`` are not.
-
-    Raises:
-        ValueError: one is computed with in another dtype.
-    """
+    """Those of ``found`` that a unit around which ``modules`` are not has; raises if dtypes differ."""
     owners: Owners | None = None
     tied = []
     for param, entries in found.items():

@@ -68,10 +68,8 @@ def watch_state_dicts(owners: set[nn.Module], group: ParamGroup) -> None:
 
 
 class _OutsideInference(threading.local):
-    """State dicts are taken outside ``torch.inference_mode()``, in which DTensors cannot create
-    views.
-
-    It is per thread: several may take one at the same time.
+    """State dicts are taken, per thread, outside inference mode: DTensors cannot create views
+    there.
     """
 
     def __init__(self) -> None:
@@ -104,11 +102,7 @@ def _is_in_use(group: ParamGroup) -> bool:
 
 
 class _Shown:
-    """The parameters of a group in state dicts: shards, whatever modules register.
-
-    Args:
-        group: the group.
-    """
+    """The parameters of a group in state dicts: shards, whatever modules register."""
 
     def __init__(self, group: ParamGroup) -> None:
         self._group = group

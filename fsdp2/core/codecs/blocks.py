@@ -24,17 +24,12 @@ MOST = torch.finfo(torch.float32).max
 
 
 class Blocks(Codec):
-    """Integers with a scale per block.
+    """Integers with a scale per block; scales have fp32's range.
 
     A number is off by half a scale at most: by 1/2 of its block's largest magnitude over
     ``largest``, and by what the rounding of a scale adds to that: the precision of its dtype times
     as much, and (``largest`` + 1) / 2 of the smallest numbers of that dtype. A block with an
     infinity or a NaN comes back as NaN, all of it: a check for numbers that are not finite sees it.
-
-    Attributes:
-        block: numbers that share a scale.
-        largest: the largest integer; the smallest is its negative.
-        scale_dtype: of scales; its range is fp32's.
     """
 
     block: ClassVar[int]

@@ -27,15 +27,8 @@ ALIGNMENT = 16
 
 
 def check_coded(name: str, dtypes: Iterable[torch.dtype], wire: str) -> None:
-    """Refuse a parameter that no codec takes.
-
-    Args:
-        name: the parameter's.
-        dtypes: of its shard and of what is gathered, or of its gradients' sums.
-        wire: the format's name.
-
-    Raises:
-        ValueError: a dtype is not one of `NUMBERS`.
+    """Refuse a parameter that no codec takes: a dtype of its shard, rows or sums is not in
+    `NUMBERS`.
     """
     for dtype in dtypes:
         if dtype not in NUMBERS:
@@ -48,10 +41,8 @@ def check_coded(name: str, dtypes: Iterable[torch.dtype], wire: str) -> None:
 
 
 class Codec(ABC):
-    """A format of numbers on the wire.
-
-    Attributes:
-        name: the name that `set_wire_format` takes, if it has one.
+    """A format of numbers on the wire; ``name`` is that which `set_wire_format` takes, if it has
+    one.
     """
 
     name: ClassVar[str]
@@ -62,12 +53,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, message: Tensor, numbers: Tensor) -> None:
-        """Write what ``numbers`` become.
-
-        Args:
-            message: [rows, nbytes(n)] of uint8.
-            numbers: [rows, n], of a dtype of `NUMBERS`.
-        """
+        """Write ``numbers``, [rows, n] of a dtype of `NUMBERS`, to [rows, nbytes(n)] of uint8."""
 
     @abstractmethod
     def decode(self, numbers: Tensor, message: Tensor) -> None:
@@ -81,9 +67,4 @@ class Codec(ABC):
 
     @abstractmethod
     def total(self, sums: Tensor, message: Tensor) -> None:
-        """Write the sums of all rows' numbers, summed in fp32 in the order of rows.
-
-        Args:
-            sums: [n], of a dtype of `NUMBERS`.
-            message: [rows, nbytes(n)] of uint8.
-        """
+        """Write the sums, [n], of all rows' numbers, summed in fp32 in the order of rows."""

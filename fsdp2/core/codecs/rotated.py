@@ -30,15 +30,11 @@ class Rotated(Codec):
     """Another codec, of rotated numbers.
 
     The largest magnitude of a block that holds one outlier falls to 1/11 of it. The other numbers
-    of the block are then off by less, and the outlier by more: the error is as large for each.
-    A number that is not finite comes back as NaN of all 128. So do magnitudes above 3e37, whose
+    of the block are then off by less, and the outlier by more: the error is as large for each. A
+    number that is not finite comes back as NaN of all 128. So do magnitudes above 3e37, whose
     rotation may leave the range of fp32.
 
     The matrix is made in the first use: its copy to a device is over when its call returns.
-
-    Args:
-        codec: that codec.
-        device: where the numbers are.
     """
 
     def __init__(self, codec: Codec, device: torch.device) -> None:

@@ -87,14 +87,8 @@ _WRAPPER = "_ProcessGroupWrapper"
 def know(kind: str, traits: Traits) -> None:
     """Add the properties of a backend that is not in the table, for example one of a test.
 
-    Args:
-        kind: name of the class of its backend object; or of the process group, where that
-            is written in Python.
-        traits: its properties.
-
-    Example::
-
-        know("ProcessGroupMine", Traits("mine", coalesces=True))
+    ``kind`` is the name of the class of its backend object; or of the process group, where that is
+    written in Python: ``know("ProcessGroupMine", Traits("mine", coalesces=True))``.
     """
     _KNOWN[kind] = traits
 

@@ -71,15 +71,7 @@ def _separated(flat: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.
 
 
 def separate(tensor: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """A part of a contiguous tensor, with its own storage over that part of the memory.
-
-    See `FlatBuffer.piece` for its purpose.
-
-    Args:
-        tensor: contiguous.
-        start: the part's first element.
-        shape: of the part.
-    """
+    """A part of a contiguous tensor, with its own storage over that memory: see `FlatBuffer.piece`."""
     with torch.inference_mode(False):
         return _separated(tensor.detach().view(-1), start, shape)
 
@@ -125,9 +117,8 @@ class Buffer:
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
-        """A tensor over the buffer, which must be allocated.
-
-        ``strides`` are in elements, contiguous by default.
+        """A tensor over the buffer, which must be allocated; ``strides`` in elements, or
+        contiguous.
         """
         assert self.allocated, f"{self.name} is not allocated"
         with torch.inference_mode(False):
@@ -137,13 +128,7 @@ class Buffer:
     def views(
         self, dtype: torch.dtype, byte_offset: int, places: Sequence[Strided]
     ) -> list[torch.Tensor]:
-        """Several, for a third of the work each.
-
-        Args:
-            dtype: of all.
-            byte_offset: where a part of the buffer begins.
-            places: of the views in it.
-        """
+        """Several views of a part of the buffer, for a third of the work each."""
         assert self.allocated, f"{self.name} is not allocated"
         first = byte_offset // dtype.itemsize
         with torch.inference_mode(False), torch.no_grad():
@@ -160,12 +145,8 @@ class Buffer:
 
 
 class FlatBuffer(Buffer):
-    """A persistent flat buffer, viewed in any dtype at any aligned offset.
-
-    Args:
-        nbytes: its size in bytes.
-        device: where it is.
-        pin: whether its memory is page-locked; CPU only.
+    """A persistent flat buffer, viewed in any dtype at any aligned offset; ``pin``: page-locked
+    (CPU).
     """
 
     def __init__(self, nbytes: int, device: torch.device, pin: bool = False) -> None:
@@ -192,13 +173,8 @@ class FlatBuffer(Buffer):
         numel: int,
         places: Sequence[tuple[int, tuple[int, ...]]],
     ) -> list[torch.Tensor]:
-        """As `piece`, of several in a part of the buffer.
-
-        Args:
-            dtype: of the part.
-            byte_offset: its offset.
-            numel: its elements.
-            places: where each piece begins in it, in elements, and its shape.
+        """As `piece`, of several in a part of the buffer: each where it begins, in elements, and
+        its shape.
         """
         with torch.inference_mode(False):
             end = byte_offset + numel * dtype.itemsize
@@ -226,10 +202,7 @@ class TransientBuffer(Buffer):
     """A flat buffer whose memory is allocated only between ``acquire`` and ``release``.
 
     Views are created once, while the buffer is first allocated, and stay valid objects permanently.
-
-    Attributes:
-        allocated: whether the memory is allocated (always, for an empty buffer). Only this class
-            resizes the storage, so that it need not be asked.
+    Only this class resizes the storage, so that ``allocated`` (always, for an empty buffer) knows.
     """
 
     __slots__ = ("__weakref__", "_storage", "allocated", "name", "nbytes")

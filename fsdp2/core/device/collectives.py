@@ -90,8 +90,8 @@ class ReduceKind:
 
 
 class Collectives(Protocol):
-    """Collectives over one axis, of shards or of replicas. Each returns the work to wait for, or
-    ``None``.
+    """Collectives over one axis, of shards or of replicas; each returns the work to wait for, if
+    any.
 
     Those that run in every step are bound: to their tensors, or to how they reduce.
     """
@@ -197,13 +197,9 @@ def _method(group: dist.ProcessGroup, names: tuple[str, ...]) -> Callable[..., A
 class GroupCollectives:
     """Collectives of a c10d process group.
 
-    Args:
-        group: the process group of the axis.
-        device: the device of the tensors.
-        asynchronous: whether the device has streams. If so, a work object that the backend returns
-            is waited for at once, on the current stream, so that an event recorded after the call
-            is after the collective. If not (CPU), it is returned, and the collective runs while the
-            host continues.
+    If ``asynchronous``, the device has streams: a work object that the backend returns is waited
+    for at once, on the current stream, so that an event recorded after the call is after the
+    collective. If not (CPU), it is returned, and the collective runs while the host continues.
     """
 
     __slots__ = (
@@ -349,11 +345,7 @@ class SoloCollectives:
 
 
 class ComplexCollectives:
-    """Collectives of complex tensors, as the pairs of real numbers that backends know.
-
-    Args:
-        collectives: what runs them.
-    """
+    """Collectives of complex tensors, as the pairs of real numbers that backends know."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._real = collectives

@@ -36,11 +36,9 @@ def bind_fingerprint(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tens
     """For the sums of some tensors' bytes, whenever it is called.
 
     A call reads the memory that the tensors have now, once, and does not make the host wait. It
-    returns an int64 tensor of one dim, for `differ`: a few KB, at most 280 KB per tensor.
-
-    Args:
-        tensors: all on one device. One that is not contiguous, or does not begin at a multiple of
-            8 bytes, is copied now.
+    returns an int64 tensor of one dim, for `differ`: a few KB, at most 280 KB per tensor. The
+    tensors are on one device. One that is not contiguous, or does not begin at a multiple of 8
+    bytes, is copied now.
     """
     # A forward may run inside `torch.func`, whose levels would wrap these tensors.
     with torch.no_grad(), torch._C._DisableFuncTorch():
@@ -90,20 +88,14 @@ def checksum(tensors: Sequence[torch.Tensor]) -> int:
     """One number of 64 bits, with a sign, for the bytes of tensors; the same on any device.
 
     Blocks the host. A single changed sum of `bind_fingerprint` always changes it.
-
-    Args:
-        tensors: as for `bind_fingerprint`.
     """
     with torch.no_grad(), torch._C._DisableFuncTorch():
         return int(_mixed(bind_fingerprint(tensors)().unsqueeze(1)))
 
 
 def differ(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> list[int]:
-    """1 for each fingerprint that is not what it was, otherwise 0; blocks the host once.
-
-    Args:
-        now: fingerprints, all on one device.
-        before: those of the same memory, taken earlier.
+    """1 for each fingerprint, all on one device, that is not what it was, else 0; blocks the host
+    once.
     """
     if not now or now[0].is_meta:  # a rehearsal writes nothing
         return [0] * len(now)

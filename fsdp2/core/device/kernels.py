@@ -30,8 +30,7 @@ Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
 class Kernels(Protocol):
     """Memory and copies of one device.
 
-    Attributes:
-        fuses: whether a copy of many tensors is one kernel where their layouts allow it.
+    ``fuses``: a copy of many tensors is one kernel where their layouts allow it.
     """
 
     fuses: bool

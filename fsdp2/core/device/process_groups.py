@@ -65,21 +65,15 @@ def new_groups(
 ) -> list[dist.ProcessGroup]:
     """Process groups that this rank is in, made without the ranks that are in none of them.
 
-    They have the properties of the first of ``around``: its backend, its time-out, and over NCCL
-    its options (`_options_like`).
+    ``around`` are groups that together reach all ranks that make such groups now, one per axis;
+    ``lines`` are the ranks of each new group. They have the properties of the first of ``around``:
+    its backend, its time-out, and over NCCL its options (`_options_like`).
 
     torch names such a group by its ranks and by how many groups the process is in (2.11 to 2.13) or
-    has made (2.15): ranks with more groups than others would wait for them under another name. If
-    the default group is bound to a device, torch would split its communicator, which requires all
-    its ranks, and hangs without them: groups are made without a split (`_unsplit`).
-
-    Args:
-        around: groups that together reach all ranks that make such groups now, one per axis.
-        device: the device of their collectives.
-        lines: ranks of each new group.
-
-    Raises:
-        ValueError: ranks would give a group different names; on all of them.
+    has made (2.15): ranks with more groups than others would wait for them under another name, and
+    raise here, all of them. If the default group is bound to a device, torch would split its
+    communicator, which requires all its ranks, and hangs without them: groups are made without a
+    split (`_unsplit`).
     """
     own = int(_hash_ranks_to_str([0])[:15], 16)  # of the number in the name, and no more
     axes = (GroupCollectives(group, device, asynchronous=False) for group in around)
@@ -110,12 +104,7 @@ def new_groups(
 
 
 def with_own_group(collectives: Collectives, device: torch.device) -> Collectives:
-    """The same over a new process group of the same ranks, all of which must call this.
-
-    Args:
-        collectives: of several ranks.
-        device: the device of their tensors.
-    """
+    """The same over a new process group of the same ranks, all of which must call this."""
     assert collectives.group is not None
     ranks = ranks_of(collectives.group)
     (group,) = new_groups([collectives.group], device, [ranks])
@@ -215,11 +204,6 @@ _met: WeakSet[ProcessGroup] = WeakSet()
 
 def meet(group: ProcessGroup | None, device: torch.device, unit: str) -> None:
     """Return when every rank of ``group`` is there; at once after the first time.
-
-    Args:
-        group: the process group.
-        device: of its collectives.
-        unit: name of the unit that is about to use it, for messages.
 
     Raises:
         RankMismatchError: a rank does not come, or has another backend.

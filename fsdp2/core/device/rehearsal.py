@@ -24,12 +24,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Stage:
-    """The objects on which groups on ``meta`` run.
-
-    Attributes:
-        streams: lanes of the planned device.
-        kernels: its memory and copies.
-    """
+    """The objects on which groups on ``meta`` run: lanes and memory of the planned device."""
 
     streams: Streams
     kernels: Kernels
@@ -41,11 +36,7 @@ stage: Stage | None = None
 
 @contextmanager
 def rehearsing(on: Stage) -> Iterator[None]:
-    """Let groups that are made inside run on a stage.
-
-    Raises:
-        RuntimeError: another plan is being made in this process.
-    """
+    """Let groups that are made inside run on a stage; only one plan is made at a time in a process."""
     global stage
     if stage is not None:
         raise coded(

@@ -66,11 +66,7 @@ class Streams(Protocol):
     def record(self, lane: Lane, label: str, event: Event = None) -> Event:
         """Return an event after everything issued on ``lane`` so far; ``label`` names it.
 
-        Args:
-            lane: the lane.
-            label: the operation before it.
-            event: what to record, of `make_event`; by default an event that is soon reused, for a
-                waiter that waits for it at once.
+        ``event`` is one of `make_event`; by default one that is soon reused, for a wait at once.
         """
 
     def wait(self, lane: Lane, event: Event, label: str) -> None:
@@ -208,10 +204,6 @@ class OnStream:
 
     Earlier work of the current stream is complete when the function's kernels run, and they are
     complete before later work of the current stream; the host does not block.
-
-    Attributes:
-        function: the user's.
-        stream: its stream.
     """
 
     function: Callable[[torch.Tensor], None]

@@ -27,12 +27,7 @@ CODED: dict[str, Codec] = {codec.name: codec for codec in (Bytes(), Nibbles())}
 
 
 def encoded(place: SegmentViews, codec: Codec) -> Gather:
-    """The all-gather of a segment whose shards are sent as messages.
-
-    Args:
-        place: the segment.
-        codec: encodes the messages.
-    """
+    """The all-gather of a segment whose shards are sent as messages."""
     segment, kernels = place.segment, place.kernels
     assert {segment.shard_dtype, segment.full_dtype} <= {*NUMBERS}
     ranks, width = place.collectives.size, segment.shard_numel
@@ -57,19 +52,11 @@ def encoded(place: SegmentViews, codec: Codec) -> Gather:
 class Messages:
     """The messages of a segment's all-gathers, one per rank, and the collective that brings them.
 
-    Args:
-        nbytes: of each.
-        collectives: of the ranks that gather.
-        kernels: memory.
-        name: of the memory.
-        scratch: numbers of fp32 that have room after the messages. Default 0.
-
     Attributes:
         memory: of all; allocated until it is released once, when its users are bound.
         every: all ranks' messages, [ranks, nbytes] of uint8.
         own: this rank's, [1, nbytes].
         numbers: the room after them, [1, scratch] of fp32.
-        gather: runs the collective.
     """
 
     def __init__(

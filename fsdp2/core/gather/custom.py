@@ -22,13 +22,7 @@ from fsdp2.core.layout.layout import Slot
 
 
 def custom(places: Sequence[SegmentViews], comm: AllGather, device: torch.device) -> Gather:
-    """The all-gather of segments by the user's collective.
-
-    Args:
-        places: the segments.
-        comm: the collective.
-        device: where its buffers are.
-    """
+    """The all-gather of segments by the user's collective."""
     parameters = [found for place in places for found in place.parameters()]
     found = _Custom(places, comm, device)
     if not found.nbytes:
@@ -44,11 +38,7 @@ def custom(places: Sequence[SegmentViews], comm: AllGather, device: torch.device
 
 
 class _Custom:
-    """The buffer of the all-gather that runs, and the rows of all segments in it.
-
-    Attributes:
-        nbytes: of a row.
-    """
+    """The buffer of the all-gather that runs, and the rows of all segments in it."""
 
     def __init__(
         self, places: Sequence[SegmentViews], comm: AllGather, device: torch.device

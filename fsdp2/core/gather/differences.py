@@ -42,12 +42,7 @@ AT_A_TIME = 1 << 22
 
 
 class ReferenceRows(KeptRows):
-    """The reference of a segment, and the messages of a codec that hold differences to it.
-
-    Args:
-        place: the segment.
-        codec: makes the messages.
-    """
+    """The reference of a segment, and the messages of a codec that hold differences to it."""
 
     def __init__(self, place: SegmentViews, codec: Codec) -> None:
         super().__init__(place)
@@ -159,10 +154,8 @@ class ReferenceRows(KeptRows):
         return [(slot, self._part(row, slot)) for slot in self.place.segment.slots]
 
     def restore(self, rows: Sequence[tuple[Slot, Tensor]]) -> None:
-        """Let the next gather bring these rows first, and then a difference to them.
-
-        Args:
-            rows: what `own_rows` has returned, of all parameters.
+        """Let the next gather bring these rows, of `own_rows`, first, and then a difference to
+        them.
         """
         self.rows.memory.acquire()
         self._own_row.zero_()

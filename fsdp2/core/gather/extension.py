@@ -89,13 +89,7 @@ def check_hooks(name: str, local: torch.Tensor, cut: Cut, even: bool) -> None:
     """Raise, naming the parameter, if its subclass cannot be gathered through its hooks.
 
     A subclass that wraps other tensors must have them: without them, it would become one plain
-    tensor. On the meta device it may get them later.
-
-    Args:
-        name: the parameter's full name.
-        local: its local tensor, before or after sharding.
-        cut: how it is sharded.
-        even: whether all ranks hold equally much of it.
+    tensor. On the meta device it may get them later. ``even``: all ranks hold equally much of it.
     """
     kind = type(local).__name__
     has = [hasattr(local, hook) for hook in (PRE_HOOK, POST_HOOK)]
@@ -139,13 +133,8 @@ def check_hooks(name: str, local: torch.Tensor, cut: Cut, even: bool) -> None:
 
 @dataclass(frozen=True)
 class ExtensionContext:
-    """The context of an `Extension` besides buffers.
-
-    Attributes:
-        options: dtypes, and the policy that is passed to the hooks.
-        device: where hooks run.
-        offload: the offload policy, if shards are in CPU memory and are copied to the device first.
-        made: called when an unsharded parameter has been created.
+    """The context of an `Extension` besides buffers; ``made`` is called with each unsharded
+    parameter.
     """
 
     options: GroupOptions
@@ -157,10 +146,8 @@ class ExtensionContext:
 class ExtendedParam:
     """One parameter, its hooks, and the tensors that they create.
 
-    Attributes:
-        param: the parameter.
-        inputs: the tensors to send, once its first pre hook has run.
-        targets: where each rank's piece of each output belongs: [ranks, *shape of the input].
+    ``inputs`` are the tensors to send, once its first pre hook has run; ``targets`` are where each
+    rank's piece of each output belongs: [ranks, *shape of the input].
     """
 
     def __init__(self, param: ShardedParam, slot: Slot, context: ExtensionContext) -> None:
@@ -334,18 +321,7 @@ class ExtendedParam:
 
 
 class Extension:
-    """All extended parameters of a group, in one collective; the first gather makes them.
-
-    Args:
-        segment: their slots.
-        params: the group's parameters.
-        collectives: of the shard axis.
-        kernels: memory and copies.
-        context: the arguments of the hooks.
-
-    Attributes:
-        comm: the user's all-gather, if there is one.
-    """
+    """All extended parameters of a group, in one collective; the first gather makes them."""
 
     def __init__(
         self,

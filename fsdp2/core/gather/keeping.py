@@ -25,22 +25,16 @@ from fsdp2.core.gather.smaller_group import SmallerRows
 
 
 class Keeping:
-    """The two all-gathers of a group that keeps rows.
+    """The two all-gathers of a group that keeps rows: ``fresh`` has collectives, ``again`` reuses
+    rows.
 
     Args:
-        parts: the operations of the group's segments, and the rows that stay.
-        gather: the all-gather of all of them, through both levels if there are two.
+        gather: the all-gather of all segments, through both levels if there are two.
         load: copies shards from the host first, if they are offloaded.
         choose: called with the all-gather that is the next.
         nodes: rows of a node that others than kept ones are gathered from, if there are any: they
             stay, too, unless a smaller group's do.
         smaller: rows of a smaller group, if these stay.
-
-    Attributes:
-        fresh: with collectives; rows are kept after it.
-        again: reuses them.
-        kept: rows of all ranks.
-        current: whether the next all-gather reuses rows.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Rows that outlive their all-gather: later ones copy them into the slots again, without a
-collective.
+"""Rows that outlive their all-gather: later ones copy them into the slots without a collective.
 
     fresh   shards ══ all-gather ══> rows ── copy ──> slots
     again                            rows ── copy ──> slots
@@ -16,15 +15,7 @@ ROWS = "kept rows"
 
 
 class KeptRows:
-    """The rows of a segment, whose memory stays from the first all-gather on.
-
-    Args:
-        place: the segment.
-
-    Attributes:
-        place: the same.
-        rows: its rows.
-    """
+    """The rows of a segment, whose memory stays from the first all-gather on."""
 
     def __init__(self, place: SegmentViews) -> None:
         self.place = place

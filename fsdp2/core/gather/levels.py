@@ -28,18 +28,10 @@ from fsdp2.core.layout.levels import gaps
 class NodeRows:
     """Fills node rows, before the all-gather inside.
 
-    Args:
-        name: the group's.
-        pieces: the positions of masters in the flat shard and in node rows.
-        shard: the flat shard, or the device's copy of it.
-        between: collectives of the ranks that share rows.
-        kernels: memory and copies.
-        device: where the rows are.
-        codec: name of the codec of coded segments.
-
-    Attributes:
-        rows: the buffer; allocated when this is created.
-        stays: whether its memory stays until it is freed explicitly, not per all-gather.
+    ``pieces`` says where masters are in the flat shard and in node rows; ``shard`` is the flat
+    shard, or the device's copy of it; ``between`` are collectives of the ranks that share rows.
+    ``stays`` tells whether the memory of ``rows`` stays until it is freed explicitly, not per
+    all-gather.
     """
 
     def __init__(
@@ -63,11 +55,7 @@ class NodeRows:
         self._zeros: list[torch.Tensor] = []
 
     def before(self, inside: Gather) -> Gather:
-        """An all-gather through both levels.
-
-        Args:
-            inside: the operations of the all-gather inside a node.
-        """
+        """An all-gather through both levels, of which ``inside`` is that inside a node."""
         own = self._own
         release = [*own.release, self._leave]
         finish = [*release, *inside.finish]
@@ -80,12 +68,7 @@ class NodeRows:
         return replace(found, acquire=acquire, copy_in=own.copy_in, collectives=[launch])
 
     def fill_gaps(self, segments: Sequence[Segment], rank: int) -> None:
-        """Set the padding of node rows to zero, because block codecs read it.
-
-        Args:
-            segments: of node rows, those that are coded inside.
-            rank: this process's place in the node.
-        """
+        """Set the padding of coded ``segments`` of node rows to zero, because block codecs read it."""
         for segment in segments:
             dtype, start = segment.full_dtype, segment.shard_byte_offset
             for first, length in gaps(segment, rank):
@@ -117,11 +100,7 @@ class NodeRows:
 
 
 class _Following:
-    """A gather inside that follows one between nodes, which the host waits for.
-
-    Attributes:
-        works: the collectives for which it waits next.
-    """
+    """A gather inside that follows one between nodes, which the host waits for: its next ``works``."""
 
     __slots__ = ("_inside", "_landing", "works")
 

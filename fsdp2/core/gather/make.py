@@ -34,24 +34,17 @@ def make_gathers(
 ) -> list[Part]:
     """The operations of each segment; of all together, if the user provides a collective.
 
-    Whatever gathers them, the parameters have the same slots. A single rank gathers nothing.
+    The parameters have the same slots in any case. A single rank gathers nothing. Returns
+    operations, in the order of segments, and the rows that they leave for the next all-gathers, if
+    any.
 
     Args:
         segments: those of parameters without all-gather hooks.
         shard: the flat shard, or the device's copy of it.
         full: the gathered buffer, allocated.
-        collectives: of the ranks that gather.
-        kernels: memory and copies.
-        comm: the user's all-gather.
-        device: where its buffers are.
-        codec: name of the codec of coded segments.
         differences: whether messages of coded segments are differences to the last values; rows of
             the others are then kept, too.
         keeps: whether rows of all segments without a codec are kept for the next all-gathers.
-
-    Returns:
-        Operations, in the order of segments; and the rows that they leave for the next all-gathers,
-        if any.
     """
     found: list[Part] = []
     theirs: list[SegmentViews] = []

@@ -35,16 +35,14 @@ Run = Callable[[], object]
 
 @dataclass(eq=False)
 class Gather:
-    """The operations of an all-gather, or of a part of one.
+    """The operations of an all-gather, or of a part of one: the five moments above, and
 
     Attributes:
         parameters: every slot, and the tensor of its gathered parameter, if it exists.
-        acquire: as above, as are the next four.
-        copy_in: likewise.
         collectives: return the work to wait for, or ``None``.
-        copy_out: likewise.
-        release: likewise; without ``copy_out`` if a prefetch was for nothing.
-        finish: the last two, part by part, so that each part frees its memory before the next copy.
+        release: without ``copy_out`` if a prefetch was for nothing.
+        finish: ``copy_out`` and ``release``, part by part: each part frees its memory before the
+            next copy.
         early: whether the gathered buffer must be allocated before the collectives, which write it.
         aliases: whether unsharded parameters are views of the shard.
         loads: whether shards are copied from the host first.
@@ -95,11 +93,8 @@ def combined(parts: Iterable[Gather]) -> Gather:
 
 
 class Launched(NamedTuple):
-    """Events of an all-gather; ``None`` if nothing must be waited for.
-
-    Attributes:
-        copied: after the copies before the collectives.
-        gathered: after the collectives.
+    """Events after an all-gather's copies in, and after its collectives; ``None``: no wait is
+    necessary.
     """
 
     copied: Event = None
@@ -109,12 +104,10 @@ class Launched(NamedTuple):
 def gather_on_lanes(
     streams: Streams, gather: Gather, name: str, works: list[Work], *, event: Event = None
 ) -> Launched:
-    """Launch an all-gather on its lanes, after everything on COMPUTE so far.
+    """Launch an all-gather, whose ``acquire`` has run, on its lanes, after everything on COMPUTE so
+    far.
 
     Args:
-        streams: the lanes.
-        gather: the operations; ``acquire`` has run.
-        name: the group's, for messages.
         works: receives the work objects for which the host must wait, also if something raises.
         event: the group's own, to record after the collectives: all-gathers of many groups may be
             running when COMPUTE waits only for this one.
@@ -143,12 +136,7 @@ def gather_inline(
 ) -> Launched:
     """As `gather_on_lanes` where all lanes are one, as on a CPU; or in the lane that is current.
 
-    Args:
-        streams: the lanes.
-        gather: the operations; ``acquire`` has run.
-        name: the group's, for messages.
-        works: as for `gather_on_lanes`.
-        copied: whether ``copy_in`` has run.
+    ``copied``: ``copy_in`` has run.
     """
     for run in () if copied else gather.copy_in:
         run()

@@ -30,18 +30,9 @@ from fsdp2.core.layout.layout import Segment, Slot
 class SegmentViews:
     """A segment in the two buffers of its group, and what moves it from one to the other.
 
-    Args:
-        segment: the segment.
-        shard: the flat shard, or the device's copy of it.
-        full: the gathered buffer, allocated.
-        collectives: of the ranks that gather.
-        kernels: memory and copies.
-
-    Attributes:
-        segment, shard, full, kernels: the same.
-        collectives: those for the segment's dtype.
-        casts: whether shards have another dtype than what is gathered.
-        wire: the dtype that collectives and copies see.
+    ``shard`` is the flat shard, or the device's copy of it; ``full`` is allocated. ``casts`` tells
+    whether shards have another dtype than what is gathered; ``wire`` is the dtype that collectives
+    and copies see, ``collectives`` are those for it.
     """
 
     def __init__(
@@ -68,11 +59,8 @@ class SegmentViews:
         return list(zip(segment.slots, gathered, strict=True))
 
     def shards(self, shape: tuple[int, ...] | None = None, sent: bool = False) -> torch.Tensor:
-        """This rank's rows, flat unless a shape is given.
-
-        Args:
-            shape: of the view.
-            sent: whether a collective reads it, unless a cast does.
+        """This rank's rows, flat unless a shape is given; ``sent``: a collective reads it, unless a
+        cast does.
         """
         segment = self.segment
         dtype = self.wire if sent and not self.casts else segment.shard_dtype
@@ -117,9 +105,7 @@ class Pair(NamedTuple):
 def coalesced(place: SegmentViews, also: Sequence[Pair] = ()) -> Gather:
     """Every parameter is gathered directly into its slot; a cast shard is already there.
 
-    Args:
-        place: the segment.
-        also: all-gathers of the same dtype that the launch takes along.
+    ``also`` are all-gathers of the same dtype that the launch takes along.
     """
     segment, full = place.segment, place.full
     slots, start = segment.slots, segment.full_byte_offset
@@ -170,14 +156,7 @@ def local(place: SegmentViews) -> Gather:
 
 
 def from_host(mirror: TransientBuffer, shard: FlatBuffer, nbytes: int, kernels: Kernels) -> Gather:
-    """The copy of offloaded shards to the device, in front of an all-gather.
-
-    Args:
-        mirror: the transient buffer from which they are gathered; allocated.
-        shard: their memory on the CPU.
-        nbytes: of either.
-        kernels: memory and copies.
-    """
+    """The copy of offloaded shards to the allocated ``mirror``, in front of an all-gather."""
     # As bytes, so that one copy takes segments of all dtypes (decision 8).
     target = mirror.view(torch.uint8, 0, (nbytes,))
     source = shard.view(torch.uint8, 0, (nbytes,))
@@ -193,12 +172,9 @@ WASTED_AT_MOST = 16
 
 @dataclass
 class Rows:
-    """All ranks' rows of a segment, rank-major, and what copies them into slots.
+    """All ranks' rows of a segment, rank-major and flat, and ``put``, which copies them into slots.
 
-    Attributes:
-        memory: of the rows; allocated until it is released once, when its users are bound.
-        output: all rows, flat.
-        put: copies them into the slots.
+    ``memory`` is allocated until it is released once, when its users are bound.
     """
 
     memory: TransientBuffer
@@ -207,12 +183,7 @@ class Rows:
 
 
 def packed_rows(place: SegmentViews, name: str = "all-gather output") -> Rows:
-    """Memory for the rows of all ranks, [ranks, n], and the copies out of it.
-
-    Args:
-        place: the segment.
-        name: of the memory.
-    """
+    """Memory for the rows of all ranks, [ranks, n], and the copies out of it."""
     segment, kernels, itemsize = place.segment, place.kernels, place.segment.full_dtype.itemsize
     ranks, width = place.collectives.size, segment.shard_numel
     in_order = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
@@ -273,9 +244,7 @@ def own_row(place: SegmentViews, rows: Rows) -> tuple[Pair, list[Run]]:
 def packed(place: SegmentViews) -> tuple[Gather, Pair]:
     """All shards are sent together; a copy puts them into their slots.
 
-    Returns:
-        The operations, and what the collective writes and reads: a launch of coalesced ones may
-        take it along.
+    Returns also what the collective writes and reads: a launch of coalesced ones may take it along.
     """
     rows = packed_rows(place)
     pair, copy_in = own_row(place, rows)
@@ -289,10 +258,8 @@ def packed(place: SegmentViews) -> tuple[Gather, Pair]:
 def runs_of_one_size(slots: Sequence[Slot]) -> list[list[Slot]]:
     """Neighbours, in both buffers, whose pieces are of one size: a strided copy moves them all.
 
-    Args:
-        slots: whose pieces are in order, by offset.
-
-    Example: a Llama block's norms, q, k, v and o, and gate, up and down are three runs.
+    The pieces of ``slots`` are in order, by offset. Example: a Llama block's norms, q, k, v and o,
+    and gate, up and down are three runs.
     """
     found: list[list[Slot]] = []
     for slot in slots:

@@ -44,11 +44,8 @@ from fsdp2.core.pieces import round_up
 
 @dataclass(frozen=True)
 class SmallerGroup:
-    """The ranks that backward gathers from.
-
-    Attributes:
-        collectives: over them.
-        mesh: (replicate, shard): all data-parallel ranks, by smaller groups.
+    """The ranks that backward gathers from; ``mesh`` is (replicate, shard): all ranks, by smaller
+    groups.
     """
 
     collectives: Collectives
@@ -64,12 +61,7 @@ def smaller_segment(
 ) -> Segment:
     """The segment as a smaller group holds it: other pieces, the same gathered slots.
 
-    Args:
-        segment: as the group gathers it.
-        world_size: ranks of the smaller group.
-        coalesces: whether its backend gathers many tensors in one launch.
-        shard_byte_offset: where its rows begin.
-        pack_below: packed parameters stay packed if their piece has fewer bytes. Default 0: none.
+    Packed parameters stay packed if their piece has fewer than ``pack_below`` bytes.
     """
     itemsize = segment.full_dtype.itemsize
     # A smaller group has one shard dim: bands are for all ranks (decision 18).
@@ -95,18 +87,7 @@ def smaller_segment(
 class SmallerRows:
     """The smaller group's rows of one parameter group.
 
-    Args:
-        group: the ranks.
-        layout: the parameter group's layout.
-        full: its gathered buffer, allocated.
-        params: its parameters.
-        kernels: memory and copies.
-        comm: the user's all-gather, if there is one.
-        device: where its buffers are.
-        pack_below: as for `smaller_segment`.
-
     Attributes:
-        gather: backward's all-gather.
         swaps: the stores that register the parameters of this form.
         stays: whether the rows are kept for gathers of other micro-batches.
         kept: called when the rows are there.

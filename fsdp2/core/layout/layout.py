@@ -112,17 +112,11 @@ def default_cut(
 ) -> Cut:
     """The cut that is taken where several will do (decision 14).
 
-    On the first dim, unless equal pieces of it pad more than 3 % of the parameter and more than
-    1 MiB over all ranks. Then, of all dims and, where dim 0 and others were named, of dim 0 in as
-    many bands as can be with another: one that pads no more than 3 %, rather one that needs no
-    copies, rather on one dim, rather one that pads less; if there is none, the one that pads least.
-
-    Args:
-        shape: shape of the parameter, at least one dim.
-        ranks: how many ranks it is sharded over.
-        itemsize: bytes of an element.
-        dims: those that it may be cut on; ``None`` (default) for any one.
-        in_bands: whether it may be cut on two of them.
+    On the first dim, unless equal pieces of it pad more than 3 % of the parameter and more than 1
+    MiB over all ranks. Then, of all ``dims`` (default: any) and, where dim 0 and others were named
+    and ``in_bands``, of dim 0 in as many bands as can be with another: one that pads no more than 3
+    %, rather one that needs no copies, rather on one dim, rather one that pads less; if there is
+    none, the one that pads least.
 
     Example::
 
@@ -173,12 +167,7 @@ class ParamShape:
 
     Attributes:
         name: full name, for messages; parameters of other names may be equal.
-        shape: global shape.
-        cut: how it is sharded.
         shard_dtype: dtype of the shard, as any hashable value.
-        shard_itemsize: bytes of one element of the shard.
-        full_dtype: dtype of the unsharded parameter.
-        full_itemsize: bytes of one element of the unsharded parameter.
         extended: whether its tensor subclass has all-gather hooks.
         coded: whether it is gathered in a format with fewer bytes.
         kin: of coded parameters, those of equal numbers may share a message
@@ -201,13 +190,8 @@ class ParamShape:
 class Slot:
     """One parameter's place in its segment; offsets and lengths in elements.
 
-    Attributes:
-        index: the parameter's position in the group.
-        shape: global shape.
-        cut: how it is sharded.
-        world_size: ranks that it is sharded over.
-        shard_offset: start in the segment's part of the flat shard.
-        full_offset: start in the segment's part of the gathered buffer.
+    Offsets are those in the segment's part of the flat shard and of the gathered buffer; ``index``
+    is the parameter's position in the group, ``shape`` its global one.
     """
 
     index: int
@@ -325,15 +309,12 @@ class Segment:
     its slots only determine how the parameters are cut.
 
     Attributes:
-        transport: how it is gathered.
-        shard_dtype: dtype of the shards.
-        full_dtype: dtype of the gathered parameters; they are cast if the two differ.
         slots: the parameters, in the order of both buffers; if they are packed, those whose pieces
             are in order come first.
         shard_numel: elements of one rank's part, padded to 16 bytes in either dtype.
         full_numel: elements of the gathered part, alignment included.
-        shard_byte_offset: start in the group's flat shard, in bytes.
-        full_byte_offset: start in the group's gathered buffer, in bytes.
+        shard_byte_offset: start in the group's flat shard, as ``full_byte_offset`` in the gathered
+            buffer.
     """
 
     transport: Transport
@@ -393,12 +374,10 @@ class GroupLayout:
     with it: the first group creates them, and they are freed with the last (`once`).
 
     Attributes:
-        world_size: ranks that the group is sharded over.
-        segments: its segments.
         shard_bytes: bytes of one rank's flat shard, padding included.
         full_bytes: bytes of the gathered buffer, padding and alignment included.
-        payload_bytes: bytes of the parameters in the flat shards, in the shards' dtypes, padding
-            excluded.
+        payload_bytes: bytes of the parameters in the flat shards, in the shards' dtypes, without
+            padding.
         pieces: the positions of a rank's own pieces in its rows, if masters are sharded over two
             levels (`fsdp2.core.layout.levels`); ``None`` otherwise.
     """
@@ -415,11 +394,10 @@ class GroupLayout:
     )
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """A fact that all groups of this layout share besides, under ``key``.
+        """A fact that all groups of this layout share besides, made for the first group that asks.
 
-        Args:
-            key: what it depends on except the layout; its owner comes first.
-            make: makes it, for the first group that asks. It refers to no group.
+        ``key`` has all it depends on except the layout, its owner first; ``make`` refers to no
+        group.
         """
         if key not in self._common:
             self._common[key] = make()
@@ -465,10 +443,8 @@ class GroupLayout:
 
 
 def side_by_side(slots: Iterable[AnySlot]) -> tuple[list[AnySlot], int]:
-    """Slots of a packed segment: those in order first, one after another in the shard.
-
-    Returns:
-        The slots with their offsets, and how many elements they take.
+    """Slots of a packed segment, those in order first, with offsets; and how many elements they
+    take.
     """
     placed: list[AnySlot] = []
     offset = 0
@@ -485,13 +461,7 @@ def can_coalesce(slots: Iterable[Slot], itemsize: int) -> bool:
 
 
 def pick_transport(param: ParamShape, world_size: int, coalesces: bool) -> Transport:
-    """The transport of a single parameter, only from global facts (invariant I1).
-
-    Args:
-        param: the parameter.
-        world_size: ranks that it is sharded over.
-        coalesces: whether the backend gathers many tensors in one launch.
-    """
+    """The transport of a single parameter, only from global facts (invariant I1)."""
     if param.extended:
         return Transport.EXTENSION
     if world_size == 1:
@@ -579,12 +549,8 @@ def build_layout(
 ) -> GroupLayout:
     """Lay out a group.
 
-    Args:
-        params: the group's parameters, in order.
-        world_size: ranks to shard over, at least 1.
-        coalesces: whether the backend gathers many tensors in one launch.
-        pack_below: bytes of a gathered piece below which parameters are packed, where there are
-            several of the same dtypes. Default 0: none for that reason.
+    Where several parameters of the same dtypes have gathered pieces of fewer than ``pack_below``
+    bytes, they are packed.
 
     Example::
 

@@ -42,9 +42,7 @@ from fsdp2.core.pieces import round_up
 class PieceSlot(Slot):
     """The place of a piece of a rank's rows: its "gathered" form is these rows, without padding.
 
-    Attributes:
-        inside: the parameter's place in the group's layout.
-        inside_rank: whose rows they are.
+    ``inside`` is the parameter's place in the group's layout, ``inside_rank`` whose rows they are.
     """
 
     inside: Slot
@@ -101,10 +99,8 @@ def pieces_layout(
     """How a rank's rows are split once more: a segment for each of the layout's, or two.
 
     Args:
-        layout: of the group, over the ranks of a node.
         rank: this process's position in the node.
         ranks: those that share these rows: one per node.
-        coalesces: whether their backend gathers many tensors in one launch.
         coded: positions in the group of parameters that are encoded between nodes.
     """
     segments: list[Segment] = []

@@ -24,10 +24,8 @@ SCHEDULE = logging.getLogger("fsdp2.schedule")
 class BindReason:
     """Why a group binds; formatted only if the message is wanted.
 
-    Attributes:
-        before: the layout that it had when it was bound last; ``None``: never bound.
-        shapes: the present shapes of its parameters.
-        moved: names of those whose rows are not where the group put them.
+    ``before`` is the layout of the last bind; ``moved`` names parameters whose rows are not where
+    the group put them.
     """
 
     before: GroupLayout | None

@@ -51,16 +51,13 @@ class MeshAxes:
 
     Attributes:
         mesh: the data-parallel mesh: (shard,), (replicate, shard) or (replicate,).
-        group: process group of the shard axis; ``None`` if nothing is sharded.
-        size: its number of ranks.
+        group: process group of the shard axis, of ``size`` ranks; ``None`` if nothing is sharded.
         rank: this process's position on it.
-        replicas: process group of the replicate axis; ``None`` without one.
-        copies: its number of ranks.
+        replicas: process group of the replicate axis, of ``copies`` ranks; ``None`` without one.
         device: the device that holds gathered parameters, and shards unless they are offloaded.
         full: the full SPMD mesh that parameters must be DTensors on, if its dims were named.
-        dims: the names.
-        levels: whether the replicate axis holds pieces of the shards instead of copies
-            (decision 29).
+        levels: whether the replicate axis holds pieces of the shards instead of copies (decision
+            29).
         whole: whether parameters stay whole, next to others that are sharded over the same ranks:
             their gradients are all-reduced together (`fsdp2.core.schedule.whole`).
     """
@@ -100,9 +97,6 @@ class MeshAxes:
 
         Makes process groups the first time (`new_groups`), which all ranks of the shard axis must
         do together.
-
-        Raises:
-            ValueError: as `new_groups`.
         """
         return self.mesh if cut.bands == 1 else _banded(self, cut.bands, current_world())
 
@@ -349,13 +343,10 @@ def part_at(
 def gradient_placements(
     axes: MeshAxes, spec: DTensorSpec, found: Sequence[Placement]
 ) -> tuple[Placement, ...]:
-    """The required placements of a model-parallel gradient before its reduction: the parameter's,
-    except on data-parallel dims of a full mesh, whose sums the reduction computes.
+    """The required placements of a model-parallel gradient before its reduction.
 
-    Args:
-        axes: the data-parallel axes.
-        spec: the parameter's spec before sharding.
-        found: the gradient's placements.
+    They are those of the parameter, except on data-parallel dims of a full mesh, whose sums the
+    reduction computes. ``found`` are those of the gradient.
     """
     if axes.full is None:
         return spec.placements

@@ -29,10 +29,7 @@ def grad_tensors(
 ) -> None:
     """Append every tensor inside ``value`` that requires grad to ``found``, in walk order.
 
-    Args:
-        value: nested tuples, lists, sets, dicts and dataclasses of anything.
-        found: a list to append to.
-        others: one for tensors that require none, if they are wanted.
+    ``others`` receives those that require none, if they are wanted.
     """
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
@@ -53,9 +50,8 @@ def grad_tensors(
 
 
 def map_tensors(function: TensorMap, value: object) -> Any:
-    """A copy of ``value`` with ``function`` applied to every tensor.
-
-    Containers in which no tensor changed are returned as they are, the same objects.
+    """A copy of ``value`` with ``function`` applied to every tensor; unchanged containers are
+    themselves.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -110,9 +106,7 @@ def _changed(new: Iterable[object], old: Iterable[object]) -> bool:
 
 
 def _parts(value: object) -> tuple[Collection[object], Callable[[list[object]], object]] | None:
-    """The items of a container, and a function that makes one like it of others; ``None`` for other
-    objects.
-    """
+    """The items of a container, and a function that makes one like it of others; else ``None``."""
     kind: Any = type(value)
     if isinstance(value, PackedSequence):
         return list(value), lambda items: kind(*items)

@@ -33,14 +33,11 @@ _REASON = "fsdp2 gathers, frees and reduces outside of compiled graphs"
 
 
 def uncompiled(function: F) -> F:
-    """Keep ``torch.compile`` out of ``function`` and of everything that it calls.
+    """Keep ``torch.compile`` out of ``function``, at its definition, and of everything that it
+    calls.
 
-    Args:
-        function: a Python function, at its definition: not a bound method.
-
-    Returns:
-        ``function`` itself, marked. (A version of torch that has no such mark gets the wrapper of
-        ``torch.compiler.disable``.)
+    Returns ``function`` itself, marked. (A version of torch that has no such mark gets the wrapper
+    of ``torch.compiler.disable``.)
     """
     if not _skip(function, recursive=True):
         return torch.compiler.disable(function, reason=_REASON)

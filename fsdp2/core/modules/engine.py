@@ -131,12 +131,7 @@ def _graphs_behind(ends: Ends) -> frozenset[Graph]:
 def _in_graph(inputs: Ends, accumulates: bool) -> Ends:
     """The tensors that gradients are asked of, with gathered parameters in place of shards.
 
-    Args:
-        inputs: the user's.
-        accumulates: whether gradients are to be added to ``.grad``.
-
-    Raises:
-        ShardingStateError: they are to be returned, which no reduction takes part in.
+    Raises if gradients of those are not accumulated but returned: no reduction takes part in that.
     """
     found: list[torch.Tensor | GradientEdge] = []
     for each in inputs:

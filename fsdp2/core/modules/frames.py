@@ -1,5 +1,4 @@
-"""The running code, according to the interpreter's frames: they are gone when an exception ends a
-call.
+"""The running code, according to the interpreter's frames, which end when an exception ends a call.
 
     running_calls    how many calls of a module, and of such methods, are running
     failure_of       the exception for which torch calls a hook that it always calls
@@ -20,7 +19,7 @@ FORWARD_METHODS: set[CodeType] = set()
 
 
 def running_calls(module: nn.Module, record: object) -> int:
-    """How many calls of ``module`` are running, this one included, and of its forward methods.
+    """How many calls of ``module`` run, this one included, and of its forward methods.
 
     For one that an exception has ended there is no frame any more.
     """

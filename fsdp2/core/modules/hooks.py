@@ -414,8 +414,7 @@ class UnitHooks(UnitRecord):
             _on_gradient(max(here, key=operator.itemgetter(0))[1], self.leave_backward, self)
 
     def _hook_own_node(self, tensor: torch.Tensor) -> bool:
-        """End the unit's backward at an input's own gradient, if no node is newer than the input's
-        node.
+        """End the unit's backward at an input's own gradient, if no node is newer than the input's.
 
         In this case only the unit and newer nodes can use it: its gradient is complete when the
         unit's nodes have run. Other inputs may have older uses (an encoder's output, in each block
@@ -584,9 +583,7 @@ def _requires_grad(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def _holds_parameter(output: object) -> bool:
-    """Whether an unsharded parameter, or a view of one, is in ``output``: it is kept until
-    backward.
-    """
+    """Whether an unsharded parameter, or a view of one, is in ``output``: it stays until backward."""
     if type(output) is torch.Tensor and output._base is None:
         return False
     found: list[torch.Tensor] = []
@@ -612,10 +609,7 @@ def _is_base(tensor: torch.Tensor, views: object) -> bool:
 def _on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], object], key: object) -> None:
     """As ``tensor.register_hook(hook)``, but permanent: a third of the work, without a handle.
 
-    Args:
-        tensor: requires grad.
-        hook: called with its gradient.
-        key: of one hook of the tensor; handles have integers.
+    ``key`` is that of one hook of the tensor; handles have integers.
     """
     if type(tensor) is not torch.Tensor:
         present: Mapping[int, object] | None = tensor._backward_hooks

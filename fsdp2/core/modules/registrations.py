@@ -58,11 +58,7 @@ under it."""
 
 
 class Registrations:
-    """Counts registrations of parameters and submodules in this process, except by units.
-
-    Attributes:
-        count: how many so far.
-    """
+    """Counts registrations of parameters and submodules in this process, except by units."""
 
     count = 0
 
@@ -123,11 +119,8 @@ def is_managed(module: nn.Module, name: str) -> bool:
 def follow_replaced(group: ParamGroup, known: set[int]) -> None:
     """Manage tensors in the entries of a group's parameters that are sharded like them.
 
-    Args:
-        group: the group.
-        known: ids of all forms of managed parameters: those may be tied, but do not replace any. A
-            tensor that is accepted here is one from now on, because a loader may put it into
-            several entries.
+    ``known`` are ids of all forms of managed parameters: those may be tied, but do not replace any.
+    A tensor that is accepted here is one from now on: a loader may put it into several entries.
     """
     if not group.state.is_sharded:
         return  # the entries are filled with what was gathered
@@ -177,14 +170,9 @@ def _expected(group: ParamGroup, param: ShardedParam) -> nn.Parameter | None:
 
 
 class Move(NamedTuple):
-    """An entry that holds another managed parameter than before.
+    """An entry ``key`` of ``module`` that holds another managed parameter than before.
 
-    Attributes:
-        name: the name that the parameter has there.
-        module: the module there.
-        key: its name in the module.
-        param: the parameter; ``None``: the entry was deleted, or set to ``None``.
-        before: the managed parameter that was there.
+    ``param`` is ``None`` if the entry was deleted, or set to ``None``; ``before`` was there.
     """
 
     name: str
@@ -198,8 +186,6 @@ class Unexpected(NamedTuple):
     """A registration that belongs to no unit.
 
     Attributes:
-        name: its name.
-        registered: the registered object.
         param: the managed parameter whose entry it is in.
         other: the managed parameter of which it is a form.
         meshes: those of all managed parameters.
@@ -234,7 +220,6 @@ def find_moves(
     """Find new entries of managed parameters, which are ties; report all other registrations.
 
     Args:
-        root: the module whose forward begins.
         params: the parameters of its scheduler's units. One may have no entry: its module is gone,
             and another one registers it now.
         managed: the entries that units of its scheduler fill.
@@ -291,11 +276,7 @@ class Owned(NamedTuple):
 
 
 class Owners:
-    """The owners of parameters.
-
-    Args:
-        units: the units to look in.
-    """
+    """The owners of parameters, among units."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._units = list(units)  # they keep alive what has these ids
@@ -310,23 +291,17 @@ class Owners:
         return self._owned[id(param)]
 
     def of(self, registered: nn.Parameter) -> Owned | None:
-        """The owner of a registered object: a form of a parameter, or its object from before
-        sharding.
-
-        ``None`` if no unit manages it.
+        """The owner of a form of a parameter, or of its object from before sharding; ``None``
+        without one.
         """
         form = form_of(registered)
         return self._owned.get(id(registered if form is None else form.param()))
 
 
 class Computed(NamedTuple):
-    """How a unit computes with one of its parameters.
+    """How a unit computes with a parameter; ``chosen`` is ``None`` for the dtype of its shard.
 
-    Attributes:
-        name: the parameter's.
-        dtype: of its shard.
-        chosen: compute dtype; ``None``: the shard's.
-        is_exception: whether the user has chosen that only for this parameter.
+    ``is_exception``: the user has chosen that only for this parameter.
     """
 
     name: str
@@ -342,16 +317,7 @@ def computed(owned: Owned) -> Computed:
 
 
 def check_same_dtype(name: str, other: Computed, policy: MixedPrecisionPolicy) -> None:
-    """Raise if a unit would compute with another unit's parameter in another dtype than that does.
-
-    Args:
-        name: of the parameter in the unit.
-        other: of the one that it is.
-        policy: the unit's.
-
-    Raises:
-        ValueError: it would.
-    """
+    """Raise if a unit would compute with another unit's parameter in another dtype than that does."""
     if not other.dtype.is_floating_point or other.is_exception:
         return
     computes, wanted = other.chosen or other.dtype, policy.param_dtype or other.dtype
@@ -381,15 +347,7 @@ def fill(owned: Owned, entries: list[ModuleEntry]) -> None:
 
 
 def take_up(moves: Sequence[Move], units: Iterable[Unit]) -> None:
-    """Manage parameters where modules register them now.
-
-    Args:
-        moves: which ones were registered elsewhere since.
-        units: those that have them.
-
-    Raises:
-        ValueError: a unit computes with one in another dtype than the parameter's own.
-    """
+    """Manage parameters where modules register them now; raise if a unit's compute dtype differs."""
     units = list(units)
     owners = Owners(units)
     for move in moves:

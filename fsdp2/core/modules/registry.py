@@ -53,10 +53,7 @@ Kwargs = dict[str, object]
 class Arguments:
     """The arguments of `fully_shard` that later parameters also use.
 
-    Attributes:
-        axes: the data-parallel axes of its mesh.
-        offload: the offload policy, if shards are in CPU memory.
-        reshard_to: the number of ranks over which forward reshards, if not over all or none.
+    ``reshard_to`` is the number of ranks over which forward reshards, if not over all or none.
     """
 
     axes: MeshAxes
@@ -67,14 +64,8 @@ class Arguments:
 class UnitRecord:
     """The record that a call of `fully_shard` leaves on its modules.
 
-    Args:
-        unit: the unit of the call.
-        modules: the modules of the call.
-        arguments: the arguments of the call.
-        ignored: the entries of its modules that hold ignored parameters.
-        streams: lanes of the device.
-
     Attributes:
+        ignored: the entries of its modules that hold ignored parameters.
         scheduler: the one that serves the unit; ``None`` before the root's first forward.
         alone: whether it serves one root; false if parameters below several are tied.
         cast_to: the dtype of floating-point inputs of the unit's forward; ``None``: as they are.
@@ -185,11 +176,7 @@ def refresh(records: Iterable[UnitRecord]) -> None:
 
 
 def require_record(module: object) -> UnitRecord:
-    """As `record_of`; raises where `fully_shard` was not called on ``module``.
-
-    Raises:
-        ValueError: it was not.
-    """
+    """As `record_of`; raises where `fully_shard` was not called on ``module``."""
     record = record_of(module)
     if record is None:
         raise coded(
@@ -219,11 +206,8 @@ def walk(
 ) -> list[tuple[nn.Module, str]]:
     """Modules at and below ``roots``, each once, with the prefix of their parameters' names.
 
-    Args:
-        roots: where to begin.
-        leaves_out: whether to exclude a module below, and modules that are only below it. ``None``
-            (default): no.
-        order: see `Order`. Children come in the order in which they are registered.
+    ``leaves_out`` tells whether to exclude a module below, and modules that are only below it.
+    Children come in the order in which they are registered.
     """
     # A list and no generator: `fully_shard` walks several times over all modules that it is called
     # on, and a generator is entered once for each of them.
@@ -273,10 +257,7 @@ def managed_modules(
 ) -> list[tuple[nn.Module, str]]:
     """Modules at and below ``modules`` that no other unit has, with their parameters' prefixes.
 
-    Args:
-        modules: where to begin; parents come first.
-        into_units: whether those of other units are among them.
-        pending: those that are to be units, and are left out in any case.
+    Parents come first. ``pending`` are those that are to be units, and are left out in any case.
     """
     # A loop of its own: `fully_shard` walks over all modules that it is called on, and `walk` would
     # call a function for each of them.

@@ -42,11 +42,7 @@ Sum = tuple[object, torch.Tensor, torch.Tensor]
 
 
 class Gradients:
-    """The gradients of a reduction's parameters.
-
-    Args:
-        params: the parameters, in the order of all that is taken and delivered.
-    """
+    """The gradients of a reduction's parameters, in their order."""
 
     __slots__ = ("_edited", "_hooks_seen", "_reuse", "_watched", "params")
 
@@ -65,10 +61,8 @@ class Gradients:
     def take(self, summed: bool) -> list[torch.Tensor | None]:
         """Take the full gradients; ``None`` for a parameter without one.
 
-        One that was frozen since its forward has none, but where earlier ones would be lost.
-
-        Args:
-            summed: whether gradients of several backwards are among them.
+        One that was frozen since its forward has none, but where earlier ones would be lost: if
+        gradients are ``summed`` over several backwards.
         """
         grads: list[torch.Tensor | None] = []
         with DisableTorchFunctionSubclass():
@@ -115,13 +109,8 @@ class Gradients:
     ) -> list[Sum]:
         """Give each parameter that is ``present`` its rows as ``.grad``; run users' hooks.
 
-        Args:
-            rows: reduced gradients.
-            present: which to deliver.
-            over: of `objects_over`, where ``rows`` are what those are over.
-
-        Returns:
-            Those that have a ``.grad`` already: to add is the caller's, as is to run the hooks.
+        ``over`` is the result of `objects_over`, where ``rows`` are what those are over. Returns
+        those that have a ``.grad`` already: the caller adds, and runs the hooks.
         """
         if self._hooks_seen != CountedHooks.count:
             self._look_for_hooks()
@@ -289,11 +278,8 @@ COUNTS_ARE_TRUE = counts_are_true()
 class GradientReuse:
     """The DTensors of a reduction's gradients, between two steps.
 
-    Which member's is dropped last depends on who drops them: a module walks to those in nested
-    modules last, an optimizer to those of its last group. A look that comes too early tells.
-
-    Args:
-        count: how many members there are.
+    The member whose gradient is dropped last depends on who drops them: a module walks to those in
+    nested modules last, an optimizer to those of its last group. A look that comes too early tells.
     """
 
     __slots__ = ("_free", "_last", "_watch")
@@ -307,7 +293,7 @@ class GradientReuse:
     def take(self, count: int) -> list[object]:
         """DTensors for ``count`` gradients, whose rows are to be set; ``None`` where to make one.
 
-        That of the member which is watched is always ``None``.
+        The one of the watched member is always ``None``.
         """
         if not self._free:
             return [None] * count
@@ -317,11 +303,7 @@ class GradientReuse:
         return taken
 
     def lend(self, gradients: list[Any]) -> None:
-        """These are gradients now, of all members.
-
-        Args:
-            gradients: a list that no other code needs.
-        """
+        """These are gradients now, of all members; no other code needs the list."""
         last = gradients.pop(self._last[0])
         watch = _Watch(last._local_tensor, _look)
         self._free = []  # without what an older watch left since `take`
@@ -330,13 +312,8 @@ class GradientReuse:
 
 
 class _Watch(weakref.ref[object]):
-    """Watches the last gradient's rows; it knows the others.
-
-    Attributes:
-        lent: the others.
-        free: the list that receives unreferenced ones.
-        last: the member of the watched gradient, in a list of one; changed if others are
-            referenced.
+    """Watches the last gradient's rows, of member ``last[0]``; ``free`` receives unreferenced
+    others.
     """
 
     __slots__ = ("free", "last", "lent")

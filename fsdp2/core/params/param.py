@@ -143,11 +143,8 @@ def gathered_name(tensor: object) -> str | None:
 class Alias:
     """A place in an attribute of a module that refers to a parameter: a store of one entry.
 
-    Args:
-        module: the module, which it does not keep alive.
-        attribute: the attribute's name.
-        key: where in the attribute, if that is a list or a dict; ``None``: the attribute itself.
-        value: the referenced object. If the user assigns another one, that stays.
+    ``key`` is the place in a list or a dict; ``None``: the attribute itself. It does not keep the
+    module alive. If the user assigns another object than ``value``, that stays.
     """
 
     __slots__ = ("_attribute", "_key", "_module", "_value")
@@ -193,11 +190,7 @@ def store_of(module: nn.Module) -> ParamStore:
 
 
 def follow_requires_grad(params: Iterable[Any]) -> bool:
-    """Give each parameter's forms one ``requires_grad``; whichever was changed counts.
-
-    Returns:
-        Whether any changed.
-    """
+    """Give each parameter's forms one ``requires_grad``, the one that changed; returns if any did."""
     changed = False
     with DisableTorchFunctionSubclass():
         for param in params:
@@ -219,9 +212,6 @@ class FlagChanges:
 
     A backward looks at the flags only where some changed since the last one: autograd drops the
     gradient of a parameter that does not require one at that moment, whatever it did in forward.
-
-    Attributes:
-        count: how often the flags of a group's parameters were found changed.
     """
 
     count = 0
@@ -229,16 +219,7 @@ class FlagChanges:
 
 @dataclass(frozen=True)
 class PlannedParam:
-    """The plan of a parameter.
-
-    Attributes:
-        name: its full name.
-        param: the parameter.
-        entries: where it is registered.
-        axes: the data-parallel axes that it is sharded over.
-        cut: how it is sharded.
-        dtype_override: the dtype to gather it in, if the policy makes an exception for it.
-    """
+    """The plan of a parameter; ``axes`` are the data-parallel ones that it is sharded over."""
 
     name: str
     param: nn.Parameter
@@ -258,14 +239,7 @@ def axes_in(plans: list[PlannedParam]) -> list[MeshAxes]:
 
 
 def refuse_written(name: str) -> NoReturn:
-    """Raise that an unsharded parameter was written.
-
-    Args:
-        name: the parameter's.
-
-    Raises:
-        ShardingStateError: always.
-    """
+    """Raise that an unsharded parameter was written."""
     raise coded(
         ShardingStateError,
         "written-unsharded",
@@ -280,8 +254,6 @@ class ShardedParam:
 
     Attributes:
         name: full name, from the root module once that is known.
-        entries: where it is registered.
-        cut: how it is sharded.
         shape: shape of the tensor that is laid out: the parameter, or its local tensor if it was a
             DTensor before; with dims in the order of memory.
         order: that order, if it differs from the dims' order (``channels_last``): fsdp2 lays out,
@@ -425,11 +397,7 @@ class ShardedParam:
     def adopt(self, slot: Slot, target: torch.Tensor) -> None:
         """Move this rank's rows to ``target``, a view of the flat shard, and be backed by it.
 
-        Called where nothing is recorded.
-
-        Args:
-            slot: the parameter's place in the layout.
-            target: ``slot.local_shape(axes.piece_rank)``.
+        Called where nothing is recorded; ``target`` has ``slot.local_shape(axes.piece_rank)``.
         """
         if not target.is_meta:
             if self._whole is None:
@@ -440,12 +408,7 @@ class ShardedParam:
         self._wrap(target if self.order is None else self.as_seen(target))
 
     def adopt_extended(self, slot: Slot, offload: CPUOffloadPolicy | None) -> None:
-        """Be backed by this rank's rows as a tensor of the subclass, which its own operators make.
-
-        Args:
-            slot: the parameter's place in the layout.
-            offload: where the rows belong into CPU memory apart from the device.
-        """
+        """Be backed by this rank's rows as a tensor of the subclass, which its own operators make."""
         whole = self._whole
         with torch.no_grad():
             rows = self.local if whole is None else _shard_of(whole, slot, self.axes.rank)
@@ -527,11 +490,7 @@ class ShardedParam:
         other.absorbed = []
 
     def was_replaced(self, known: Set[int] = frozenset()) -> bool:
-        """Whether, while sharded, an entry was given a DTensor that can take this one's place.
-
-        Args:
-            known: ids of parameters that cannot, because they are managed.
-        """
+        """Whether, while sharded, an entry was given a DTensor that is not ``known`` as another's."""
         found = [module._parameters.get(name) for module, name in self.entries]
         others = [param for param in found if param is not self.sharded and self._fits(param)]
         return any(OWNER not in p.__dict__ and id(p) not in known for p in others)
@@ -546,11 +505,8 @@ class ShardedParam:
         )
 
     def check_usable(self, device: torch.device, offloaded: bool = False) -> None:
-        """Raise, naming the parameter, if it has no memory or is on another device.
-
-        Args:
-            device: the required device.
-            offloaded: whether that is CPU memory because it is offloaded.
+        """Raise, naming the parameter, if it has no memory or is on another device than the
+        required.
         """
         if self._whole is None and self.local.device == device:
             return
@@ -647,10 +603,8 @@ class ShardedParam:
     def materialize(self, gathered: torch.Tensor) -> None:
         """Make the unsharded parameter over ``gathered``, which has its own version counter.
 
-        Called where nothing is recorded, outside of inference mode.
-
-        Args:
-            gathered: ``shape``; the parameter, or its local tensor if it was a DTensor before.
+        Called where nothing is recorded, outside of inference mode. ``gathered`` has ``shape``: it
+        is the parameter, or its local tensor if it was a DTensor before.
         """
         if self.order is not None:
             gathered = self.as_seen(gathered)
@@ -680,9 +634,8 @@ class ShardedParam:
     def make_smaller(self, rows: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
         """The parameter over a smaller group's rows, registered between forward and backward.
 
-        Args:
-            rows: this rank's, of the compute dtype.
-            mesh: (replicate, shard), of the smaller groups.
+        ``rows`` are this rank's, of the compute dtype; ``mesh`` is (replicate, shard), of smaller
+        groups.
         """
         rows = self.as_seen(rows)
         meta = with_dtype(self._spec, rows.dtype).tensor_meta
@@ -697,11 +650,7 @@ class ShardedParam:
         return param
 
     def follow_smaller(self) -> None:
-        """Take over ``requires_grad`` from the form that is registered between the passes.
-
-        Raises:
-            ShardingStateError: that form was written, which counts for nothing.
-        """
+        """Take over ``requires_grad`` from the form between the passes; raise if that was written."""
         smaller = self.smaller
         if smaller is None:
             return
@@ -830,9 +779,7 @@ def aliases_in(modules: Iterable[nn.Module]) -> Iterator[tuple[Alias, nn.Paramet
 def refuse_gradients(param: nn.Parameter, unit: str) -> None:
     """Make a backward raise if its gradient reaches a parameter from before it was sharded.
 
-    Args:
-        param: the object from before; its own hooks are elsewhere by now.
-        unit: name of the unit that manages it, for a message after that was deleted.
+    ``unit`` is the name of the unit that manages it, for a message after that was deleted.
     """
     reference = weakref.ref(param)
 
@@ -862,10 +809,8 @@ Hook = Callable[[Any], Any]
 
 
 class CountedHooks(OrderedDict[int, Hook]):
-    """The hooks of one kind on one sharded parameter.
-
-    Attributes:
-        count: how many hooks were registered in this process so far.
+    """The hooks of one kind on one sharded parameter; ``count``: all registered in this process so
+    far.
     """
 
     __slots__ = ()
@@ -890,9 +835,9 @@ def count_hooks(param: torch.Tensor) -> None:
 
 
 def may_have_hooks(param: torch.Tensor) -> tuple[bool, bool]:
-    """Whether ``param`` has hooks on its gradient, and post-accumulate-grad hooks.
+    """Whether ``param`` may have hooks on its gradient, and post-accumulate-grad hooks.
 
-    So it may where the dict of such hooks is one that does not count.
+    It may if the dict of such hooks does not count.
     """
     edits, watches = param._backward_hooks, param._post_accumulate_grad_hooks
     return (
@@ -902,18 +847,10 @@ def may_have_hooks(param: torch.Tensor) -> tuple[bool, bool]:
 
 
 def run_tensor_hooks(param: torch.Tensor, gradient: DTensor, name: str) -> DTensor:
-    """Run the hooks of ``register_hook`` on a reduced gradient.
+    """Run the hooks of ``register_hook`` on a reduced gradient; returns the last hook's result, if
+    any.
 
-    Args:
-        param: the sharded parameter.
-        gradient: of the parameter's shape and placements.
-        name: the parameter's, for messages.
-
-    Returns:
-        The result of the last hook that returned one, otherwise ``gradient``.
-
-    Raises:
-        TypeError: a hook returned something other than a gradient of the parameter.
+    A hook that returns something other than a gradient of the parameter is a `TypeError`.
     """
     hooks: Any = param._backward_hooks
     for hook in tuple(hooks.values()) if hooks else ():

@@ -57,11 +57,6 @@ def make_reductions(
     Args:
         members: of each parameter what sets its operations, itself, its place in the layout, and
             whether it is reduced directly (`is_direct`).
-        gradients_of: the gradients of parameters that are reduced alike.
-        collectives: of the shard axis.
-        replicas: of the replicate axis, if there is one.
-        kernels: memory and copies.
-        layout: of the group; it has what equal groups share.
         pieces: what of the rows this rank keeps, with masters sharded over two levels. Default:
             all.
     """
@@ -106,17 +101,8 @@ def bind_reduction(
 ) -> Reduction:
     """The reduction of members that are reduced alike.
 
-    Args:
-        gradients: of the members.
-        slots: the members' slots in the group's layout.
-        direct: how many of the first members are reduced from where their gradients are, or from
-            where they are cast to; the others are packed.
-        spec: what sets the operations.
-        collectives: of the shard axis.
-        replicas: of the replicate axis, if there is one.
-        kernels: memory and copies.
-        layout: of the group, if all members are of one.
-        pieces: as for `make_reductions`.
+    The first ``direct`` members are reduced from where their gradients are, or from where they are
+    cast to; the others are packed. ``layout`` is that of the group, if all members are of one.
     """
     collectives = collectives_of(spec.reduce_dtype, collectives)
     rank, size = collectives.rank, collectives.size
@@ -165,11 +151,8 @@ def _once(layout: GroupLayout | None, key: Hashable, make: Callable[[], T]) -> T
 
 
 def hand_over(former: Sequence[Reduction], made: Sequence[Reduction]) -> None:
-    """Give residuals of error feedback to the reductions that are bound in place of others.
-
-    Args:
-        former: the earlier reductions.
-        made: the reductions that replace them.
+    """Give residuals of error feedback to the reductions that are bound in place of ``former``
+    ones.
     """
     fed = [(r.members, feedback) for r in former if (feedback := r.way.feedback) is not None]
     if fed:
@@ -190,12 +173,7 @@ def _reduction(
 ) -> Reduction:
     """Make the operations around a transport's, and write all down in programs.
 
-    Args:
-        gradients: of the members.
-        context: of the reduction.
-        way: the transport, bound.
-        replicas: of the replicate axis, if sums are all-reduced.
-        pieces: if sums are scattered between nodes.
+    ``replicas`` are given if sums are all-reduced, ``pieces`` if they are scattered between nodes.
     """
     spec, kernels, marks = context.spec, context.kernels, context.marks
     kind = context.division.replicas
@@ -248,12 +226,7 @@ def transport_of(
 ) -> tuple[Callable[[ReduceContext], Way], bool]:
     """The transport of a reduction's gradients, and whether it carries marks.
 
-    Args:
-        spec: the settings of its operations.
-        slots: of the members.
-        direct: how many of the first need no packing.
-        size: ranks of the shard axis.
-        alone: whether gradients are only divided.
+    ``direct`` of the first members need no packing; ``alone``: gradients are only divided.
     """
     if alone and spec.grad_dtype == spec.result_dtype:
         return reduce_adopted, True

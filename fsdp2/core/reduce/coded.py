@@ -32,13 +32,7 @@ CODED: dict[str, Codec] = {codec.name: codec for codec in (Whole(), Rounded(), B
 
 
 def codec_of(name: str, rotate: bool = False, device: torch.device | None = None) -> Codec:
-    """The codec of gradients' messages.
-
-    Args:
-        name: of the format.
-        rotate: whether numbers are rotated before encoding.
-        device: where the numbers are. Default: the CPU.
-    """
+    """The codec of gradients' messages, by the name of its format."""
     codec = CODED[name]
     return Rotated(codec, device or torch.device("cpu")) if rotate else codec
 

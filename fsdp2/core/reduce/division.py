@@ -36,13 +36,11 @@ def plan_division(
 ) -> Division:
     """Choose where to divide.
 
-    fp32 and bf16 have range to spare and divide inside the collective where the backend can.
-    Others (fp16) split the factor about evenly before and after the sum, so that neither the sum
-    overflows nor the addends vanish.
+    fp32 and bf16 have range to spare and divide inside the collective where the backend can. Others
+    (fp16) split the factor about evenly before and after the sum, so that neither the sum overflows
+    nor the addends vanish.
 
     Args:
-        dtype: the reduction's dtype.
-        size: ranks of the shard axis.
         factor: the user's divide factor; ``None`` averages over both axes.
         premultiplies: whether the backend has a premultiplied sum (NCCL has).
         copies: ranks of the replicate axis.

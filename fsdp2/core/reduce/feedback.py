@@ -37,12 +37,10 @@ class Feedback:
     """The residuals of one reduction.
 
     Args:
-        codec: what makes its messages.
-        units: of residuals: how many ranks gradients are sent to, and what divides them before.
-            One may be taken over for another of equal units.
+        units: of residuals: how many ranks gradients are sent to, and what divides them before. One
+            may be taken over for another of equal units.
         width: numbers that each rank is sent.
         places: of each member, where its numbers begin among these, and how many there are.
-        kernels: memory and copies.
     """
 
     def __init__(
@@ -86,12 +84,7 @@ class Feedback:
         self._residual, self._own = residual, residual.narrow(1, 0, end)
 
     def take_over(self, members: Sequence[object], former: Sequence[Fed]) -> None:
-        """Take over the residuals of earlier reductions for the same members.
-
-        Args:
-            members: of this reduction.
-            former: the members and the feedback of those.
-        """
+        """Take over the residuals of earlier reductions, and their members, for the same members."""
         there = [(m, old) for m, old in former if not old.is_zero and old.units == self.units]
         for others, old in there:
             if (old.places, old._width) == (self.places, self._width) and [*members] == [*others]:
@@ -111,9 +104,8 @@ class Feedback:
     def encode(self, message: Tensor, rows: Tensor) -> None:
         """Encode gradients and residuals, on REDUCE, and keep the rounding errors.
 
-        Args:
-            message: [ranks, bytes], to be sent.
-            rows: [ranks, n], the gradients; afterwards, the rounding errors.
+        ``message`` is [ranks, bytes]; ``rows`` [ranks, n], the gradients; afterwards, the rounding
+        errors.
         """
         residual, own, transform = self._residual, self._own, self._kernels.transform
         assert residual is not None

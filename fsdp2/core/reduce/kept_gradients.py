@@ -21,10 +21,7 @@ from fsdp2.core.reduce.program import Job, KeptMemory, Step
 class KeptGradients:
     """The gradients of the members of a reduction, which stay in place on request (decision 15).
 
-    Args:
-        gradients: the members'.
-        make: allocates the flat tensor.
-        views: makes the rows of it.
+    ``make`` allocates the flat tensor, ``views`` makes the rows of it.
     """
 
     def __init__(
@@ -43,12 +40,8 @@ class KeptGradients:
         self._taken = False
 
     def hold(self, use: Callable[[Job, KeptMemory], None], otherwise: Step, job: Job) -> None:
-        """Give a job the kept memory, unless it holds a gradient, or will hold one.
-
-        Args:
-            use: makes it the destination of the result.
-            otherwise: makes new memory.
-            job: the job.
+        """Give a job the kept memory, unless it holds a gradient, or will hold one: then new
+        memory.
         """
         if self._taken or self._gradients.delivered():
             otherwise(job)

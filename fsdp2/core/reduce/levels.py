@@ -40,11 +40,8 @@ STAGING = "reduce-scatter input between nodes"
 
 @dataclass(frozen=True)
 class Pieces:
-    """Places of the pieces of a group's rows.
-
-    Attributes:
-        collectives: of the ranks that share rows.
-        slots: of the group's parameters, by their positions in the group.
+    """Places of the pieces of a group's rows, by positions in the group, and the ranks that share
+    rows.
     """
 
     collectives: Collectives
@@ -62,15 +59,7 @@ def context_between(
     kind: ReduceKind,
     kernels: Kernels,
 ) -> ReduceContext:
-    """The context of what is sent between nodes.
-
-    Args:
-        pieces: of the group's rows.
-        slots: the members'.
-        spec: the settings of the reduction's operations.
-        kind: how it reduces.
-        kernels: memory and copies.
-    """
+    """The context of what is sent between nodes."""
     dtype, slots = spec.reduce_dtype, pieces.of(slots)
     collectives = collectives_of(dtype, pieces.collectives)
     # Marks follow pieces even if these are empty: nothing is encoded then.
@@ -87,13 +76,9 @@ def context_between(
 
 
 def cross_nodes(context: ReduceContext, inside: PresenceMarks, hold: Step) -> list[Op]:
-    """The operations that replace HSDP's all-reduce.
+    """The operations that replace HSDP's all-reduce; ``hold`` gives a job its output.
 
-    Args:
-        context: of `context_between`.
-        inside: the marks of the reduction inside; always present, because its flat result is used
-            once more.
-        hold: gives a job its output.
+    The marks ``inside`` are always present, because the flat result there is used once more.
     """
     slots, spec, kernels, marks = context.slots, context.spec, context.kernels, context.marks
     size, dtype = context.collectives.size, spec.reduce_dtype

@@ -16,12 +16,8 @@ from fsdp2.core.reduce.program import Job
 class PartialSums:
     """The results of reductions without all-reduce.
 
-    Args:
-        kernels: memory and copies.
-
-    Attributes:
-        flat: the sums, in the reduce dtype; ``None`` if none wait.
-        present: which members had a gradient in any of these backwards.
+    ``flat`` has the sums, in the reduce dtype, ``None`` if none wait; ``present`` tells which
+    members had a gradient in any of these backwards.
     """
 
     def __init__(self, kernels: Kernels) -> None:

@@ -33,14 +33,10 @@ _WIDE = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.co
 
 
 class PresenceMarks:
-    """The marks of a reduction's members.
+    """The marks of a reduction's members, scattered over ``ranks``.
 
-    Args:
-        ranks: how many ranks the sums are scattered over.
-        flat: where they are.
-        dtypes: of the reduction, and others that gradients may be staged in.
-        small: whether a hook of the user sees them.
-        kernels: memory and copies.
+    ``dtypes`` are that of the reduction, and others that gradients may be staged in; ``small``: a
+    hook of the user sees the marks.
 
     Attributes:
         start: where they begin in the flat result; ``None``: they are sent apart.
@@ -79,9 +75,7 @@ class PresenceMarks:
     # ---- what operations run
 
     def mark(self, job: Job) -> None:
-        """For a job that lacks gradients, on COMPUTE: this rank's marks, and the position of the
-        sums.
-        """
+        """For a job that lacks gradients, on COMPUTE: this rank's marks, and the sums' position."""
         kernels, shape = self._kernels, (self._ranks, self.width)
         marks = kernels.zeros(shape, self._dtype, "marks of some")
         # Copied, as a mark may be 1 or `SMALL`, and kernels have no other way to set a number.
@@ -96,12 +90,7 @@ class PresenceMarks:
         job.marks, job.found = (marks.view(-1), found), found
 
     def reduce(self, scatter: Scatter, job: Job) -> Work | None:
-        """Sum them, where gradients' own collective did not, on REDUCE.
-
-        Args:
-            scatter: the separate reduce-scatter.
-            job: the job.
-        """
+        """Sum them by a separate reduce-scatter, where gradients' own did not, on REDUCE."""
         sent, found = self.of(job)
         return scatter(found, sent)
 

@@ -23,12 +23,9 @@ from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE, Lane
 
 
 class KeptMemory(NamedTuple):
-    """Memory of gradients that stays from step to step.
+    """Memory of gradients that stays from step to step, in the gradients' dtype.
 
-    Attributes:
-        flat: the rows of all members, in the gradients' dtype.
-        rows: views of it, one per member.
-        objects: what becomes ``.grad``, over the rows.
+    ``rows`` are views of ``flat``, one per member; ``objects``, over the rows, become ``.grad``.
     """
 
     flat: torch.Tensor
@@ -117,13 +114,9 @@ COLLECTIVES = frozenset((REDUCE_SCATTER, SUM_OF_REPLICAS, BETWEEN_NODES))
 
 
 class Op(NamedTuple):
-    """An operation of a reduction.
+    """An operation of a reduction: what ``run`` does with the job, on ``lane``, `HOST` or `BEHIND`.
 
-    Attributes:
-        lane: the lane that it runs on, `HOST` or `BEHIND`.
-        name: what it does.
-        run: does it, with the job.
-        seeks: whether only jobs need it that lack a gradient which another rank may have.
+    ``seeks``: only jobs need it that lack a gradient which another rank may have.
     """
 
     lane: int
@@ -135,14 +128,8 @@ class Op(NamedTuple):
 class Program:
     """Operations by lane, as the tuples that a launch runs through: of what each one runs.
 
-    Args:
-        ops: the operations, those of a lane in their order.
-        seeks: whether for a job that lacks a gradient; by default, for one that lacks nothing.
-
-    Attributes:
-        inline: all of them, lane after lane.
-        seeking: the program of a job that lacks a gradient, if there are operations for it. It is
-            never the program itself, which would be a reference cycle.
+    ``inline`` has all of them, lane after lane. ``seeking`` is the program of a job that lacks a
+    gradient, if there are operations for it; never the program itself: that were a reference cycle.
     """
 
     __slots__ = ("_ops", "all_reduce", "compute", "host", "inline", "reduce", "seeking")

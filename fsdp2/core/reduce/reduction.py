@@ -65,18 +65,12 @@ class ReduceContext:
     """The facts to which a transport is bound.
 
     Attributes:
-        slots: the members' positions in the group's layout.
         direct: how many of the first are reduced directly from their gradients, or from where they
             are cast to; the others are packed.
-        spec: the settings of the operations.
-        division: where it divides, and how the collective reduces.
-        flat: the output.
         marks: which ranks had a gradient; ``None`` on a single rank.
         carries_marks: whether marks use the same collective. If that may change them in other ways
             than a sum, they get a separate one.
         alone: whether nothing is communicated: gradients are only divided.
-        collectives: of the shard axis.
-        kernels: memory and copies.
     """
 
     slots: Sequence[Slot]
@@ -198,16 +192,11 @@ def operations(
     unstage: Step | None = None,
     inputs: Sequence[torch.Tensor] = (),
 ) -> list[Op]:
-    """A transport's operations, in their order.
+    """A transport's operations, in their order: stage on COMPUTE, reduce and unstage on REDUCE.
 
-    Args:
-        context: of the reduction.
-        name: of the transport.
-        stage: puts gradients where the collective reads them, on COMPUTE.
-        reduce: reduces and scatters, on REDUCE.
-        unstage: puts its output where the rows belong, if it is elsewhere.
-        inputs: what the collective reads besides the gradients that the job has: all are divided
-            before the sum, if the dtype could overflow.
+    ``unstage`` puts the output where the rows belong, if it is elsewhere. The collective reads
+    ``inputs`` in addition to the job's gradients: all are divided before the sum, if the dtype
+    could overflow.
     """
     before, kernels = context.division.before, context.kernels
     ops = [Op(COMPUTE, f"stage {name}", stage)]
@@ -267,15 +256,10 @@ class Reduction:
     """The bound programs of the members of a group that are reduced with the same options.
 
     Attributes:
-        gradients: the gradients of the members.
-        context: what its transport was bound to.
-        way: the transport, bound.
-        partial_sums: the results of reductions without all-reduce.
         kept: the memory of gradients, if it is kept.
         full: the program that ends in ``.grad``.
         partial: the program that ends in partial sums, without all-reduce; ``full`` if there are no
             replicas.
-        members: the parameters.
     """
 
     gradients: Gradients
@@ -394,7 +378,6 @@ class PendingReduction:
     """A group's running reduction.
 
     Attributes:
-        group: the group whose gradients it reduces.
         jobs: its data: alive until COMPUTE has waited for it (invariant I7).
         scattered: event after the reduce-scatter: its input may be freed.
         done: event after everything; the same one if nothing follows the reduce-scatter.
@@ -431,15 +414,9 @@ class PendingReduction:
 
 
 def reduce_on_lanes(group: ReducedGroup, jobs: Jobs, all_reduce: bool) -> PendingReduction | None:
-    """Run the jobs' programs, each step on its lane.
+    """Run the jobs' programs, each step on its lane; ``None`` if nothing is running: one rank.
 
-    Args:
-        group: whose gradients they reduce, on its lanes.
-        jobs: what `Reduction.collect` took.
-        all_reduce: whether copies are summed too, not kept as partial sums for later.
-
-    Returns:
-        What is on its way, or ``None`` if nothing is: one rank has nothing to communicate.
+    Without ``all_reduce``, sums are kept as partial sums for later.
     """
     streams = group.streams
     work: list[tuple[Program, Reduction, Job]] = []

@@ -38,16 +38,10 @@ Views = Callable[[torch.Tensor], list[torch.Tensor]]
 def ending(
     gradients: Gradients, context: ReduceContext, last: ReduceContext, lane: int
 ) -> tuple[KeptGradients | None, Op, list[Op]]:
-    """The operations after the sums.
+    """The operations after the sums, on ``lane``; the host delivers what is copied to it.
 
-    Args:
-        gradients: of the members.
-        context: of the reduction.
-        last: of its last collective.
-        lane: the last one, where they are; the host delivers what is copied to it.
-
-    Returns:
-        The memory that is kept; what gives sums their memory; the operations.
+    ``last`` is the context of the last collective. Returns the memory that is kept, the operation
+    that gives sums their memory, and the operations.
     """
     spec, kernels, marks = context.spec, context.kernels, context.marks
     shape, dtype, after = last.flat.shape, spec.result_dtype, context.division.after
@@ -125,13 +119,9 @@ def _divide_rows(kernels: Kernels, factor: float, job: Job) -> None:
 def _average(average: Callable[[torch.Tensor], bool], marks: PresenceMarks, job: Job) -> None:
     """Average over copies of the model, on ALL_REDUCE.
 
-    A copy whose gradient does not count gets exactly those that the others have: where it had
-    one and they had none, the average is zero, and an optimizer would step only here.
-
-    Args:
-        average: does it in place; says whether this copy's own gradient is in the average.
-        marks: those in the flat result.
-        job: the job.
+    ``average`` does it in place and tells whether this copy's own gradient counts. A copy whose
+    gradient does not count gets exactly those that the others have: where it had one and they had
+    none, the average is zero, and an optimizer would step only here.
     """
     if not average(job.flat):
         job.present = marks.present(job)

@@ -38,11 +38,8 @@ SHORTEST_RUN = 3
 
 
 def runs(shapes: Sequence[tuple[int, ...]], starts: Sequence[int]) -> list[Run]:
-    """The fewest calls that make contiguous views of ``shapes``, in this order.
-
-    Args:
-        shapes: of each view, one dim at least.
-        starts: where each begins, in elements.
+    """The fewest calls that make contiguous views of ``shapes`` from ``starts`` (elements), in
+    order.
 
     Example: shapes (2, 4), (6, 4), (2, 4) and (5,) from 0, 8, 32 and 40 are two runs, one of sizes
     (2, 6, 2) over (10, 4) from 0, and one over (5,) from 40.
@@ -69,9 +66,6 @@ def runs(shapes: Sequence[tuple[int, ...]], starts: Sequence[int]) -> list[Run]:
 def whole_run(shapes: Sequence[tuple[int, ...]]) -> Run | None:
     """The run of views that cover a tensor; ``None`` if they differ in other dims than 0.
 
-    Args:
-        shapes: of each view, one dim at least.
-
     Example: (2, 4), (6, 4) and (2, 4) are the parts, of sizes (2, 6, 2), of a tensor of (10, 4).
     """
     inner = shapes[0][1:]
@@ -86,7 +80,7 @@ def whole_run(shapes: Sequence[tuple[int, ...]]) -> Run | None:
 
 @dataclass(frozen=True)
 class FlatPlan:
-    """A flat result.
+    """A flat result; lengths and offsets in elements.
 
     Attributes:
         payload: elements of the members' rows.
@@ -122,10 +116,7 @@ def plan_flat(
     """Lay the result out.
 
     Args:
-        slots: of the members.
-        rank: among the ranks that share them.
-        dtype: of the reduction.
-        sent: whether there is more than one.
+        sent: whether several ranks share the members.
         needs_flat: whether the result is used in any other form than the members' rows.
         all_direct: whether the collective writes the rows of each member separately.
         carries_marks: whether marks need no separate collective, after the one of gradients.

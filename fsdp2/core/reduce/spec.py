@@ -20,19 +20,15 @@ class ReductionSpec:
 
     Attributes:
         grad_dtype: dtype of autograd's gradients.
-        reduce_dtype: dtype of the collectives.
         result_dtype: dtype of the sharded ``.grad``.
         factor: the user's divide factor.
         sum_only: whether the collectives must only sum.
         hook: called with the flat reduced gradient.
-        to_host: whether the result is copied to CPU memory.
-        pin: whether that memory is pinned.
+        to_host: whether the result is copied to CPU memory, pinned with ``pin``.
         comm: the user's reduce-scatter.
-        device: where its buffers are.
         keep: whether gradients' memory is kept for the next step.
-        codec: name of the format, if gradients are encoded.
-        between_codec: the same for sums between nodes.
-        rotate: whether they are rotated before encoding.
+        codec: name of the format, if gradients are encoded; ``between_codec`` for sums between
+            nodes.
         feedback: whether the rounding errors of a message are added to the next one.
         average: called with the flat gradient too, to average it over copies of the model.
         kin: if the codec rounds neighbors together, what its gradients' neighbors have in common
@@ -69,15 +65,7 @@ def reduction_spec(
     offload: CPUOffloadPolicy | None,
     device: torch.device,
 ) -> ReductionSpec:
-    """The settings of one parameter's reduction.
-
-    Args:
-        options: the user's choices.
-        param: the parameter.
-        offload: the offload policy, if shards and gradients are in CPU memory apart from the
-            device.
-        device: where gradients are reduced.
-    """
+    """The settings of one parameter's reduction, on ``device``."""
     grad = compute_dtype(options, param)
     reduce = param.grad_dtype
     if reduce.is_floating_point:  # a complex gradient cast to a real dtype would lose half of it
@@ -120,13 +108,7 @@ def reduction_spec(
 
 
 def is_direct(spec: ReductionSpec, slot: Slot, transport: Transport) -> bool:
-    """Whether a gradient is reduced from where it is, one of several in a launch.
-
-    Args:
-        spec: what sets its reduction's steps.
-        slot: the parameter's place in the layout.
-        transport: how it is gathered.
-    """
+    """Whether a gradient is reduced from where it is, one of several in a launch."""
     # Whether it is cast first or not, the collective's pieces are multiples of 16 bytes.
     itemsize = min(spec.reduce_dtype.itemsize, spec.grad_dtype.itemsize)
     built_in = spec.comm is None and spec.codec is None

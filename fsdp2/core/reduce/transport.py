@@ -78,14 +78,9 @@ def packing(
 ) -> tuple[int, Pack]:
     """Bind the packing of the last members, or of all, as one row per rank.
 
-    Args:
-        context: of the reduction.
-        rank_major: puts a gradient sharded on a later dim into rows of one rank's piece each.
-            Default: in memory that it makes.
-
-    Returns:
-        Elements of a row: those of the packed members, and marks or padding after them; and what
-        packs.
+    ``rank_major`` puts a gradient sharded on a later dim into rows of one rank's piece each; by
+    default, in memory that it makes. Returns the elements of a row, those of the packed members and
+    marks or padding after them, and the function that packs.
     """
     spec, flat, kernels = context.spec, context.flat, context.kernels
     first, size, carries_marks = context.direct, context.collectives.size, context.carries_marks

@@ -57,10 +57,7 @@ class LastGather:
     Attributes:
         dropped: whether the user has freed what was gathered, which other ranks do not know yet.
         watches: whether gathers take fingerprints.
-        records: whether autograd records the forward that gathers now.
-        fingerprint: of the shards, if it was taken.
         reads: a flat shard, and what takes fingerprints of it.
-        recorded: ``records`` at that time.
         steps: `OptimizerSteps.count` at that time.
     """
 
@@ -77,9 +74,8 @@ class LastGather:
 class Claim:
     """The contents that a user was given who has unsharded a group (`fsdp2.core.schedule.claimed`).
 
-    Attributes:
-        before: the fingerprint of what was gathered; ``None`` where it was compared since.
-        lost: whether a write was lost when it was freed.
+    ``before`` is the fingerprint of what was gathered, ``None`` where it was compared since;
+    ``lost`` tells whether a write was lost when it was freed.
     """
 
     before: torch.Tensor | None = None
@@ -91,16 +87,11 @@ class Runtime:
     """The objects on which a group runs.
 
     Attributes:
-        collectives: of the shard axis.
-        streams: lanes of the device.
-        kernels: memory and copies of the device.
-        device: where the group computes.
         replicas: collectives of the replicate axis, if there is one.
         between: those of the ranks that hold pieces of the same rows, with masters sharded over two
             levels.
         offload: the offload policy, if shards and gradients are in CPU memory apart from the
             device.
-        gradients_of: the gradients of parameters that are reduced together.
     """
 
     collectives: Collectives
@@ -118,23 +109,13 @@ class GroupFacts:
 
     Attributes:
         name: name of the unit, for messages.
-        params: the parameters.
-        options: what the user chose.
-        layout: where each parameter's rows are; ``None`` where a move of them was interrupted.
+        layout: ``None`` where a move of rows was interrupted.
         shard: this rank's rows of all parameters but extended ones, as ``layout`` says, or their
             pieces.
-        runtime: what it runs on.
-        collectives: of the shard axis.
-        reducers: collectives of the gradients; ``collectives`` unless they got a process group of
-            their own.
-        replicas: collectives of the replicate axis, if there is one.
-        between: those of the ranks with pieces of the same rows, where masters have two levels.
-        offload: the offload policy, if shards and gradients are in CPU memory apart from the
-            device.
-        device: where it computes.
+        reducers: collectives of the gradients; ``collectives``, those of the shard axis, unless
+            they got a process group of their own.
         smaller_group: the group to reshard to after forward, if not this one or none.
-        state: where the parameters are.
-        last_gather: what is known of the shards that were gathered last, where that may be used.
+        last_gather: knowledge of the shards that were gathered last, where that may be used.
     """
 
     __slots__ = (
@@ -200,10 +181,8 @@ class GroupFacts:
 class Bound:
     """Everything that binding creates for a group.
 
-    Args:
-        group: the group, laid out and sharded.
-        former: its previous record, if it was bound before.
-        waiting: whether gradients of backwards without sync are waiting.
+    ``former`` is its previous record, if it was bound before; ``waiting`` tells whether gradients
+    of backwards without sync are waiting.
 
     Attributes:
         full: the gathered rows, between acquire and release.
@@ -211,22 +190,14 @@ class Bound:
         nodes: rows that are gathered inside a node, if masters are sharded over two levels.
         keeping: rows of earlier gathers, if they are kept, and the chooser of ``gather``.
         keeps_mirror: whether gathered parameters are views of the mirror.
-        extension: the parameters with all-gather hooks.
-        parts: the operations of each segment's all-gather, and the rows that it leaves.
         gather: the operations of the next all-gather.
-        smaller: rows of a smaller group, and how they are gathered.
-        to_sharded: stores that register the sharded parameters.
-        to_unsharded: stores that register the gathered ones.
-        locals: sharded parameters that are DTensors, and their rows.
-        sharded: the sharded parameters.
-        sharded_flags: whether they required grad at the last comparison.
-        unsharded: the gathered parameters.
-        unsharded_flags: the same for the gathered parameters.
+        to_sharded: stores that register the sharded parameters, as ``to_unsharded`` the gathered
+            ones.
+        sharded_flags: whether the sharded parameters required grad at the last comparison.
         watched: the gathered parameters in which a user's write would be lost.
         versions: the number of fsdp2's own writes to each.
         references: the number of references to the gathered tensors while they are unused.
-        reductions: the reduction steps.
-        reduces_frozen: whether they include parameters that no longer require grad.
+        reduces_frozen: whether reductions include parameters that no longer require grad.
         rebinds: whether some reductions are out of date, but have partial sums.
     """
 
@@ -384,9 +355,8 @@ class Bound:
             self.keeping.follow(former)
 
     def _bind_params(self, group: GroupFacts) -> None:
-        """Make the gathered parameters, and the stores that register either form.
-
-        Extended ones follow in their first gather.
+        """Make the gathered parameters, except extended ones (in their first gather), and all
+        stores.
         """
         with torch.inference_mode(False), torch.no_grad():
             for gather, _ in self.parts:
@@ -440,10 +410,6 @@ class Bound:
         Partial sums that wait for an all-reduce belong to the steps that made them, which stay
         bound until then; parameters that they do not know get steps besides (invariant I9). Those
         that were frozen while gradients of earlier backwards are waiting still belong to it.
-
-        Args:
-            group: the group.
-            waiting: whether gradients of backwards without sync are waiting.
         """
         assert group.layout is not None
         kept = [r for r in self.reductions if r.partial_sums.flat is not None]

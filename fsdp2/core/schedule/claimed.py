@@ -58,11 +58,7 @@ def _free(group: ParamGroup, run: Run) -> None:
 
 
 def _take_back(group: ParamGroup, run: Run, stays: bool = True) -> None:
-    """Raise if it was written and freed, or is to be freed.
-
-    Raises:
-        ShardingStateError: names the parameters, one of which was written.
-    """
+    """Raise, naming the parameters, if one was written and freed, or is to be freed."""
     if stays:
         run(stays)
         return

@@ -36,11 +36,8 @@ Link = tuple[ProcessGroup, torch.device, str]
 
 
 def connect_groups(groups: Sequence[ParamGroup], expects_backward: bool) -> bool:
-    """Connect what a forward needs, and its backward; returns whether that was all.
-
-    Args:
-        groups: parameter groups of a root.
-        expects_backward: whether a backward may follow.
+    """Connect what a forward needs, and its backward if one may follow; returns whether that was
+    all.
     """
     now: list[Link] = []
     later: list[Link] = []
@@ -61,15 +58,10 @@ def connect_groups(groups: Sequence[ParamGroup], expects_backward: bool) -> bool
 
 
 def _connect(links: Sequence[Link]) -> None:
-    """Run the first collective of process groups, each once in a process.
+    """Run the first collective of process groups that connect late, each once in a process.
 
-    Args:
-        links: those that connect late; all ranks of each connect it before they wait for anything
-            else.
-
-    Raises:
-        RankMismatchError: as `meet`.
-        CommunicationError: as `meet`; or the first collective of a group failed.
+    All ranks of each connect it before they wait for anything else. Errors are those of `meet`; a
+    collective that fails is a `CommunicationError`.
     """
     in_order = sorted(links, key=lambda link: (global_ranks(link[0]), link[0].group_name))
     # All before the first collective: an absent rank is then reported, not waited for in one.

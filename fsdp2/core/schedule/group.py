@@ -79,19 +79,13 @@ buffers are no longer those that were bound."""
 
 
 class ParamGroup(GroupFacts):
-    """Parameters that share collectives.
-
-    Args:
-        name: name of the unit, for messages.
-        params: the parameters.
-        runtime: what it runs on.
-        options: of the unit that it belongs to, which hands on what the user chose.
+    """Parameters that share collectives; ``options`` are those of the unit that it belongs to.
 
     Attributes:
-        bound: all that binding has made of it; ``None`` before the first use.
+        bound: ``None`` before the first use.
         claim: the contents that a user was given, where he has unsharded it.
-        fills: whether absent gradients count as zeros when it is reduced, which is later than at
-            its unit's end.
+        fills: whether absent gradients count as zeros when it is reduced, later than at its unit's
+            end.
         gathered_at: `OptimizerSteps.count` when its shards were gathered last, or rows of them.
         in_use: whether a unit that uses it is running, if several do; it is not freed then.
         is_whole: whether its parameters are replicated on every rank, so that nothing is gathered.
@@ -181,10 +175,8 @@ class ParamGroup(GroupFacts):
         return self.last_gather is not None and self.last_gather.dropped
 
     def axes_of(self, rows: bool) -> list[Collectives]:
-        """Collectives of the ranks that gather it together, one after the other.
-
-        Args:
-            rows: whether only those count that gather rows which it keeps.
+        """Collectives of the ranks that gather it together, in order; with ``rows`` only into rows
+        it keeps.
         """
         near = rows and self.between is not None and not self.keeps_whole_rows
         axes = (self.between,) if near else (self.collectives, self.between)
@@ -349,11 +341,6 @@ class ParamGroup(GroupFacts):
         """Run on other objects for the same device and ranks, such as those of a trace.
 
         Reductions follow now, all-gathers at their next bind; running ones end unchanged.
-
-        Args:
-            runtime: those.
-            reducers: collectives of the gradients; ``runtime.collectives``, or over another process
-                group.
         """
         self._run_on(runtime)
         self.reducers = reducers
@@ -370,11 +357,7 @@ class ParamGroup(GroupFacts):
         self.stale = self.stale or ROUTE
 
     def reregister(self, module: nn.Module | None = None) -> None:
-        """After a state dict was loaded: manage the parameters that are registered now.
-
-        Args:
-            module: whose parameters were loaded; ``None`` (default): all of the group's modules.
-        """
+        """After a state dict was loaded into ``module``, or any: manage what is registered now."""
         self.rebind()  # whatever is raised
         for param in self.params:
             if module is None or any(holder is module for holder, _ in param.entries):
@@ -521,10 +504,8 @@ class ParamGroup(GroupFacts):
     def reshard(self, forced: bool = False) -> None:
         """Free the gathered parameters and register the sharded ones.
 
-        No-op if they are sharded or retained, or another unit that uses them is running.
-
-        Args:
-            forced: whether also where one is.
+        No-op if they are sharded or retained, or, unless ``forced``, another unit that uses them
+        runs.
         """
         state, bound = self.state, self.bound
         if state.is_sharded or (self.in_use is not None and not forced and self.in_use()):
@@ -548,10 +529,8 @@ class ParamGroup(GroupFacts):
     def hide(self, to: GroupState = HIDDEN) -> None:
         """Register the sharded parameters, with their gradients; what is gathered stays in memory.
 
-        No-op if nothing is gathered, or another unit that uses it is running.
-
-        Args:
-            to: `HIDDEN`, `RETAINED` or `GRANTED`.
+        It enters ``to``: `HIDDEN`, `RETAINED` or `GRANTED`. No-op if nothing is gathered, or
+        another unit that uses it is running.
         """
         if self.state is UNSHARDED and not (self.in_use is not None and self.in_use()):
             assert self.bound is not None
@@ -565,12 +544,7 @@ class ParamGroup(GroupFacts):
             self.state, self.gathered_at = GRANTED, OptimizerSteps.count
 
     def watch(self, wanted: bool, records: bool) -> None:
-        """Take fingerprints of the shards that the next gathers read, or do so no longer.
-
-        Args:
-            wanted: whether.
-            records: whether autograd records the forward that gathers.
-        """
+        """Set whether the next gathers take fingerprints of the shards that they read."""
         if not wanted:
             if not self.is_retained:
                 self.last_gather = None
@@ -633,9 +607,8 @@ class ParamGroup(GroupFacts):
 
     @property
     def is_referred_to(self) -> bool:
-        """Whether anybody else may read what is gathered: a graph, or who has kept a parameter.
-
-        ``True`` also if reference counts cannot tell.
+        """Whether a graph or a user may read what is gathered; also if reference counts cannot
+        tell.
         """
         bound = self.bound
         if not COUNTS_ARE_TRUE or bound is None or bound.extension is not None:
@@ -705,11 +678,7 @@ class ParamGroup(GroupFacts):
             self.streams.wait(COMPUTE, self._gathered_event, "compute after all-gather")
 
     def refresh_requires_grad(self) -> None:
-        """Copy ``requires_grad`` from one form of a parameter to the other, if it changed.
-
-        The form that users had access to is compared: shards, or unsharded parameters if these were
-        registered.
-        """
+        """Copy changed ``requires_grad`` from the form that users had access to, to the other."""
         bound = self.bound
         if bound is None:
             return
@@ -734,13 +703,8 @@ class ParamGroup(GroupFacts):
     # ---- what users write by hand
 
     def take_back(self, stays: bool = True) -> None:
-        """Look at what the user had at hand while it stayed gathered.
-
-        Args:
-            stays: whether it is used once more, and not freed now.
-
-        Raises:
-            ShardingStateError: a gathered parameter was written, which is lost where it is freed.
+        """Raise if the user has written a gathered parameter; observers also see whether it
+        ``stays``.
         """
         if self.state is not UNSHARDED:
             return
@@ -755,7 +719,7 @@ class ParamGroup(GroupFacts):
     def written(self) -> str | None:
         """Name of a gathered parameter that an operator has written in place since the last look.
 
-        `None` if there is none; so it is of those that are their shards, on one rank.
+        On one rank, gathered parameters that are their shards are never among them.
         """
         bound = self.bound
         if bound is None:
@@ -804,14 +768,9 @@ class ParamGroup(GroupFacts):
         return cast(Jobs, jobs)
 
     def reduce(self, jobs: Jobs, all_reduce: bool) -> PendingReduction | None:
-        """Reduce collected gradients into the sharded parameters' ``.grad``.
+        """Reduce collected gradients into ``.grad``; ``None`` if nothing is running: one rank.
 
-        Args:
-            jobs: what `collect` returned.
-            all_reduce: whether copies are summed too, not kept as partial sums for later.
-
-        Returns:
-            What is on its way, or ``None`` if nothing is: one rank has nothing to communicate.
+        Without ``all_reduce``, partial sums are kept for later.
         """
         if torch.is_grad_enabled():  # not in a backward, but for one with create_graph=True
             with torch.no_grad():

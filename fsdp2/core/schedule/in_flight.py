@@ -14,11 +14,7 @@ from fsdp2.core.reduce.reduction import PendingReduction
 class InFlight:
     """A scheduler's running reductions.
 
-    Args:
-        streams: lanes of the device.
-
     Attributes:
-        streams: lanes of the device.
         window: the number of units whose reductions may hold their inputs at a time.
         holding: reductions whose inputs are alive, the oldest first.
         summing: reductions whose all-reduces may still run.
@@ -37,11 +33,8 @@ class InFlight:
     def make_room(self, params: list[ShardedParam], first: bool) -> None:
         """Before a group reduces: limit the reductions that hold inputs, and end its own last one.
 
-        A group stages its gradients in one buffer, which its last reduction may still read.
-
-        Args:
-            params: the group's parameters.
-            first: whether it is the first of its unit, whose groups count as one.
+        Its last one may still read the buffer in which it stages gradients. ``first``: whether it
+        is the first group of its unit, whose groups count as one.
         """
         if first:
             self.retire(keep=self.window - 1)

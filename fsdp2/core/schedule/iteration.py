@@ -23,14 +23,13 @@ GRAPHS = "_fsdp2_graphs"
 
 
 class Graph:
-    """Represents a graph that a backward records (``create_graph=True``), which may read parameters
-    unseen; its nodes reference this object while they live.
+    """A graph that a backward records (``create_graph=True``), which may read parameters unseen.
 
-    Args:
-        let_go: a method of the scheduler whose units' backward records it: a graph was freed.
+    Its nodes reference this object while they live; ``let_go`` tells the scheduler that it was
+    freed.
 
     Attributes:
-        alive: all graphs that may still be read; empty if no derivatives of derivatives are taken.
+        alive: all graphs that may still be read.
         ending: the graphs that the running backward reads for the last time, because it keeps none.
     """
 
@@ -71,7 +70,6 @@ class Iteration:
         forward_root: the unit whose forward encloses the running one; ``None`` outside.
         records: whether autograd records the forward that began last, so that it has a backward.
         failed: whether the forward of ``forward_root`` raised.
-        in_backward: whether a backward has begun that has not ended.
         ending: the function that this backward calls at its end, or ``None``.
         entered: position in ``finished`` of the call whose backward began last.
         starts: first position in ``finished`` of each forward.
@@ -86,7 +84,6 @@ class Iteration:
         requested: units that were gathered by an explicit list, and may not be used yet.
         postponed: a unit whose end gathers another one, and that one.
         unawaited: whether `wait_for_reductions` must still follow a `finalize` that did not wait.
-        retracing: the progress of backwards in ``finished``, if none may miss a unit.
     """
 
     __slots__ = (
@@ -128,9 +125,8 @@ class Iteration:
         self.retracing: Retracing | None = None
 
     def retrace(self, wanted: bool) -> None:
-        """Start or stop following the calls of units.
-
-        For earlier calls, only the order in which they ended is known.
+        """Start or stop following the calls of units; of earlier calls, only the order of ends is
+        known.
         """
         if not wanted:
             self.retracing = None

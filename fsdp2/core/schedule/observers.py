@@ -40,13 +40,10 @@ class Observer(NamedTuple):
 
 
 class Observed:
-    """A group as the scheduler calls it while it has observers.
+    """A group as the scheduler calls it while it has observers, the highest first.
 
-    Operations that no observer sees, and all else, are the group's own.
-
-    Args:
-        base: the group, by which this is identified, too.
-        observers: the highest first.
+    Operations that no observer sees, and all else, are those of ``base``, which also is its
+    identity.
     """
 
     def __init__(self, base: ParamGroup, observers: Sequence[Observer]) -> None:

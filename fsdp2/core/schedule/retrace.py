@@ -48,11 +48,7 @@ class _Begin(NamedTuple):
 
 
 class Retracing:
-    """The progress of a backward in the forwards that it follows.
-
-    Args:
-        finished: units in the order in which their calls ended; ``None`` where backward began.
-        starts: first positions in it of each forward.
+    """The progress of a backward in the forwards that it follows; arguments as in `Iteration`.
 
     Attributes:
         inside: units whose backward is running, and when the call of that backward began.
@@ -91,13 +87,8 @@ class Retracing:
     def comes_to(self, unit: Unit, recomputed_for: int | None, turn: Turn) -> bool:
         """The backward of a call of ``unit`` is to begin: enter the units that it skips.
 
-        Args:
-            unit: the unit.
-            recomputed_for: sequence number of autograd's node for which its forward runs again.
-            turn: enters and leaves units.
-
-        Returns:
-            Whether ``unit`` is entered now; not if its forward runs again before its position.
+        Returns whether ``unit`` is entered now; not if its forward runs again, for the autograd
+        node of the number ``recomputed_for``, before its position.
         """
         if not unit.visits or unit.visits[-1] == NOWHERE:
             return True
@@ -110,9 +101,7 @@ class Retracing:
     def backward_begins(self, unit: Unit, node: int | None) -> None:
         """The backward of a call of ``unit`` begins: of the last call, or of another (`_of_node`).
 
-        Args:
-            unit: the unit.
-            node: sequence number of its autograd node; ``None``: it was skipped.
+        ``node`` is the sequence number of its autograd node; ``None``: it was skipped.
         """
         if unit.phase is IDLE:
             self.filled.discard(unit)
@@ -146,14 +135,10 @@ class Retracing:
         self._leave_behind(position, turn)
 
     def recompute(self, unit: Unit, node: int, turn: Turn) -> None:
-        """The last call of ``unit`` runs again; handle the units that backward has passed.
+        """The last call of ``unit`` runs again, for autograd's ``node``: handle units that were
+        passed.
 
         These are not all units after it, if more units than this one run again.
-
-        Args:
-            unit: the unit of the call.
-            node: sequence number of the autograd node for which it runs.
-            turn: enters and leaves units.
         """
         self._follow(unit.visits[-1], turn)
         if len(self._ends) < len(self._finished):  # the mode was chosen after the forward
@@ -215,11 +200,7 @@ class Retracing:
     def fills(self, unit: Unit, over: bool) -> bool:
         """Whether no more gradients of ``unit`` will arrive, so that absent ones count as zeros.
 
-        They do so once (invariant I10).
-
-        Args:
-            unit: the unit that ends.
-            over: whether the whole backward has run, not only the backward of a call.
+        They do so once (invariant I10). ``over``: whether the whole backward has run.
         """
         if unit in self.filled or not (over or not unit.visits):
             return False

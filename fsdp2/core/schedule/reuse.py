@@ -49,7 +49,6 @@ class Reuse:
         flags: `FlagChanges.count` when an iteration began last.
         steps: `OptimizerSteps.count` when a forward began last.
         units: the units that may be left gathered, in order.
-        rows: groups that keep rows of their all-gathers.
         asks: whether fingerprints are taken now.
         hides: whether units may be hidden for others than graphs.
         repeats: whether a forward has found what a backward left, before the optimizer's step.
@@ -66,10 +65,8 @@ class Reuse:
         self.asks = self.hides = self.repeats = False
 
     def begin_iteration(self, pending: bool) -> None:
-        """A forward begins after an optimizer's step.
-
-        Args:
-            pending: whether backwards of earlier forwards are to come.
+        """A forward begins after an optimizer's step; ``pending``: backwards of earlier ones are to
+        come.
         """
         self.steps = OptimizerSteps.count
         # Backwards that are to come belong to forwards with the flags of before.
@@ -81,12 +78,7 @@ class Reuse:
         self.units[unit] = None
 
     def begin_forward(self, units: Sequence[Unit], records: bool) -> None:
-        """A root's forward begins: free what was gathered from other shards than there are now.
-
-        Args:
-            units: all units below the root.
-            records: whether autograd records it.
-        """
+        """A root's forward begins: free what was gathered from other shards than there are now."""
         held = self._held()
         self.repeats = self.repeats or any(self._is_repeated(*each) for each in held.items())
         asked = {
@@ -156,11 +148,8 @@ class Reuse:
     def end_forward(self, held: bool) -> None:
         """A forward without gradients ends: register sharded parameters.
 
-        Memory that a graph, a backward without its own all-gather or a caller can still read is
-        kept in any case.
-
-        Args:
-            held: whether graphs of backwards can.
+        Memory that a backward without its own all-gather or a caller, or, with ``held``, a graph
+        can still read is kept in any case.
         """
         for unit in tuple(self.units):
             reads = bool(unit.visits) and not unit.unshard_in_backward
@@ -201,11 +190,7 @@ class Reuse:
 
 
 def _changed(asked: Mapping[ParamGroup, Unit | None]) -> list[ParamGroup]:
-    """The groups whose shards differ, on any rank, from those that were gathered.
-
-    Raises:
-        CommunicationError: another rank does not answer.
-    """
+    """The groups whose shards differ, on any rank, from those that were gathered."""
     groups = list(asked)
     differ = _compared(groups)
     axes: dict[object, tuple[Collectives, list[int]]] = {}

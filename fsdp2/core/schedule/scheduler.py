@@ -74,14 +74,8 @@ _BEFORE = PrefetchTime.BEFORE
 class ForwardOrder:
     """The order in which a root's forwards run its units: recorded in one, used in the next.
 
-    For the first forward, it is the order of registration; a wrong guess costs little.
-
-    Args:
-        units: all units, in the order of registration.
-
-    Attributes:
-        entered: the units of the last forward in the order in which they were entered, until it
-            ends.
+    For the first forward, it is the order of registration; a wrong guess costs little. ``entered``
+    has the units of the last forward in the order in which they were entered, until it ends.
     """
 
     __slots__ = ("_cursor", "_expected", "_known", "_units", "entered")
@@ -131,13 +125,8 @@ class ForwardOrder:
 class Scheduler:
     """Order, prefetch and windows of the units below one root.
 
-    Args:
-        units: all units, in the order of registration; the first is the root.
-        streams: lanes of the device.
-
     Attributes:
-        units: all units below the root, and itself.
-        iteration: the running iteration; only the scheduler writes to it.
+        units: the root, then all units below it in the order of registration.
         is_last_backward: whether the end of this backward waits for reductions and cleans up.
         manual: whether it leaves both to `finalize`, whatever ``is_last_backward`` is.
         resets: how often an iteration was abandoned.
@@ -148,7 +137,6 @@ class Scheduler:
         groups: all parameter groups, for anything that is not an operation.
         unreduced: whether a group may hold gradients of backwards without sync, or partial sums.
         connected: whether the process groups of all groups have communicators.
-        reuse: what forwards leave gathered, and groups that keep rows of their all-gathers.
         ranges: whether groups mark their operations for a profiler; compared with the profiler's
             own flag, without a call, when a forward or backward begins.
     """
@@ -237,10 +225,6 @@ class Scheduler:
 
     def begin_forward(self, root: Unit, expects_backward: bool) -> None:
         """A forward starts at ``root``, which is not inside another unit's forward.
-
-        Args:
-            root: the unit.
-            expects_backward: whether autograd records it.
 
         Raises:
             ShardingStateError: the reductions of the last `finalize` were not waited for, or a CUDA
@@ -351,11 +335,8 @@ class Scheduler:
             self._gather_ahead(self._order.following(self.window))
 
     def exit_forward(self, unit: Unit, keep: bool = False) -> None:
-        """Free ``unit``, unless it is kept or used again within the window.
-
-        Args:
-            unit: the unit.
-            keep: whether its forward returned parameters, which the caller reads.
+        """Free ``unit``, unless it is used again within the window, or ``keep``: the caller reads
+        it.
         """
         now = self.iteration
         if self.calls is not None:
@@ -453,9 +434,8 @@ class Scheduler:
     def begin_backward(self, ending: Callable[[], object], records: bool) -> None:
         """The first gradient of a backward arrives.
 
-        Args:
-            ending: returns the function that this backward calls at its end, or ``None``.
-            records: whether it records a graph, which reads parameters without hooks.
+        ``ending`` returns the function that this backward calls at its end, or ``None``;
+        ``records`` tells whether it records a graph, which reads parameters without hooks.
         """
         self.iteration.in_backward = True
         self.iteration.ending = ending
@@ -475,7 +455,6 @@ class Scheduler:
         """Gather ``unit`` for its backward, and prefetch the next ones.
 
         Args:
-            unit: the unit.
             recomputed_for: sequence number of autograd's node for which its forward runs again.
             skipped: whether it gets no gradient, and its position in the order is reached.
         """
@@ -523,14 +502,11 @@ class Scheduler:
             self.iteration.postponed = unit, following
 
     def leave_later_call(self, unit: Unit) -> bool:
-        """Leave ``unit`` if a gradient has arrived at a call before the one whose backward it is
-        in.
+        """Leave ``unit`` if a gradient has arrived at a call before that of its running backward.
 
         If no unit may be missed, nothing is entered between two calls of one. Otherwise the
-        gradients of both calls are reduced together.
-
-        Returns:
-            Whether it was left: the earlier call is entered next.
+        gradients of both calls are reduced together. Returns whether it was left: the earlier call
+        is entered next.
         """
         retracing = self.iteration.retracing
         if retracing is None or not (unit.visits and retracing.is_past(unit)):
@@ -563,12 +539,8 @@ class Scheduler:
             self._finish(unit, unit.reshard_after_backward)
 
     def _finish(self, unit: Unit, reshard: bool, over: bool = False) -> None:
-        """Reshard and reduce: at the end of a call's backward, and again at the end of backward.
-
-        Args:
-            unit: the unit.
-            reshard: whether to reshard it.
-            over: whether the whole backward has ended, not only that of this call.
+        """Reshard and reduce: at the end of a call's backward, and again, with ``over``, of the
+        whole one.
         """
         now = self.iteration
         fill = False  # whether absent gradients count as zeros, on request
@@ -757,8 +729,7 @@ class Scheduler:
     def finalize(self, wait: bool) -> None:
         """End an iteration's backwards: reduce waiting gradients, reshard by flags, clean up.
 
-        Args:
-            wait: whether gradients are complete on return; otherwise `wait_for_reductions` waits.
+        Unless ``wait``, gradients are complete only after `wait_for_reductions`.
         """
         now = self.iteration
         now.in_backward = True
@@ -807,10 +778,8 @@ class Scheduler:
     # ---- on request
 
     def unshard(self, unit: Unit) -> bool:
-        """Launch the all-gathers of a unit; `wait` or its forward finishes them.
-
-        Returns:
-            Whether there were any.
+        """Launch the all-gathers of a unit, which `wait` or its forward finish; returns if there
+        were any.
         """
         issued = False
         for group in unit.groups:
@@ -924,10 +893,9 @@ class Scheduler:
     def _gather_ahead(self, units: Sequence[Unit | None], backward: bool = False) -> None:
         """Prefetch units; prefetched units that are still unused make room (invariant I6).
 
-        Args:
-            units: the next units in their order, at most as many as the window allows. ``None``
-                represents one that has ended.
-            backward: whether to leave out units that gather nothing in backward.
+        ``units`` are the next in their order, at most as many as the window allows; ``None``
+        represents one that has ended. In ``backward``, units that gather nothing there are left
+        out.
         """
         ahead = self.iteration.ahead
         for unit in units:

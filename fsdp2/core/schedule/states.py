@@ -26,11 +26,8 @@ class GroupState(Enum):
     """The state of a group's parameters.
 
     HIDDEN is for graphs, which may read what is gathered. RETAINED and GRANTED are for later uses:
-    of GRANTED it is known that it is what the shards hold.
-
-    Attributes:
-        needs_gather: whether they must be gathered before use.
-        is_sharded: whether nothing in use reads what is gathered, if anything is.
+    of GRANTED it is known that it is what the shards hold. ``is_sharded``: nothing in use reads
+    what is gathered, if anything is.
     """
 
     SHARDED = "sharded"
@@ -54,13 +51,7 @@ for _state in GroupState:
 
 
 def refused(action: str, group: str, state: GroupState) -> ShardingStateError:
-    """The error of an action that ``state`` does not allow.
-
-    Args:
-        action: its name, of a method of `ParamGroup`.
-        group: the group's name.
-        state: where the group's parameters are.
-    """
+    """The error of an action, a method of `ParamGroup`, that ``state`` does not allow."""
     return coded(
         ShardingStateError,
         "wrong-state",

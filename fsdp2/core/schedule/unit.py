@@ -74,7 +74,6 @@ class Unit:
         options: the user's choices for its groups, including those that are added later.
         comms: collectives in memory of process groups, on request; `options_of` adds them.
         reshard_after_forward: ``None`` for the default: keep at the root, reshard elsewhere.
-        reshard_after_backward: whether parameters are resharded after backward.
         sync: whether backward reduces gradients; otherwise they accumulate unreduced.
         all_reduce: whether reductions sum over replicas too; otherwise partial sums are kept.
         unshard_in_backward: whether backward needs the unsharded parameters.
@@ -82,11 +81,8 @@ class Unit:
         prefetches: when its backward prefetches the next unit: before it computes, after, or never.
         prefetch_window: the number of units to prefetch; the largest number of all units counts.
         forward_prefetch: units to gather when this one's forward starts; empty for the recorded
-            order.
-        backward_prefetch: the same for backward.
-        is_root: whether it is the root of its scheduler.
+            order. ``backward_prefetch`` is the same for backward.
         claimed: whether the user has unsharded it, and not resharded it since.
-        phase: its phase in the iteration.
         ties: of the groups that other units use, too: which units do (`fsdp2.core.schedule.ties`).
         visits: a position in the forward's order of exits for each call whose backward will follow.
         record: returns what rooms above know of its modules; ``None`` once those are gone.
@@ -282,15 +278,7 @@ class Unit:
 
 
 class Tie:
-    """The units that use a group.
-
-    Args:
-        owner: the unit to which it belongs.
-
-    Attributes:
-        owner: the same.
-        users: the other units.
-    """
+    """The units that use a group: its owner, and ``users``, the others."""
 
     __slots__ = ("owner", "users")
 
@@ -358,10 +346,7 @@ def unit_of(group: ParamGroup) -> Unit:
 
 
 def operations_of(group: ParamGroup) -> GroupOperations:
-    """A group of a sharded module, with its observers, which see each all-gather and free.
-
-    A group whose unit was deleted, or has dropped it, has none.
-    """
+    """A group with its observers, which see each all-gather and free; none if its unit is gone."""
     unit = _owner_of(group)
     return group if unit is None else unit.operations_of(group)
 

@@ -36,17 +36,10 @@ Part = tuple[ParamGroup, Reduction]
 class Family:
     """Whole parameters below a root that are all-reduced in one flat tensor.
 
-    Args:
-        parts: the reductions of groups' own, of which it has the members.
-        spec: what sets the steps of all of them.
-
     Attributes:
-        parts: as they were given.
+        parts: the reductions of groups' own, of which it has the members.
         leader: the first of the groups, through whose observers it is reduced.
         joint: the reduction of all members.
-        name: of the leader.
-        params: all members.
-        streams: the device's lanes.
     """
 
     def __init__(self, parts: Sequence[Part], spec: ReductionSpec) -> None:
@@ -83,11 +76,7 @@ class Family:
 
 
 class Together:
-    """The whole parameters below a root.
-
-    Args:
-        members: units, and a group of each.
-    """
+    """The whole parameters below a root."""
 
     def __init__(self, members: Sequence[tuple[Unit, ParamGroup]]) -> None:
         self._members = members
@@ -99,9 +88,6 @@ class Together:
 
         Ranks that have none take no part, as in the reduction of a unit. Ranks that have any do,
         with all families of the same ranks.
-
-        Args:
-            in_flight: the window of reductions, which gets these.
         """
         due = [group for unit, group in self._members if unit.sync and unit.all_reduce]
         taken: dict[Reduction, Job] = {}
