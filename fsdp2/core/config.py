@@ -104,7 +104,7 @@ class MixedPrecisionPolicy:
                 )
 
     def overridden_dtype(self, name: str, param: torch.Tensor) -> torch.dtype | None:
-        """The dtype that ``param_dtype_override_fn`` chose for a parameter; ``None``: no exception."""
+        """The dtype that ``param_dtype_override_fn`` chose for a parameter, if any."""
         if self.param_dtype_override_fn is None:
             return None
         chosen = self.param_dtype_override_fn(param)  # type: ignore[arg-type]  # an nn.Parameter

@@ -20,10 +20,8 @@ _CODE = re.compile(r" \[([a-z0-9-]+)\]$")
 
 
 def coded(kind: Callable[[str], E], code: str, message: str) -> E:
-    """An exception of class ``kind`` whose message ends in ``[code]``, and which has it as
-    ``code``.
-
-    The message is one sentence without a full stop. The docs site reads the code from the call.
+    """An exception of class ``kind`` whose message, one sentence without a full stop, ends in
+    ``[code]``, and which has it as ``code``. The docs site reads the code from the call.
     """
     return resaid(kind, f"{message} [{code}]")
 

@@ -104,10 +104,8 @@ def make_groups(planned: PlannedCall) -> list[ParamGroup]:
 
 
 def finish(planned: PlannedCall, record: UnitRecord, groups: list[ParamGroup]) -> None:
-    """Let other places that refer to a unit's parameters follow them, once it has its groups.
-
-    State dicts of its modules hold shards, attributes follow the parameters, parameters of other
-    units get the entries that were found, and optimizers are looked at again.
+    """Let other places that refer to a unit's parameters follow them, once it has its groups: state
+    dicts, attributes, entries of other units' parameters; and look at optimizers again.
     """
     for group in groups:
         watch_state_dicts(owners_of(group), group)
@@ -173,10 +171,8 @@ def process_group(group: ParamGroup) -> ProcessGroup | None:
 
 
 def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -> None:
-    """Let new groups join a unit, and reduce over the process groups that ``present`` ones reduce
-    over.
-
-    Those are groups of the unit, then of units below.
+    """Let new groups join a unit, and reduce over the process groups over which ``present`` ones
+    reduce: groups of the unit, then of units below.
     """
     for group in groups:
         group.set_options(unit.options_of(group))
@@ -191,9 +187,7 @@ def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -
 
 
 def _follow_aliases(modules: tuple[nn.Module, ...]) -> None:
-    """Let attributes of all modules at and below ``modules`` follow the parameters that they refer
-    to.
-    """
+    """Let attributes of modules at and below ``modules`` follow the parameters they refer to."""
     for alias, former in aliases_in(dict(managed_modules(modules, into_units=True))):
         form = form_of(former)
         param = None if form is None or form.gathered is not None else form.param()

@@ -118,10 +118,8 @@ class ShardPlacementResult:
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1-D mesh over the default process group, of the accelerator that the group serves, else
-    "cpu".
-
-    The group is started from torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if
+    """A 1-D mesh over the default process group, of the accelerator that it serves, else "cpu";
+    starts the group from torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if
     there is none.
     """
     group = default_group()
@@ -208,9 +206,7 @@ def _mesh_of_groups(
 
 
 def resolve_axes(mesh: DeviceMesh | Levels, dims: DataParallelMeshDims | None = None) -> MeshAxes:
-    """The data-parallel axes of ``mesh``; raises where they are not determined, or ranks not
-    ascending.
-    """
+    """The data-parallel axes of ``mesh``; raises if they are ambiguous, or ranks not ascending."""
     if isinstance(mesh, Levels):
         if dims is not None:
             raise coded(
@@ -270,7 +266,7 @@ def _line_mesh(device_type: str, group: ProcessGroup) -> DeviceMesh:
 
 
 def axes_of_info(name: str, info: FSDPMeshInfo) -> MeshAxes:
-    """The axes of an `FSDPMeshInfo` (or an object with its attributes), for the parameter ``name``."""
+    """The axes of an `FSDPMeshInfo` (or an object with its attributes), for one parameter."""
     mesh = info.mesh
     shard, copies = info.shard_mesh_dim, getattr(info, "replicate_mesh_dim", None)
     if (mesh.ndim, shard, copies) not in ((1, 0, None), (1, None, 0), (2, 1, 0)):
@@ -302,10 +298,8 @@ def _axes(mesh: DeviceMesh, shard: int | None, replicate: int | None) -> MeshAxe
 
 
 def whole_axes(axes: MeshAxes) -> MeshAxes:
-    """The axes of parameters that stay whole on all ranks of ``axes``, shards and copies alike.
-
-    A mesh (replicate, shard) of several ranks on both dims gets a process group of all of them,
-    which they must make together.
+    """The axes of parameters that stay whole on all ranks of ``axes``, shards and copies alike; a
+    mesh of several ranks on both dims gets a process group of all, which they must make together.
     """
     group, replicas = axes.group, axes.replicas
     if group is None or (replicas is not None and axes.size == 1):

@@ -142,9 +142,7 @@ class PlannedCall:
     reshard_after_forward: bool | None = None
 
     def check(self, compare: bool = True) -> None:
-        """Raise where groups could not be made of it, or, with ``compare``, ranks would make
-        others.
-        """
+        """Raise where groups could not be made of it, or, if wanted, ranks would make others."""
         for plan in self.plans:
             # Extended parameters are made by their own hooks, and freed by emptying storages.
             if not empties_storages(plan.axes.device) and is_extended(local_of(plan.param)):
@@ -200,9 +198,7 @@ def plan_unit(
     """Determine the parameters that a call on ``modules`` takes; changes nothing.
 
     ``new_to`` is a unit of which only new parameters are taken; ``pending`` are applied before.
-
-    Raises:
-        ValueError: a parameter cannot be sharded, or other units compute with it in another dtype.
+    Raises if a parameter cannot be sharded, or other units compute with it in another dtype.
     """
     pending = Pending() if pending is None else pending
     policy = options.precision
@@ -243,9 +239,7 @@ def plan_unit(
 def _parameters(
     members: Members, ignored: Set[nn.Parameter], new_to: UnitRecord | None
 ) -> dict[nn.Parameter, list[NamedEntry]]:
-    """Parameters that ``members`` register, tied ones too; with ``new_to`` a unit, those it has
-    not.
-    """
+    """Parameters that ``members`` register, tied ones too; of a unit ``new_to``, new ones."""
     found: dict[nn.Parameter, list[NamedEntry]] = {}
     for owner, prefix in members:
         for key, param in owner._parameters.items():
@@ -270,7 +264,7 @@ def _entries_of(modules: tuple[nn.Module, ...], params: set[nn.Parameter]) -> se
 def _tied_parameters(
     found: Found, modules: Sequence[nn.Module], policy: MixedPrecisionPolicy
 ) -> list[nn.Parameter]:
-    """Those of ``found`` that a unit around which ``modules`` are not has; raises if dtypes differ."""
+    """Those of ``found`` that a unit not around ``modules`` has; raises if dtypes differ."""
     owners: Owners | None = None
     tied = []
     for param, entries in found.items():

@@ -33,9 +33,8 @@ _LIKE = {
 
 
 def draw_as_unsharded() -> None:
-    """From now on, random operators draw full tensors where shards are on the CPU.
-
-    It has no effect if the process has a tracker already.
+    """From now on, random operators draw full tensors where shards are on the CPU; no effect if the
+    process has a tracker already.
     """
     if torchs._rng_tracker is None:
         torchs._rng_tracker = _Tracker()

@@ -110,10 +110,9 @@ class _Shown:
         self._places: dict[int, list[tuple[str, ShardedParam]]] = {}  # by id of the module
 
     def put_into(self, state: dict[str, object], module: nn.Module, prefix: str) -> None:
-        """Replace unsharded parameters of ``module`` in the state dict by shards.
-
-        Another thread may take it while units are gathered and freed: not the group's state counts,
-        but what each value is.
+        """Replace unsharded parameters of ``module`` in the state dict by shards, by what each
+        value is: another thread may take it while units are gathered and freed, so the group's
+        state does not count.
         """
         for name, param in self._places_of(module):
             value = state.get(prefix + name)

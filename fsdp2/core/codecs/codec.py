@@ -27,9 +27,7 @@ ALIGNMENT = 16
 
 
 def check_coded(name: str, dtypes: Iterable[torch.dtype], wire: str) -> None:
-    """Refuse a parameter that no codec takes: a dtype of its shard, rows or sums is not in
-    `NUMBERS`.
-    """
+    """Refuse a parameter that no codec takes: a dtype of its shard, rows or sums."""
     for dtype in dtypes:
         if dtype not in NUMBERS:
             raise coded(

@@ -85,19 +85,17 @@ _WRAPPER = "_ProcessGroupWrapper"
 
 
 def know(kind: str, traits: Traits) -> None:
-    """Add the properties of a backend that is not in the table, for example one of a test.
+    """Add a backend that is not in the table: ``know("ProcessGroupMine", Traits("mine",
+    coalesces=True))``.
 
-    ``kind`` is the name of the class of its backend object; or of the process group, where that is
-    written in Python: ``know("ProcessGroupMine", Traits("mine", coalesces=True))``.
+    ``kind`` is the name of the class of its object; or of the process group, if written in Python.
     """
     _KNOWN[kind] = traits
 
 
 def traits_of(group: dist.ProcessGroup, device: torch.device) -> Traits:
-    """The known traits of the backend that serves ``device`` in ``group``.
-
-    A wrapped backend does not coalesce: the wrapper does not pass on coalesced collectives (torch
-    2.11, ProcessGroupWrapper.cpp).
+    """The known traits of the backend that serves ``device`` in ``group``; a wrapper does not pass
+    on coalesced collectives (torch 2.11, ProcessGroupWrapper.cpp).
     """
     served_by = backend_of(group, device)
     kind = type(group if served_by is None else served_by).__name__
@@ -109,9 +107,7 @@ def traits_of(group: dist.ProcessGroup, device: torch.device) -> Traits:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The object that serves ``device`` in ``group``; ``None`` in a group that is written in
-    Python.
-    """
+    """The object that serves ``device`` in ``group``; ``None`` in one written in Python."""
     try:
         return group._get_backend(device)
     except (RuntimeError, AttributeError):

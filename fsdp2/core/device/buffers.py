@@ -71,16 +71,15 @@ def _separated(flat: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.
 
 
 def separate(tensor: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """A part of a contiguous tensor, with its own storage over that memory: see `FlatBuffer.piece`."""
+    """A part of a contiguous tensor with a storage of its own: see `FlatBuffer.piece`."""
     with torch.inference_mode(False):
         return _separated(tensor.detach().view(-1), start, shape)
 
 
 @functools.cache
 def empties_storages(device: torch.device) -> bool:
-    """Whether a storage on ``device`` can give its memory back while tensors have it: it is tried.
-
-    XLA's cannot. Gathers then bring new memory, and `SwappedBuffer` points the tensors to it.
+    """Whether a storage on ``device`` can give its memory back while tensors have it, by trial.
+    XLA's cannot: gathers then bring new memory, and `SwappedBuffer` points the tensors to it.
     """
     if device.type in ("cpu", "meta"):
         return True
@@ -117,9 +116,7 @@ class Buffer:
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
-        """A tensor over the buffer, which must be allocated; ``strides`` in elements, or
-        contiguous.
-        """
+        """A tensor over the buffer, which must be allocated; ``strides`` are in elements."""
         assert self.allocated, f"{self.name} is not allocated"
         with torch.inference_mode(False):
             # The first forward may run in inference mode, whose tensors autograd could not save.
@@ -173,9 +170,7 @@ class FlatBuffer(Buffer):
         numel: int,
         places: Sequence[tuple[int, tuple[int, ...]]],
     ) -> list[torch.Tensor]:
-        """As `piece`, of several in a part of the buffer: each where it begins, in elements, and
-        its shape.
-        """
+        """As `piece`, of several in a part of the buffer: starts in elements, and shapes."""
         with torch.inference_mode(False):
             end = byte_offset + numel * dtype.itemsize
             flat = self._raw[byte_offset:end].view(dtype)
@@ -227,10 +222,8 @@ class TransientBuffer(Buffer):
             self.allocated = True
 
     def release(self) -> None:
-        """Return the memory to the current stream's allocator.
-
-        It stays if ``numpy()`` of a tensor over it was called, which torch reports by an exception:
-        the storage can no longer be resized, even if the array was freed.
+        """Return the memory to the current stream's allocator, unless ``numpy()`` of a tensor over
+        it was called: torch can no longer resize the storage, even if the array was freed.
         """
         # The storage object stays, because autograd saved views of it (decision 4).
         self.allocated = not self.nbytes  # first: an interrupt in between costs a copy at most

@@ -85,18 +85,15 @@ def _mixed(sums: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """One number of 64 bits, with a sign, for the bytes of tensors; the same on any device.
-
-    Blocks the host. A single changed sum of `bind_fingerprint` always changes it.
+    """One number of 64 bits, with a sign, for the bytes of tensors; the same on any device. Blocks
+    the host. A single changed sum of `bind_fingerprint` always changes it.
     """
     with torch.no_grad(), torch._C._DisableFuncTorch():
         return int(_mixed(bind_fingerprint(tensors)().unsqueeze(1)))
 
 
 def differ(now: Sequence[torch.Tensor], before: Sequence[torch.Tensor]) -> list[int]:
-    """1 for each fingerprint, all on one device, that is not what it was, else 0; blocks the host
-    once.
-    """
+    """1 for each fingerprint that is not what it was, else 0; blocks the host once."""
     if not now or now[0].is_meta:  # a rehearsal writes nothing
         return [0] * len(now)
     if now[0].device.type == "cpu":

@@ -83,9 +83,8 @@ class Kernels(Protocol):
         """As `copy_many` into contiguous tensors, where sources may have any strides."""
 
     def split_copy(self, source: torch.Tensor, sizes: Sequence[int], targets: Tensors) -> None:
-        """``source``: [ranks, sum(sizes)] → ``targets[i]``: [ranks, sizes[i]].
-
-        It is one kernel only if the source's rows are contiguous.
+        """``source``: [ranks, sum(sizes)] → ``targets[i]``: [ranks, sizes[i]]; one kernel if rows
+        are contiguous.
         """
 
     def chunk_cat(self, tensors: Tensors, dim: int, chunks: int, /, *, out: torch.Tensor) -> object:

@@ -23,10 +23,8 @@ def gather_numbers(
 
 
 def largest_over(lines: Iterable[Collectives], numbers: Sequence[int]) -> list[int]:
-    """The largest of each number over all ranks that ``lines`` reach, an axis each.
-
-    So ranks agree outside of a step: all have the same numbers then, and raise alike. The smallest
-    of a number is the largest of its negative.
+    """The largest of each number over all ranks that ``lines`` reach, an axis each, so that ranks
+    agree, and raise alike. The smallest of a number is the largest of its negative.
     """
     found = list(numbers)
     # One axis after the other: the second passes on what the first has found on its ranks.
@@ -49,10 +47,8 @@ def run_barrier(group: dist.ProcessGroup) -> None:
 
 
 def run_first_collective(group: dist.ProcessGroup, device: torch.device) -> None:
-    """An all-reduce of one number, which makes the communicator of ``group`` for ``device``.
-
-    Blocks the host until all ranks of ``group`` are here, where the backend makes it in its first
-    collective.
+    """An all-reduce of one number, which makes the communicator of ``group`` for ``device``; there
+    it blocks the host until all ranks of ``group`` are here.
     """
     # As for lanes: the current stream waits for it, the host only for the communicator.
     GroupCollectives(group, device, asynchronous=True).all_reduce(

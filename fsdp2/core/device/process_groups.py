@@ -116,9 +116,8 @@ _CONFIG = ("blocking", "cga_cluster_size", "min_ctas", "max_ctas")
 
 
 def _options_like(group: dist.ProcessGroup) -> object:
-    """Options for a group like ``group``; ``None`` if it has no NCCL part.
-
-    They copy ``is_high_priority_stream`` and numbers of ``config``, but not the split.
+    """Options for a group like ``group``: a copy of ``is_high_priority_stream`` and of numbers of
+    ``config``, but not of the split; ``None`` if it has no NCCL part.
     """
     for device in getattr(group, "_device_types", ()):
         given: Any = getattr(_inside(backend_of(group, device)), "options", None)
@@ -203,11 +202,8 @@ _met: WeakSet[ProcessGroup] = WeakSet()
 
 
 def meet(group: ProcessGroup | None, device: torch.device, unit: str) -> None:
-    """Return when every rank of ``group`` is there; at once after the first time.
-
-    Raises:
-        RankMismatchError: a rank does not come, or has another backend.
-        CommunicationError: it cannot be asked for any more.
+    """Return when every rank of ``group`` is there, at once after the first time; raise if one does
+    not come or has another backend, or if it cannot be asked any more.
     """
     if group is not None and group not in _met:
         first_use(group, device, unit)

@@ -36,7 +36,7 @@ stage: Stage | None = None
 
 @contextmanager
 def rehearsing(on: Stage) -> Iterator[None]:
-    """Let groups that are made inside run on a stage; only one plan is made at a time in a process."""
+    """Let groups that are made inside run on a stage; a process makes one plan at a time."""
     global stage
     if stage is not None:
         raise coded(

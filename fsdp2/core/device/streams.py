@@ -64,9 +64,8 @@ class Streams(Protocol):
         """Return an event that the caller may `record` repeatedly; ``None`` without streams."""
 
     def record(self, lane: Lane, label: str, event: Event = None) -> Event:
-        """Return an event after everything issued on ``lane`` so far; ``label`` names it.
-
-        ``event`` is one of `make_event`; by default one that is soon reused, for a wait at once.
+        """Return an event after everything issued on ``lane`` so far, named by ``label``:
+        ``event``, one of `make_event`, or one that is soon reused, for a wait at once.
         """
 
     def wait(self, lane: Lane, event: Event, label: str) -> None:

@@ -134,10 +134,8 @@ class ReferenceRows(KeptRows):
             self._known, self._restored = former._known, former._restored
 
     def inherit(self, former: KeptRows) -> None:
-        """Let what was restored wait for its first gather, whichever of weights is loaded first.
-
-        The reference that was gathered is of other weights: a difference to it would be large, and
-        of few bits.
+        """Let what was restored wait for its first gather, whichever of weights is loaded first: a
+        difference to the gathered reference, of other weights, would be large, and of few bits.
         """
         if isinstance(former, ReferenceRows) and former._restored:
             self.follow(former)
@@ -154,9 +152,7 @@ class ReferenceRows(KeptRows):
         return [(slot, self._part(row, slot)) for slot in self.place.segment.slots]
 
     def restore(self, rows: Sequence[tuple[Slot, Tensor]]) -> None:
-        """Let the next gather bring these rows, of `own_rows`, first, and then a difference to
-        them.
-        """
+        """Let the next gather bring these rows, of `own_rows`, and then a difference to them."""
         self.rows.memory.acquire()
         self._own_row.zero_()
         row = self._own_row.view(-1)

@@ -425,9 +425,8 @@ class Extension:
         ]
 
     def _learn(self) -> None:
-        """Run the pre hooks for the first time, and lay out their results.
-
-        On COMPUTE: memory is allocated. The inputs are those of the gather that follows.
+        """Run the pre hooks for the first time, on COMPUTE, which allocates memory, and lay out
+        their results, the inputs of the gather that follows.
         """
         inputs: list[list[torch.Tensor]] = []
         failure: Exception | None = None
@@ -507,10 +506,8 @@ def make_extension(
     kernels: Kernels,
     context: ExtensionContext,
 ) -> Extension | None:
-    """The parameters with all-gather hooks; ``None`` where there are none.
-
-    It makes them in its first gather and owns their memory, so it outlives changes of how to
-    gather.
+    """The parameters with all-gather hooks, if any: it makes them in its first gather and owns
+    their memory, so it outlives changes of how to gather.
     """
     for segment in layout.segments:
         if segment.transport is Transport.EXTENSION:

@@ -68,7 +68,7 @@ class NodeRows:
         return replace(found, acquire=acquire, copy_in=own.copy_in, collectives=[launch])
 
     def fill_gaps(self, segments: Sequence[Segment], rank: int) -> None:
-        """Set the padding of coded ``segments`` of node rows to zero, because block codecs read it."""
+        """Zero the padding of coded ``segments`` of node rows, because block codecs read it."""
         for segment in segments:
             dtype, start = segment.full_dtype, segment.shard_byte_offset
             for first, length in gaps(segment, rank):
@@ -100,7 +100,7 @@ class NodeRows:
 
 
 class _Following:
-    """A gather inside that follows one between nodes, which the host waits for: its next ``works``."""
+    """A gather inside after one between nodes, for whose ``works`` the host waits first."""
 
     __slots__ = ("_inside", "_landing", "works")
 

@@ -32,16 +32,14 @@ def make_gathers(
     differences: bool = False,
     keeps: bool = False,
 ) -> list[Part]:
-    """The operations of each segment; of all together, if the user provides a collective.
+    """The operations of each segment, in order, and the rows that they leave for the next
+    all-gathers.
 
-    The parameters have the same slots in any case. A single rank gathers nothing. Returns
-    operations, in the order of segments, and the rows that they leave for the next all-gathers, if
-    any.
+    They are those of all segments together, if the user provides a collective; the parameters have
+    the same slots in any case. A single rank gathers nothing. ``shard`` is the flat shard, or the
+    device's copy of it; ``full`` is allocated.
 
     Args:
-        segments: those of parameters without all-gather hooks.
-        shard: the flat shard, or the device's copy of it.
-        full: the gathered buffer, allocated.
         differences: whether messages of coded segments are differences to the last values; rows of
             the others are then kept, too.
         keeps: whether rows of all segments without a codec are kept for the next all-gathers.

@@ -104,13 +104,11 @@ class Launched(NamedTuple):
 def gather_on_lanes(
     streams: Streams, gather: Gather, name: str, works: list[Work], *, event: Event = None
 ) -> Launched:
-    """Launch an all-gather, whose ``acquire`` has run, on its lanes, after everything on COMPUTE so
-    far.
+    """Launch an all-gather, whose ``acquire`` has run, on its lanes, after what COMPUTE has so far.
 
-    Args:
-        works: receives the work objects for which the host must wait, also if something raises.
-        event: the group's own, to record after the collectives: all-gathers of many groups may be
-            running when COMPUTE waits only for this one.
+    ``works`` receives the work objects for which the host must wait, also if something raises. The
+    group's own ``event`` is recorded after the collectives: all-gathers of many groups may be
+    running when COMPUTE waits only for this one.
     """
     copied = None
     # Memory that COMPUTE has allocated may be that of a tensor which it still reads (I2).
@@ -134,9 +132,8 @@ _DONE = Launched()
 def gather_inline(
     streams: Streams, gather: Gather, name: str, works: list[Work], copied: bool = False
 ) -> Launched:
-    """As `gather_on_lanes` where all lanes are one, as on a CPU; or in the lane that is current.
-
-    ``copied``: ``copy_in`` has run.
+    """As `gather_on_lanes` where all lanes are one, as on a CPU, or in the lane that is current; if
+    ``copied``, ``copy_in`` has run.
     """
     for run in () if copied else gather.copy_in:
         run()

@@ -59,8 +59,8 @@ class SegmentViews:
         return list(zip(segment.slots, gathered, strict=True))
 
     def shards(self, shape: tuple[int, ...] | None = None, sent: bool = False) -> torch.Tensor:
-        """This rank's rows, flat unless a shape is given; ``sent``: a collective reads it, unless a
-        cast does.
+        """This rank's rows, flat by default; if ``sent``, a collective reads it, unless a cast
+        does.
         """
         segment = self.segment
         dtype = self.wire if sent and not self.casts else segment.shard_dtype
@@ -103,9 +103,8 @@ class Pair(NamedTuple):
 
 
 def coalesced(place: SegmentViews, also: Sequence[Pair] = ()) -> Gather:
-    """Every parameter is gathered directly into its slot; a cast shard is already there.
-
-    ``also`` are all-gathers of the same dtype that the launch takes along.
+    """Every parameter is gathered directly into its slot, in one launch with ``also``, all-gathers
+    of the same dtype; a cast shard is already there.
     """
     segment, full = place.segment, place.full
     slots, start = segment.slots, segment.full_byte_offset
@@ -228,9 +227,8 @@ def packed_rows(place: SegmentViews, name: str = "all-gather output") -> Rows:
 
 
 def own_row(place: SegmentViews, rows: Rows) -> tuple[Pair, list[Run]]:
-    """The tensors of one all-gather of all rows, and the cast in front of it, if any.
-
-    It reads this rank's own row if the shard is cast, otherwise the flat shard itself.
+    """The tensors of one all-gather of all rows, and the cast in front of it, if any: it reads this
+    rank's own row if the shard is cast, otherwise the flat shard itself.
     """
     sent, width = place.shards(sent=True), place.segment.shard_numel
     # Out of place: a copy of the shard into its row would be one more operation.
@@ -242,9 +240,8 @@ def own_row(place: SegmentViews, rows: Rows) -> tuple[Pair, list[Run]]:
 
 
 def packed(place: SegmentViews) -> tuple[Gather, Pair]:
-    """All shards are sent together; a copy puts them into their slots.
-
-    Returns also what the collective writes and reads: a launch of coalesced ones may take it along.
+    """All shards are sent together; a copy puts them into their slots. Returns also the
+    collective's tensors: a launch of coalesced ones may take it along.
     """
     rows = packed_rows(place)
     pair, copy_in = own_row(place, rows)
@@ -257,9 +254,7 @@ def packed(place: SegmentViews) -> tuple[Gather, Pair]:
 
 def runs_of_one_size(slots: Sequence[Slot]) -> list[list[Slot]]:
     """Neighbours, in both buffers, whose pieces are of one size: a strided copy moves them all.
-
-    The pieces of ``slots`` are in order, by offset. Example: a Llama block's norms, q, k, v and o,
-    and gate, up and down are three runs.
+    Example: a Llama block's norms, q, k, v and o, and gate, up and down are three runs.
     """
     found: list[list[Slot]] = []
     for slot in slots:

@@ -59,9 +59,8 @@ def smaller_segment(
     shard_byte_offset: int,
     pack_below: int = 0,
 ) -> Segment:
-    """The segment as a smaller group holds it: other pieces, the same gathered slots.
-
-    Packed parameters stay packed if their piece has fewer than ``pack_below`` bytes.
+    """The segment as a smaller group holds it: other pieces, the same gathered slots; packed
+    parameters stay packed if their piece has fewer than ``pack_below`` bytes.
     """
     itemsize = segment.full_dtype.itemsize
     # A smaller group has one shard dim: bands are for all ranks (decision 18).

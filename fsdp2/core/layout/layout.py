@@ -285,9 +285,10 @@ class Slot:
         return self.shape[self.dim] // self.chunk if self.chunk else 0
 
     def blocks(self) -> list[tuple[int, int, int]]:
-        """(number of ranks, first rank, rows) of a band's ranks that hold equally much.
+        """(number of ranks, first rank, rows) of a band's ranks that hold equally much, for all
+        ranks.
 
-        None is left out. Example: dim of 5 on 4 ranks, pieces 2 2 1 0: [(2, 0, 2), (1, 2, 1)].
+        Example: dim of 5 on 4 ranks, pieces 2 2 1 0: [(2, 0, 2), (1, 2, 1)].
         """
         if not self.outer * self.inner:
             return []
@@ -394,8 +395,7 @@ class GroupLayout:
     )
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """A fact that all groups of this layout share besides, made for the first group that asks.
-
+        """A fact that all groups of this layout share besides, made for the first group that asks:
         ``key`` has all it depends on except the layout, its owner first; ``make`` refers to no
         group.
         """
@@ -443,7 +443,7 @@ class GroupLayout:
 
 
 def side_by_side(slots: Iterable[AnySlot]) -> tuple[list[AnySlot], int]:
-    """Slots of a packed segment, those in order first, with offsets; and how many elements they
+    """Slots of a packed segment with offsets, those in order first; and how many elements they
     take.
     """
     placed: list[AnySlot] = []
@@ -547,10 +547,8 @@ def _build_segment(
 def build_layout(
     params: Sequence[ParamShape], world_size: int, coalesces: bool, pack_below: int = 0
 ) -> GroupLayout:
-    """Lay out a group.
-
-    Where several parameters of the same dtypes have gathered pieces of fewer than ``pack_below``
-    bytes, they are packed.
+    """Lay out a group; several parameters of the same dtypes with gathered pieces of fewer than
+    ``pack_below`` bytes are packed.
 
     Example::
 

@@ -98,10 +98,8 @@ def pieces_layout(
 ) -> GroupLayout:
     """How a rank's rows are split once more: a segment for each of the layout's, or two.
 
-    Args:
-        rank: this process's position in the node.
-        ranks: those that share these rows: one per node.
-        coded: positions in the group of parameters that are encoded between nodes.
+    ``ranks``, one per node, share the rows of ``rank``, a position in the node; ``coded`` are
+    positions in the group of parameters that are encoded between nodes.
     """
     segments: list[Segment] = []
     shard_bytes = full_bytes = 0

@@ -93,10 +93,9 @@ class MeshAxes:
         return (*copies, *bands, Shard(cut.dim))
 
     def mesh_of(self, cut: Cut) -> DeviceMesh:
-        """The mesh of a parameter with this cut: it has two shard dims if there are bands.
-
-        Makes process groups the first time (`new_groups`), which all ranks of the shard axis must
-        do together.
+        """The mesh of a parameter with this cut: it has two shard dims if there are bands. Makes
+        process groups the first time (`new_groups`), which all ranks of the shard axis must do
+        together.
         """
         return self.mesh if cut.bands == 1 else _banded(self, cut.bands, current_world())
 
@@ -145,9 +144,8 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """The ranks of a data-parallel mesh as (replicate, shard) with ``size`` neighbors per group.
-
-    Creates process groups only for this rank, so that ranks of other meshes need not take part.
+    """The ranks of a data-parallel mesh as (replicate, shard) with ``size`` neighbors per group;
+    creates process groups only for this rank, so that ranks of other meshes need not take part.
     """
     return _smaller_mesh(mesh, size, tuple(mesh.get_all_groups()))
 
@@ -343,10 +341,8 @@ def part_at(
 def gradient_placements(
     axes: MeshAxes, spec: DTensorSpec, found: Sequence[Placement]
 ) -> tuple[Placement, ...]:
-    """The required placements of a model-parallel gradient before its reduction.
-
-    They are those of the parameter, except on data-parallel dims of a full mesh, whose sums the
-    reduction computes. ``found`` are those of the gradient.
+    """The required placements of a model-parallel gradient before its reduction: those of the
+    parameter, except on data-parallel dims of a full mesh, whose sums the reduction computes.
     """
     if axes.full is None:
         return spec.placements
@@ -372,17 +368,16 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor over ``local``, outside autograd.
 
-    ``DTensor.__new__`` makes the whole object; its ``__init__`` does nothing, inside a
-    dynamo guard that costs three times as much (4.6 of 7 µs, torch 2.13), so it is not called.
+    ``DTensor.__new__`` makes the whole object; its ``__init__`` does nothing, inside a dynamo guard
+    that costs three times as much (4.6 of 7 µs, torch 2.13), so it is not called.
     """
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def wrap_parameter(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
-    """As `wrap_local`, a parameter.
-
-    ``nn.Parameter(…)`` of a DTensor gives the same result by a ``detach()`` through DTensor's
-    dispatcher: five times the work, for a DTensor without other references.
+    """As `wrap_local`, a parameter: ``nn.Parameter(…)`` of a DTensor gives the same by a
+    ``detach()`` through DTensor's dispatcher, with five times the work, and of a DTensor without
+    other references.
     """
     wrapped = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
     wrapped._is_param = True

@@ -27,9 +27,8 @@ TensorMap = Callable[[torch.Tensor], torch.Tensor]
 def grad_tensors(
     value: object, found: list[torch.Tensor], others: list[torch.Tensor] | None = None
 ) -> None:
-    """Append every tensor inside ``value`` that requires grad to ``found``, in walk order.
-
-    ``others`` receives those that require none, if they are wanted.
+    """Append every tensor inside ``value`` that requires grad to ``found``, in walk order, and
+    every other to ``others``, if they are wanted.
     """
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
@@ -50,8 +49,8 @@ def grad_tensors(
 
 
 def map_tensors(function: TensorMap, value: object) -> Any:
-    """A copy of ``value`` with ``function`` applied to every tensor; unchanged containers are
-    themselves.
+    """A copy of ``value`` with ``function`` applied to every tensor, or the same object if
+    unchanged.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -86,10 +85,9 @@ def unbatched(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def outlives_transform(tensor: torch.Tensor) -> bool:
-    """Whether the result of a derivative of ``torch.func`` for a tensor has a graph afterwards.
-
-    A transform records its own graph, which ends with it. Only one around it, or none, may
-    record another, if the tensor requires grad there, too.
+    """Whether the result of a derivative of ``torch.func`` for a tensor has a graph afterwards:
+    only if a transform around it, or none, records one, because the tensor requires grad there,
+    too.
     """
     functorch = torch._C._functorch
     if functorch.is_gradtrackingtensor(tensor):
@@ -137,10 +135,9 @@ def _items_of(value: UserDict[str, object] | SimpleNamespace) -> dict[str, objec
 
 
 def _with_items(value: T, old: Mapping[str, object], items: Sequence[object]) -> T:
-    """A copy of a container in which those ``items`` are exchanged that are not the ``old`` ones.
-
-    Without `__init__`, which may compute or check: it keeps the class, the order, a default factory
-    and attributes.
+    """A copy of a container in which those ``items`` are exchanged that are not the ``old`` ones,
+    without `__init__`, which may compute: it keeps the class, the order, a default factory and
+    attributes.
     """
     clone = copy.copy(value)
     for (key, before), item in zip(old.items(), items, strict=True):

@@ -33,11 +33,10 @@ _REASON = "fsdp2 gathers, frees and reduces outside of compiled graphs"
 
 
 def uncompiled(function: F) -> F:
-    """Keep ``torch.compile`` out of ``function``, at its definition, and of everything that it
-    calls.
+    """Keep ``torch.compile`` out of ``function`` and of everything that it calls.
 
-    Returns ``function`` itself, marked. (A version of torch that has no such mark gets the wrapper
-    of ``torch.compiler.disable``.)
+    Returns ``function`` itself, marked, or a wrapper of ``torch.compiler.disable`` if torch has no
+    such mark. It is used at the definition: a bound method cannot be marked.
     """
     if not _skip(function, recursive=True):
         return torch.compiler.disable(function, reason=_REASON)
@@ -57,9 +56,8 @@ def uncompiled_methods(cls: C) -> C:
 
 
 def see_through(function: F) -> F:
-    """Run ``function`` itself in Python, and leave the functions it calls to ``torch.compile``.
-
-    For a wrapper around a user's method: the method is compiled as a separate graph.
+    """Run ``function`` itself in Python, and leave the functions it calls to ``torch.compile``: a
+    wrapped method of a user is compiled as a separate graph.
     """
     _skip(function, recursive=False)
     return function
@@ -112,8 +110,7 @@ _ALIGNMENT = 64
 
 @functools.cache
 def separate_in_graphs() -> None:
-    """From the first call on, each gathered parameter has a storage of its own in compiled graphs.
-
-    Compiling a graph pays for it. Fake tensors are changed: memory stays as it is.
+    """From the first call on, each gathered parameter has a storage of its own in compiled graphs;
+    only fake tensors are changed, when a graph is compiled.
     """
     meta_utils.MetaTensorDescriber = _Describer  # type: ignore[misc]  # there is no other way in

@@ -129,9 +129,8 @@ def _graphs_behind(ends: Ends) -> frozenset[Graph]:
 
 
 def _in_graph(inputs: Ends, accumulates: bool) -> Ends:
-    """The tensors that gradients are asked of, with gathered parameters in place of shards.
-
-    Raises if gradients of those are not accumulated but returned: no reduction takes part in that.
+    """The tensors that gradients are asked of, with gathered parameters in place of shards; raises
+    if those gradients are to be returned: no reduction takes part in that.
     """
     found: list[torch.Tensor | GradientEdge] = []
     for each in inputs:
@@ -180,9 +179,8 @@ def _reaches_units(ends: Ends) -> bool:
 
 
 def _hook_side_doors(ends: Ends) -> None:
-    """Let units be entered at each node of theirs that an edge from outside leads to.
-
-    A hook on an output comes before: where that was it, nothing is left to do.
+    """Let units be entered at each node of theirs that an edge from outside leads to, where no hook
+    on an output has come before.
     """
     noted = [calls for each in noting if (s := each()) is not None and (calls := s.calls)]
     if not noted:
@@ -205,9 +203,8 @@ def _hook_side_doors(ends: Ends) -> None:
 
 
 def _stop_noting_unused() -> None:
-    """A backward is over: those stop that were not entered by a side door, and have none to come.
-
-    All ranks run the same calls, so all of them stop, or none does (invariant I1).
+    """A backward is over: those stop that were not entered by a side door, and have none to come;
+    on all ranks, or on none, because they run the same calls (invariant I1).
     """
     kept = []
     for reference in noting:
@@ -223,8 +220,7 @@ def _stop_noting_unused() -> None:
 
 def _ends_call(node: Node, inside: Mapping[Node, Call | None]) -> bool:
     """Whether a mark is that at which the backward of its call ends: nothing inside comes after.
-
-    The hook that leaves the unit runs before those of the node. To enter there is to enter again.
+    Its hook runs before those of the node: to enter there is to enter again.
     """
     return all(
         following is None or inside[following] is not inside[node]
@@ -262,9 +258,8 @@ def schedulers() -> list[Scheduler]:
 
 
 def _finish_unseen(ends: Ends) -> None:
-    """No hook ran in this backward: reduce the gradients that it has left.
-
-    So it is where a value was used that a unit kept, and that unit stays gathered.
+    """No hook ran in this backward, because a value was used that a unit kept, and that unit stays
+    gathered: reduce the gradients that it has left.
     """
     left = [s for s in schedulers() if s.has_calls_to_come and s.has_unseen_gradients]
     if not left:

@@ -19,9 +19,8 @@ FORWARD_METHODS: set[CodeType] = set()
 
 
 def running_calls(module: nn.Module, record: object) -> int:
-    """How many calls of ``module`` run, this one included, and of its forward methods.
-
-    For one that an exception has ended there is no frame any more.
+    """How many calls of ``module`` and of its forward methods run, this one included, and none that
+    an exception has ended.
     """
     count = 0
     frame: FrameType | None = sys._getframe(1)
@@ -38,9 +37,8 @@ def running_calls(module: nn.Module, record: object) -> int:
 def failure_of(module: nn.Module) -> BaseException | None:
     """The exception for which torch calls a hook of ``module`` that it always calls.
 
-    ``None`` where its forward has returned: another exception may be handled meanwhile, around
-    the call of the module. That one came through frames that are over, or through others than the
-    module's own.
+    ``None`` where its forward has returned: an exception that is handled around the call of the
+    module came through frames that are over, or through others than the module's own.
     """
     error = sys.exc_info()[1]
     trace = None if error is None else error.__traceback__

@@ -583,7 +583,7 @@ def _requires_grad(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def _holds_parameter(output: object) -> bool:
-    """Whether an unsharded parameter, or a view of one, is in ``output``: it stays until backward."""
+    """Whether an unsharded parameter, or a view of one, is in ``output``, until backward."""
     if type(output) is torch.Tensor and output._base is None:
         return False
     found: list[torch.Tensor] = []
@@ -607,9 +607,8 @@ def _is_base(tensor: torch.Tensor, views: object) -> bool:
 
 
 def _on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], object], key: object) -> None:
-    """As ``tensor.register_hook(hook)``, but permanent: a third of the work, without a handle.
-
-    ``key`` is that of one hook of the tensor; handles have integers.
+    """As ``tensor.register_hook(hook)``, but permanent: a third of the work, without a handle;
+    ``key`` is that of one hook of the tensor, and handles have integers.
     """
     if type(tensor) is not torch.Tensor:
         present: Mapping[int, object] | None = tensor._backward_hooks

@@ -135,10 +135,9 @@ def follow_replaced(group: ParamGroup, known: set[int]) -> None:
 
 
 def is_registered(group: ParamGroup) -> bool:
-    """Whether the first entry of a group holds the parameter that the group registered.
-
-    One check covers all entries: `torch.func.functional_call` fills every one that it is given a
-    tensor for, without a registration.
+    """Whether the first entry of a group holds the parameter that the group registered. This covers
+    all: `torch.func.functional_call` fills, without a registration, each entry that it has a tensor
+    for.
     """
     param = group.params[0]
     expected = _expected(group, param)
@@ -147,9 +146,8 @@ def is_registered(group: ParamGroup) -> bool:
 
 
 def put_back(group: ParamGroup) -> None:
-    """Fill a group's entries by its state, if they hold another form of its parameters.
-
-    `torch.func.functional_call` restores entries from before the forward, which has gathered since.
+    """Fill a group's entries by its state, if they hold another form of its parameters, as after
+    `torch.func.functional_call`, which restores entries from before the forward's gather.
     """
     for param in group.params:
         expected = _expected(group, param)
@@ -160,9 +158,7 @@ def put_back(group: ParamGroup) -> None:
 
 
 def _expected(group: ParamGroup, param: ShardedParam) -> nn.Parameter | None:
-    """The expected contents of a parameter's entries; ``None`` if the state does not determine
-    them.
-    """
+    """The expected contents of a parameter's entries; ``None`` if the state does not tell."""
     if group.state is GroupState.UNSHARDED:
         return param.unsharded
     shows_shards = group.state.is_sharded or group.state is GroupState.HIDDEN
@@ -219,11 +215,8 @@ def find_moves(
 ) -> list[Move]:
     """Find new entries of managed parameters, which are ties; report all other registrations.
 
-    Args:
-        params: the parameters of its scheduler's units. One may have no entry: its module is gone,
-            and another one registers it now.
-        managed: the entries that units of its scheduler fill.
-        ignored: the entries of ``ignored_params``.
+    One of ``params``, of the scheduler's units, may have no entry: its module is gone, and another
+    one registers it now. ``managed`` are the entries that these units fill.
     """
     moves: list[Move] = []
     # A loader may have put one tensor in the place of two parameters.
@@ -291,9 +284,7 @@ class Owners:
         return self._owned[id(param)]
 
     def of(self, registered: nn.Parameter) -> Owned | None:
-        """The owner of a form of a parameter, or of its object from before sharding; ``None``
-        without one.
-        """
+        """The owner of a form of a parameter, or of its object from before sharding, if any."""
         form = form_of(registered)
         return self._owned.get(id(registered if form is None else form.param()))
 
@@ -317,7 +308,7 @@ def computed(owned: Owned) -> Computed:
 
 
 def check_same_dtype(name: str, other: Computed, policy: MixedPrecisionPolicy) -> None:
-    """Raise if a unit would compute with another unit's parameter in another dtype than that does."""
+    """Raise if a unit would compute with another unit's parameter in another dtype than that."""
     if not other.dtype.is_floating_point or other.is_exception:
         return
     computes, wanted = other.chosen or other.dtype, policy.param_dtype or other.dtype
@@ -347,7 +338,7 @@ def fill(owned: Owned, entries: list[ModuleEntry]) -> None:
 
 
 def take_up(moves: Sequence[Move], units: Iterable[Unit]) -> None:
-    """Manage parameters where modules register them now; raise if a unit's compute dtype differs."""
+    """Manage parameters where modules register them now; raise if compute dtypes differ."""
     units = list(units)
     owners = Owners(units)
     for move in moves:

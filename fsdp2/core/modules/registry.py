@@ -160,9 +160,8 @@ def units_by_param() -> dict[nn.Parameter, Unit]:
 
 
 def scheduler_of(unit: Unit) -> Scheduler | None:
-    """The scheduler that serves a unit; ``None`` before its root's first forward.
-
-    A unit gets another one where its root becomes part of a larger model, or gets more units.
+    """The scheduler that serves a unit; ``None`` before its root's first forward. Another one does
+    where its root becomes part of a larger model, or gets more units.
     """
     record = record_of_unit(unit)
     return None if record is None else record.scheduler
@@ -204,10 +203,8 @@ def walk(
     leaves_out: Callable[[nn.Module], bool] | None = None,
     order: Order = "parents first",
 ) -> list[tuple[nn.Module, str]]:
-    """Modules at and below ``roots``, each once, with the prefix of their parameters' names.
-
-    ``leaves_out`` tells whether to exclude a module below, and modules that are only below it.
-    Children come in the order in which they are registered.
+    """Modules at and below ``roots``, each once, in the order of registration, with the prefix of
+    their parameters' names; none that ``leaves_out``, or that are only below such.
     """
     # A list and no generator: `fully_shard` walks several times over all modules that it is called
     # on, and a generator is entered once for each of them.
@@ -255,9 +252,8 @@ def managed_modules(
     into_units: bool = False,
     pending: Set[nn.Module] = frozenset(),
 ) -> list[tuple[nn.Module, str]]:
-    """Modules at and below ``modules`` that no other unit has, with their parameters' prefixes.
-
-    Parents come first. ``pending`` are those that are to be units, and are left out in any case.
+    """Modules at and below ``modules``, parents first, that no other unit has and that are not
+    ``pending`` as units to be, with their parameters' prefixes.
     """
     # A loop of its own: `fully_shard` walks over all modules that it is called on, and `walk` would
     # call a function for each of them.
@@ -307,9 +303,8 @@ def note_calls(scheduler: Scheduler) -> Calls:
 
 
 def start(record: UnitRecord) -> Scheduler:
-    """Make the module of ``record`` the root of all units below it, and give them one scheduler.
-
-    Called before the first forward (or a call that needs the scheduler), when every unit is there.
+    """Make the module of ``record`` the root of all units below it, and give them one scheduler:
+    before the first forward (or a call that needs the scheduler), when every unit is there.
     """
     if len(record.modules) > 1:
         raise coded(
@@ -373,10 +368,8 @@ def start(record: UnitRecord) -> Scheduler:
 
 
 def served_with(record: UnitRecord) -> dict[UnitRecord, list[str]]:
-    """The units that one scheduler serves, and their names: those below a root, and tied ones.
-
-    If a unit uses parameters of a unit elsewhere, that unit and all units of its scheduler belong
-    too.
+    """The units that one scheduler serves, and their names: those below a root, and units, with all
+    of their scheduler, whose parameters one of these uses.
     """
     found: dict[UnitRecord, list[str]] = {}
     for name, module in record.modules[0].named_modules():

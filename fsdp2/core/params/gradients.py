@@ -59,10 +59,9 @@ class Gradients:
         self._reuse = None
 
     def take(self, summed: bool) -> list[torch.Tensor | None]:
-        """Take the full gradients; ``None`` for a parameter without one.
-
-        One that was frozen since its forward has none, but where earlier ones would be lost: if
-        gradients are ``summed`` over several backwards.
+        """Take the full gradients; ``None`` for a parameter without one. A parameter that was
+        frozen since its forward has none, unless ``summed`` gradients of earlier backwards would be
+        lost.
         """
         grads: list[torch.Tensor | None] = []
         with DisableTorchFunctionSubclass():
@@ -291,9 +290,8 @@ class GradientReuse:
         self._watch: _Watch | None = None
 
     def take(self, count: int) -> list[object]:
-        """DTensors for ``count`` gradients, whose rows are to be set; ``None`` where to make one.
-
-        The one of the watched member is always ``None``.
+        """DTensors for ``count`` gradients, whose rows are to be set; ``None`` where to make one,
+        which is always so for the watched member.
         """
         if not self._free:
             return [None] * count

@@ -190,7 +190,7 @@ def store_of(module: nn.Module) -> ParamStore:
 
 
 def follow_requires_grad(params: Iterable[Any]) -> bool:
-    """Give each parameter's forms one ``requires_grad``, the one that changed; returns if any did."""
+    """Give each parameter's forms one ``requires_grad``, the changed one; returns if any did."""
     changed = False
     with DisableTorchFunctionSubclass():
         for param in params:
@@ -395,9 +395,9 @@ class ShardedParam:
         return not is_plain and is_extended(present)
 
     def adopt(self, slot: Slot, target: torch.Tensor) -> None:
-        """Move this rank's rows to ``target``, a view of the flat shard, and be backed by it.
-
-        Called where nothing is recorded; ``target`` has ``slot.local_shape(axes.piece_rank)``.
+        """Move this rank's rows to ``target``, a view of the flat shard of
+        ``slot.local_shape(axes.piece_rank)``, and be backed by it; called where nothing is
+        recorded.
         """
         if not target.is_meta:
             if self._whole is None:
@@ -408,7 +408,7 @@ class ShardedParam:
         self._wrap(target if self.order is None else self.as_seen(target))
 
     def adopt_extended(self, slot: Slot, offload: CPUOffloadPolicy | None) -> None:
-        """Be backed by this rank's rows as a tensor of the subclass, which its own operators make."""
+        """Be backed by this rank's rows as a tensor of the subclass, made by its own operators."""
         whole = self._whole
         with torch.no_grad():
             rows = self.local if whole is None else _shard_of(whole, slot, self.axes.rank)
@@ -448,9 +448,8 @@ class ShardedParam:
         return bool(local.untyped_storage()._cdata == target.untyped_storage()._cdata)
 
     def follow_registered(self) -> None:
-        """Manage the parameter that the user has put into an entry, and register it in all of them.
-
-        If there are several, the last one; one that does not fit is removed again.
+        """Manage the parameter that the user has put into an entry, and register it in all of them:
+        the last, if there are several; one that does not fit is removed again.
         """
         before = self.sharded
         chosen = before
@@ -490,7 +489,7 @@ class ShardedParam:
         other.absorbed = []
 
     def was_replaced(self, known: Set[int] = frozenset()) -> bool:
-        """Whether, while sharded, an entry was given a DTensor that is not ``known`` as another's."""
+        """Whether, while sharded, an entry was given a DTensor that is no ``known`` parameter's."""
         found = [module._parameters.get(name) for module, name in self.entries]
         others = [param for param in found if param is not self.sharded and self._fits(param)]
         return any(OWNER not in p.__dict__ and id(p) not in known for p in others)
@@ -505,9 +504,7 @@ class ShardedParam:
         )
 
     def check_usable(self, device: torch.device, offloaded: bool = False) -> None:
-        """Raise, naming the parameter, if it has no memory or is on another device than the
-        required.
-        """
+        """Raise, naming the parameter, if it has no memory or is not on ``device``."""
         if self._whole is None and self.local.device == device:
             return
         if self.is_meta and device.type != "meta":
@@ -568,9 +565,8 @@ class ShardedParam:
             self.unsharded.grad = None
 
     def accumulate(self, dtype: torch.dtype) -> None:
-        """Keep the full gradient for a later reduction, summed in ``dtype``.
-
-        A model-parallel one may be a sum that is still to be made: that is done once, at the end.
+        """Keep the full gradient for a later reduction, summed in ``dtype``; for a model-parallel
+        one, a sum that is still to be made is made once, at the end.
         """
         if self.unsharded is None:
             return  # an extended one, of which no gather has succeeded yet
@@ -632,10 +628,8 @@ class ShardedParam:
         return self.axes.size == 1 and alike
 
     def make_smaller(self, rows: torch.Tensor, mesh: DeviceMesh) -> nn.Parameter:
-        """The parameter over a smaller group's rows, registered between forward and backward.
-
-        ``rows`` are this rank's, of the compute dtype; ``mesh`` is (replicate, shard), of smaller
-        groups.
+        """The parameter, between forward and backward, over a smaller group's ``rows`` in the
+        compute dtype; ``mesh`` is (replicate, shard), of smaller groups.
         """
         rows = self.as_seen(rows)
         meta = with_dtype(self._spec, rows.dtype).tensor_meta
@@ -650,7 +644,7 @@ class ShardedParam:
         return param
 
     def follow_smaller(self) -> None:
-        """Take over ``requires_grad`` from the form between the passes; raise if that was written."""
+        """Take over ``requires_grad`` from the form between the passes; raise if it was written."""
         smaller = self.smaller
         if smaller is None:
             return
@@ -731,10 +725,8 @@ def is_extended(local: torch.Tensor) -> bool:
 
 
 def _shard_of(whole: torch.Tensor, slot: Slot, rank: int) -> torch.Tensor:
-    """This rank's rows of a tensor subclass, in separate memory.
-
-    With the operators that torch's FSDP2 uses, so that a subclass made for it has them: split,
-    new_zeros, slice and copy_.
+    """This rank's rows of a tensor subclass, in separate memory, by the operators that torch's
+    FSDP2 uses, so that a subclass made for it has them: split, new_zeros, slice and copy_.
     """
     dim = slot.dim
     padded = whole.new_zeros(slot.piece)
@@ -752,9 +744,8 @@ _KNOWN = frozenset(nn.Module().__dict__) | {NAMES}
 
 
 def aliases_in(modules: Iterable[nn.Module]) -> Iterator[tuple[Alias, nn.Parameter]]:
-    """The aliases that attributes of modules are or hold, and the parameters they refer to.
-
-    None of a module that defines ``__setattr__``: that keeps its own in step, as `nn.LSTM` does.
+    """The aliases that attributes of modules are or hold, and the parameters they refer to; none of
+    a module that defines ``__setattr__``: that keeps its own in step, as `nn.LSTM` does.
     """
     attributes = (
         (module, name, value)
@@ -777,9 +768,8 @@ def aliases_in(modules: Iterable[nn.Module]) -> Iterator[tuple[Alias, nn.Paramet
 
 
 def refuse_gradients(param: nn.Parameter, unit: str) -> None:
-    """Make a backward raise if its gradient reaches a parameter from before it was sharded.
-
-    ``unit`` is the name of the unit that manages it, for a message after that was deleted.
+    """Make a backward raise if its gradient reaches a parameter from before it was sharded;
+    ``unit`` names its unit, for a message after that was deleted.
     """
     reference = weakref.ref(param)
 
@@ -823,9 +813,8 @@ class CountedHooks(OrderedDict[int, Hook]):
 
 
 def count_hooks(param: torch.Tensor) -> None:
-    """From now on, hooks that are registered on ``param`` are counted.
-
-    Dicts that are there stay the objects that they are: handles of users refer to them.
+    """From now on, hooks that are registered on ``param`` are counted; dicts that are there stay
+    the objects that they are: handles of users refer to them.
     """
     if param._backward_hooks is None:
         param._backward_hooks = CountedHooks()
@@ -835,9 +824,8 @@ def count_hooks(param: torch.Tensor) -> None:
 
 
 def may_have_hooks(param: torch.Tensor) -> tuple[bool, bool]:
-    """Whether ``param`` may have hooks on its gradient, and post-accumulate-grad hooks.
-
-    It may if the dict of such hooks does not count.
+    """Whether ``param`` may have hooks on its gradient, and post-accumulate-grad hooks: it may if
+    the dict of such hooks does not count.
     """
     edits, watches = param._backward_hooks, param._post_accumulate_grad_hooks
     return (
@@ -848,9 +836,7 @@ def may_have_hooks(param: torch.Tensor) -> tuple[bool, bool]:
 
 def run_tensor_hooks(param: torch.Tensor, gradient: DTensor, name: str) -> DTensor:
     """Run the hooks of ``register_hook`` on a reduced gradient; returns the last hook's result, if
-    any.
-
-    A hook that returns something other than a gradient of the parameter is a `TypeError`.
+    any, and raises if that is not a gradient of the parameter.
     """
     hooks: Any = param._backward_hooks
     for hook in tuple(hooks.values()) if hooks else ():

@@ -54,11 +54,9 @@ def make_reductions(
 ) -> list[Reduction]:
     """A reduction for all parameters of equal specs, in the order of their first.
 
-    Args:
-        members: of each parameter what sets its operations, itself, its place in the layout, and
-            whether it is reduced directly (`is_direct`).
-        pieces: what of the rows this rank keeps, with masters sharded over two levels. Default:
-            all.
+    ``members`` have, of each parameter, what sets its operations, itself, its place in the layout,
+    and whether it is reduced directly (`is_direct`); ``pieces``, what of the rows this rank keeps,
+    with masters sharded over two levels.
     """
     alike: dict[ReductionSpec, list[tuple[P, Slot, bool]]] = {}
     known: dict[int, list[tuple[P, Slot, bool]]] = {}  # most have one: it need not be hashed
@@ -151,9 +149,7 @@ def _once(layout: GroupLayout | None, key: Hashable, make: Callable[[], T]) -> T
 
 
 def hand_over(former: Sequence[Reduction], made: Sequence[Reduction]) -> None:
-    """Give residuals of error feedback to the reductions that are bound in place of ``former``
-    ones.
-    """
+    """Give residuals of error feedback to the reductions that replace ``former`` ones."""
     fed = [(r.members, feedback) for r in former if (feedback := r.way.feedback) is not None]
     if fed:
         for reduction in made:
@@ -171,9 +167,8 @@ def _reduction(
     replicas: Collectives | None,
     pieces: Pieces | None,
 ) -> Reduction:
-    """Make the operations around a transport's, and write all down in programs.
-
-    ``replicas`` are given if sums are all-reduced, ``pieces`` if they are scattered between nodes.
+    """Make the operations around a transport's, and write all down in programs; sums are
+    all-reduced over ``replicas``, or scattered between nodes as ``pieces`` say, if given.
     """
     spec, kernels, marks = context.spec, context.kernels, context.marks
     kind = context.division.replicas
@@ -224,9 +219,8 @@ def _reduction(
 def transport_of(
     spec: ReductionSpec, slots: Sequence[Slot], direct: int, size: int, alone: bool
 ) -> tuple[Callable[[ReduceContext], Way], bool]:
-    """The transport of a reduction's gradients, and whether it carries marks.
-
-    ``direct`` of the first members need no packing; ``alone``: gradients are only divided.
+    """The transport of a reduction's gradients, and whether it carries marks; ``direct`` of the
+    first members need no packing, and ``alone``, gradients are only divided.
     """
     if alone and spec.grad_dtype == spec.result_dtype:
         return reduce_adopted, True

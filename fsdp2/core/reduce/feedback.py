@@ -84,7 +84,7 @@ class Feedback:
         self._residual, self._own = residual, residual.narrow(1, 0, end)
 
     def take_over(self, members: Sequence[object], former: Sequence[Fed]) -> None:
-        """Take over the residuals of earlier reductions, and their members, for the same members."""
+        """Take over the residuals of earlier reductions, with their members, for equal members."""
         there = [(m, old) for m, old in former if not old.is_zero and old.units == self.units]
         for others, old in there:
             if (old.places, old._width) == (self.places, self._width) and [*members] == [*others]:
@@ -102,10 +102,8 @@ class Feedback:
                 self._kernels.copy(self.hold().narrow(1, start, numel), source)
 
     def encode(self, message: Tensor, rows: Tensor) -> None:
-        """Encode gradients and residuals, on REDUCE, and keep the rounding errors.
-
-        ``message`` is [ranks, bytes]; ``rows`` [ranks, n], the gradients; afterwards, the rounding
-        errors.
+        """Encode gradients and residuals, on REDUCE, into ``message``, [ranks, bytes]; ``rows``,
+        [ranks, n], are the gradients, and afterwards the rounding errors.
         """
         residual, own, transform = self._residual, self._own, self._kernels.transform
         assert residual is not None

@@ -40,9 +40,7 @@ class KeptGradients:
         self._taken = False
 
     def hold(self, use: Callable[[Job, KeptMemory], None], otherwise: Step, job: Job) -> None:
-        """Give a job the kept memory, unless it holds a gradient, or will hold one: then new
-        memory.
-        """
+        """Give a job the kept memory; new memory if that holds a gradient, or will hold one."""
         if self._taken or self._gradients.delivered():
             otherwise(job)
             return
@@ -55,10 +53,8 @@ class KeptGradients:
         use(job, self._kept)
 
     def give_back(self, job: Job) -> None:
-        """The memory of the result may be filled again as soon as it is unused.
-
-        This is not at the time of delivery: the all-reduce on its lane may still write it
-        (invariant I13).
+        """The memory of the result may be filled again as soon as it is unused: not when it is
+        delivered, as the all-reduce on its lane may still write it (invariant I13).
         """
         if job.kept is not None:
             self._taken = False

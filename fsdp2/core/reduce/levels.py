@@ -76,9 +76,8 @@ def context_between(
 
 
 def cross_nodes(context: ReduceContext, inside: PresenceMarks, hold: Step) -> list[Op]:
-    """The operations that replace HSDP's all-reduce; ``hold`` gives a job its output.
-
-    The marks ``inside`` are always present, because the flat result there is used once more.
+    """The operations that replace HSDP's all-reduce; ``hold`` gives a job its output. The marks
+    ``inside`` are always present, because the flat result there is used once more.
     """
     slots, spec, kernels, marks = context.slots, context.spec, context.kernels, context.marks
     size, dtype = context.collectives.size, spec.reduce_dtype

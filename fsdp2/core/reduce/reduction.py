@@ -103,9 +103,8 @@ class Way(NamedTuple):
 
 
 def views_of(planned: Sequence[Run], flat: torch.Tensor) -> list[torch.Tensor]:
-    """The views of runs in a flat tensor.
-
-    Two calls for a run, one for a single view; one less where it is all of ``flat``.
+    """The views of runs in a flat tensor: two calls for a run, one for a single view; one less
+    where it is all of ``flat``.
     """
     views: list[torch.Tensor] = []
     for _, place, sizes in planned:
@@ -349,9 +348,8 @@ Jobs = list[tuple[Reduction, Job]]
 
 
 def with_zeros(jobs: list[tuple[Reduction, Job | None]]) -> Jobs:
-    """A group's jobs, with one of zeros for each that is missing; none where all are.
-
-    Ranks that use parameters of different dtypes run the same collectives then (decision 3).
+    """A group's jobs, with one of zeros for each that is missing, or none where all are: ranks that
+    use parameters of different dtypes run the same collectives then (decision 3).
     """
     if all(job is None for _, job in jobs):
         return []
@@ -415,7 +413,6 @@ class PendingReduction:
 
 def reduce_on_lanes(group: ReducedGroup, jobs: Jobs, all_reduce: bool) -> PendingReduction | None:
     """Run the jobs' programs, each step on its lane; ``None`` if nothing is running: one rank.
-
     Without ``all_reduce``, sums are kept as partial sums for later.
     """
     streams = group.streams

@@ -113,14 +113,12 @@ def plan_flat(
     carries_marks: bool,
     between: bool = False,
 ) -> FlatPlan:
-    """Lay the result out.
+    """Lay the result out, shared by several ranks if ``sent``.
 
-    Args:
-        sent: whether several ranks share the members.
-        needs_flat: whether the result is used in any other form than the members' rows.
-        all_direct: whether the collective writes the rows of each member separately.
-        carries_marks: whether marks need no separate collective, after the one of gradients.
-        between: whether it is received between nodes: marks are there even if rows are empty.
+    It ``needs_flat`` if it is used in any other form than the members' rows. ``all_direct``: the
+    collective writes the rows of each member separately. ``carries_marks``: marks need no separate
+    collective, after the one of gradients. ``between`` nodes, marks are there even if rows are
+    empty.
     """
     starts = [*itertools.accumulate((slot.shard_numel for slot in slots), initial=0)]
     payload = starts.pop()

@@ -79,8 +79,8 @@ def packing(
     """Bind the packing of the last members, or of all, as one row per rank.
 
     ``rank_major`` puts a gradient sharded on a later dim into rows of one rank's piece each; by
-    default, in memory that it makes. Returns the elements of a row, those of the packed members and
-    marks or padding after them, and the function that packs.
+    default, in memory that it makes. Returns the elements of a row, marks or padding included, and
+    the function that packs.
     """
     spec, flat, kernels = context.spec, context.flat, context.kernels
     first, size, carries_marks = context.direct, context.collectives.size, context.carries_marks

@@ -355,9 +355,7 @@ class Bound:
             self.keeping.follow(former)
 
     def _bind_params(self, group: GroupFacts) -> None:
-        """Make the gathered parameters, except extended ones (in their first gather), and all
-        stores.
-        """
+        """Make the gathered parameters (extended ones in their first gather), and stores."""
         with torch.inference_mode(False), torch.no_grad():
             for gather, _ in self.parts:
                 memory: Buffer = self.full
@@ -407,9 +405,9 @@ class Bound:
     def bind_reductions(self, group: GroupFacts, waiting: bool) -> None:
         """Build the reduction steps of the parameters that require grad now.
 
-        Partial sums that wait for an all-reduce belong to the steps that made them, which stay
-        bound until then; parameters that they do not know get steps besides (invariant I9). Those
-        that were frozen while gradients of earlier backwards are waiting still belong to it.
+        Partial sums belong to the steps that made them, which stay bound until the all-reduce;
+        parameters that they do not know get steps besides (invariant I9). Those that were frozen
+        while gradients of earlier backwards are waiting still belong to it.
         """
         assert group.layout is not None
         kept = [r for r in self.reductions if r.partial_sums.flat is not None]

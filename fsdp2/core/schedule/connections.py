@@ -36,9 +36,7 @@ Link = tuple[ProcessGroup, torch.device, str]
 
 
 def connect_groups(groups: Sequence[ParamGroup], expects_backward: bool) -> bool:
-    """Connect what a forward needs, and its backward if one may follow; returns whether that was
-    all.
-    """
+    """Connect what a forward needs, and its backward if one may follow; returns if that was all."""
     now: list[Link] = []
     later: list[Link] = []
     for group in groups:
@@ -60,8 +58,8 @@ def connect_groups(groups: Sequence[ParamGroup], expects_backward: bool) -> bool
 def _connect(links: Sequence[Link]) -> None:
     """Run the first collective of process groups that connect late, each once in a process.
 
-    All ranks of each connect it before they wait for anything else. Errors are those of `meet`; a
-    collective that fails is a `CommunicationError`.
+    All ranks of each connect it before they wait for anything else. A collective that fails is a
+    `CommunicationError`; other errors are those of `meet`.
     """
     in_order = sorted(links, key=lambda link: (global_ranks(link[0]), link[0].group_name))
     # All before the first collective: an absent rank is then reported, not waited for in one.

@@ -175,19 +175,16 @@ class ParamGroup(GroupFacts):
         return self.last_gather is not None and self.last_gather.dropped
 
     def axes_of(self, rows: bool) -> list[Collectives]:
-        """Collectives of the ranks that gather it together, in order; with ``rows`` only into rows
-        it keeps.
-        """
+        """Collectives of the ranks that gather it; with ``rows`` only into rows it keeps."""
         near = rows and self.between is not None and not self.keeps_whole_rows
         axes = (self.between,) if near else (self.collectives, self.between)
         return [axis for axis in axes if axis is not None and axis.size > 1]
 
     @property
     def is_known(self) -> bool:
-        """Whether a look at its shards tells whether what it gathered last is still valid.
-
-        After a forward with a backward, an optimizer's step has written them, unless all are
-        frozen.
+        """Whether a look at its shards tells whether what it gathered last is still valid: not
+        after a forward with a backward, because an optimizer's step has written them, unless all
+        are frozen.
         """
         last = self.last_gather
         if last is None or last.fingerprint is None:
@@ -338,9 +335,8 @@ class ParamGroup(GroupFacts):
         self._reduce_anew()
 
     def run_on(self, runtime: Runtime, reducers: Collectives) -> None:
-        """Run on other objects for the same device and ranks, such as those of a trace.
-
-        Reductions follow now, all-gathers at their next bind; running ones end unchanged.
+        """Run on other objects for the same device and ranks, such as those of a trace: reductions
+        now, all-gathers at their next bind; running ones end unchanged.
         """
         self._run_on(runtime)
         self.reducers = reducers
@@ -502,10 +498,8 @@ class ParamGroup(GroupFacts):
         self.state = RESHARDED
 
     def reshard(self, forced: bool = False) -> None:
-        """Free the gathered parameters and register the sharded ones.
-
-        No-op if they are sharded or retained, or, unless ``forced``, another unit that uses them
-        runs.
+        """Free the gathered parameters and register the sharded ones; no-op if they are sharded or
+        retained, or, unless ``forced``, another unit that uses them runs.
         """
         state, bound = self.state, self.bound
         if state.is_sharded or (self.in_use is not None and not forced and self.in_use()):
@@ -527,10 +521,9 @@ class ParamGroup(GroupFacts):
         self.state = SHARDED
 
     def hide(self, to: GroupState = HIDDEN) -> None:
-        """Register the sharded parameters, with their gradients; what is gathered stays in memory.
-
-        It enters ``to``: `HIDDEN`, `RETAINED` or `GRANTED`. No-op if nothing is gathered, or
-        another unit that uses it is running.
+        """Register the sharded parameters, with their gradients; what is gathered stays in memory,
+        as ``to``: `HIDDEN`, `RETAINED`, `GRANTED`. No-op if nothing is, or another unit that uses
+        it runs.
         """
         if self.state is UNSHARDED and not (self.in_use is not None and self.in_use()):
             assert self.bound is not None
@@ -607,9 +600,7 @@ class ParamGroup(GroupFacts):
 
     @property
     def is_referred_to(self) -> bool:
-        """Whether a graph or a user may read what is gathered; also if reference counts cannot
-        tell.
-        """
+        """Whether a graph or a user may read what is gathered; also if counts cannot tell."""
         bound = self.bound
         if not COUNTS_ARE_TRUE or bound is None or bound.extension is not None:
             return True
@@ -703,9 +694,7 @@ class ParamGroup(GroupFacts):
     # ---- what users write by hand
 
     def take_back(self, stays: bool = True) -> None:
-        """Raise if the user has written a gathered parameter; observers also see whether it
-        ``stays``.
-        """
+        """Raise if the user wrote a gathered parameter; observers also see if it ``stays``."""
         if self.state is not UNSHARDED:
             return
         bound = self.bound
@@ -717,9 +706,8 @@ class ParamGroup(GroupFacts):
 
     @property
     def written(self) -> str | None:
-        """Name of a gathered parameter that an operator has written in place since the last look.
-
-        On one rank, gathered parameters that are their shards are never among them.
+        """Name of a gathered parameter that an operator has written in place since the last look;
+        never of one that is its shard, on one rank.
         """
         bound = self.bound
         if bound is None:
@@ -768,9 +756,8 @@ class ParamGroup(GroupFacts):
         return cast(Jobs, jobs)
 
     def reduce(self, jobs: Jobs, all_reduce: bool) -> PendingReduction | None:
-        """Reduce collected gradients into ``.grad``; ``None`` if nothing is running: one rank.
-
-        Without ``all_reduce``, partial sums are kept for later.
+        """Reduce collected gradients into ``.grad``, or, without ``all_reduce``, into partial sums;
+        ``None`` if nothing is running: one rank.
         """
         if torch.is_grad_enabled():  # not in a backward, but for one with create_graph=True
             with torch.no_grad():

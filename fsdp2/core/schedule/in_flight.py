@@ -31,10 +31,9 @@ class InFlight:
         self.arriving: list[PendingReduction] = []
 
     def make_room(self, params: list[ShardedParam], first: bool) -> None:
-        """Before a group reduces: limit the reductions that hold inputs, and end its own last one.
-
-        Its last one may still read the buffer in which it stages gradients. ``first``: whether it
-        is the first group of its unit, whose groups count as one.
+        """Before a group reduces, as the ``first`` of its unit or not: limit the reductions that
+        hold inputs, and end its own last one, which may still read the buffer in which it stages
+        gradients.
         """
         if first:
             self.retire(keep=self.window - 1)
@@ -67,8 +66,7 @@ class InFlight:
             pending.release_rest()
 
     def order_after_hooks(self) -> None:
-        """Make all-gathers wait for changes of shards by users' hooks after these reductions.
-
+        """Make all-gathers wait for changes of shards by users' hooks after these reductions:
         COMPUTE waits, which reads shards itself on one rank; the side lanes always wait for it.
         """
         for pending in (*self.summing, *self.holding):

@@ -125,9 +125,7 @@ class Iteration:
         self.retracing: Retracing | None = None
 
     def retrace(self, wanted: bool) -> None:
-        """Start or stop following the calls of units; of earlier calls, only the order of ends is
-        known.
-        """
+        """Start or stop following units' calls; of earlier ones, only the order is known."""
         if not wanted:
             self.retracing = None
         elif self.retracing is None:

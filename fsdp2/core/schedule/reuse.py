@@ -65,9 +65,7 @@ class Reuse:
         self.asks = self.hides = self.repeats = False
 
     def begin_iteration(self, pending: bool) -> None:
-        """A forward begins after an optimizer's step; ``pending``: backwards of earlier ones are to
-        come.
-        """
+        """A forward begins after an optimizer's step, with backwards ``pending`` or not."""
         self.steps = OptimizerSteps.count
         # Backwards that are to come belong to forwards with the flags of before.
         if not pending:

@@ -224,11 +224,8 @@ class Scheduler:
     # ---- forward
 
     def begin_forward(self, root: Unit, expects_backward: bool) -> None:
-        """A forward starts at ``root``, which is not inside another unit's forward.
-
-        Raises:
-            ShardingStateError: the reductions of the last `finalize` were not waited for, or a CUDA
-                graph is captured over memory that does not stay.
+        """A forward starts at ``root``, not inside another unit's; raises if reductions of the last
+        `finalize` were not waited for, or a CUDA graph is captured over memory that does not stay.
         """
         now = self.iteration
         if now.unawaited:
@@ -270,9 +267,8 @@ class Scheduler:
             now.starts.append(len(now.finished))
 
     def _check_capture(self, root: Unit, expects_backward: bool) -> None:
-        """Raise for a CUDA graph over memory that moves: a replay uses the recorded addresses.
-
-        It also replays the recorded all-gathers, or their absence.
+        """Raise for a CUDA graph over memory that moves: a replay uses the recorded addresses, and
+        repeats the recorded all-gathers, or their absence.
         """
         self.reuse.forget()
         for group in self.groups:
@@ -335,9 +331,7 @@ class Scheduler:
             self._gather_ahead(self._order.following(self.window))
 
     def exit_forward(self, unit: Unit, keep: bool = False) -> None:
-        """Free ``unit``, unless it is used again within the window, or ``keep``: the caller reads
-        it.
-        """
+        """Free ``unit``, unless it is used again within the window, or the caller reads it."""
         now = self.iteration
         if self.calls is not None:
             self._note_exit(unit, self.calls)
@@ -370,9 +364,8 @@ class Scheduler:
             self._end_forward(unit)
 
     def _note_exit(self, unit: Unit, calls: Calls) -> None:
-        """Record the end of the call, in the first iteration, and raise if the forward has written.
-
-        It does so from the first call on, so that later ones need no check.
+        """Record the end of the call, in the first iteration, and raise if the forward has written:
+        from the first call on, so that later ones need no check.
         """
         for group in unit.groups:
             if written := group.written:
@@ -454,9 +447,8 @@ class Scheduler:
     ) -> None:
         """Gather ``unit`` for its backward, and prefetch the next ones.
 
-        Args:
-            recomputed_for: sequence number of autograd's node for which its forward runs again.
-            skipped: whether it gets no gradient, and its position in the order is reached.
+        ``recomputed_for`` is the number of autograd's node for which its forward runs again; if it
+        is ``skipped``, it gets no gradient, and its position in the order is reached.
         """
         if unit.phase is BACKWARD:
             return
@@ -502,11 +494,11 @@ class Scheduler:
             self.iteration.postponed = unit, following
 
     def leave_later_call(self, unit: Unit) -> bool:
-        """Leave ``unit`` if a gradient has arrived at a call before that of its running backward.
+        """Leave ``unit`` if a gradient has arrived at a call before that of its running backward,
+        and return if it was left: the earlier call is entered next.
 
         If no unit may be missed, nothing is entered between two calls of one. Otherwise the
-        gradients of both calls are reduced together. Returns whether it was left: the earlier call
-        is entered next.
+        gradients of both calls are reduced together.
         """
         retracing = self.iteration.retracing
         if retracing is None or not (unit.visits and retracing.is_past(unit)):
@@ -529,9 +521,8 @@ class Scheduler:
                 break
 
     def exit_backward(self, unit: Unit, _: object = None) -> None:
-        """Free ``unit``, unless it is its own successor, and reduce its gradients.
-
-        It may be called as a gradient's hook, with the gradient of one of the unit's inputs.
+        """Free ``unit``, unless it is its own successor, and reduce its gradients; also a
+        gradient's hook, with the gradient of one of the unit's inputs.
         """
         if unit.phase is not BACKWARD:  # a derivative with respect to its inputs
             return
@@ -539,9 +530,7 @@ class Scheduler:
             self._finish(unit, unit.reshard_after_backward)
 
     def _finish(self, unit: Unit, reshard: bool, over: bool = False) -> None:
-        """Reshard and reduce: at the end of a call's backward, and again, with ``over``, of the
-        whole one.
-        """
+        """Reshard and reduce, at the end of a call's backward; again, ``over``, of all."""
         now = self.iteration
         fill = False  # whether absent gradients count as zeros, on request
         again = over and unit.phase is REDUCED
@@ -607,9 +596,8 @@ class Scheduler:
         return group.collect(unit.all_reduce, fill, again)
 
     def _is_reduced_later(self, unit: Unit, reshard: bool) -> bool:
-        """Free a unit with more calls to come, if one reduction is to sum them all.
-
-        Ranks may have gradients for different parameters (invariant I11).
+        """Free a unit with more calls to come, if one reduction is to sum them all: ranks may have
+        gradients for different parameters (invariant I11).
         """
         if not any(group.base.options.reduce_unused for group in unit.groups):
             return False
@@ -728,7 +716,6 @@ class Scheduler:
 
     def finalize(self, wait: bool) -> None:
         """End an iteration's backwards: reduce waiting gradients, reshard by flags, clean up.
-
         Unless ``wait``, gradients are complete only after `wait_for_reductions`.
         """
         now = self.iteration
@@ -778,9 +765,7 @@ class Scheduler:
     # ---- on request
 
     def unshard(self, unit: Unit) -> bool:
-        """Launch the all-gathers of a unit, which `wait` or its forward finish; returns if there
-        were any.
-        """
+        """Launch a unit's all-gathers, if any; `wait` or its forward finishes them."""
         issued = False
         for group in unit.groups:
             if group.state.needs_gather:
@@ -844,10 +829,8 @@ class Scheduler:
             self.streams.wait(COMPUTE, behind, "compute after what was interrupted")
 
     def reset(self) -> None:
-        """Discard a forward or backward that an exception ended.
-
-        Unsharded memory is freed, gradients that were not reduced are dropped, and the host waits
-        for running reductions.
+        """Discard a forward or backward that an exception ended: free unsharded memory, drop
+        gradients that were not reduced, and let the host wait for running reductions.
         """
         self.resets += 1
         SCHEDULE.debug("an iteration was given up, everything is freed: %s", self.units)
@@ -882,9 +865,8 @@ class Scheduler:
         self.wait(unit)
 
     def _gather_anew(self, unit: Unit) -> None:
-        """Free hidden parameters, because their registered shards may have been written since.
-
-        The memory that a graph reads is filled again, as by a write through ``.data``.
+        """Free hidden parameters, because their registered shards may have been written since; the
+        memory that a graph reads is filled again, as by a write through ``.data``.
         """
         for group in unit.groups:
             if group.state is HIDDEN:
@@ -893,9 +875,8 @@ class Scheduler:
     def _gather_ahead(self, units: Sequence[Unit | None], backward: bool = False) -> None:
         """Prefetch units; prefetched units that are still unused make room (invariant I6).
 
-        ``units`` are the next in their order, at most as many as the window allows; ``None``
-        represents one that has ended. In ``backward``, units that gather nothing there are left
-        out.
+        ``units`` are the next in their order, at most as many as the window allows; ``None``: one
+        that has ended. In ``backward``, units that gather nothing there are left out.
         """
         ahead = self.iteration.ahead
         for unit in units:

@@ -373,10 +373,8 @@ Watcher = Callable[[Unit, Phase, Phase], None]
 
 
 def watched_phase(watcher: Watcher) -> property:
-    """A property that hides the slot of phases, and tells ``watcher`` of each store.
-
-    Units keep their class, and the scheduler stores phases as before; without a watcher, a phase
-    costs one store.
+    """A property that hides the slot of phases, and tells ``watcher`` of each store: units keep
+    their class, and without a watcher, a phase costs one store.
     """
     hidden = vars(Unit)["phase"]  # the slot, or what tells another watcher
 
