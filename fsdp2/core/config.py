@@ -212,16 +212,15 @@ class Wire:
     """Wire formats of a group's parameters and gradients, except for those that stay exact.
 
     Exactness is a fact of each parameter (`ShardedParam.exact`): a new `Wire` comes with new facts,
-    so two are never equal.
+    so two are never equal. ``gather`` and ``reduce`` name entries of `CODED` in `core.gather.coded`
+    and `core.reduce.coded`; the ``between_`` ones are for nodes of two levels. ``None``: not
+    encoded.
 
     Attributes:
-        gather: name of an entry of `core.gather.coded.CODED`; ``None``: in the compute dtype.
-        reduce: name of an entry of `core.reduce.coded.CODED`; ``None``: in the reduce dtype.
         differences: whether messages hold differences to the values gathered last, which are kept.
         rotate: whether gradients are rotated before encoding (`core.codecs.rotated`).
-        feedback: whether the rounding errors of gradient messages are added to the next ones
+        feedback: whether rounding errors of gradients are added to the next
             (`core.reduce.feedback`).
-        between_gather: as ``gather``, between the nodes of two levels; so is ``between_reduce``.
     """
 
     gather: str | None = None
@@ -242,15 +241,13 @@ WHOLE = Wire()
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """The options of a group that a user may change; replaced as a whole, bound before the next
-    use.
+    """A group's options, which a user may change; replaced as a whole, bound before the next use.
 
     Attributes:
         divide_factor: the divisor of gradients; ``None`` averages over all data-parallel ranks.
         sum_only: whether collectives only sum, and divisions are separate kernels.
         reduce_unused: whether parameters without a gradient are reduced as zeros, and get them.
-        pack_below: bytes of a rank's piece below which parameters are packed, on backends that
-            coalesce.
+        pack_below: bytes of a rank's piece below which a backend that coalesces gets it packed.
         keep_storage: whether resharding leaves the gathered memory allocated.
         keep_gradients: whether the memory of reduced gradients stays allocated between steps.
         keep_rows: whether gathered rows stay until an optimizer steps: a node's, a smaller group's,

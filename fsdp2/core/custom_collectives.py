@@ -98,9 +98,7 @@ class OwnMemory(Comm):
 
 
 class MemoryComms(NamedTuple):
-    """Our collectives over a process group, in one kind of memory; ``only_sums``: there, they only
-    sum.
-    """
+    """Our collectives over a process group, in one kind of memory, where some can only sum."""
 
     all_gather: AllGather
     reduce_scatter: ReduceScatter

@@ -24,11 +24,7 @@ P = ParamSpec("P")
 
 
 class Notice(Generic[P]):
-    """An event in core: calls functions of rooms above, in the order of `add`; none without such
-    rooms.
-
-    They may raise, which prevents the operation.
-    """
+    """An event in core: calls functions of rooms above, in order; they may raise to prevent it."""
 
     __slots__ = ("functions",)
 

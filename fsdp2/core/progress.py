@@ -18,8 +18,8 @@ from fsdp2.core.errors import CommunicationError, ShardingStateError, coded
 class OptimizerSteps:
     """Counts optimizer steps in this process; parameters gathered before one are out of date.
 
-    The counts are facts that ranks share, so that all of them gather again or none does. ``count``
-    tells how often parameters may have changed: where steps begin, and where they end.
+    All ranks share the counts, so that all of them gather again or none does. ``count`` tells how
+    often parameters may have changed: where steps begin, and where they end.
     """
 
     count = 0
@@ -33,9 +33,8 @@ class Backwards:
 
 
 class ShardReaders:
-    """Readers of shards that run during training; code that writes shards first waits for them.
-
-    Each of ``waiting`` returns after it has read, and removes itself.
+    """Readers of shards that run during training; code that writes shards first waits for them:
+    each of ``waiting`` returns after it has read, and removes itself.
     """
 
     waiting: ClassVar[list[Callable[[], None]]] = []

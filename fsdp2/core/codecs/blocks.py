@@ -98,9 +98,8 @@ def in_blocks(numbers: Tensor, block: int) -> Tensor:
 
 
 class Bytes(Blocks):
-    """Integers of 8 bits, a scale in fp32 per 128 numbers: 3 % of the bytes are scales.
-
-    A number is off by 1/254 of its block's largest magnitude at most.
+    """Integers of 8 bits, a scale in fp32 per 128 numbers (3 % of the bytes): a number is off by
+    1/254 of its block's largest magnitude at most.
     """
 
     name = "int8"
@@ -123,17 +122,14 @@ class Nibbles(Blocks):
     """Integers of 4 bits, a scale in bf16 per 64 numbers: 4.25 bits per number.
 
     A number is off by 1/14 of its block's largest magnitude at most (and by 1 % of that more, as a
-    bf16 scale is rounded).
-
-    A larger block saves bytes and costs precision. A bit per number more halves the error; in
-    these terms blocks of 64 cost least for numbers of a normal and of a Laplace distribution, of
-    blocks of 16 to 256 (root of the mean square of the error, log2 of it plus bits per number:
-    32: 1.14 and 1.46, 64: 1.04 and 1.42, 128: 1.03 and 1.49). A scale in bf16 has fp32's range,
-    and its 8 bits of precision change none of these figures; in fp32 it would cost another quarter
-    of a bit.
-
-    Number ``i`` of a block's first half and number ``i`` of its second share a byte, so that all
+    bf16 scale is rounded). Numbers ``i`` of a block's two halves share a byte, so that all
     operators run over neighbors in memory.
+
+    A larger block saves bytes and costs precision. A bit per number more halves the error; in these
+    terms blocks of 64 cost least for numbers of a normal and of a Laplace distribution, of blocks
+    of 16 to 256 (root of the mean square of the error, log2 of it plus bits per number: 32: 1.14
+    and 1.46, 64: 1.04 and 1.42, 128: 1.03 and 1.49). A scale in bf16 changes none of these figures;
+    in fp32 it would cost another quarter of a bit.
     """
 
     name = "int4"

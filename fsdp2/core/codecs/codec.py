@@ -39,9 +39,7 @@ def check_coded(name: str, dtypes: Iterable[torch.dtype], wire: str) -> None:
 
 
 class Codec(ABC):
-    """A format of numbers on the wire; ``name`` is that which `set_wire_format` takes, if it has
-    one.
-    """
+    """A format of numbers on the wire; ``name``: that which `set_wire_format` takes, if any."""
 
     name: ClassVar[str]
 

@@ -18,9 +18,8 @@ from fsdp2.core.pieces import round_up
 
 
 class Rounded(Codec):
-    """bfloat16. A number is off by 1/256 of itself at most; infinities and NaN stay what they are.
-
-    The source of the bound: rounding to nearest with 8 bits of precision, IEEE 754.
+    """bfloat16: a number is off by 1/256 of itself at most (rounding to nearest with 8 bits of
+    precision, IEEE 754); infinities and NaN stay what they are.
     """
 
     name = "bf16"

@@ -26,17 +26,15 @@ _TORCH = "pytorch, torch/csrc/distributed/c10d/"
 
 @dataclass(frozen=True)
 class Traits:
-    """The properties of one kind of backend.
+    """The properties of one kind of backend; ranks compare ``name``, ``source`` is where this was
+    read.
 
     Attributes:
-        name: name of the kind, for messages; ranks compare it.
-        coalesces: whether its coalesced collectives are one launch for all tensors. If not, groups
-            are packed.
-        premultiplies: whether reductions may divide by a factor within the collective
-            (``_make_nccl_premul_sum``).
+        coalesces: whether coalesced collectives are one launch for all tensors. If not, groups are
+            packed.
+        premultiplies: whether reductions may divide in the collective (``_make_nccl_premul_sum``).
         connects_late: whether a process group makes its communicator in its first collective, so
             that fsdp2 runs one before the first gather (`fsdp2.core.schedule.connections`).
-        source: project, file and version in which this was read.
     """
 
     name: str

@@ -142,9 +142,7 @@ class Buffer:
 
 
 class FlatBuffer(Buffer):
-    """A persistent flat buffer, viewed in any dtype at any aligned offset; ``pin``: page-locked
-    (CPU).
-    """
+    """A persistent flat buffer, viewed in any dtype at any aligned offset; may be page-locked."""
 
     def __init__(self, nbytes: int, device: torch.device, pin: bool = False) -> None:
         with torch.inference_mode(False):

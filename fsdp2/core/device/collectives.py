@@ -60,12 +60,10 @@ Launch = Callable[[], Work | None]
 
 
 class ReduceKind:
-    """How a reduction combines the ranks' values.
+    """How ranks' values are combined: inside the collective, divided by the ranks or by ``factor``.
 
-    Attributes:
-        average: sum divided by the number of ranks, inside the collective.
-        factor: where not ``None``, the collective divides by it (NCCL's premultiplied sum).
-        op: c10d's name of the operation: a member of its enum, if there is one.
+    ``op`` is c10d's name of the operation: a member of its enum, if there is one, or NCCL's
+    premultiplied sum.
     """
 
     __slots__ = ("all_reduce_options", "average", "factor", "op", "options")
@@ -91,9 +89,7 @@ class ReduceKind:
 
 class Collectives(Protocol):
     """Collectives over one axis, of shards or of replicas; each returns the work to wait for, if
-    any.
-
-    Those that run in every step are bound: to their tensors, or to how they reduce.
+    any. Those that run in every step are bound: to their tensors, or to how they reduce.
     """
 
     size: int

@@ -28,9 +28,8 @@ Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
 
 
 class Kernels(Protocol):
-    """Memory and copies of one device.
-
-    ``fuses``: a copy of many tensors is one kernel where their layouts allow it.
+    """Memory and copies of one device; if it ``fuses``, a copy of many tensors is one kernel where
+    their layouts allow it.
     """
 
     fuses: bool

@@ -199,10 +199,8 @@ def make_streams(device: torch.device) -> Streams:
 
 @dataclass(frozen=True)
 class OnStream:
-    """A function of a tensor that runs on the user's stream, in the order of the current one.
-
-    Earlier work of the current stream is complete when the function's kernels run, and they are
-    complete before later work of the current stream; the host does not block.
+    """A function of a tensor that runs on the user's stream, after earlier and before later work of
+    the current one; the host does not block.
     """
 
     function: Callable[[torch.Tensor], None]

@@ -50,13 +50,10 @@ def encoded(place: SegmentViews, codec: Codec) -> Gather:
 
 
 class Messages:
-    """The messages of a segment's all-gathers, one per rank, and the collective that brings them.
+    """The messages of a segment's all-gathers: ``every`` [ranks, nbytes] of uint8, this rank's
+    ``own``, and room after them for ``numbers``, [1, scratch] of fp32.
 
-    Attributes:
-        memory: of all; allocated until it is released once, when its users are bound.
-        every: all ranks' messages, [ranks, nbytes] of uint8.
-        own: this rank's, [1, nbytes].
-        numbers: the room after them, [1, scratch] of fp32.
+    ``memory`` is allocated until it is released once, when its users are bound.
     """
 
     def __init__(

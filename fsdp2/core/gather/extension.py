@@ -133,9 +133,7 @@ def check_hooks(name: str, local: torch.Tensor, cut: Cut, even: bool) -> None:
 
 @dataclass(frozen=True)
 class ExtensionContext:
-    """The context of an `Extension` besides buffers; ``made`` is called with each unsharded
-    parameter.
-    """
+    """The context of an `Extension`; ``made`` is called with each new unsharded parameter."""
 
     options: GroupOptions
     device: torch.device
@@ -144,10 +142,9 @@ class ExtensionContext:
 
 
 class ExtendedParam:
-    """One parameter, its hooks, and the tensors that they create.
-
-    ``inputs`` are the tensors to send, once its first pre hook has run; ``targets`` are where each
-    rank's piece of each output belongs: [ranks, *shape of the input].
+    """One parameter, its hooks, and the tensors that they create: the ``inputs`` to send, after its
+    first pre hook, and ``targets``, where each rank's piece of each output belongs: [ranks, *input
+    shape].
     """
 
     def __init__(self, param: ShardedParam, slot: Slot, context: ExtensionContext) -> None:

@@ -25,16 +25,11 @@ from fsdp2.core.gather.smaller_group import SmallerRows
 
 
 class Keeping:
-    """The two all-gathers of a group that keeps rows: ``fresh`` has collectives, ``again`` reuses
-    rows.
+    """The two all-gathers of a group that keeps rows: ``fresh`` with collectives, and ``again``.
 
-    Args:
-        gather: the all-gather of all segments, through both levels if there are two.
-        load: copies shards from the host first, if they are offloaded.
-        choose: called with the all-gather that is the next.
-        nodes: rows of a node that others than kept ones are gathered from, if there are any: they
-            stay, too, unless a smaller group's do.
-        smaller: rows of a smaller group, if these stay.
+    ``gather`` is that of all segments, through both levels if there are two; ``load`` copies
+    offloaded shards from the host first; ``choose`` is called with the next one. Rows of a
+    ``smaller`` group stay, or rows of ``nodes``, from which others than kept ones are gathered.
     """
 
     def __init__(

@@ -28,10 +28,9 @@ from fsdp2.core.layout.levels import gaps
 class NodeRows:
     """Fills node rows, before the all-gather inside.
 
-    ``pieces`` says where masters are in the flat shard and in node rows; ``shard`` is the flat
-    shard, or the device's copy of it; ``between`` are collectives of the ranks that share rows.
-    ``stays`` tells whether the memory of ``rows`` stays until it is freed explicitly, not per
-    all-gather.
+    ``pieces`` says where masters are in the flat ``shard`` (or the device's copy) and in node rows;
+    ``between`` are collectives of the ranks that share rows. If it ``stays``, the memory of
+    ``rows`` is freed explicitly, not per all-gather.
     """
 
     def __init__(

@@ -35,12 +35,11 @@ Run = Callable[[], object]
 
 @dataclass(eq=False)
 class Gather:
-    """The operations of an all-gather, or of a part of one: the five moments above, and
+    """The operations of an all-gather, or of a part of one, by moment; collectives return their
+    work.
 
     Attributes:
         parameters: every slot, and the tensor of its gathered parameter, if it exists.
-        collectives: return the work to wait for, or ``None``.
-        release: without ``copy_out`` if a prefetch was for nothing.
         finish: ``copy_out`` and ``release``, part by part: each part frees its memory before the
             next copy.
         early: whether the gathered buffer must be allocated before the collectives, which write it.
@@ -93,9 +92,7 @@ def combined(parts: Iterable[Gather]) -> Gather:
 
 
 class Launched(NamedTuple):
-    """Events after an all-gather's copies in, and after its collectives; ``None``: no wait is
-    necessary.
-    """
+    """Events after an all-gather's copies in and after its collectives; ``None``: no wait."""
 
     copied: Event = None
     gathered: Event = None

@@ -30,9 +30,8 @@ from fsdp2.core.layout.layout import Segment, Slot
 class SegmentViews:
     """A segment in the two buffers of its group, and what moves it from one to the other.
 
-    ``shard`` is the flat shard, or the device's copy of it; ``full`` is allocated. ``casts`` tells
-    whether shards have another dtype than what is gathered; ``wire`` is the dtype that collectives
-    and copies see, ``collectives`` are those for it.
+    ``shard`` is the flat shard, or the device's copy of it; ``full`` is allocated. It ``casts`` if
+    shards have another dtype than ``wire``, which collectives and copies see.
     """
 
     def __init__(
@@ -171,8 +170,7 @@ WASTED_AT_MOST = 16
 
 @dataclass
 class Rows:
-    """All ranks' rows of a segment, rank-major and flat, and ``put``, which copies them into slots.
-
+    """All ranks' rows of a segment, rank-major and flat, and ``put``, which copies them into slots;
     ``memory`` is allocated until it is released once, when its users are bound.
     """
 

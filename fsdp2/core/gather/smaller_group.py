@@ -44,9 +44,7 @@ from fsdp2.core.pieces import round_up
 
 @dataclass(frozen=True)
 class SmallerGroup:
-    """The ranks that backward gathers from; ``mesh`` is (replicate, shard): all ranks, by smaller
-    groups.
-    """
+    """The ranks that backward gathers from, and (replicate, shard) of all ranks by such groups."""
 
     collectives: Collectives
     mesh: DeviceMesh
@@ -84,12 +82,9 @@ def smaller_segment(
 
 
 class SmallerRows:
-    """The smaller group's rows of one parameter group.
+    """The smaller group's rows of one parameter group; ``kept`` is called when they are there.
 
-    Attributes:
-        swaps: the stores that register the parameters of this form.
-        stays: whether the rows are kept for gathers of other micro-batches.
-        kept: called when the rows are there.
+    They are registered by ``swaps``; they ``stay`` if gathers of other micro-batches use them.
     """
 
     stays = False

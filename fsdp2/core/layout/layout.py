@@ -47,19 +47,16 @@ which checks pointers for alignment up to 256 bytes, selects its usual kernels."
 
 @dataclass(frozen=True)
 class Cut:
-    """How a parameter is split into equal pieces, one per rank; the last ones may be short or
-    empty.
+    """How a parameter is split into equal pieces, one per rank; last ones may be short or empty.
 
         Cut(0), 2 ranks        rows of [4, 6] in pieces of 2:               0-1 | 2-3
         Cut(1), 2 ranks        columns in pieces of 3:                      0-2 | 3-5
         Cut(1, 2), 4 ranks     of [2, 6]: 2 bands of a row, each of them    0, 0-2 | 0, 3-5
                                in pieces of 3 columns                       1, 0-2 | 1, 3-5
 
-    Attributes:
-        dim: the dim that is split into pieces of ``ceil(length / ranks)``.
-        bands: the number of equal bands into which dim 0 is split first, with equal numbers of
-            ranks; they divide the ranks and dim 0's length, and ``dim`` is another dim if there is
-            more than one (decision 18).
+    Dim ``dim`` is split into pieces of ``ceil(length / ranks)``. Dim 0, if that is another, is
+    first split into equal ``bands``, with equal numbers of ranks; they divide the ranks and dim 0's
+    length (decision 18).
     """
 
     dim: int = 0
@@ -163,15 +160,10 @@ COPIED_OUT = (Transport.PACKED, Transport.CODED)
 
 @dataclass(frozen=True)
 class ParamShape:
-    """The properties of a parameter that the layout needs.
+    """The properties of a parameter that the layout needs; parameters of other names may be equal.
 
-    Attributes:
-        name: full name, for messages; parameters of other names may be equal.
-        shard_dtype: dtype of the shard, as any hashable value.
-        extended: whether its tensor subclass has all-gather hooks.
-        coded: whether it is gathered in a format with fewer bytes.
-        kin: of coded parameters, those of equal numbers may share a message
-            (`fsdp2.core.params.param.shapes_of`).
+    ``extended``: its tensor subclass has all-gather hooks. ``coded`` ones, in a format with fewer
+    bytes, may share a message if of equal ``kin`` (`fsdp2.core.params.param.shapes_of`).
     """
 
     name: str = field(compare=False)
@@ -188,10 +180,8 @@ class ParamShape:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in its segment; offsets and lengths in elements.
-
-    Offsets are those in the segment's part of the flat shard and of the gathered buffer; ``index``
-    is the parameter's position in the group, ``shape`` its global one.
+    """One parameter's place in its segment's parts of the flat shard and of the gathered buffer, in
+    elements; its ``index`` is in the group, its ``shape`` global.
     """
 
     index: int
@@ -310,11 +300,11 @@ class Segment:
     its slots only determine how the parameters are cut.
 
     Attributes:
-        slots: the parameters, in the order of both buffers; if they are packed, those whose pieces
-            are in order come first.
+        slots: in the order of both buffers; of packed ones, those whose pieces are in order come
+            first.
         shard_numel: elements of one rank's part, padded to 16 bytes in either dtype.
         full_numel: elements of the gathered part, alignment included.
-        shard_byte_offset: start in the group's flat shard, as ``full_byte_offset`` in the gathered
+        shard_byte_offset: start in the group's flat shard; ``full_byte_offset`` in its gathered
             buffer.
     """
 
@@ -375,12 +365,11 @@ class GroupLayout:
     with it: the first group creates them, and they are freed with the last (`once`).
 
     Attributes:
-        shard_bytes: bytes of one rank's flat shard, padding included.
-        full_bytes: bytes of the gathered buffer, padding and alignment included.
-        payload_bytes: bytes of the parameters in the flat shards, in the shards' dtypes, without
+        shard_bytes: bytes of one rank's flat shard, padding included; ``full_bytes`` when gathered.
+        payload_bytes: bytes of the parameters in flat shards, in the shards' dtypes, without
             padding.
         pieces: the positions of a rank's own pieces in its rows, if masters are sharded over two
-            levels (`fsdp2.core.layout.levels`); ``None`` otherwise.
+            levels (`fsdp2.core.layout.levels`).
     """
 
     world_size: int

@@ -40,9 +40,8 @@ from fsdp2.core.pieces import round_up
 
 @dataclass(frozen=True)
 class PieceSlot(Slot):
-    """The place of a piece of a rank's rows: its "gathered" form is these rows, without padding.
-
-    ``inside`` is the parameter's place in the group's layout, ``inside_rank`` whose rows they are.
+    """The place of a piece of a rank's rows: its "gathered" form is these rows, without padding, of
+    rank ``inside_rank``, which are ``inside`` in the group's layout.
     """
 
     inside: Slot

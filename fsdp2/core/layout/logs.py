@@ -22,10 +22,8 @@ SCHEDULE = logging.getLogger("fsdp2.schedule")
 
 @dataclass(frozen=True)
 class BindReason:
-    """Why a group binds; formatted only if the message is wanted.
-
-    ``before`` is the layout of the last bind; ``moved`` names parameters whose rows are not where
-    the group put them.
+    """Why a group binds, formatted only if wanted: ``before`` is the layout of the last bind,
+    ``moved`` names parameters whose rows are not where the group put them.
     """
 
     before: GroupLayout | None

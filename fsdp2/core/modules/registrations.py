@@ -166,9 +166,8 @@ def _expected(group: ParamGroup, param: ShardedParam) -> nn.Parameter | None:
 
 
 class Move(NamedTuple):
-    """An entry ``key`` of ``module`` that holds another managed parameter than before.
-
-    ``param`` is ``None`` if the entry was deleted, or set to ``None``; ``before`` was there.
+    """An entry ``key`` of ``module`` that held ``before``, and now another managed parameter, or
+    none.
     """
 
     name: str
@@ -179,12 +178,9 @@ class Move(NamedTuple):
 
 
 class Unexpected(NamedTuple):
-    """A registration that belongs to no unit.
+    """A registration that belongs to no unit: in an entry of ``param``, or a form of ``other``.
 
-    Attributes:
-        param: the managed parameter whose entry it is in.
-        other: the managed parameter of which it is a form.
-        meshes: those of all managed parameters.
+    ``meshes`` are those of all managed parameters.
     """
 
     name: str
@@ -290,10 +286,7 @@ class Owners:
 
 
 class Computed(NamedTuple):
-    """How a unit computes with a parameter; ``chosen`` is ``None`` for the dtype of its shard.
-
-    ``is_exception``: the user has chosen that only for this parameter.
-    """
+    """How a unit computes with a parameter: in ``chosen``, if any, maybe as an exception."""
 
     name: str
     dtype: torch.dtype

@@ -51,9 +51,8 @@ Kwargs = dict[str, object]
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of `fully_shard` that later parameters also use.
-
-    ``reshard_to`` is the number of ranks over which forward reshards, if not over all or none.
+    """The arguments of `fully_shard` that later parameters also use; ``reshard_to`` is the number
+    of ranks over which forward reshards, if not over all or none.
     """
 
     axes: MeshAxes

@@ -196,9 +196,8 @@ class Gradients:
 
 
 class PermutedGradients(Gradients):
-    """Gradients of parameters whose memory order differs from their dims' (``channels_last``).
-
-    Reductions see tensors in memory order, users the original one.
+    """Gradients of parameters whose memory order differs from their dims' (``channels_last``):
+    reductions see tensors in memory order, users the original one.
     """
 
     __slots__ = ()
@@ -310,9 +309,7 @@ class GradientReuse:
 
 
 class _Watch(weakref.ref[object]):
-    """Watches the last gradient's rows, of member ``last[0]``; ``free`` receives unreferenced
-    others.
-    """
+    """Watches the last gradient's rows, of member ``last[0]``; ``free`` receives others."""
 
     __slots__ = ("free", "last", "lent")
 

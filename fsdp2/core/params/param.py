@@ -72,9 +72,8 @@ ModuleEntry = tuple[nn.Module, str]
 
 
 class ModuleEntries:
-    """Entries of modules: they do not keep modules alive, and end with them.
-
-    A model refers to its parameters; were there a way back, only the collector could free it.
+    """Entries of modules, which they do not keep alive, and with which they end: were there a way
+    back from a parameter, only the collector could free a model.
     """
 
     def __init__(self, entries: Iterable[ModuleEntry]) -> None:
@@ -114,7 +113,6 @@ class Form:
     """Another object than the optimizer's for a parameter, which is left from before, or gathered.
 
     Attributes:
-        param: returns the parameter, unless its group is gone.
         gathered: full name of a gathered parameter.
         is_whole: whether `fsdp2.gathered` has registered it.
         tied: name of a sharded parameter in whose place another was registered.
@@ -262,10 +260,8 @@ class ShardedParam:
         exact: whether it is sent unencoded, in a group that sends fewer bytes (`Wire`).
         requires_grad: the value of both forms at the last comparison.
         sharded: the DTensor parameter that the optimizer sees.
-        unsharded: the gathered parameter, once it exists.
         smaller: the one over a smaller group's rows, if units are resharded to that.
         accumulated: gradients summed over backwards without sync, in the reduce dtype.
-        grad_spec: spec of the DTensor that becomes ``.grad``.
         parallel: its spec before sharding, if it was a DTensor (tensor or expert parallel).
         aliases: other references to it, in attributes of modules.
         absorbed: parameters that it replaced where it was registered; optimizers may hold them.
@@ -799,9 +795,7 @@ Hook = Callable[[Any], Any]
 
 
 class CountedHooks(OrderedDict[int, Hook]):
-    """The hooks of one kind on one sharded parameter; ``count``: all registered in this process so
-    far.
-    """
+    """The hooks of one kind on one sharded parameter; ``count``: all of this process so far."""
 
     __slots__ = ()
 

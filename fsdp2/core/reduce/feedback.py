@@ -34,13 +34,11 @@ DTYPE = torch.bfloat16
 
 
 class Feedback:
-    """The residuals of one reduction.
+    """The residuals of one reduction, which sends ``width`` numbers to each rank.
 
-    Args:
-        units: of residuals: how many ranks gradients are sent to, and what divides them before. One
-            may be taken over for another of equal units.
-        width: numbers that each rank is sent.
-        places: of each member, where its numbers begin among these, and how many there are.
+    ``places`` says where each member's numbers begin among these, and how many there are. ``units``
+    of residuals are how many ranks gradients are sent to, and what divides them before: a residual
+    may be taken over for another of equal units.
     """
 
     def __init__(

@@ -19,8 +19,7 @@ from fsdp2.core.reduce.program import Job, KeptMemory, Step
 
 
 class KeptGradients:
-    """The gradients of the members of a reduction, which stay in place on request (decision 15).
-
+    """The gradients of the members of a reduction, which stay in place on request (decision 15):
     ``make`` allocates the flat tensor, ``views`` makes the rows of it.
     """
 

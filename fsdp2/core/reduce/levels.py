@@ -40,9 +40,7 @@ STAGING = "reduce-scatter input between nodes"
 
 @dataclass(frozen=True)
 class Pieces:
-    """Places of the pieces of a group's rows, by positions in the group, and the ranks that share
-    rows.
-    """
+    """Places of the pieces of a group's rows, by position, and the ranks that share rows."""
 
     collectives: Collectives
     slots: Mapping[int, Slot]

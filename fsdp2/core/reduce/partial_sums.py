@@ -14,10 +14,8 @@ from fsdp2.core.reduce.program import Job
 
 
 class PartialSums:
-    """The results of reductions without all-reduce.
-
-    ``flat`` has the sums, in the reduce dtype, ``None`` if none wait; ``present`` tells which
-    members had a gradient in any of these backwards.
+    """The results of reductions without all-reduce, in the reduce dtype, and which members had a
+    gradient in any of these backwards.
     """
 
     def __init__(self, kernels: Kernels) -> None:

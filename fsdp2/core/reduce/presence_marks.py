@@ -33,17 +33,12 @@ _WIDE = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.co
 
 
 class PresenceMarks:
-    """The marks of a reduction's members, scattered over ``ranks``.
+    """The marks of a reduction's members, scattered over ``ranks``, in all dtypes that are staged.
 
-    ``dtypes`` are that of the reduction, and others that gradients may be staged in; ``small``: a
-    hook of the user sees the marks.
-
-    Attributes:
-        start: where they begin in the flat result; ``None``: they are sent apart.
-        width: numbers that a rank receives: one per member, and padding.
-        sent: the marks of a rank that has all gradients, by dtype.
-        unread: the same in the reduction's dtype, and a buffer for unused sums; only if they are
-            sent apart.
+    They are ``small`` if a hook of the user sees them. Each rank receives ``width`` numbers: one
+    per member, and padding; they begin at ``start`` in the flat result, or are sent apart. ``sent``
+    has the marks of a rank that has all gradients, by dtype; ``unread``, for those sent apart, the
+    same in the reduction's dtype, and a buffer for unused sums.
     """
 
     def __init__(

@@ -23,9 +23,8 @@ from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE, Lane
 
 
 class KeptMemory(NamedTuple):
-    """Memory of gradients that stays from step to step, in the gradients' dtype.
-
-    ``rows`` are views of ``flat``, one per member; ``objects``, over the rows, become ``.grad``.
+    """Memory of gradients that stays from step to step, in the gradients' dtype: ``rows`` are views
+    of ``flat``, one per member; ``objects``, over the rows, become ``.grad``.
     """
 
     flat: torch.Tensor
@@ -38,8 +37,7 @@ class Job:
     """One running reduction: the results of each operation for the next.
 
     Attributes:
-        grads: unsharded gradients, a tensor for every member; once staged, those of them that the
-            collective reads.
+        grads: unsharded gradients of every member; once staged, those that the collective reads.
         present: which members had one, or must be delivered in any case; the others are reduced as
             zeros, and delivered if another rank had one.
         seeks: whether to find that out.
@@ -47,14 +45,11 @@ class Job:
         found: these sums.
         arrived: the same in CPU memory; from before and after the user's hook, which may sum them
             over more ranks, or lose them.
-        outputs: this rank's reduced rows, a tensor for every member.
-        flat: the flat tensor of which they are views, in the reduce dtype.
+        outputs: this rank's reduced rows, for every member, in the reduce dtype: views of ``flat``.
         scattered: the output of the collective, if that is not ``flat``, which gets a copy.
         result: the same in the gradient's dtype.
-        partial: partial sums that were added, and other data that lives until the reduction has
-            ended.
+        partial: partial sums that were added, and other data that lives until the end.
         between: the data sent between nodes, from its allocation to the end of the transfer.
-        kept: the memory of the result, if that is kept.
         sums: gradients to which the outputs were added; a hook may have dropped them meanwhile.
     """
 
@@ -81,14 +76,12 @@ class Job:
 
 
 class Crossing(NamedTuple):
-    """The sums of a node while they are sent between nodes.
+    """The sums of a node while they are sent between nodes, as the ``rows`` that the collective
+    reads.
 
-    Attributes:
-        job: what becomes of them: a job with this rank's pieces as its output.
-        rows: the input of the collective.
-        made: for each member ``None``, or the buffer in which its rows are first put in the order
-            of nodes.
-        messages: those of encoded rows, to each node and from each.
+    ``job`` has this rank's pieces as its output. ``made`` has, for each member, the buffer in which
+    its rows are first put in the order of nodes, if any; ``messages`` are encoded rows, to and from
+    nodes.
     """
 
     job: Job
@@ -114,9 +107,8 @@ COLLECTIVES = frozenset((REDUCE_SCATTER, SUM_OF_REPLICAS, BETWEEN_NODES))
 
 
 class Op(NamedTuple):
-    """An operation of a reduction: what ``run`` does with the job, on ``lane``, `HOST` or `BEHIND`.
-
-    ``seeks``: only jobs need it that lack a gradient which another rank may have.
+    """An operation of a reduction: what ``run`` does with the job, on ``lane``, `HOST` or `BEHIND`;
+    if it ``seeks``, only jobs need it that lack a gradient which another rank may have.
     """
 
     lane: int

@@ -65,11 +65,11 @@ class ReduceContext:
     """The facts to which a transport is bound.
 
     Attributes:
-        direct: how many of the first are reduced directly from their gradients, or from where they
-            are cast to; the others are packed.
+        direct: how many of the first members are reduced directly from their gradients, or from
+            where they are cast to; the others are packed.
         marks: which ranks had a gradient; ``None`` on a single rank.
-        carries_marks: whether marks use the same collective. If that may change them in other ways
-            than a sum, they get a separate one.
+        carries_marks: whether marks use the same collective, which may not change them in other
+            ways than a sum.
         alone: whether nothing is communicated: gradients are only divided.
     """
 
@@ -86,14 +86,11 @@ class ReduceContext:
 
 
 class Way(NamedTuple):
-    """A transport, bound.
+    """A transport, bound: its operations up to the rows, where they belong.
 
-    Attributes:
-        ops: put gradients where the collective reads them; divide, reduce and scatter; put its
-            output where the rows belong.
-        staging: the input of the collective, if gradients are copied to a buffer of fsdp2.
-        feedback: the rounding errors of messages, if they are kept.
-        adopts: whether its output is autograd's gradients, so that none is allocated.
+    ``staging`` is the input of the collective, if gradients are copied to a buffer of fsdp2;
+    ``feedback`` has rounding errors of messages, if kept. If it ``adopts``, its output is
+    autograd's gradients, so that none is allocated.
     """
 
     ops: Sequence[Op]
@@ -254,11 +251,8 @@ def _add(kernels: Kernels, job: Job, waiting: Sequence[Sum]) -> None:
 class Reduction:
     """The bound programs of the members of a group that are reduced with the same options.
 
-    Attributes:
-        kept: the memory of gradients, if it is kept.
-        full: the program that ends in ``.grad``.
-        partial: the program that ends in partial sums, without all-reduce; ``full`` if there are no
-            replicas.
+    ``full`` ends in ``.grad``, ``partial`` in partial sums; both are the same if there are no
+    replicas.
     """
 
     gradients: Gradients
@@ -373,13 +367,11 @@ class ReducedGroup(Protocol):
 
 @dataclass(slots=True)
 class PendingReduction:
-    """A group's running reduction.
+    """A group's running reduction, whose jobs live until COMPUTE has waited for it (invariant I7).
 
-    Attributes:
-        jobs: its data: alive until COMPUTE has waited for it (invariant I7).
-        scattered: event after the reduce-scatter: its input may be freed.
-        done: event after everything; the same one if nothing follows the reduce-scatter.
-        host: the steps by which the host delivers the data copied to it.
+    ``scattered`` is the event after the reduce-scatter, when its input may be freed, and ``done``
+    that after everything, maybe the same; the ``host`` then delivers the data copied to it by these
+    steps.
     """
 
     group: ReducedGroup

@@ -22,10 +22,8 @@ from fsdp2.core.pieces import round_up
 class Run(NamedTuple):
     """Consecutive views in a flat tensor that differ only in dim 0.
 
-    Attributes:
-        shape: of all of them together.
-        place: the same, in a larger flat tensor; ``None`` if the tensor is created in ``shape``.
-        sizes: of each in dim 0, or ``None`` if the run is a single view.
+    They have ``shape`` and, in a larger tensor, ``place`` together; ``sizes`` of each in dim 0,
+    unless the run is a single view.
     """
 
     shape: tuple[int, ...]
@@ -83,10 +81,8 @@ class FlatPlan:
     """A flat result; lengths and offsets in elements.
 
     Attributes:
-        payload: elements of the members' rows.
-        starts: where each member's begin.
-        rows_width: elements of all rows, filled up to what collectives want.
-        width: elements of the result, marks included.
+        payload: length of the members' rows, which begin at ``starts``.
+        rows_width: length of all rows, filled up to what collectives want; ``width`` with marks.
         marks_start: where marks begin (`presence_marks`); ``None``: they are not in it.
         marks_width: numbers that a rank receives: one per member, and padding; 0 with one rank.
         shape: in which it is made.

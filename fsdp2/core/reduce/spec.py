@@ -19,18 +19,13 @@ class ReductionSpec:
     """The settings of a reduction's steps.
 
     Attributes:
-        grad_dtype: dtype of autograd's gradients.
-        result_dtype: dtype of the sharded ``.grad``.
-        factor: the user's divide factor.
-        sum_only: whether the collectives must only sum.
-        hook: called with the flat reduced gradient.
-        to_host: whether the result is copied to CPU memory, pinned with ``pin``.
+        grad_dtype: dtype of autograd's gradients; ``result_dtype`` of the sharded ``.grad``.
+        factor: the user's divide factor; collectives only sum if ``sum_only``.
+        hook: called with the flat reduced gradient; so is ``average``, over copies of the model.
         comm: the user's reduce-scatter.
         keep: whether gradients' memory is kept for the next step.
-        codec: name of the format, if gradients are encoded; ``between_codec`` for sums between
-            nodes.
+        codec: name of the format of encoded gradients; ``between_codec`` for sums between nodes.
         feedback: whether the rounding errors of a message are added to the next one.
-        average: called with the flat gradient too, to average it over copies of the model.
         kin: if the codec rounds neighbors together, what its gradients' neighbors have in common
             (`ShardedParam.differs_over`).
     """

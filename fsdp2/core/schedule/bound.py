@@ -50,15 +50,12 @@ version = operator.attrgetter("_version")
 
 
 class LastGather:
-    """The shards that a group gathered last, or rows of them, as far as they are known.
+    """The shards that a group gathered last, or rows of them, as far as they are known: it has it
+    where a later use may find what was gathered (`fsdp2.core.schedule.reuse`).
 
-    A group has it where a later use may find what was gathered (`fsdp2.core.schedule.reuse`).
-
-    Attributes:
-        dropped: whether the user has freed what was gathered, which other ranks do not know yet.
-        watches: whether gathers take fingerprints.
-        reads: a flat shard, and what takes fingerprints of it.
-        steps: `OptimizerSteps.count` at that time.
+    It is ``dropped`` if the user has freed it, which other ranks do not know yet. If it
+    ``watches``, gathers take fingerprints, by ``reads`` of a flat shard; ``steps`` is
+    `OptimizerSteps.count` then.
     """
 
     __slots__ = ("dropped", "fingerprint", "reads", "recorded", "records", "steps", "watches")
@@ -86,12 +83,9 @@ class Claim:
 class Runtime:
     """The objects on which a group runs.
 
-    Attributes:
-        replicas: collectives of the replicate axis, if there is one.
-        between: those of the ranks that hold pieces of the same rows, with masters sharded over two
-            levels.
-        offload: the offload policy, if shards and gradients are in CPU memory apart from the
-            device.
+    ``replicas`` are collectives of the replicate axis, if any; ``between``, those of the ranks that
+    hold pieces of the same rows, with masters sharded over two levels. ``offload`` is set if shards
+    and gradients are in CPU memory apart from the device.
     """
 
     collectives: Collectives
@@ -110,10 +104,8 @@ class GroupFacts:
     Attributes:
         name: name of the unit, for messages.
         layout: ``None`` where a move of rows was interrupted.
-        shard: this rank's rows of all parameters but extended ones, as ``layout`` says, or their
-            pieces.
-        reducers: collectives of the gradients; ``collectives``, those of the shard axis, unless
-            they got a process group of their own.
+        shard: this rank's rows of all parameters but extended ones, by ``layout``, or their pieces.
+        reducers: collectives of the gradients, in another process group than others on request.
         smaller_group: the group to reshard to after forward, if not this one or none.
         last_gather: knowledge of the shards that were gathered last, where that may be used.
     """
@@ -181,18 +173,17 @@ class GroupFacts:
 class Bound:
     """Everything that binding creates for a group.
 
-    ``former`` is its previous record, if it was bound before; ``waiting`` tells whether gradients
-    of backwards without sync are waiting.
+    ``former`` is its previous record, if any; gradients of backwards without sync may be
+    ``waiting``.
 
     Attributes:
         full: the gathered rows, between acquire and release.
         mirror: the device's copy of offloaded shards, while a gather reads them (decision 8).
         nodes: rows that are gathered inside a node, if masters are sharded over two levels.
-        keeping: rows of earlier gathers, if they are kept, and the chooser of ``gather``.
+        keeping: rows of earlier gathers, if they are kept, and the chooser of ``gather``, the next
+            one.
         keeps_mirror: whether gathered parameters are views of the mirror.
-        gather: the operations of the next all-gather.
-        to_sharded: stores that register the sharded parameters, as ``to_unsharded`` the gathered
-            ones.
+        to_sharded: stores that register sharded parameters; ``to_unsharded``, gathered ones.
         sharded_flags: whether the sharded parameters required grad at the last comparison.
         watched: the gathered parameters in which a user's write would be lost.
         versions: the number of fsdp2's own writes to each.

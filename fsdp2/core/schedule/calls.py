@@ -29,12 +29,10 @@ class Call:
 
 
 class Calls:
-    """The calls of a root's units, as ranges of autograd's nodes.
+    """The calls of a root's units, as ranges of autograd's nodes: ``whole`` if one is the root's.
 
-    Attributes:
-        used: whether a backward entered through a node that was not an output's.
-        looked: whether a backward has read a call.
-        whole: whether a forward of the root is among them, not only forwards of units below.
+    They are ``used`` if a backward entered through a node that was not an output's, and ``looked``
+    at if one has read a call.
     """
 
     REMEMBERED = 65536  # changes of owner: any number of backwards may follow

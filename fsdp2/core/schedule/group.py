@@ -82,10 +82,8 @@ class ParamGroup(GroupFacts):
     """Parameters that share collectives; ``options`` are those of the unit that it belongs to.
 
     Attributes:
-        bound: ``None`` before the first use.
         claim: the contents that a user was given, where he has unsharded it.
-        fills: whether absent gradients count as zeros when it is reduced, later than at its unit's
-            end.
+        fills: whether absent gradients are zeros when it is reduced, later than at its unit's end.
         gathered_at: `OptimizerSteps.count` when its shards were gathered last, or rows of them.
         in_use: whether a unit that uses it is running, if several do; it is not freed then.
         is_whole: whether its parameters are replicated on every rank, so that nothing is gathered.

@@ -12,13 +12,10 @@ from fsdp2.core.reduce.reduction import PendingReduction
 
 
 class InFlight:
-    """A scheduler's running reductions.
+    """A scheduler's running reductions, of which a ``window`` of units may hold their inputs.
 
-    Attributes:
-        window: the number of units whose reductions may hold their inputs at a time.
-        holding: reductions whose inputs are alive, the oldest first.
-        summing: reductions whose all-reduces may still run.
-        arriving: reductions whose results are being copied to the host.
+    They are ``holding`` inputs, the oldest first, then ``summing`` in an all-reduce, or
+    ``arriving`` on the host.
     """
 
     __slots__ = ("arriving", "holding", "streams", "summing", "window")

@@ -26,11 +26,8 @@ class Graph:
     """A graph that a backward records (``create_graph=True``), which may read parameters unseen.
 
     Its nodes reference this object while they live; ``let_go`` tells the scheduler that it was
-    freed.
-
-    Attributes:
-        alive: all graphs that may still be read.
-        ending: the graphs that the running backward reads for the last time, because it keeps none.
+    freed. ``ending`` are those that the running backward reads for the last time, because it keeps
+    none.
     """
 
     __slots__ = ("__weakref__", "_let_go")
@@ -69,7 +66,6 @@ class Iteration:
     Attributes:
         forward_root: the unit whose forward encloses the running one; ``None`` outside.
         records: whether autograd records the forward that began last, so that it has a backward.
-        failed: whether the forward of ``forward_root`` raised.
         ending: the function that this backward calls at its end, or ``None``.
         entered: position in ``finished`` of the call whose backward began last.
         starts: first position in ``finished`` of each forward.

@@ -27,12 +27,10 @@ Run = Callable[..., object]
 
 
 class Observer(NamedTuple):
-    """Functions that are called instead of a group's operations, which they run.
+    """Functions that are called instead of a group's operations, which they run; the highest first.
 
-    Attributes:
-        height: its place among other observers; the highest is called first.
-        sees: by the operation's name, a function of the group, of what runs the operation (or the
-            next observer), and of the operation's arguments. It returns what the operation returns.
+    ``sees`` has, by the operation's name, a function of the group, of what runs the operation (or
+    the next observer), and of the operation's arguments. It returns what the operation returns.
     """
 
     height: int
@@ -40,10 +38,8 @@ class Observer(NamedTuple):
 
 
 class Observed:
-    """A group as the scheduler calls it while it has observers, the highest first.
-
-    Operations that no observer sees, and all else, are those of ``base``, which also is its
-    identity.
+    """A group as the scheduler calls it while it has observers, the highest first; all else, and
+    its identity, are those of ``base``.
     """
 
     def __init__(self, base: ParamGroup, observers: Sequence[Observer]) -> None:

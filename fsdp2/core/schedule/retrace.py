@@ -34,12 +34,8 @@ def running_node() -> int | None:
 
 
 class _Begin(NamedTuple):
-    """When a unit's call began.
-
-    Attributes:
-        call: the number of calls that had begun before it.
-        node: autograd's next node at that time.
-        ended: the number of calls that had ended before it: the first position inside it.
+    """When a unit's call began: after how many calls had begun, at which next node of autograd, and
+    after how many calls had ``ended``, which is the first position inside it.
     """
 
     call: int
@@ -50,9 +46,8 @@ class _Begin(NamedTuple):
 class Retracing:
     """The progress of a backward in the forwards that it follows; arguments as in `Iteration`.
 
-    Attributes:
-        inside: units whose backward is running, and when the call of that backward began.
-        filled: units whose absent gradients were taken as zeros.
+    ``inside`` has units whose backward is running, and when the call of that backward began;
+    ``filled`` those whose absent gradients were taken as zeros.
     """
 
     def __init__(self, finished: Sequence[Unit | None], starts: Sequence[int]) -> None:

@@ -43,12 +43,11 @@ from fsdp2.core.schedule.unit import IDLE, Unit
 
 
 class Reuse:
-    """The units below one root that are left gathered, and the groups that keep rows.
+    """The units below one root that may be left gathered, in order, and the groups that keep rows.
 
     Attributes:
         flags: `FlagChanges.count` when an iteration began last.
         steps: `OptimizerSteps.count` when a forward began last.
-        units: the units that may be left gathered, in order.
         asks: whether fingerprints are taken now.
         hides: whether units may be hidden for others than graphs.
         repeats: whether a forward has found what a backward left, before the optimizer's step.

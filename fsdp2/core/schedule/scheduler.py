@@ -132,7 +132,6 @@ class Scheduler:
         resets: how often an iteration was abandoned.
         post_optim_event: recorded after the optimizer's step by a user who runs it on a separate
             stream; the next all-gather waits for it, or otherwise the end of the next forward.
-        window: the maximum number of prefetched units.
         calls: records of the units' calls, while it makes them (`fsdp2.core.modules.registry`).
         groups: all parameter groups, for anything that is not an operation.
         unreduced: whether a group may hold gradients of backwards without sync, or partial sums.

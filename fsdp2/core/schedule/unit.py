@@ -71,17 +71,14 @@ class Unit:
         name: full name of its module ("" for the root), or several joined by commas.
         groups: its parameter groups, and those of other units that have parameters tied to its own,
             each with its observers.
-        options: the user's choices for its groups, including those that are added later.
         comms: collectives in memory of process groups, on request; `options_of` adds them.
         reshard_after_forward: ``None`` for the default: keep at the root, reshard elsewhere.
         sync: whether backward reduces gradients; otherwise they accumulate unreduced.
         all_reduce: whether reductions sum over replicas too; otherwise partial sums are kept.
-        unshard_in_backward: whether backward needs the unsharded parameters.
         input_buffers: number of reductions whose inputs may be alive at the same time.
         prefetches: when its backward prefetches the next unit: before it computes, after, or never.
         prefetch_window: the number of units to prefetch; the largest number of all units counts.
-        forward_prefetch: units to gather when this one's forward starts; empty for the recorded
-            order. ``backward_prefetch`` is the same for backward.
+        forward_prefetch: units to gather when its forward starts; empty for the recorded order.
         claimed: whether the user has unsharded it, and not resharded it since.
         ties: of the groups that other units use, too: which units do (`fsdp2.core.schedule.ties`).
         visits: a position in the forward's order of exits for each call whose backward will follow.

@@ -34,12 +34,8 @@ Part = tuple[ParamGroup, Reduction]
 
 
 class Family:
-    """Whole parameters below a root that are all-reduced in one flat tensor.
-
-    Attributes:
-        parts: the reductions of groups' own, of which it has the members.
-        leader: the first of the groups, through whose observers it is reduced.
-        joint: the reduction of all members.
+    """Whole parameters below a root that are all-reduced in one flat tensor: the members of
+    ``parts``, by one ``joint`` reduction, through the observers of the first group, the ``leader``.
     """
 
     def __init__(self, parts: Sequence[Part], spec: ReductionSpec) -> None:
