@@ -213,14 +213,12 @@ class Wire:
 
     Exactness is a fact of each parameter (`ShardedParam.exact`): a new `Wire` comes with new facts,
     so two are never equal. ``gather`` and ``reduce`` name entries of `CODED` in `core.gather.coded`
-    and `core.reduce.coded`; the ``between_`` ones are for nodes of two levels. ``None``: not
-    encoded.
+    and `core.reduce.coded`, or are ``None``; so do the ``between_`` ones, for nodes of two levels.
 
     Attributes:
         differences: whether messages hold differences to the values gathered last, which are kept.
         rotate: whether gradients are rotated before encoding (`core.codecs.rotated`).
-        feedback: whether rounding errors of gradients are added to the next
-            (`core.reduce.feedback`).
+        feedback: whether rounding errors are added to the next gradients (`core.reduce.feedback`).
     """
 
     gather: str | None = None

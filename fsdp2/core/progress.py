@@ -52,8 +52,7 @@ def communication_error(
     """The exception to raise after a collective (``"all-gather"``) of a unit raised ``error``.
 
     `torch.OutOfMemoryError`, which is also a RuntimeError, is returned unchanged. No frame may keep
-    either in a local variable: its traceback references the frame, and would keep all gathered
-    memory.
+    either in a local variable: its traceback references the frame, and would keep gathered memory.
     """
     tracer = running_tracer()
     if tracer is not None:

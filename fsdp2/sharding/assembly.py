@@ -171,8 +171,8 @@ def process_group(group: ParamGroup) -> ProcessGroup | None:
 
 
 def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -> None:
-    """Let new groups join a unit, and reduce over the process groups over which ``present`` ones
-    reduce: groups of the unit, then of units below.
+    """Let new groups join a unit, and reduce over process groups of ``present`` ones: its, then
+    those below.
     """
     for group in groups:
         group.set_options(unit.options_of(group))

@@ -119,8 +119,8 @@ class ShardPlacementResult:
 
 def default_mesh() -> DeviceMesh:
     """A 1-D mesh over the default process group, of the accelerator that it serves, else "cpu";
-    starts the group from torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) if
-    there is none.
+    without a group, starts one from torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT).
     """
     group = default_group()
     return init_device_mesh(_device_type(group), (group.size(),))

@@ -33,9 +33,7 @@ _LIKE = {
 
 
 def draw_as_unsharded() -> None:
-    """From now on, random operators draw full tensors where shards are on the CPU; no effect if the
-    process has a tracker already.
-    """
+    """From now on, random operators draw full tensors for CPU shards, unless torch has a tracker."""
     if torchs._rng_tracker is None:
         torchs._rng_tracker = _Tracker()
 

@@ -68,9 +68,7 @@ def watch_state_dicts(owners: set[nn.Module], group: ParamGroup) -> None:
 
 
 class _OutsideInference(threading.local):
-    """State dicts are taken, per thread, outside inference mode: DTensors cannot create views
-    there.
-    """
+    """State dicts are taken outside inference mode, where DTensors cannot create views, per thread."""
 
     def __init__(self) -> None:
         self._left: list[torch.inference_mode | None] = []
@@ -111,8 +109,8 @@ class _Shown:
 
     def put_into(self, state: dict[str, object], module: nn.Module, prefix: str) -> None:
         """Replace unsharded parameters of ``module`` in the state dict by shards, by what each
-        value is: another thread may take it while units are gathered and freed, so the group's
-        state does not count.
+        value is: a thread may take it while another gathers and frees units, so the group's state
+        does not count.
         """
         for name, param in self._places_of(module):
             value = state.get(prefix + name)

@@ -98,9 +98,7 @@ def in_blocks(numbers: Tensor, block: int) -> Tensor:
 
 
 class Bytes(Blocks):
-    """Integers of 8 bits, a scale in fp32 per 128 numbers (3 % of the bytes): a number is off by
-    1/254 of its block's largest magnitude at most.
-    """
+    """Integers of 8 bits, off by 1/254 of the block's largest magnitude at most; scales are 3 %."""
 
     name = "int8"
     block = 128

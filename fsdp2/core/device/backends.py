@@ -26,8 +26,7 @@ _TORCH = "pytorch, torch/csrc/distributed/c10d/"
 
 @dataclass(frozen=True)
 class Traits:
-    """The properties of one kind of backend; ranks compare ``name``, ``source`` is where this was
-    read.
+    """The properties of one kind of backend, as read in ``source``; ranks compare ``name``.
 
     Attributes:
         coalesces: whether coalesced collectives are one launch for all tensors. If not, groups are
@@ -83,10 +82,8 @@ _WRAPPER = "_ProcessGroupWrapper"
 
 
 def know(kind: str, traits: Traits) -> None:
-    """Add a backend that is not in the table: ``know("ProcessGroupMine", Traits("mine",
-    coalesces=True))``.
-
-    ``kind`` is the name of the class of its object; or of the process group, if written in Python.
+    """Add a backend by the name of its object's class, or of its process group's, if that is in
+    Python: ``know("ProcessGroupMine", Traits("mine", coalesces=True))``.
     """
     _KNOWN[kind] = traits
 

@@ -60,10 +60,8 @@ Launch = Callable[[], Work | None]
 
 
 class ReduceKind:
-    """How ranks' values are combined: inside the collective, divided by the ranks or by ``factor``.
-
-    ``op`` is c10d's name of the operation: a member of its enum, if there is one, or NCCL's
-    premultiplied sum.
+    """How ranks' values are combined: summed, and ``average``d or divided by ``factor`` in the
+    collective; ``op`` is c10d's name of the operation: a member of its enum, if there is one.
     """
 
     __slots__ = ("all_reduce_options", "average", "factor", "op", "options")

@@ -35,10 +35,9 @@ _BLOCKS = 32
 def bind_fingerprint(tensors: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
     """For the sums of some tensors' bytes, whenever it is called.
 
-    A call reads the memory that the tensors have now, once, and does not make the host wait. It
-    returns an int64 tensor of one dim, for `differ`: a few KB, at most 280 KB per tensor. The
-    tensors are on one device. One that is not contiguous, or does not begin at a multiple of 8
-    bytes, is copied now.
+    A call reads the memory that the tensors, on one device, have now, once, and does not make the
+    host wait. It returns an int64 tensor of one dim, for `differ`: a few KB, at most 280 KB per
+    tensor. One that is not contiguous, or does not begin at a multiple of 8 bytes, is copied now.
     """
     # A forward may run inside `torch.func`, whose levels would wrap these tensors.
     with torch.no_grad(), torch._C._DisableFuncTorch():

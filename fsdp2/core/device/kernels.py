@@ -28,9 +28,7 @@ Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
 
 
 class Kernels(Protocol):
-    """Memory and copies of one device; if it ``fuses``, a copy of many tensors is one kernel where
-    their layouts allow it.
-    """
+    """Memory and copies of one device; if it ``fuses``, one kernel copies many tensors."""
 
     fuses: bool
 
@@ -82,9 +80,7 @@ class Kernels(Protocol):
         """As `copy_many` into contiguous tensors, where sources may have any strides."""
 
     def split_copy(self, source: torch.Tensor, sizes: Sequence[int], targets: Tensors) -> None:
-        """``source``: [ranks, sum(sizes)] → ``targets[i]``: [ranks, sizes[i]]; one kernel if rows
-        are contiguous.
-        """
+        """``source``: [ranks, sum(sizes)], contiguous rows → ``targets[i]``: [ranks, sizes[i]]."""
 
     def chunk_cat(self, tensors: Tensors, dim: int, chunks: int, /, *, out: torch.Tensor) -> object:
         """Rows of each tensor in ``chunks`` equal (zero-padded) parts → ``out``: [chunks, …]."""
@@ -217,11 +213,9 @@ class FusedKernels(TorchKernels):
     fuses = True
 
     def copy_strided(self, targets: Tensors, sources: Tensors, /) -> object:
-        """One fused kernel for contiguous pairs, and one for each other pair.
-
-        torch copies all pairs one by one if the strides of a single pair differ
-        (ForeachBinaryOpList.cu), so that one transposed gradient would cost one kernel per
-        parameter.
+        """One fused kernel for contiguous pairs, and one for each other pair: torch copies all one
+        by one if the strides of a single pair differ (ForeachBinaryOpList.cu), as of one transposed
+        gradient.
         """
         alike: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for target, source in zip(targets, sources, strict=True):

@@ -72,8 +72,7 @@ def new_groups(
     torch names such a group by its ranks and by how many groups the process is in (2.11 to 2.13) or
     has made (2.15): ranks with more groups than others would wait for them under another name, and
     raise here, all of them. If the default group is bound to a device, torch would split its
-    communicator, which requires all its ranks, and hangs without them: groups are made without a
-    split (`_unsplit`).
+    communicator, and hang without the other ranks: groups are made without a split (`_unsplit`).
     """
     own = int(_hash_ranks_to_str([0])[:15], 16)  # of the number in the name, and no more
     axes = (GroupCollectives(group, device, asynchronous=False) for group in around)

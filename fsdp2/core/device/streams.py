@@ -199,9 +199,7 @@ def make_streams(device: torch.device) -> Streams:
 
 @dataclass(frozen=True)
 class OnStream:
-    """A function of a tensor that runs on the user's stream, after earlier and before later work of
-    the current one; the host does not block.
-    """
+    """A function of a tensor that runs on the user's stream, in the order of the current one."""
 
     function: Callable[[torch.Tensor], None]
     stream: torch.Stream

@@ -143,8 +143,7 @@ class ExtensionContext:
 
 class ExtendedParam:
     """One parameter, its hooks, and the tensors that they create: the ``inputs`` to send, after its
-    first pre hook, and ``targets``, where each rank's piece of each output belongs: [ranks, *input
-    shape].
+    first pre hook, and ``targets``, each rank's pieces in each output: [ranks, *input shape].
     """
 
     def __init__(self, param: ShardedParam, slot: Slot, context: ExtensionContext) -> None:

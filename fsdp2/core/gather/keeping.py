@@ -98,8 +98,8 @@ class Keeping:
             kept.lose()
 
     def follow(self, former: Keeping) -> None:
-        """Take over the rows of the earlier binding to the same segments; rows of a smaller group
-        and of a node are in other memory with each bind.
+        """Take over the rows of the earlier binding to the same segments, if their memory is the
+        same.
         """
         if self._smaller is not None:
             return

@@ -32,8 +32,7 @@ def make_gathers(
     differences: bool = False,
     keeps: bool = False,
 ) -> list[Part]:
-    """The operations of each segment, in order, and the rows that they leave for the next
-    all-gathers.
+    """The operations of each segment, in order, and the rows that the next all-gathers reuse.
 
     They are those of all segments together, if the user provides a collective; the parameters have
     the same slots in any case. A single rank gathers nothing. ``shard`` is the flat shard, or the

@@ -35,8 +35,7 @@ Run = Callable[[], object]
 
 @dataclass(eq=False)
 class Gather:
-    """The operations of an all-gather, or of a part of one, by moment; collectives return their
-    work.
+    """The operations of an all-gather, or of a part of one, by moment.
 
     Attributes:
         parameters: every slot, and the tensor of its gathered parameter, if it exists.
@@ -129,9 +128,7 @@ _DONE = Launched()
 def gather_inline(
     streams: Streams, gather: Gather, name: str, works: list[Work], copied: bool = False
 ) -> Launched:
-    """As `gather_on_lanes` where all lanes are one, as on a CPU, or in the lane that is current; if
-    ``copied``, ``copy_in`` has run.
-    """
+    """As `gather_on_lanes` in one lane: the only one, as on a CPU, or the current one."""
     for run in () if copied else gather.copy_in:
         run()
     try:

@@ -58,9 +58,7 @@ class SegmentViews:
         return list(zip(segment.slots, gathered, strict=True))
 
     def shards(self, shape: tuple[int, ...] | None = None, sent: bool = False) -> torch.Tensor:
-        """This rank's rows, flat by default; if ``sent``, a collective reads it, unless a cast
-        does.
-        """
+        """This rank's rows, flat by default; ``sent``: a collective reads it, if no cast does."""
         segment = self.segment
         dtype = self.wire if sent and not self.casts else segment.shard_dtype
         return self.shard.view(dtype, segment.shard_byte_offset, shape or (segment.shard_numel,))
@@ -102,8 +100,8 @@ class Pair(NamedTuple):
 
 
 def coalesced(place: SegmentViews, also: Sequence[Pair] = ()) -> Gather:
-    """Every parameter is gathered directly into its slot, in one launch with ``also``, all-gathers
-    of the same dtype; a cast shard is already there.
+    """Every parameter is gathered directly into its slot, in one launch with ``also`` of the same
+    dtype.
     """
     segment, full = place.segment, place.full
     slots, start = segment.slots, segment.full_byte_offset

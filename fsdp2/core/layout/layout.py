@@ -275,8 +275,7 @@ class Slot:
         return self.shape[self.dim] // self.chunk if self.chunk else 0
 
     def blocks(self) -> list[tuple[int, int, int]]:
-        """(number of ranks, first rank, rows) of a band's ranks that hold equally much, for all
-        ranks.
+        """(number of ranks, first rank, rows) of a band's ranks that hold equally much.
 
         Example: dim of 5 on 4 ranks, pieces 2 2 1 0: [(2, 0, 2), (1, 2, 1)].
         """
@@ -304,8 +303,7 @@ class Segment:
             first.
         shard_numel: elements of one rank's part, padded to 16 bytes in either dtype.
         full_numel: elements of the gathered part, alignment included.
-        shard_byte_offset: start in the group's flat shard; ``full_byte_offset`` in its gathered
-            buffer.
+        shard_byte_offset: start in the group's flat shard; ``full_byte_offset`` when gathered.
     """
 
     transport: Transport
@@ -384,8 +382,8 @@ class GroupLayout:
     )
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """A fact that all groups of this layout share besides, made for the first group that asks:
-        ``key`` has all it depends on except the layout, its owner first; ``make`` refers to no
+        """A fact that all groups of this layout share besides, made for the first group that asks;
+        ``key`` is all it depends on except the layout, its owner first. ``make`` refers to no
         group.
         """
         if key not in self._common:
@@ -432,9 +430,7 @@ class GroupLayout:
 
 
 def side_by_side(slots: Iterable[AnySlot]) -> tuple[list[AnySlot], int]:
-    """Slots of a packed segment with offsets, those in order first; and how many elements they
-    take.
-    """
+    """Slots of a packed segment with offsets, those in order first; and all their elements."""
     placed: list[AnySlot] = []
     offset = 0
     # As in `build_layout`: one fused kernel then copies all of those out.

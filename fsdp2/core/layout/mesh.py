@@ -93,9 +93,8 @@ class MeshAxes:
         return (*copies, *bands, Shard(cut.dim))
 
     def mesh_of(self, cut: Cut) -> DeviceMesh:
-        """The mesh of a parameter with this cut: it has two shard dims if there are bands. Makes
-        process groups the first time (`new_groups`), which all ranks of the shard axis must do
-        together.
+        """The mesh of a parameter with this cut: it has two shard dims if there are bands, whose
+        process groups all ranks of the shard axis make together, the first time.
         """
         return self.mesh if cut.bands == 1 else _banded(self, cut.bands, current_world())
 
@@ -376,8 +375,7 @@ def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 def wrap_parameter(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
     """As `wrap_local`, a parameter: ``nn.Parameter(…)`` of a DTensor gives the same by a
-    ``detach()`` through DTensor's dispatcher, with five times the work, and of a DTensor without
-    other references.
+    ``detach()`` through DTensor's dispatcher, with five times the work.
     """
     wrapped = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
     wrapped._is_param = True

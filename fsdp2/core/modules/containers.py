@@ -27,8 +27,8 @@ TensorMap = Callable[[torch.Tensor], torch.Tensor]
 def grad_tensors(
     value: object, found: list[torch.Tensor], others: list[torch.Tensor] | None = None
 ) -> None:
-    """Append every tensor inside ``value`` that requires grad to ``found``, in walk order, and
-    every other to ``others``, if they are wanted.
+    """Append tensors inside ``value``, in walk order: to ``found`` if they require grad, else
+    ``others``.
     """
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
@@ -49,9 +49,7 @@ def grad_tensors(
 
 
 def map_tensors(function: TensorMap, value: object) -> Any:
-    """A copy of ``value`` with ``function`` applied to every tensor, or the same object if
-    unchanged.
-    """
+    """``value`` with ``function`` applied to every tensor: a copy, unless all stay the same."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if type(value) is tuple:  # as in most calls
@@ -85,9 +83,8 @@ def unbatched(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def outlives_transform(tensor: torch.Tensor) -> bool:
-    """Whether the result of a derivative of ``torch.func`` for a tensor has a graph afterwards:
-    only if a transform around it, or none, records one, because the tensor requires grad there,
-    too.
+    """Whether the result of a derivative of ``torch.func`` for a tensor has a graph afterwards: one
+    that a transform around it, or none, records, because the tensor requires grad there, too.
     """
     functorch = torch._C._functorch
     if functorch.is_gradtrackingtensor(tensor):
@@ -135,9 +132,8 @@ def _items_of(value: UserDict[str, object] | SimpleNamespace) -> dict[str, objec
 
 
 def _with_items(value: T, old: Mapping[str, object], items: Sequence[object]) -> T:
-    """A copy of a container in which those ``items`` are exchanged that are not the ``old`` ones,
-    without `__init__`, which may compute: it keeps the class, the order, a default factory and
-    attributes.
+    """A copy of a container with ``items`` in place of ``old`` ones, without `__init__`, which may
+    compute: it keeps the class, the order, a default factory and attributes.
     """
     clone = copy.copy(value)
     for (key, before), item in zip(old.items(), items, strict=True):

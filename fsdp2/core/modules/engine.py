@@ -179,9 +179,7 @@ def _reaches_units(ends: Ends) -> bool:
 
 
 def _hook_side_doors(ends: Ends) -> None:
-    """Let units be entered at each node of theirs that an edge from outside leads to, where no hook
-    on an output has come before.
-    """
+    """Let units be entered where edges from outside lead to nodes of theirs, but for outputs."""
     noted = [calls for each in noting if (s := each()) is not None and (calls := s.calls)]
     if not noted:
         return
@@ -258,9 +256,7 @@ def schedulers() -> list[Scheduler]:
 
 
 def _finish_unseen(ends: Ends) -> None:
-    """No hook ran in this backward, because a value was used that a unit kept, and that unit stays
-    gathered: reduce the gradients that it has left.
-    """
+    """No hook ran in this backward, but a value was used that a unit kept: reduce its gradients."""
     left = [s for s in schedulers() if s.has_calls_to_come and s.has_unseen_gradients]
     if not left:
         return

@@ -19,9 +19,7 @@ FORWARD_METHODS: set[CodeType] = set()
 
 
 def running_calls(module: nn.Module, record: object) -> int:
-    """How many calls of ``module`` and of its forward methods run, this one included, and none that
-    an exception has ended.
-    """
+    """How many calls of ``module`` and of its forward methods run, this one included."""
     count = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -405,8 +405,8 @@ class UnitHooks(UnitRecord):
 
         Containers stay the same objects: a forward may change them, for example a key-value cache,
         and its caller reads them. There is therefore no view of the tensor whose uses are all in
-        the unit, but most uses of the newest tensor are in the unit. A leaf has no position in the
-        order of nodes.
+        the unit, but most uses of the newest tensor are. A leaf has no position in the order of
+        nodes.
         """
         nodes = [(t.grad_fn._sequence_nr(), t) for t in found if t.grad_fn is not None]
         here = [pair for pair in nodes if pair[1].device == self._device]

@@ -135,8 +135,8 @@ def follow_replaced(group: ParamGroup, known: set[int]) -> None:
 
 
 def is_registered(group: ParamGroup) -> bool:
-    """Whether the first entry of a group holds the parameter that the group registered. This covers
-    all: `torch.func.functional_call` fills, without a registration, each entry that it has a tensor
+    """Whether a group's first entry holds the parameter that it registered. This covers all
+    entries: `torch.func.functional_call` fills, without a registration, each that it has a tensor
     for.
     """
     param = group.params[0]
@@ -166,9 +166,7 @@ def _expected(group: ParamGroup, param: ShardedParam) -> nn.Parameter | None:
 
 
 class Move(NamedTuple):
-    """An entry ``key`` of ``module`` that held ``before``, and now another managed parameter, or
-    none.
-    """
+    """An entry of ``module`` that held ``before``, and now another managed parameter, or none."""
 
     name: str
     module: nn.Module

@@ -59,9 +59,8 @@ class Gradients:
         self._reuse = None
 
     def take(self, summed: bool) -> list[torch.Tensor | None]:
-        """Take the full gradients; ``None`` for a parameter without one. A parameter that was
-        frozen since its forward has none, unless ``summed`` gradients of earlier backwards would be
-        lost.
+        """Take the full gradients; ``None`` for a parameter without one, or frozen since its
+        forward, unless ``summed`` gradients of earlier backwards would be lost.
         """
         grads: list[torch.Tensor | None] = []
         with DisableTorchFunctionSubclass():
@@ -289,9 +288,7 @@ class GradientReuse:
         self._watch: _Watch | None = None
 
     def take(self, count: int) -> list[object]:
-        """DTensors for ``count`` gradients, whose rows are to be set; ``None`` where to make one,
-        which is always so for the watched member.
-        """
+        """DTensors for ``count`` gradients, whose rows are to be set; ``None`` where to make one."""
         if not self._free:
             return [None] * count
         taken = [*self._free]

@@ -391,9 +391,8 @@ class ShardedParam:
         return not is_plain and is_extended(present)
 
     def adopt(self, slot: Slot, target: torch.Tensor) -> None:
-        """Move this rank's rows to ``target``, a view of the flat shard of
-        ``slot.local_shape(axes.piece_rank)``, and be backed by it; called where nothing is
-        recorded.
+        """Move this rank's rows to ``target``, a view of the flat shard, and be backed by it;
+        called where nothing is recorded.
         """
         if not target.is_meta:
             if self._whole is None:
@@ -818,9 +817,7 @@ def count_hooks(param: torch.Tensor) -> None:
 
 
 def may_have_hooks(param: torch.Tensor) -> tuple[bool, bool]:
-    """Whether ``param`` may have hooks on its gradient, and post-accumulate-grad hooks: it may if
-    the dict of such hooks does not count.
-    """
+    """Whether hooks on its gradient, and after its accumulation, may exist: yes if uncounted."""
     edits, watches = param._backward_hooks, param._post_accumulate_grad_hooks
     return (
         bool(edits) or type(edits) is not CountedHooks,

@@ -14,9 +14,7 @@ from fsdp2.core.reduce.program import Job
 
 
 class PartialSums:
-    """The results of reductions without all-reduce, in the reduce dtype, and which members had a
-    gradient in any of these backwards.
-    """
+    """The results of reductions without all-reduce, and which members had a gradient in any."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -76,11 +76,10 @@ class Job:
 
 
 class Crossing(NamedTuple):
-    """The sums of a node while they are sent between nodes, as the ``rows`` that the collective
-    reads.
+    """The sums of a node, ``rows``, while they are sent between nodes.
 
     ``job`` has this rank's pieces as its output. ``made`` has, for each member, the buffer in which
-    its rows are first put in the order of nodes, if any; ``messages`` are encoded rows, to and from
+    its rows are first put in the order of nodes, if any; ``messages`` are encoded, to and from
     nodes.
     """
 

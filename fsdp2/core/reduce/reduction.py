@@ -100,9 +100,7 @@ class Way(NamedTuple):
 
 
 def views_of(planned: Sequence[Run], flat: torch.Tensor) -> list[torch.Tensor]:
-    """The views of runs in a flat tensor: two calls for a run, one for a single view; one less
-    where it is all of ``flat``.
-    """
+    """The views of runs in a flat tensor, by two calls per run or fewer."""
     views: list[torch.Tensor] = []
     for _, place, sizes in planned:
         view = flat if place is None else flat.as_strided(*place)
@@ -190,9 +188,8 @@ def operations(
 ) -> list[Op]:
     """A transport's operations, in their order: stage on COMPUTE, reduce and unstage on REDUCE.
 
-    ``unstage`` puts the output where the rows belong, if it is elsewhere. The collective reads
-    ``inputs`` in addition to the job's gradients: all are divided before the sum, if the dtype
-    could overflow.
+    ``unstage`` puts the output where the rows belong, if it is elsewhere. The collective also reads
+    ``inputs``; all that it reads is divided before the sum, if the dtype could overflow.
     """
     before, kernels = context.division.before, context.kernels
     ops = [Op(COMPUTE, f"stage {name}", stage)]
@@ -249,10 +246,8 @@ def _add(kernels: Kernels, job: Job, waiting: Sequence[Sum]) -> None:
 
 @dataclass(eq=False)
 class Reduction:
-    """The bound programs of the members of a group that are reduced with the same options.
-
-    ``full`` ends in ``.grad``, ``partial`` in partial sums; both are the same if there are no
-    replicas.
+    """The bound programs of the members of a group that are reduced with the same options: ``full``
+    ends in ``.grad``, ``partial`` in partial sums, or is the same if there are no replicas.
     """
 
     gradients: Gradients
@@ -369,9 +364,8 @@ class ReducedGroup(Protocol):
 class PendingReduction:
     """A group's running reduction, whose jobs live until COMPUTE has waited for it (invariant I7).
 
-    ``scattered`` is the event after the reduce-scatter, when its input may be freed, and ``done``
-    that after everything, maybe the same; the ``host`` then delivers the data copied to it by these
-    steps.
+    ``scattered`` is the event after the reduce-scatter, when its input may be freed, ``done`` that
+    after everything, maybe the same; then the steps of ``host`` deliver the data copied to it.
     """
 
     group: ReducedGroup

@@ -36,8 +36,7 @@ SHORTEST_RUN = 3
 
 
 def runs(shapes: Sequence[tuple[int, ...]], starts: Sequence[int]) -> list[Run]:
-    """The fewest calls that make contiguous views of ``shapes`` from ``starts`` (elements), in
-    order.
+    """The fewest calls that make contiguous views of ``shapes`` from ``starts``, in elements.
 
     Example: shapes (2, 4), (6, 4), (2, 4) and (5,) from 0, 8, 32 and 40 are two runs, one of sizes
     (2, 6, 2) over (10, 4) from 0, and one over (5,) from 40.
@@ -113,8 +112,7 @@ def plan_flat(
 
     It ``needs_flat`` if it is used in any other form than the members' rows. ``all_direct``: the
     collective writes the rows of each member separately. ``carries_marks``: marks need no separate
-    collective, after the one of gradients. ``between`` nodes, marks are there even if rows are
-    empty.
+    collective. If it is ``between`` nodes, marks are there even if rows are empty.
     """
     starts = [*itertools.accumulate((slot.shard_numel for slot in slots), initial=0)]
     payload = starts.pop()

@@ -78,9 +78,9 @@ def packing(
 ) -> tuple[int, Pack]:
     """Bind the packing of the last members, or of all, as one row per rank.
 
-    ``rank_major`` puts a gradient sharded on a later dim into rows of one rank's piece each; by
-    default, in memory that it makes. Returns the elements of a row, marks or padding included, and
-    the function that packs.
+    ``rank_major`` puts a gradient sharded on a later dim into rows of one rank's piece each, by
+    default in memory that it makes. Returns a row's elements, marks or padding included, and the
+    packing.
     """
     spec, flat, kernels = context.spec, context.flat, context.kernels
     first, size, carries_marks = context.direct, context.collectives.size, context.carries_marks

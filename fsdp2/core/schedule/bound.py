@@ -105,7 +105,8 @@ class GroupFacts:
         name: name of the unit, for messages.
         layout: ``None`` where a move of rows was interrupted.
         shard: this rank's rows of all parameters but extended ones, by ``layout``, or their pieces.
-        reducers: collectives of the gradients, in another process group than others on request.
+        reducers: collectives of the gradients: ``collectives``, or over a process group of their
+            own.
         smaller_group: the group to reshard to after forward, if not this one or none.
         last_gather: knowledge of the shards that were gathered last, where that may be used.
     """
@@ -171,10 +172,7 @@ class GroupFacts:
 
 
 class Bound:
-    """Everything that binding creates for a group.
-
-    ``former`` is its previous record, if any; gradients of backwards without sync may be
-    ``waiting``.
+    """Everything that binding creates for a group; ``former`` is its previous record, if any.
 
     Attributes:
         full: the gathered rows, between acquire and release.

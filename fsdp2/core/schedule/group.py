@@ -180,9 +180,8 @@ class ParamGroup(GroupFacts):
 
     @property
     def is_known(self) -> bool:
-        """Whether a look at its shards tells whether what it gathered last is still valid: not
-        after a forward with a backward, because an optimizer's step has written them, unless all
-        are frozen.
+        """Whether a look at its shards tells if what it gathered last is valid: not after a forward
+        with a backward, as an optimizer's step has written them, unless all are frozen.
         """
         last = self.last_gather
         if last is None or last.fingerprint is None:
@@ -520,7 +519,7 @@ class ParamGroup(GroupFacts):
 
     def hide(self, to: GroupState = HIDDEN) -> None:
         """Register the sharded parameters, with their gradients; what is gathered stays in memory,
-        as ``to``: `HIDDEN`, `RETAINED`, `GRANTED`. No-op if nothing is, or another unit that uses
+        as ``to``: `HIDDEN`, `RETAINED`, `GRANTED`. No-op without it, or if another unit that uses
         it runs.
         """
         if self.state is UNSHARDED and not (self.in_use is not None and self.in_use()):
@@ -704,8 +703,8 @@ class ParamGroup(GroupFacts):
 
     @property
     def written(self) -> str | None:
-        """Name of a gathered parameter that an operator has written in place since the last look;
-        never of one that is its shard, on one rank.
+        """Name of a gathered parameter that is not its shard and was written in place since the
+        last look.
         """
         bound = self.bound
         if bound is None:
@@ -754,8 +753,8 @@ class ParamGroup(GroupFacts):
         return cast(Jobs, jobs)
 
     def reduce(self, jobs: Jobs, all_reduce: bool) -> PendingReduction | None:
-        """Reduce collected gradients into ``.grad``, or, without ``all_reduce``, into partial sums;
-        ``None`` if nothing is running: one rank.
+        """Reduce collected gradients into ``.grad`` or partial sums; ``None`` if nothing is
+        running.
         """
         if torch.is_grad_enabled():  # not in a backward, but for one with create_graph=True
             with torch.no_grad():

@@ -12,10 +12,8 @@ from fsdp2.core.reduce.reduction import PendingReduction
 
 
 class InFlight:
-    """A scheduler's running reductions, of which a ``window`` of units may hold their inputs.
-
-    They are ``holding`` inputs, the oldest first, then ``summing`` in an all-reduce, or
-    ``arriving`` on the host.
+    """A scheduler's running reductions, of which a ``window`` of units may hold their inputs:
+    ``holding``, the oldest first, then ``summing`` in an all-reduce, or ``arriving`` on the host.
     """
 
     __slots__ = ("arriving", "holding", "streams", "summing", "window")
@@ -29,7 +27,7 @@ class InFlight:
 
     def make_room(self, params: list[ShardedParam], first: bool) -> None:
         """Before a group reduces, as the ``first`` of its unit or not: limit the reductions that
-        hold inputs, and end its own last one, which may still read the buffer in which it stages
+        hold inputs, and end its own last one, which may still read the buffer that stages
         gradients.
         """
         if first:

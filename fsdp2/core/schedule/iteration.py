@@ -26,8 +26,7 @@ class Graph:
     """A graph that a backward records (``create_graph=True``), which may read parameters unseen.
 
     Its nodes reference this object while they live; ``let_go`` tells the scheduler that it was
-    freed. ``ending`` are those that the running backward reads for the last time, because it keeps
-    none.
+    freed. ``ending`` are those that the running backward reads for the last time.
     """
 
     __slots__ = ("__weakref__", "_let_go")

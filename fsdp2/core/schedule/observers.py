@@ -38,9 +38,7 @@ class Observer(NamedTuple):
 
 
 class Observed:
-    """A group as the scheduler calls it while it has observers, the highest first; all else, and
-    its identity, are those of ``base``.
-    """
+    """A group as the scheduler calls it while it has observers; all else is of ``base``."""
 
     def __init__(self, base: ParamGroup, observers: Sequence[Observer]) -> None:
         self.base, self.observers = base, observers

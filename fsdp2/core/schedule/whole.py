@@ -81,8 +81,7 @@ class Together:
 
     def reduce(self, in_flight: InFlight) -> None:
         """All-reduce the gradients that are there, of the units that do so now. Ranks that have
-        none take no part, as in the reduction of a unit; others do, with all families of the same
-        ranks.
+        none take no part, as in the reduction of a unit; others do, with all families.
         """
         due = [group for unit, group in self._members if unit.sync and unit.all_reduce]
         taken: dict[Reduction, Job] = {}
