@@ -36,7 +36,6 @@ class Notice(Generic[P]):
         self.functions.insert(0 if first else len(self.functions), function)
 
     def remove(self, function: Callable[P, object]) -> None:
-        """Call ``function`` no longer."""
         self.functions.remove(function)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:

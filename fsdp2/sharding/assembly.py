@@ -171,9 +171,7 @@ def process_group(group: ParamGroup) -> ProcessGroup | None:
 
 
 def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -> None:
-    """Let new groups join a unit, and reduce over process groups of ``present`` ones: its, then
-    those below.
-    """
+    """Let new groups join a unit, and reduce over the same process groups as ``present`` ones."""
     for group in groups:
         group.set_options(unit.options_of(group))
         shared = process_group(group)

@@ -33,7 +33,7 @@ _LIKE = {
 
 
 def draw_as_unsharded() -> None:
-    """From now on, random operators draw full tensors for CPU shards, unless torch has a tracker."""
+    """From now on, random operators on CPU shards draw full tensors, if no tracker is there."""
     if torchs._rng_tracker is None:
         torchs._rng_tracker = _Tracker()
 

@@ -68,7 +68,7 @@ def watch_state_dicts(owners: set[nn.Module], group: ParamGroup) -> None:
 
 
 class _OutsideInference(threading.local):
-    """State dicts are taken outside inference mode, where DTensors cannot create views, per thread."""
+    """State dicts are taken, by each thread, outside inference mode: no views of DTensors in it."""
 
     def __init__(self) -> None:
         self._left: list[torch.inference_mode | None] = []

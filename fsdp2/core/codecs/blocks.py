@@ -70,7 +70,6 @@ class Blocks(Codec):
         numbers.sub_(self._decoded(message, numbers.shape[1]))
 
     def total(self, sums: Tensor, message: Tensor) -> None:
-        """In fp32."""
         sums.copy_(self._decoded(message, sums.shape[0]).sum(0))
 
     def _decoded(self, message: Tensor, numel: int) -> Tensor:

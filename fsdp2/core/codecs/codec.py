@@ -3,9 +3,8 @@
     numbers [rows, n]  ── encode ──>  message [rows, nbytes(n)] of uint8  ── decode ──>  numbers
                                                                          ── total  ──>  [n]
 
-A row is what one rank sends to another. Each row is coded by itself, so that what a rank receives
-does not depend on what the others receive. All are plain operators of torch, without a number that
-the host waits for: they run on a CPU, on a GPU's stream, and on tensors without memory.
+A row is what one rank sends to another, coded by itself: what a rank receives does not depend on
+what the others receive. All are plain operators of torch, without a number that the host waits for.
 """
 
 from __future__ import annotations

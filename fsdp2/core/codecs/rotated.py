@@ -43,7 +43,6 @@ class Rotated(Codec):
         self._matrix: Tensor | None = None
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of whole blocks."""
         return self._codec.nbytes(round_up(numel, BLOCK))
 
     def encode(self, message: Tensor, numbers: Tensor) -> None:
@@ -56,7 +55,6 @@ class Rotated(Codec):
         numbers.copy_(self._decoded(message, numbers.shape[1]))
 
     def take_off(self, numbers: Tensor, message: Tensor) -> None:
-        """As it is decoded, without a copy."""
         numbers.sub_(self._decoded(message, numbers.shape[1]))
 
     def _decoded(self, message: Tensor, numel: int) -> Tensor:

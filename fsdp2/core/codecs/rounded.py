@@ -1,9 +1,8 @@
 """Floating-point numbers in messages: bfloat16, or fp32 without any loss.
 
-bfloat16 has the range of fp32 and 8 bits of precision. It halves the bytes of fp32 gradients. Their
-sum is the fp32 sum of the rounded numbers: a collective that sums in bfloat16 would round after
-each addition. fp32 loses nothing: its benefit is that each rank gets only its own part, if a
-backend reduces and scatters by an all-reduce, as gloo does.
+bfloat16 halves the bytes of fp32 gradients. Their sum is the fp32 sum of the rounded numbers: a
+collective that sums in bfloat16 would round after each addition. The benefit of fp32 is that each
+rank gets only its own part, if a backend reduces and scatters by an all-reduce, as gloo does.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ class Rounded(Codec):
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
     def nbytes(self, numel: int) -> int:
-        """Those of the dtype."""
         return round_up(self.dtype.itemsize * numel, ALIGNMENT)
 
     def encode(self, message: Tensor, numbers: Tensor) -> None:
@@ -38,7 +36,6 @@ class Rounded(Codec):
         numbers.copy_(self._numbers(message, numbers.shape[1]))
 
     def total(self, sums: Tensor, message: Tensor) -> None:
-        """In fp32."""
         rows = self._numbers(message, sums.shape[0])
         # `torch.sum` takes an `out` only of the dtype in which it sums.
         if sums.dtype is torch.float32:

@@ -4,10 +4,9 @@
 
 Backends are identified by the class of the object that runs their collectives, not by names: from
 torch 2.15 a group that was started as ``nccl`` is a ``ProcessGroupNCCL2``, or a
-``ProcessGroupNCCL`` with ``TORCH_DIST_USE_NCCL2=0``; and backends of other projects have ``nccl``
-in their names. A backend that has the coalesced methods need not coalesce: nccl2 loops over the
-single ones, and torch's base class has them all. A backend outside the table is therefore assumed
-to support only the collectives of one tensor, which every backend has.
+``ProcessGroupNCCL`` with ``TORCH_DIST_USE_NCCL2=0``. A backend that has the coalesced methods need
+not coalesce: nccl2 loops over the single ones. A backend outside the table is therefore assumed to
+support only the collectives of one tensor, which every backend has.
 
 Ranks decide alike (invariant I1): each leaves a note with the `Traits.name` of its backend, and the
 first use of a process group compares them (`fsdp2.checks.presence`).

@@ -6,11 +6,10 @@
 
 A TransientBuffer keeps its tensors permanently and frees their storage in between. Autograd saves
 views of gathered parameters for backward; when the storage is filled again, those views are valid
-again (I3, decision 4). A single storage means one allocation and one free per gather, for any
-number of parameters.
+again (I3, decision 4). A single storage means one allocation and one free per gather.
 
-Each view has its own version counter (`_aliased`): collectives and copies increase the counter
-of the view that they write to, never that of the parameter that autograd saved (invariant I4).
+Each view has its own version counter (`_aliased`): collectives and copies increase the counter of
+the view that they write to, never that of the parameter that autograd saved (invariant I4).
 """
 
 from __future__ import annotations
@@ -96,7 +95,6 @@ Strided = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def row_major(shape: tuple[int, ...], start: int) -> Strided:
-    """A contiguous view."""
     return shape, contiguous_strides(shape), start
 
 
@@ -300,7 +298,6 @@ class SwappedBuffer(TransientBuffer):
 
     @property
     def raw(self) -> torch.Tensor:
-        """The memory, as bytes."""
         return self._raw
 
     def view(
@@ -310,7 +307,6 @@ class SwappedBuffer(TransientBuffer):
         shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
     ) -> torch.Tensor:
-        """A tensor over the buffer, which must be allocated; ``strides`` in elements."""
         made = super().view(dtype, byte_offset, shape, strides)
         self.keep_valid(made)
         return made
@@ -318,7 +314,6 @@ class SwappedBuffer(TransientBuffer):
     def views(
         self, dtype: torch.dtype, byte_offset: int, places: Sequence[Strided]
     ) -> list[torch.Tensor]:
-        """Several views, each at its position in a part of the buffer."""
         made = super().views(dtype, byte_offset, places)
         for each in made:
             self.keep_valid(each)

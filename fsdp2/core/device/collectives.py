@@ -6,11 +6,9 @@
                 ── the user's own of both; exchange(numbers), largest(numbers)
     Replicas    ── all_reduce(tensor, op)                                   replicate axis
 
-From torch 2.13 the process group's methods are ``all_gather_single`` and
-``reduce_scatter_single`` (and ``…_coalesced``); before, ``_allgather_base``,
-``_reduce_scatter_base`` and their coalesced forms. The methods of the group are called directly:
-``torch.distributed``'s functions wrap them in argument checks and loggers that cost more host
-time than the call.
+From torch 2.13 the process group's methods are ``all_gather_single`` and ``reduce_scatter_single``
+(and ``…_coalesced``); before, ``_allgather_base`` and ``_reduce_scatter_base``. The functions of
+``torch.distributed`` wrap them in checks and loggers that cost more host time than the call.
 """
 
 from __future__ import annotations
@@ -160,7 +158,6 @@ def run_reduce_scatter(
     input_: torch.Tensor,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType,
 ) -> dist.Work | None:
-    """One reduce-scatter of a flat tensor over ``group``."""
     options = ReduceScatterOptions()
     options.reduceOp = op  # type: ignore[assignment]  # either kind, says c10d's code
     options.asyncOp = False
@@ -225,11 +222,9 @@ class GroupCollectives:
         self._scatter_many = _method(group, _SCATTER_MANY)
 
     def over(self, group: dist.ProcessGroup) -> GroupCollectives:
-        """The same over another process group of the same ranks."""
         return GroupCollectives(group, self.device, self._asynchronous)
 
     def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Work | None:
-        """Gather one flat tensor; ``output``: [size * n], ``input_``: [n]."""
         return self._ordered(self._gather(output, input_, _GATHER_OPTIONS))
 
     def bind_all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
@@ -244,7 +239,6 @@ class GroupCollectives:
         return self._bound(launch)
 
     def bind_all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
-        """Exchange equal rows; ``output`` and ``input_``: [size, n]."""
         options = AllToAllOptions()
         options.asyncOp = False
         exchange = _method(self.group, _EXCHANGE)
@@ -259,24 +253,20 @@ class GroupCollectives:
     def bind_reduce_scatter_many(
         self, kind: ReduceKind
     ) -> Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Work | None]:
-        """Reduce and scatter many tensors in one launch; as `bind_reduce_scatter`."""
         return self._bound(functools.partial(self._scatter_many, opts=kind.options))
 
     def custom_all_gather(
         self, comm: AllGather, output: torch.Tensor, input_: torch.Tensor
     ) -> Work | None:
-        """Let ``comm`` gather one flat tensor."""
         return self._ordered(comm(output_tensor=output, input_tensor=input_, group=self.group))
 
     def custom_reduce_scatter(
         self, comm: ReduceScatter, output: torch.Tensor, input_: torch.Tensor, kind: ReduceKind
     ) -> Work | None:
-        """Let ``comm`` reduce and scatter one flat tensor."""
         work = comm(output_tensor=output, input_tensor=input_, group=self.group, op=kind.op)
         return self._ordered(work)
 
     def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind) -> Work | None:
-        """Reduce one flat tensor in place."""
         return self._ordered(self.group.allreduce([tensor], kind.all_reduce_options))
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -352,39 +342,32 @@ class ComplexCollectives:
         self.over = collectives.over
 
     def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Work | None:
-        """As `Collectives.all_gather`."""
         return self._real.all_gather(*_as_real((output, input_)))
 
     def bind_all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
-        """As `Collectives.bind_all_gather`."""
         return self._real.bind_all_gather(*_as_real((output, input_)))
 
     def bind_all_gather_many(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Launch:
-        """As `Collectives.bind_all_gather_many`."""
         return self._real.bind_all_gather_many(_as_real(outputs), _as_real(inputs))
 
     def bind_all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
-        """As `Collectives.bind_all_to_all`."""
         return self._real.bind_all_to_all(*_as_real((output, input_)))
 
     def bind_reduce_scatter(
         self, kind: ReduceKind
     ) -> Callable[[torch.Tensor, torch.Tensor], Work | None]:
-        """As `Collectives.bind_reduce_scatter`."""
         reduce = self._real.bind_reduce_scatter(kind)
         return lambda output, input_: reduce(*_as_real((output, input_)))
 
     def bind_reduce_scatter_many(
         self, kind: ReduceKind
     ) -> Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Work | None]:
-        """As `Collectives.bind_reduce_scatter_many`."""
         reduce = self._real.bind_reduce_scatter_many(kind)
         return lambda outputs, inputs: reduce(_as_real(outputs), _as_real(inputs))
 
     def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind) -> Work | None:
-        """As `Collectives.all_reduce`."""
         return self._real.all_reduce(torch.view_as_real(tensor), kind)
 
 

@@ -8,14 +8,12 @@ leave them as they are (torch 2.11 to 2.15).
     a row that is not full                           as it is
     more than `_BLOCKS` blocks                       their sums, mixed by position, summed
 
-Each byte is read once, and sums of 64-bit integers are as fast as memory is read. They are exact,
-so that a single changed bit always changes a sum. `torch.hash_tensor` takes twice as long, without
-regard to order.
+Each byte is read once, as fast as memory is read. The sums are exact: a single changed bit always
+changes one. `torch.hash_tensor` takes twice as long, without regard to order.
 
 Values that change places change sums, unless all of them move by multiples of 1021 words within a
-block. 1021 is prime, and rows of parameters have other lengths: only rows of less than 31 words
-can do so, when they swap places with the 1021st after them. 31 is odd, so that the sign bits of a
-whole column do not cancel.
+block. 1021 is prime: only rows of less than 31 words can do so, when they swap places with the
+1021st after them. 31 is odd, so that the sign bits of a whole column do not cancel.
 """
 
 from __future__ import annotations

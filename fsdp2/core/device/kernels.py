@@ -1,9 +1,8 @@
 """The tensor operations that transports and reductions launch on the current stream.
 
-They are few, and defined by one protocol, so that the same transports, reductions and scheduler
-also run on simulated tensors (`fsdp2.testing.virtual`), where each call states what it reads and
-writes. If torch's own function takes exactly these arguments, it is used directly, which saves a
-call.
+They are few, and defined by one protocol, so that the same code also runs on simulated tensors
+(`fsdp2.testing.virtual`), where each call states what it reads and writes. If torch's own function
+takes exactly these arguments, it is used directly, which saves a call.
 """
 
 from __future__ import annotations
@@ -133,7 +132,6 @@ class TorchKernels:
         self._transient = TransientBuffer if empties_storages(device) else SwappedBuffer
 
     def transient(self, nbytes: int, name: str) -> TransientBuffer:
-        """A buffer on the device."""
         return self._transient(nbytes, self._device, name)
 
     def flat(self, nbytes: int, on_meta: bool) -> FlatBuffer:
@@ -145,7 +143,6 @@ class TorchKernels:
         return FlatBuffer(nbytes, torch.device("meta" if on_meta else "cpu"), pin)
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
-        """An uninitialised tensor in CPU memory."""
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pin)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -157,12 +154,10 @@ class TorchKernels:
     def bind_empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, name: str
     ) -> Callable[[], torch.Tensor]:
-        """For an uninitialized tensor."""
         # One by one: torch looks at a tuple for symbolic sizes, which takes half as long again.
         return functools.partial(torch.empty, *shape, dtype=dtype, device=self._device)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
-        """A tensor of zeros."""
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def constant(self, numel: int, value: float, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -185,7 +180,6 @@ class TorchKernels:
         return target
 
     def numbers(self, tensor: torch.Tensor) -> list[float]:
-        """As Python's own."""
         found: list[float] = tensor.tolist()
         return found
 
@@ -199,7 +193,6 @@ class TorchKernels:
         target: torch.Tensor,
         source: torch.Tensor,
     ) -> None:
-        """As they are."""
         function(target, source)
 
     def split_copy(self, source: torch.Tensor, sizes: Sequence[int], targets: Tensors) -> None:
@@ -233,7 +226,6 @@ class BlockingKernels(TorchKernels):
     """Those of a device without streams: a copy is there when its call returns."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """One copy."""
         target.copy_(source)
 
     to_host = from_host = copy

@@ -1,7 +1,5 @@
 """Lanes of execution and the events that order them.
 
-The scheduler speaks of *lanes*; what a lane is depends on the device:
-
     lane          accelerator                         CPU, or a device without streams
     COMPUTE       the user's current stream           the only one there is
     COPY_IN       casts and packs shards              (same)
@@ -11,8 +9,8 @@ The scheduler speaks of *lanes*; what a lane is depends on the device:
 
 Every buffer of fsdp2 is allocated on the COMPUTE lane and freed on it (I2, decision 1), so the
 caching allocator sees one stream and `record_stream` is never needed: a side lane waits for an
-event of COMPUTE before it touches a buffer, and COMPUTE waits for an event of that side lane
-before the buffer is freed. `fsdp2.testing.virtual` has a third implementation that checks this.
+event of COMPUTE before it touches a buffer, and COMPUTE waits for an event of that side lane before
+the buffer is freed. `fsdp2.testing.virtual` has a third implementation that checks this.
 """
 
 from __future__ import annotations
@@ -98,7 +96,6 @@ class InlineStreams:
         """Nothing to wait for."""
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
-        """Stay on the only lane."""
         return self._stay
 
 
@@ -155,7 +152,6 @@ class DeviceStreams:
         self._next = dict.fromkeys(Lane, 0)
 
     def make_event(self) -> torch.Event:
-        """Make one."""
         return torch.Event(self._device)
 
     def record(self, lane: Lane, label: str, event: Event = None) -> torch.Event:
@@ -173,12 +169,10 @@ class DeviceStreams:
             event.wait(self._stream(lane))
 
     def synchronize(self, event: Event, label: str) -> None:
-        """Block the host."""
         if event is not None:
             event.synchronize()
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
-        """Make the lane's stream current."""
         return self._contexts[lane]
 
     def _stream(self, lane: Lane) -> torch.Stream:

@@ -3,8 +3,7 @@
     shards ── cast or copy ──> own row of [ranks, n] ══ comm ══> rows ── copy ──> slots
 
 The row holds the segments one after another: in their dtype if they share one, otherwise as bytes.
-The buffer may be another one each time, so its views are created for each all-gather. It is needed
-only between ``acquire`` and ``release``.
+The buffer may be another one each time, so its views are created for each all-gather.
 """
 
 from __future__ import annotations

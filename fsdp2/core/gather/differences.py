@@ -8,8 +8,7 @@
 Weights change little from step to step: a difference has small numbers, which need few bits. All
 ranks, including the owner, add the same messages to the same reference with the same operators, so
 that all have equal bits. The rounding error of a message is part of the owner's next difference:
-errors do not accumulate, and the reference differs from the weights by the error of the last
-message, and by the rounding of the compute dtype.
+errors do not accumulate.
 
     the reference is                  an all-gather is
     absent: first, or dropped         one exact all-gather of the shards, into the reference
@@ -178,6 +177,5 @@ class _Both:
         self._works = first, second
 
     def wait(self) -> None:
-        """Wait for both."""
         for work in self._works:
             work.wait()

@@ -229,7 +229,6 @@ class ExtendedParam:
     # ---- after it
 
     def acquire(self) -> None:
-        """Allocate the outputs."""
         for buffer in self._buffers:
             buffer.acquire()
 
@@ -402,7 +401,6 @@ class Extension:
         self._packed = self._own = self._inputs = None
 
     def free(self) -> None:
-        """Free the gathered parameters."""
         for member in self._members:
             member.free()
 

@@ -5,11 +5,9 @@
 
     fresh ── an all-gather has ended ──> again ── forget ──> fresh
 
-Kept rows are those of all ranks (`fsdp2.core.gather.kept_rows`), of a node
-(`fsdp2.core.gather.levels`), or of a smaller group, which a forward leaves
-(`fsdp2.core.gather.smaller_group`). An all-gather evaluates no condition: its last operation
-chooses the next one. `fsdp2.core.schedule.reuse` knows when shards may have changed, and calls
-`forget`.
+Rows of all ranks are kept (`kept_rows`), or of a node (`levels`), or of a smaller group, which a
+forward leaves (`smaller_group`). An all-gather evaluates no condition: its last operation chooses
+the next one. `fsdp2.core.schedule.reuse` knows when shards may have changed, and calls `forget`.
 """
 
 from __future__ import annotations
@@ -98,9 +96,7 @@ class Keeping:
             kept.lose()
 
     def follow(self, former: Keeping) -> None:
-        """Take over the rows of the earlier binding to the same segments, if their memory is the
-        same.
-        """
+        """Take over the rows of the earlier binding to the same segments."""
         if self._smaller is not None:
             return
         known = self._known_to(former)

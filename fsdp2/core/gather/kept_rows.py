@@ -1,10 +1,4 @@
-"""Rows that outlive their all-gather: later ones copy them into the slots without a collective.
-
-    fresh   shards ══ all-gather ══> rows ── copy ──> slots
-    again                            rows ── copy ──> slots
-
-A group that keeps rows has both all-gathers, and `fsdp2.core.gather.keeping` chooses.
-"""
+"""Rows that outlive their all-gather, for later ones to reuse: see `fsdp2.core.gather.keeping`."""
 
 from __future__ import annotations
 

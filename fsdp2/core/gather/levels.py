@@ -93,7 +93,6 @@ class NodeRows:
             self.free()
 
     def free(self) -> None:
-        """Free the rows, if they exist."""
         if self.rows.allocated:
             self.rows.release()
 

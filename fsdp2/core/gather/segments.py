@@ -51,7 +51,6 @@ class SegmentViews:
             self.wire = torch.uint8  # gloo knows no 8-bit floats
 
     def parameters(self) -> list[tuple[Slot, torch.Tensor]]:
-        """Every slot, and the tensor of its gathered parameter."""
         segment = self.segment
         start, places = segment.full_byte_offset, segment.gathered_places
         gathered = self.full.views(segment.full_dtype, start, places)

@@ -7,9 +7,8 @@ With 4 ranks and smaller groups of 2, a parameter of 8 rows:
     between            0-3    4-7    0-3    4-7      gathered in backward by {0, 1} and by {2, 3}
 
 After forward each rank copies its rows out of the gathered buffer into a separate buffer, in the
-compute dtype, and the gathered buffer is freed. Backward gathers from there, over few ranks that
-are near each other, straight into the same slots. The gathered form of the smaller group fits into
-the slots of the larger one: its padding is never longer.
+compute dtype. Backward gathers from there, over few ranks that are near each other, straight into
+the same slots: the padding of a smaller group is never longer.
 """
 
 from __future__ import annotations

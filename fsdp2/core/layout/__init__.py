@@ -5,8 +5,6 @@
     mesh    from a mesh and a cut to DTensor placements
     logs    log messages about layouts, binds and the schedule
 
-Owns: nothing that changes. Data shared by equal groups is kept with their layout, which is one
-object; data shared by equal parameters, with their axes. Process groups of meshes created here are
-cached.
-May import: device.
+Owns: nothing that changes. Equal groups share one layout and its data, equal parameters their axes;
+process groups of meshes created here are cached. May import: device.
 """

@@ -203,7 +203,6 @@ class Slot:
 
     @functools.cached_property
     def piece(self) -> tuple[int, ...]:
-        """Shape of a whole piece."""
         return self.cut.piece(self.shape, self.world_size)
 
     @functools.cached_property
@@ -235,7 +234,6 @@ class Slot:
 
     @functools.cached_property
     def numel(self) -> int:
-        """Elements of the parameter."""
         return math.prod(self.shape)
 
     @functools.cached_property
@@ -402,7 +400,6 @@ class GroupLayout:
 
     @functools.cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """The slots of all segments."""
         return tuple(itertools.chain.from_iterable(segment.slots for segment in self.segments))
 
     @property

@@ -8,10 +8,8 @@
 
 A group's layout says how its rows lie in a node: it is what a gather inside reads (*node rows*, in
 the compute dtype) and what a reduction inside leaves. The layout of its pieces says how masters lie
-in the flat shard, and where in the node rows each belongs. Each is ``torch.chunk`` of the other.
-
-The ranks that share rows have the same pieces. Others may have shorter ones, and then other
-transports between nodes: no collective has both.
+in the flat shard, and where in the node rows each belongs. The ranks that share rows have the same
+pieces. Others may have shorter ones, and then other transports between nodes.
 """
 
 from __future__ import annotations

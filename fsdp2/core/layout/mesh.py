@@ -116,7 +116,6 @@ class MeshAxes:
 
     @functools.cached_property
     def shard_mesh(self) -> DeviceMesh:
-        """The 1-D mesh of the shard axis."""
         if self.mesh.ndim == 1:
             return self.mesh
         names = self.mesh.mesh_dim_names

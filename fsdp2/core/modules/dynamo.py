@@ -5,9 +5,8 @@
         ├─ dynamo meets its frame      C reads the mark and runs it, and all that it calls, as is
         └─ dynamo traces a call of it  finds the attributes and breaks the graph at the call
 
-``torch.compiler.disable`` does the same by a wrapper around the function, which imports all of
-dynamo and adds a cost to every call, compiled or not (figures in docs/decisions/0010). This module
-wraps nothing.
+``torch.compiler.disable`` wraps the function instead, which imports all of dynamo and adds a cost
+to every call, compiled or not (figures in docs/decisions/0010).
 
 `separate_in_graphs` is for what is compiled: in a graph, each gathered parameter has a storage.
 """

@@ -9,8 +9,8 @@ parameter separately, all without an error. `torch.func.functional_call` writes 
 registration: a look at one entry finds that.
 
 A parameter that is assigned while the unit is sharded, and is sharded in the same way, replaces the
-managed parameter; loaders that fill a model from the meta device do this. A parameter of the same
-model that is assigned there is tied, and one that is registered elsewhere moves.
+managed one; loaders that fill a model from the meta device do this. A parameter of the same model
+that is assigned there is tied, and one that is registered elsewhere moves.
 
     fully_shard finds one of another unit  ──> Owners, fill: one more entry of it
     a root's forward finds one moved       ──> take_up: entries as they are registered now

@@ -2,13 +2,11 @@
 
     fully_shard ──> module.__dict__[RECORD] = a UnitRecord ──> record_of, records_below
 
-Roots are found when the first forward begins:
+Roots are found when the first forward begins; nothing is named before:
 
     the module that is called first      the root of all units below it
     units tied to one of these           served with it, wherever they are; so are their roots
     a root that is part of a larger model later, or gets more units      `start` again
-
-Nothing is named before: only then is it known what a unit's place in the model is.
 
 Plans, reports and setters use this. This module does not know how hooks are installed, nor the
 autograd engine: `UnitHooks`, which does, is the record's subclass that `fully_shard` makes.

@@ -3,14 +3,12 @@
     weight, weight.t()   ── pack ──>    a position in the gathered buffer   the memory can be freed
                          <── unpack ──  that position in the current gathered buffer
 
-On other devices, a saved tensor keeps an emptied storage, which costs nothing, and units have no
-such hooks. On these devices, a saved view would keep the whole parameter from forward to backward:
-a parameter's ``.data`` can be swapped, but a view of it (a linear layer saves ``weight.t()``) is
-another tensor. Saved-tensor hooks therefore surround each forward of a unit. They pass all other
-tensors to enclosing hooks, such as a checkpoint's, or keep them unchanged.
-
-With hooks, torch (2.11 to 2.15) does not check whether a saved tensor was modified since. These
-hooks do.
+On other devices, a saved tensor keeps an emptied storage, and units have no such hooks. On these, a
+saved view would keep the whole parameter from forward to backward: a parameter's ``.data`` can be
+swapped, but a view of it (a linear layer saves ``weight.t()``) is another tensor. Saved-tensor
+hooks therefore surround each forward of a unit. They pass all other tensors to enclosing hooks,
+such as a checkpoint's, or keep them unchanged; and they check whether a saved tensor was modified
+since, as torch (2.11 to 2.15) does not with hooks.
 """
 
 from __future__ import annotations
@@ -137,7 +135,6 @@ class SavingUnitHooks(UnitHooks):
         super().__init__(unit, modules, arguments, ignored, streams)
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """As everywhere, and enter."""
         args, kwargs = super().pre_forward(module, args, kwargs)
         graph: Any = torch._C._autograd
         hooked = graph._saved_tensors_hooks_is_enabled() and not _transformed()
@@ -158,7 +155,6 @@ class SavingUnitHooks(UnitHooks):
                 self._leave()
 
     def forward_raised(self, failure: BaseException) -> None:
-        """Leave, and as everywhere."""
         self._leave()
         super().forward_raised(failure)
 

@@ -7,19 +7,18 @@
 
 One call serves all parameters, because a call each would cost as much as its work.
 
-Unreferenced DTensors that were ``.grad`` become the next gradients (decision 16):
+Unreferenced DTensors that were ``.grad`` become the next gradients (decision 16), because creating
+and freeing a DTensor takes longer than all other work per parameter in a step:
 
     rows of A   rows of B   rows of C       of this step; freed with the gradients, as before
       └ lent      └ lent      └ the last    DTensors: ``.grad`` of A, B and C
          │           │            └─ dropped: are the others referenced?
          └─ free     └─ free   <─ no: they lose their rows, and wait for the next step's
 
-Creating and freeing a DTensor takes longer than all other work per parameter in a step. Dropping
-gradients notifies no code, but the death of an object does: the DTensor that is dropped last is new
-each time, and when its rows are freed, the others are checked (invariant I14). One that is
-referenced at that time, by its parameter's ``.grad``, a variable, or an autograd graph, is never
-reused. The rows are watched, not the DTensor: `.to()` swaps gradients with converted ones, which
-torch refuses for tensors with weak references.
+The DTensor that is dropped last is new each time, and when its rows are freed, the others are
+checked (invariant I14). One that is referenced at that time, by its parameter's ``.grad``, a
+variable, or an autograd graph, is never reused. The rows are watched, not the DTensor: `.to()`
+swaps gradients with converted ones, which torch refuses for tensors with weak references.
 """
 
 from __future__ import annotations
@@ -202,7 +201,6 @@ class PermutedGradients(Gradients):
     __slots__ = ()
 
     def take(self, summed: bool) -> list[torch.Tensor | None]:
-        """As `Gradients.take`, laid out."""
         pairs = zip(self.params, super().take(summed), strict=True)
         return [None if grad is None else param.laid_out(grad) for param, grad in pairs]
 
@@ -212,11 +210,9 @@ class PermutedGradients(Gradients):
         present: Sequence[bool],
         over: Sequence[torch.Tensor] | None = None,
     ) -> list[Sum]:
-        """As `Gradients.deliver`, of rows that are laid out."""
         return super().deliver(self._as_seen(rows), present, over)
 
     def objects_over(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As `Gradients.objects_over`, of rows that are laid out."""
         return super().objects_over(self._as_seen(rows))
 
     def _as_seen(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:

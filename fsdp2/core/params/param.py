@@ -6,10 +6,9 @@
     owner module ── _parameters["weight"] ──> sharded, or unsharded while the group is gathered
 
 Both are created once and stay the same objects: optimizers hold the first, autograd the second
-(invariant I3). A parameter registered by several modules (tied weights) fills all its entries.
-
-A parameter that was a DTensor before (tensor or expert parallel) stays one when it is unsharded,
-only on the model-parallel mesh. Its local tensor is laid out, gathered and reduced.
+(invariant I3). A parameter registered by several modules (tied weights) fills all its entries. One
+that was a DTensor before (tensor or expert parallel) stays one when it is unsharded, only on the
+model-parallel mesh: its local tensor is laid out, gathered and reduced.
 
 References from before sharding, besides the entries of modules:
 
@@ -17,9 +16,8 @@ References from before sharding, besides the entries of modules:
     self.weights = [w, b]          followed: lists and dicts that are attributes of modules
     a closure, a view, a loss      refused: a gradient that comes to what the parameter was raises
 
-An *extended* parameter's local tensor is of a subclass with all-gather hooks. Its shard is of that
-subclass too and has separate memory, outside the flat shard; the gather room's `extension` gathers
-it.
+An *extended* parameter's local tensor is of a subclass with all-gather hooks. So is its shard, in
+separate memory outside the flat shard; the gather room's `extension` gathers it.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@
 
     staging   [ [ranks, n] in the reduce dtype | a message for each rank | one of each rank ]
 
-A collective cannot add encoded numbers. Each rank decodes and adds instead, in
-fp32 and in the order of ranks, so that a sum does not depend on who sent first. Marks, whose sums
-must be whole numbers, have a separate collective.
+A collective cannot add encoded numbers: each rank decodes and adds in fp32 and in the order of
+ranks. Marks, whose sums must be whole numbers, have a separate collective.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ def codec_of(name: str, rotate: bool = False, device: torch.device | None = None
 
 
 def reduce_coded(context: ReduceContext) -> Way:
-    """Exchange messages of the codec that the settings name."""
     spec, kernels, size = context.spec, context.kernels, context.collectives.size
     dtype, before = spec.reduce_dtype, context.division.before
     assert spec.codec is not None

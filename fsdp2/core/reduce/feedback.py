@@ -4,11 +4,9 @@
     residual = gradients + residual - the values that receivers add
 
 A rank has a residual for each rank to which it sends: [ranks, n], padded and interleaved like its
-gradients. This is an unsharded gradient of the unit, on each rank. It is therefore kept in bf16,
-which has the range of fp32 and loses 1/512 of the residual.
-
-Padding after the last member has no residual. A rotation spreads errors into it, but it belongs to
-no parameter, and thus to no checkpoint.
+gradients. This is an unsharded gradient of the unit, on each rank, and therefore kept in bf16,
+which has the range of fp32 and loses 1/512 of it. Padding after the last member has none, although
+a rotation spreads errors into it.
 
 The residual of a block that is not finite becomes zero, because the message has already reported
 it. A residual is sent with or without gradients: if no rank had a gradient, it is dropped with

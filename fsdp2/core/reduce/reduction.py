@@ -264,7 +264,6 @@ class Reduction:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to collect."""
         return self.partial_sums.flat is not None or self.gradients.waiting()
 
     def collect(
@@ -316,7 +315,6 @@ class Reduction:
         return job
 
     def discard(self) -> None:
-        """Drop partial sums."""
         self.partial_sums.flat = None
 
     def release(self) -> None:

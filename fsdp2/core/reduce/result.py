@@ -106,7 +106,6 @@ def _call_hook(hook: Callable[[torch.Tensor], None], job: Job) -> None:
 
 
 def _divide_flat(kernels: Kernels, factor: float, job: Job) -> None:
-    """Divide the flat sums."""
     kernels.divide(job.flat, factor)
 
 

@@ -440,7 +440,6 @@ class Bound:
 
     @property
     def has_partial_sums(self) -> bool:
-        """Whether sums wait for an all-reduce."""
         for reduction in self.reductions:  # noqa: SIM110  # asked in every zero_grad()
             if reduction.partial_sums.flat is not None:
                 return True

@@ -4,10 +4,9 @@
     backward begins     ──> which edges lead into them  (`fsdp2.core.modules.engine` looks)
 
 Backward enters a unit when a gradient arrives at one of its outputs. A loss may also use a tensor
-that the unit's forward kept, or that a hook inside it captured, which is not an output. A root
-therefore records its units' calls in its first iteration. If a backward enters through such a side
-door, it continues to record; otherwise it stops, and a step pays nothing
-(`fsdp2.core.modules.registry` and `engine`).
+that the unit's forward kept, or that a hook inside it captured. A root therefore records its units'
+calls in its first iteration. If a backward enters through such a side door, it continues to record;
+otherwise it stops, and a step pays nothing (`fsdp2.core.modules.registry` and `engine`).
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class Calls:
         self._thread = 0  # each has its own numbers
 
     def begin(self, unit: Unit) -> None:
-        """A call of ``unit`` begins."""
         thread = threading.get_ident()
         if thread != self._thread:
             self.forget()
@@ -77,7 +75,6 @@ class Calls:
         return [self._owners[position] if position >= 0 else None for position in found]
 
     def forget(self) -> None:
-        """Discard all calls."""
         self._starts.clear()
         self._owners.clear()
         self._open.clear()

@@ -8,11 +8,9 @@ If a backend creates its communicator in the first collective, that is one small
 This cannot deadlock. A first collective blocks the host until all ranks of the group have entered
 theirs. All ranks process their groups in one order: by global ranks, then by name, on which all
 members of a group agree. Consider the first group in this order in which some rank waits: its other
-members wait in no earlier group, and reach it, so it completes. This holds if ranks are in
-different groups, as in HSDP, or in pipeline stages, whose groups do not overlap. The requirement is
-the same as for all-gathers: the members of a group run the same roots in the same order (invariant
-I11). A forward without backward, which only one replica may run, does not connect groups of
-reductions.
+members wait in no earlier group, and reach it, so it completes. The requirement is the same as for
+all-gathers: the members of a group run the same roots in the same order (invariant I11). A forward
+without backward, which only one replica may run, does not connect groups of reductions.
 """
 
 from __future__ import annotations

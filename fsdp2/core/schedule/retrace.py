@@ -1,10 +1,9 @@
 """A backward that runs every unit, also those that this rank's loss does not use (invariant I11).
 
 If ranks use different outputs, or parameters, all must run the same collectives in one order: that
-of the forward in reverse. This module handles two differences between ranks. A unit that receives
-no gradient is entered and left at its position. A unit whose end has no hook, because none of its
-inputs requires grad, is left before any older unit is entered. This is not before its actual end:
-autograd runs newer nodes first, so all nodes inside it have run before any older node.
+of the forward in reverse. A unit that receives no gradient is entered and left at its position. A
+unit whose end has no hook, because none of its inputs requires grad, is left before any older unit
+is entered: autograd runs newer nodes first, so all nodes inside it have run by then.
 """
 
 from __future__ import annotations

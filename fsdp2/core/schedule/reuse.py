@@ -8,20 +8,19 @@
     kept rows                       stay where they are (`fsdp2.core.gather.kept_rows`)
     unshard() by the user           unsharded parameters are registered until reshard()
 
-When a root's next forward begins, the shards from which these were gathered may have been written:
-by an optimizer, by hand, by a load. Version counters do not show all writes (decision 25). A
-fingerprint of the shards does, taken at each such gather, and again now. Ranks then tell each other
-which groups differ, with one small collective per process group, so that all of them gather a group
-again, or none does (I1).
+When a root's next forward begins, the shards from which these were gathered may have been written.
+Version counters do not show all writes (decision 25). A fingerprint of the shards does, taken at
+each such gather, and again now. Ranks then tell each other which groups differ, with one small
+collective per process group, so that all of them gather a group again, or none does (I1).
 
     no fingerprint was taken     gather again, without a question; also, without gradients, what is
                                  sent as differences: another message makes it more exact
     a backward's optimizer step  the same: the shards have certainly changed
     otherwise                    one question for all groups of the root
 
-Fingerprints are taken where they are likely to be used: in forwards without gradients, and for kept
-rows. Forwards that autograd records take them once any forward has found what a backward left,
-before the optimizer's step. Training steps that use nothing again neither take one nor ask.
+Forwards without gradients take fingerprints, and gathers of kept rows. Forwards that autograd
+records do once any forward has found what a backward left, before the optimizer's step. Training
+steps that use nothing again neither take one nor ask.
 
 Units that the user has unsharded stay so until an optimizer steps or the user reshards them. No
 forward asks between backwards that belong together (`set_is_last_backward(False)`).

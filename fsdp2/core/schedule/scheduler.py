@@ -88,7 +88,6 @@ class ForwardOrder:
         self.entered: list[Unit] = []
 
     def begin(self, root: Unit) -> None:
-        """A forward begins at ``root``."""
         self._expected = self._known.get(root) or self._guess(root)
         self._cursor = -1
         self.entered = []
@@ -117,7 +116,6 @@ class ForwardOrder:
         return self._expected[following : following + count]
 
     def end(self, root: Unit) -> None:
-        """The forward of ``root`` has ended."""
         self._known[root] = self.entered
         self.entered = []
 

@@ -5,10 +5,9 @@
            both ── ties ──> Tie   owner, users
 
 The group belongs to one unit, its owner, whose flags count: it holds the shards and reduces the
-gradients. Every other unit that has one of its parameters only gathers and frees it. Each of them
-gathers the group when it runs, and frees it unless another unit that uses it is running
-(`ParamGroup.in_use`). Its gradients are complete when no use is to come: the owner's end reduces
-them, or the end of the whole backward (`Scheduler._collect_late`).
+gradients. Each unit that has one of its parameters gathers it when it runs, and frees it unless
+another one that uses it is running (`ParamGroup.in_use`). Its gradients are complete when no use is
+to come: at the owner's end, or at the end of the whole backward (`Scheduler._collect_late`).
 """
 
 from __future__ import annotations

@@ -285,7 +285,6 @@ class Tie:
 
     @property
     def units(self) -> set[Unit]:
-        """All units that use it."""
         return {unit for unit in (self.owner(), *self.users) if unit is not None}
 
     def in_use(self) -> bool:

@@ -7,8 +7,7 @@
 
 The end of a unit's backward does not reduce the gradients of such a group, or adds them up in the
 reduce dtype if no all-reduce follows in this backward (`Scheduler._collect_late`). The end of the
-whole backward reduces those of all units that all-reduce now (invariant I10). A group collects
-gradients with its own reductions; one additional reduction of all members is bound, and runs. Its
+whole backward reduces those of all units that all-reduce now (invariant I10), as one reduction. Its
 members follow from the units' flags and from the bound records of the groups, so they are the same
 on all ranks (invariant I1).
 """
@@ -58,7 +57,6 @@ class Family:
 
     @property
     def has_grad_hooks(self) -> bool:
-        """Whether users' hooks run when gradients are delivered: they may write the shards."""
         return any(group.has_grad_hooks for group, _ in self.parts)
 
     def job(self, taken: dict[Reduction, Job]) -> Job:
