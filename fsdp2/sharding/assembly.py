@@ -104,9 +104,7 @@ def make_groups(planned: PlannedCall) -> list[ParamGroup]:
 
 
 def finish(planned: PlannedCall, record: UnitRecord, groups: list[ParamGroup]) -> None:
-    """Let other places that refer to a unit's parameters follow them, once it has its groups: state
-    dicts, attributes, entries of other units' parameters; and look at optimizers again.
-    """
+    """Let state dicts, attributes, other units and optimizers follow a unit's parameters."""
     for group in groups:
         watch_state_dicts(owners_of(group), group)
     _follow_aliases(planned.modules)

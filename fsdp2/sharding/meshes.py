@@ -118,8 +118,8 @@ class ShardPlacementResult:
 
 
 def default_mesh() -> DeviceMesh:
-    """A 1-D mesh over the default process group, of the accelerator that it serves, else "cpu";
-    without a group, starts one from torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR,
+    """A 1-D mesh over the default process group, of the accelerator that it serves, else "cpu"; a
+    missing group is started from torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR,
     MASTER_PORT).
     """
     group = default_group()

@@ -109,8 +109,7 @@ class _Shown:
 
     def put_into(self, state: dict[str, object], module: nn.Module, prefix: str) -> None:
         """Replace unsharded parameters of ``module`` in the state dict by shards, by what each
-        value is: a thread may take it while another gathers and frees units, so the group's state
-        does not count.
+        value is, not by the group's state: another thread may gather and free units meanwhile.
         """
         for name, param in self._places_of(module):
             value = state.get(prefix + name)

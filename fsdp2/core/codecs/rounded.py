@@ -17,9 +17,7 @@ from fsdp2.core.pieces import round_up
 
 
 class Rounded(Codec):
-    """bfloat16: a number is off by 1/256 of itself at most (rounding to nearest with 8 bits of
-    precision, IEEE 754); infinities and NaN stay what they are.
-    """
+    """bfloat16: off by 1/256 of a number at most; infinities and NaN stay what they are."""
 
     name = "bf16"
     dtype: ClassVar[torch.dtype] = torch.bfloat16
@@ -28,7 +26,6 @@ class Rounded(Codec):
         return round_up(self.dtype.itemsize * numel, ALIGNMENT)
 
     def encode(self, message: Tensor, numbers: Tensor) -> None:
-        """Round to nearest."""
         self._numbers(message, numbers.shape[1]).copy_(numbers)
 
     def decode(self, numbers: Tensor, message: Tensor) -> None:

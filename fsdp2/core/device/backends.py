@@ -81,16 +81,12 @@ _WRAPPER = "_ProcessGroupWrapper"
 
 
 def know(kind: str, traits: Traits) -> None:
-    """Add a backend by the name of its object's class, or of its process group's, if that is in
-    Python: ``know("ProcessGroupMine", Traits("mine", coalesces=True))``.
-    """
+    """Add a backend by the name of the class of its object, or of its process group in Python."""
     _KNOWN[kind] = traits
 
 
 def traits_of(group: dist.ProcessGroup, device: torch.device) -> Traits:
-    """The known traits of the backend that serves ``device`` in ``group``; a wrapper does not pass
-    on coalesced collectives (torch 2.11, ProcessGroupWrapper.cpp).
-    """
+    """A backend's traits; a wrapper does not coalesce (torch 2.11, ProcessGroupWrapper.cpp)."""
     served_by = backend_of(group, device)
     kind = type(group if served_by is None else served_by).__name__
     if kind == _WRAPPER:

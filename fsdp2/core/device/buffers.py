@@ -77,9 +77,7 @@ def separate(tensor: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.
 
 @functools.cache
 def empties_storages(device: torch.device) -> bool:
-    """Whether a storage on ``device`` can give its memory back while tensors have it, by trial.
-    XLA's cannot: gathers then bring new memory, and `SwappedBuffer` points the tensors to it.
-    """
+    """Whether a storage on ``device``, unlike XLA's, can be emptied while tensors have it."""
     if device.type in ("cpu", "meta"):
         return True
     storage = torch.empty(1, dtype=torch.uint8, device=device).untyped_storage()
@@ -218,9 +216,7 @@ class TransientBuffer(Buffer):
             self.allocated = True
 
     def release(self) -> None:
-        """Return the memory to the current stream's allocator, unless ``numpy()`` of a tensor over
-        it was called: torch can no longer resize the storage, even if the array was freed.
-        """
+        """Return the memory to the current stream's allocator, if no ``numpy()`` has pinned it."""
         # The storage object stays, because autograd saved views of it (decision 4).
         self.allocated = not self.nbytes  # first: an interrupt in between costs a copy at most
         try:

@@ -58,9 +58,7 @@ Launch = Callable[[], Work | None]
 
 
 class ReduceKind:
-    """How ranks' values are combined: summed, and ``average``d or divided by ``factor`` in the
-    collective; ``op`` is c10d's name of the operation: a member of its enum, if there is one.
-    """
+    """How ranks' values are combined: summed, and maybe divided in the collective."""
 
     __slots__ = ("all_reduce_options", "average", "factor", "op", "options")
 
@@ -84,9 +82,7 @@ class ReduceKind:
 
 
 class Collectives(Protocol):
-    """Collectives over one axis, of shards or of replicas; each returns the work to wait for, if
-    any. Those that run in every step are bound: to their tensors, or to how they reduce.
-    """
+    """Collectives over one axis, each returning the work to wait for; a step's are bound."""
 
     size: int
     rank: int
@@ -228,7 +224,6 @@ class GroupCollectives:
         return self._ordered(self._gather(output, input_, _GATHER_OPTIONS))
 
     def bind_all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
-        """Gather one flat tensor: the backend's own call, where no stream waits."""
         return self._bound(functools.partial(self._gather, output, input_, _GATHER_OPTIONS))
 
     def bind_all_gather_many(
@@ -247,7 +242,6 @@ class GroupCollectives:
     def bind_reduce_scatter(
         self, kind: ReduceKind
     ) -> Callable[[torch.Tensor, torch.Tensor], Work | None]:
-        """Reduce and scatter one flat tensor; the backend's own call, where no stream waits."""
         return self._bound(functools.partial(self._scatter, opts=kind.options))
 
     def bind_reduce_scatter_many(

@@ -82,9 +82,7 @@ def _mixed(sums: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """One number of 64 bits, with a sign, for the bytes of tensors; the same on any device. Blocks
-    the host. A single changed sum of `bind_fingerprint` always changes it.
-    """
+    """64 bits, with a sign, for the bytes of tensors, the same on any device; blocks the host."""
     with torch.no_grad(), torch._C._DisableFuncTorch():
         return int(_mixed(bind_fingerprint(tensors)().unsqueeze(1)))
 

@@ -135,11 +135,9 @@ class TorchKernels:
         return self._transient(nbytes, self._device, name)
 
     def flat(self, nbytes: int, on_meta: bool) -> FlatBuffer:
-        """A persistent buffer of zeros on the device, or without memory on meta."""
         return FlatBuffer(nbytes, torch.device("meta") if on_meta else self._device)
 
     def host_flat(self, nbytes: int, on_meta: bool, pin: bool) -> FlatBuffer:
-        """A persistent buffer of zeros in CPU memory, or without memory on meta."""
         return FlatBuffer(nbytes, torch.device("meta" if on_meta else "cpu"), pin)
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
@@ -206,10 +204,7 @@ class FusedKernels(TorchKernels):
     fuses = True
 
     def copy_strided(self, targets: Tensors, sources: Tensors, /) -> object:
-        """One fused kernel for contiguous pairs, and one for each other pair: torch copies all one
-        by one if the strides of a single pair differ (ForeachBinaryOpList.cu), as of one transposed
-        gradient.
-        """
+        """One kernel for contiguous pairs; torch copies all one by one if a single pair is not."""
         alike: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for target, source in zip(targets, sources, strict=True):
             if source.is_contiguous():

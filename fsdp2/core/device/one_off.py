@@ -23,9 +23,7 @@ def gather_numbers(
 
 
 def largest_over(lines: Iterable[Collectives], numbers: Sequence[int]) -> list[int]:
-    """The largest of each number over all ranks that ``lines`` reach, an axis each, so that ranks
-    agree, and raise alike. The smallest of a number is the largest of its negative.
-    """
+    """The largest of each number over all ranks of ``lines``, so that all of them raise alike."""
     found = list(numbers)
     # One axis after the other: the second passes on what the first has found on its ranks.
     for line in lines if found else ():
@@ -47,9 +45,7 @@ def run_barrier(group: dist.ProcessGroup) -> None:
 
 
 def run_first_collective(group: dist.ProcessGroup, device: torch.device) -> None:
-    """An all-reduce of one number, which makes the communicator of ``group`` for ``device``; there
-    it blocks the host until all ranks of ``group`` are here.
-    """
+    """An all-reduce of one number, which makes the communicator of ``group``; blocks the host."""
     # As for lanes: the current stream waits for it, the host only for the communicator.
     GroupCollectives(group, device, asynchronous=True).all_reduce(
         torch.zeros(1, device=device), ReduceKind(average=False)

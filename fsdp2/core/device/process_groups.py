@@ -115,9 +115,7 @@ _CONFIG = ("blocking", "cga_cluster_size", "min_ctas", "max_ctas")
 
 
 def _options_like(group: dist.ProcessGroup) -> object:
-    """Options for a group like ``group``: a copy of ``is_high_priority_stream`` and of numbers of
-    ``config``, but not of the split; ``None`` if it has no NCCL part.
-    """
+    """Options for a group like ``group``, but for the split; ``None`` if it has no NCCL part."""
     for device in getattr(group, "_device_types", ()):
         given: Any = getattr(_inside(backend_of(group, device)), "options", None)
         # Only options of NCCL have it; those of gloo need nothing but the time-out.
@@ -201,9 +199,7 @@ _met: WeakSet[ProcessGroup] = WeakSet()
 
 
 def meet(group: ProcessGroup | None, device: torch.device, unit: str) -> None:
-    """Return when every rank of ``group`` is there, at once after the first time; raise if one does
-    not come or has another backend, or if it cannot be asked any more.
-    """
+    """Wait for every rank of ``group``, once; raise if one does not come or has another backend."""
     if group is not None and group not in _met:
         first_use(group, device, unit)
         # Last: if a rank does not come, the next use asks again.

@@ -27,7 +27,6 @@ CODED: dict[str, Codec] = {codec.name: codec for codec in (Bytes(), Nibbles())}
 
 
 def encoded(place: SegmentViews, codec: Codec) -> Gather:
-    """The all-gather of a segment whose shards are sent as messages."""
     segment, kernels = place.segment, place.kernels
     assert {segment.shard_dtype, segment.full_dtype} <= {*NUMBERS}
     ranks, width = place.collectives.size, segment.shard_numel

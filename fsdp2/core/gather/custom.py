@@ -21,7 +21,6 @@ from fsdp2.core.layout.layout import Slot
 
 
 def custom(places: Sequence[SegmentViews], comm: AllGather, device: torch.device) -> Gather:
-    """The all-gather of segments by the user's collective."""
     parameters = [found for place in places for found in place.parameters()]
     found = _Custom(places, comm, device)
     if not found.nbytes:

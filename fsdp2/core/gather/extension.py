@@ -142,9 +142,7 @@ class ExtensionContext:
 
 
 class ExtendedParam:
-    """One parameter, its hooks, and the tensors that they create: the ``inputs`` to send, after its
-    first pre hook, and ``targets``, each rank's pieces in each output: [ranks, *input shape].
-    """
+    """One parameter, its hooks, and their tensors; ``targets`` are [ranks, *input shape]."""
 
     def __init__(self, param: ShardedParam, slot: Slot, context: ExtensionContext) -> None:
         self.param = param
@@ -194,7 +192,6 @@ class ExtendedParam:
         return inputs
 
     def learn(self, inputs: list[torch.Tensor], kernels: Kernels, ranks: int) -> None:
-        """Make the outputs for inputs like these."""
         found = self._described(inputs)
         if self._slot.dim != 0 and any(i.shape != self._slot.local_shape(0) for i in found):
             raise self._wrong(
@@ -419,9 +416,7 @@ class Extension:
         ]
 
     def _learn(self) -> None:
-        """Run the pre hooks for the first time, on COMPUTE, which allocates memory, and lay out
-        their results, the inputs of the gather that follows.
-        """
+        """Run the pre hooks for the first time, on COMPUTE, which allocates; lay results out."""
         inputs: list[list[torch.Tensor]] = []
         failure: Exception | None = None
         try:
@@ -500,9 +495,7 @@ def make_extension(
     kernels: Kernels,
     context: ExtensionContext,
 ) -> Extension | None:
-    """The parameters with all-gather hooks, if any: it makes them in its first gather and owns
-    their memory, so it outlives changes of how to gather.
-    """
+    """The parameters with all-gather hooks, if any; it outlives changes of how to gather."""
     for segment in layout.segments:
         if segment.transport is Transport.EXTENSION:
             return Extension(segment, params, collectives, kernels, context)

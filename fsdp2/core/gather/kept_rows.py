@@ -30,7 +30,6 @@ class KeptRows:
         return self.rows.memory.allocated
 
     def follow(self, former: KeptRows) -> None:
-        """Take over the rows of those that were bound before."""
         if former.holds_rows:
             # A copy: operations are bound to this memory, and the former's ends with its binding.
             self.rows.memory.acquire()

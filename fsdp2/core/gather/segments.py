@@ -99,9 +99,7 @@ class Pair(NamedTuple):
 
 
 def coalesced(place: SegmentViews, also: Sequence[Pair] = ()) -> Gather:
-    """Every parameter is gathered directly into its slot, in one launch with ``also`` of the same
-    dtype.
-    """
+    """Every parameter is gathered directly into its slot, in one launch with ``also``."""
     segment, full = place.segment, place.full
     slots, start = segment.slots, segment.full_byte_offset
     sizes = [slot.shard_numel for slot in slots]
@@ -167,9 +165,7 @@ WASTED_AT_MOST = 16
 
 @dataclass
 class Rows:
-    """All ranks' rows of a segment, rank-major and flat, and ``put``, which copies them into slots;
-    ``memory`` is allocated until it is released once, when its users are bound.
-    """
+    """All ranks' rows of a segment, rank-major, and ``put``, which copies them into slots."""
 
     memory: TransientBuffer
     output: torch.Tensor
@@ -222,9 +218,7 @@ def packed_rows(place: SegmentViews, name: str = "all-gather output") -> Rows:
 
 
 def own_row(place: SegmentViews, rows: Rows) -> tuple[Pair, list[Run]]:
-    """The tensors of one all-gather of all rows, and the cast in front of it, if any: it reads this
-    rank's own row if the shard is cast, otherwise the flat shard itself.
-    """
+    """The tensors of one all-gather of all rows, and the cast into this rank's row, if any."""
     sent, width = place.shards(sent=True), place.segment.shard_numel
     # Out of place: a copy of the shard into its row would be one more operation.
     if not place.casts:
@@ -235,9 +229,7 @@ def own_row(place: SegmentViews, rows: Rows) -> tuple[Pair, list[Run]]:
 
 
 def packed(place: SegmentViews) -> tuple[Gather, Pair]:
-    """All shards are sent together; a copy puts them into their slots. Returns also the
-    collective's tensors: a launch of coalesced ones may take it along.
-    """
+    """All shards are sent together and copied to slots; also the pair, for another launch."""
     rows = packed_rows(place)
     pair, copy_in = own_row(place, rows)
     memory, launch = rows.memory, place.collectives.bind_all_gather(*pair)

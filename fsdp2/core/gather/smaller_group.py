@@ -56,9 +56,7 @@ def smaller_segment(
     shard_byte_offset: int,
     pack_below: int = 0,
 ) -> Segment:
-    """The segment as a smaller group holds it: other pieces, the same gathered slots; packed
-    parameters stay packed if their piece has fewer than ``pack_below`` bytes.
-    """
+    """The segment as a smaller group holds it: other pieces, which may be packed; same slots."""
     itemsize = segment.full_dtype.itemsize
     # A smaller group has one shard dim: bands are for all ranks (decision 18).
     cut = [replace(slot, cut=Cut(slot.dim), world_size=world_size) for slot in segment.slots]
@@ -81,10 +79,7 @@ def smaller_segment(
 
 
 class SmallerRows:
-    """The smaller group's rows of one parameter group; ``kept`` is called when they are there.
-
-    They are registered by ``swaps``; they ``stay`` if gathers of other micro-batches use them.
-    """
+    """A smaller group's rows of a group, which stay if other micro-batches use them."""
 
     stays = False
     kept: Callable[[], None] | None = None
@@ -163,6 +158,5 @@ class SmallerRows:
             self.kept()
 
     def release(self) -> None:
-        """Free them, if they exist and are not kept."""
         if self._rows.allocated and not self.stays:
             self._rows.release()

@@ -67,7 +67,6 @@ class Cut:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The dims that are cut."""
         return (self.dim,) if self.bands == 1 else (0, self.dim)
 
     def piece(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
@@ -207,7 +206,6 @@ class Slot:
 
     @functools.cached_property
     def chunk(self) -> int:
-        """Length of a whole piece in the sharded dim."""
         return self.piece[self.dim]
 
     @functools.cached_property
@@ -380,10 +378,7 @@ class GroupLayout:
     )
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """A fact that all groups of this layout share besides, made for the first group that asks;
-        ``key`` is all it depends on except the layout, its owner first. ``make`` refers to no
-        group.
-        """
+        """A fact that groups of this layout share, which refers to none; ``key`` has its owner."""
         if key not in self._common:
             self._common[key] = make()
         return cast(T, self._common[key])

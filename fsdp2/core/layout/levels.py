@@ -38,9 +38,7 @@ from fsdp2.core.pieces import round_up
 
 @dataclass(frozen=True)
 class PieceSlot(Slot):
-    """The place of a piece of a rank's rows: its "gathered" form is these rows, without padding, of
-    rank ``inside_rank``, which are ``inside`` in the group's layout.
-    """
+    """A piece of a rank's rows: its "gathered" form is these rows, ``inside`` the layout."""
 
     inside: Slot
     inside_rank: int

@@ -21,9 +21,7 @@ SCHEDULE = logging.getLogger("fsdp2.schedule")
 
 @dataclass(frozen=True)
 class BindReason:
-    """Why a group binds, formatted only if wanted: ``before`` is the layout of the last bind,
-    ``moved`` names parameters whose rows are not where the group put them.
-    """
+    """Why a group binds, formatted only if wanted: another layout, or rows that were ``moved``."""
 
     before: GroupLayout | None
     shapes: Sequence[ParamShape]

@@ -93,9 +93,7 @@ class MeshAxes:
         return (*copies, *bands, Shard(cut.dim))
 
     def mesh_of(self, cut: Cut) -> DeviceMesh:
-        """The mesh of a parameter with this cut: it has two shard dims if there are bands, whose
-        process groups all ranks of the shard axis make together, the first time.
-        """
+        """The mesh of a parameter with this cut; for bands, all ranks make process groups together."""
         return self.mesh if cut.bands == 1 else _banded(self, cut.bands, current_world())
 
     def spec_of(
@@ -142,9 +140,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """The ranks of a data-parallel mesh as (replicate, shard) with ``size`` neighbors per group;
-    creates process groups only for this rank, so that ranks of other meshes need not take part.
-    """
+    """The ranks of a data-parallel mesh as (replicate, shard); makes only this rank's groups."""
     return _smaller_mesh(mesh, size, tuple(mesh.get_all_groups()))
 
 
@@ -373,9 +369,7 @@ def wrap_local(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def wrap_parameter(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> nn.Parameter:
-    """As `wrap_local`, a parameter: ``nn.Parameter(…)`` of a DTensor gives the same by a
-    ``detach()`` through DTensor's dispatcher, with five times the work.
-    """
+    """As `wrap_local`, a parameter: ``nn.Parameter(…)`` would detach, with five times the work."""
     wrapped = DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
     wrapped._is_param = True
     return cast(nn.Parameter, wrapped)

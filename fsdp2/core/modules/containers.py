@@ -27,9 +27,7 @@ TensorMap = Callable[[torch.Tensor], torch.Tensor]
 def grad_tensors(
     value: object, found: list[torch.Tensor], others: list[torch.Tensor] | None = None
 ) -> None:
-    """Append tensors inside ``value``, in walk order: to ``found`` if they require grad, else
-    ``others``.
-    """
+    """Append tensors in ``value``, in order, to ``found`` or, without grad, to ``others``."""
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             found.append(value)
@@ -83,9 +81,7 @@ def unbatched(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def outlives_transform(tensor: torch.Tensor) -> bool:
-    """Whether the result of a derivative of ``torch.func`` for a tensor has a graph afterwards: one
-    that a transform around it, or none, records, because the tensor requires grad there, too.
-    """
+    """Whether a derivative of ``torch.func`` for ``tensor`` has a graph after the transform."""
     functorch = torch._C._functorch
     if functorch.is_gradtrackingtensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
@@ -132,9 +128,7 @@ def _items_of(value: UserDict[str, object] | SimpleNamespace) -> dict[str, objec
 
 
 def _with_items(value: T, old: Mapping[str, object], items: Sequence[object]) -> T:
-    """A copy of a container with ``items`` in place of ``old`` ones, without `__init__`, which may
-    compute: it keeps the class, the order, a default factory and attributes.
-    """
+    """A copy of a container with other items, the same order and attributes; no `__init__`."""
     clone = copy.copy(value)
     for (key, before), item in zip(old.items(), items, strict=True):
         if item is before:

@@ -55,9 +55,7 @@ def uncompiled_methods(cls: C) -> C:
 
 
 def see_through(function: F) -> F:
-    """Run ``function`` itself in Python, and leave the functions it calls to ``torch.compile``: a
-    wrapped method of a user is compiled as a separate graph.
-    """
+    """Run ``function``, around a user's method, in Python; the functions it calls are compiled."""
     _skip(function, recursive=False)
     return function
 
@@ -109,7 +107,5 @@ _ALIGNMENT = 64
 
 @functools.cache
 def separate_in_graphs() -> None:
-    """From the first call on, each gathered parameter has a storage of its own in compiled graphs;
-    only fake tensors are changed, when a graph is compiled.
-    """
+    """From the first call on, gathered parameters have separate storages in compiled graphs."""
     meta_utils.MetaTensorDescriber = _Describer  # type: ignore[misc]  # there is no other way in

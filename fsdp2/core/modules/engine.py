@@ -129,9 +129,7 @@ def _graphs_behind(ends: Ends) -> frozenset[Graph]:
 
 
 def _in_graph(inputs: Ends, accumulates: bool) -> Ends:
-    """The tensors that gradients are asked of, with gathered parameters in place of shards; raises
-    if those gradients are to be returned: no reduction takes part in that.
-    """
+    """``inputs`` with gathered parameters for shards; raises if their gradients are returned."""
     found: list[torch.Tensor | GradientEdge] = []
     for each in inputs:
         tensor = _tensor_of(each)
@@ -201,9 +199,7 @@ def _hook_side_doors(ends: Ends) -> None:
 
 
 def _stop_noting_unused() -> None:
-    """A backward is over: those stop that were not entered by a side door, and have none to come;
-    on all ranks, or on none, because they run the same calls (invariant I1).
-    """
+    """A backward is over: units it entered by no side door stop, on all ranks (invariant I1)."""
     kept = []
     for reference in noting:
         scheduler = reference()
@@ -217,9 +213,7 @@ def _stop_noting_unused() -> None:
 
 
 def _ends_call(node: Node, inside: Mapping[Node, Call | None]) -> bool:
-    """Whether a mark is that at which the backward of its call ends: nothing inside comes after.
-    Its hook runs before those of the node: to enter there is to enter again.
-    """
+    """Whether a mark is that at which its call's backward ends: to enter is to enter again."""
     return all(
         following is None or inside[following] is not inside[node]
         for following, _ in node.next_functions

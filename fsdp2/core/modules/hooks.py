@@ -607,9 +607,7 @@ def _is_base(tensor: torch.Tensor, views: object) -> bool:
 
 
 def _on_gradient(tensor: torch.Tensor, hook: Callable[[torch.Tensor], object], key: object) -> None:
-    """As ``tensor.register_hook(hook)``, but permanent: a third of the work, without a handle;
-    ``key`` is that of one hook of the tensor, and handles have integers.
-    """
+    """As ``tensor.register_hook(hook)``, but permanent, one per ``key``: a third of the work."""
     if type(tensor) is not torch.Tensor:
         present: Mapping[int, object] | None = tensor._backward_hooks
         if present is None or hook not in present.values():  # a parameter, at every call

@@ -135,10 +135,7 @@ def follow_replaced(group: ParamGroup, known: set[int]) -> None:
 
 
 def is_registered(group: ParamGroup) -> bool:
-    """Whether a group's first entry holds the parameter that it registered. This covers all
-    entries: `torch.func.functional_call` fills, without a registration, each that it has a tensor
-    for.
-    """
+    """Whether a group's first entry, and so each, holds the parameter that it registered."""
     param = group.params[0]
     expected = _expected(group, param)
     found = next(iter(param.entries), None)

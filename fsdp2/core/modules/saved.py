@@ -79,7 +79,6 @@ def _kept(tensor: torch.Tensor) -> _Saved:
 
 
 def _gathered(tensor: torch.Tensor, place: SavedPlace, spec: DTensorSpec | None) -> _Saved:
-    """A place in gathered memory, instead of a tensor there."""
     counter = tensor.detach()  # it shares the version counter, and is to have no memory
     counter.data = absent(tensor.dtype, tensor.device)
     version = _version_of(counter)

@@ -284,7 +284,7 @@ class GradientReuse:
         self._watch: _Watch | None = None
 
     def take(self, count: int) -> list[object]:
-        """DTensors for ``count`` gradients, whose rows are to be set; ``None`` where to make one."""
+        """DTensors for ``count`` gradients, whose rows are to be set; ``None``: make one."""
         if not self._free:
             return [None] * count
         taken = [*self._free]

@@ -389,9 +389,7 @@ class ShardedParam:
         return not is_plain and is_extended(present)
 
     def adopt(self, slot: Slot, target: torch.Tensor) -> None:
-        """Move this rank's rows to ``target``, a view of the flat shard, and be backed by it;
-        called where nothing is recorded.
-        """
+        """Move this rank's rows to ``target``, a view of the flat shard, and be backed by it."""
         if not target.is_meta:
             if self._whole is None:
                 rows = self.laid_out(self.local)
@@ -653,7 +651,6 @@ class ShardedParam:
         return [form for form in forms if form is not None]
 
     def register(self, param: nn.Parameter) -> None:
-        """Put ``param`` into every entry."""
         for module, name in self.entries:
             store_of(module)[name] = param
         for alias in self.aliases:

@@ -219,9 +219,7 @@ def _reduction(
 def transport_of(
     spec: ReductionSpec, slots: Sequence[Slot], direct: int, size: int, alone: bool
 ) -> tuple[Callable[[ReduceContext], Way], bool]:
-    """The transport of a reduction's gradients, and whether it carries marks; ``direct`` of the
-    first members need no packing, and ``alone``, gradients are only divided.
-    """
+    """The transport of a reduction's gradients, and whether it carries marks."""
     if alone and spec.grad_dtype == spec.result_dtype:
         return reduce_adopted, True
     if size == 1:

@@ -34,11 +34,9 @@ def plan_division(
     alone: bool = False,
     empty: bool = False,
 ) -> Division:
-    """Choose where to divide.
-
-    fp32 and bf16 have range to spare and divide inside the collective where the backend can. Others
-    (fp16) split the factor about evenly before and after the sum, so that neither the sum overflows
-    nor the addends vanish.
+    """Choose where to divide: fp32 and bf16 have range to spare, and divide inside the collective
+    where the backend can. Others (fp16) split the factor about evenly before and after the sum, so
+    that neither the sum overflows nor the addends vanish.
 
     Args:
         factor: the user's divide factor; ``None`` averages over both axes.

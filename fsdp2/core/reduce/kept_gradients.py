@@ -19,9 +19,7 @@ from fsdp2.core.reduce.program import Job, KeptMemory, Step
 
 
 class KeptGradients:
-    """The gradients of the members of a reduction, which stay in place on request (decision 15):
-    ``make`` allocates the flat tensor, ``views`` makes the rows of it.
-    """
+    """The gradients of the members of a reduction, which stay in place on request (decision 15)."""
 
     def __init__(
         self,
@@ -52,8 +50,6 @@ class KeptGradients:
         use(job, self._kept)
 
     def give_back(self, job: Job) -> None:
-        """The memory of the result may be filled again as soon as it is unused: not when it is
-        delivered, as the all-reduce on its lane may still write it (invariant I13).
-        """
+        """The result's memory may be filled again: unused, not only delivered (invariant I13)."""
         if job.kept is not None:
             self._taken = False

@@ -46,7 +46,6 @@ class Pieces:
     slots: Mapping[int, Slot]
 
     def of(self, slots: Sequence[Slot]) -> list[Slot]:
-        """The pieces of these parameters."""
         return [self.slots[slot.index] for slot in slots]
 
 
@@ -57,7 +56,6 @@ def context_between(
     kind: ReduceKind,
     kernels: Kernels,
 ) -> ReduceContext:
-    """The context of what is sent between nodes."""
     dtype, slots = spec.reduce_dtype, pieces.of(slots)
     collectives = collectives_of(dtype, pieces.collectives)
     # Marks follow pieces even if these are empty: nothing is encoded then.
@@ -74,9 +72,7 @@ def context_between(
 
 
 def cross_nodes(context: ReduceContext, inside: PresenceMarks, hold: Step) -> list[Op]:
-    """The operations that replace HSDP's all-reduce; ``hold`` gives a job its output. The marks
-    ``inside`` are always present, because the flat result there is used once more.
-    """
+    """The operations that replace HSDP's all-reduce; the marks ``inside`` are always present."""
     slots, spec, kernels, marks = context.slots, context.spec, context.kernels, context.marks
     size, dtype = context.collectives.size, spec.reduce_dtype
     assert marks is not None

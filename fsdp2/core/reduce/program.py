@@ -79,8 +79,7 @@ class Crossing(NamedTuple):
     """The sums of a node, ``rows``, while they are sent between nodes.
 
     ``job`` has this rank's pieces as its output. ``made`` has, for each member, the buffer in which
-    its rows are first put in the order of nodes, if any; ``messages`` are encoded, to and from
-    nodes.
+    its rows are first put in the order of nodes; ``messages`` are encoded, to and from nodes.
     """
 
     job: Job
@@ -106,9 +105,7 @@ COLLECTIVES = frozenset((REDUCE_SCATTER, SUM_OF_REPLICAS, BETWEEN_NODES))
 
 
 class Op(NamedTuple):
-    """An operation of a reduction: what ``run`` does with the job, on ``lane``, `HOST` or `BEHIND`;
-    if it ``seeks``, only jobs need it that lack a gradient which another rank may have.
-    """
+    """An operation of a reduction; it ``seeks`` if only jobs without some gradients need it."""
 
     lane: int
     name: str

@@ -246,9 +246,7 @@ def _add(kernels: Kernels, job: Job, waiting: Sequence[Sum]) -> None:
 
 @dataclass(eq=False)
 class Reduction:
-    """The bound programs of the members of a group that are reduced with the same options: ``full``
-    ends in ``.grad``, ``partial`` in partial sums, or is the same if there are no replicas.
-    """
+    """The bound programs of members with equal options: to ``.grad``, or to partial sums."""
 
     gradients: Gradients
     context: ReduceContext
@@ -335,9 +333,7 @@ Jobs = list[tuple[Reduction, Job]]
 
 
 def with_zeros(jobs: list[tuple[Reduction, Job | None]]) -> Jobs:
-    """A group's jobs, with one of zeros for each that is missing, or none where all are: ranks that
-    use parameters of different dtypes run the same collectives then (decision 3).
-    """
+    """A group's jobs, with zeros for missing ones: ranks run equal collectives (decision 3)."""
     if all(job is None for _, job in jobs):
         return []
     return [(reduction, job or reduction.absent()) for reduction, job in jobs]
@@ -396,9 +392,7 @@ class PendingReduction:
 
 
 def reduce_on_lanes(group: ReducedGroup, jobs: Jobs, all_reduce: bool) -> PendingReduction | None:
-    """Run the jobs' programs, each step on its lane; ``None`` if nothing is running: one rank.
-    Without ``all_reduce``, sums are kept as partial sums for later.
-    """
+    """Run the jobs' programs, each step on its lane; ``None`` if nothing is running: one rank."""
     streams = group.streams
     work: list[tuple[Program, Reduction, Job]] = []
     reduces = all_reduces = False

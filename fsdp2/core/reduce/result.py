@@ -132,7 +132,6 @@ def _allocate(new: Callable[[], torch.Tensor], job: Job) -> None:
 
 
 def _cast(kernels: Kernels, views: Views, job: Job) -> None:
-    """Cast the sums to the gradient's dtype, on the last lane."""
     assert job.result is not None
     kernels.copy(job.result, job.flat)
     job.outputs = views(job.result) if job.kept is None else job.kept.rows

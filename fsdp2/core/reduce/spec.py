@@ -60,7 +60,6 @@ def reduction_spec(
     offload: CPUOffloadPolicy | None,
     device: torch.device,
 ) -> ReductionSpec:
-    """The settings of one parameter's reduction, on ``device``."""
     grad = compute_dtype(options, param)
     reduce = param.grad_dtype
     if reduce.is_floating_point:  # a complex gradient cast to a real dtype would lose half of it

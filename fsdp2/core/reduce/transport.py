@@ -78,9 +78,8 @@ def packing(
 ) -> tuple[int, Pack]:
     """Bind the packing of the last members, or of all, as one row per rank.
 
-    ``rank_major`` puts a gradient sharded on a later dim into rows of one rank's piece each, by
-    default in memory that it makes. Returns a row's elements, marks or padding included, and the
-    packing.
+    ``rank_major`` puts a gradient sharded on a later dim into rows of one rank's piece each.
+    Returns a row's elements, marks or padding included, and the packing.
     """
     spec, flat, kernels = context.spec, context.flat, context.kernels
     first, size, carries_marks = context.direct, context.collectives.size, context.carries_marks
@@ -124,7 +123,6 @@ def _to_rank_major(kernels: Kernels, size: int, slot: Slot, grad: torch.Tensor) 
 
 
 def fill_rows(kernels: Kernels, slot: Slot, grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Copy each rank's piece of a gradient to its row."""
     bands, outer, inner = slot.cut.bands, slot.outer, slot.inner
     pieces = rows.view(bands, slot.per_band, slot.shard_numel)
     for ranks, first, length in slot.blocks():
@@ -280,5 +278,4 @@ def reduce_adopted(context: ReduceContext) -> Way:
 
 
 def reduce_empty(context: ReduceContext) -> Way:
-    """No member has any element."""
     return Way([])

@@ -66,7 +66,6 @@ class Calls:
         self._owners.append(owner)
 
     def __bool__(self) -> bool:
-        """Whether any are known to this thread."""
         return bool(self._starts) and self._thread == threading.get_ident()
 
     def owners(self, numbers: Iterable[int]) -> list[Call | None]:

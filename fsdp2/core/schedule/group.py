@@ -180,9 +180,7 @@ class ParamGroup(GroupFacts):
 
     @property
     def is_known(self) -> bool:
-        """Whether a look at its shards tells if what it gathered last is valid: not after a forward
-        with a backward, as an optimizer's step has written them, unless all are frozen.
-        """
+        """Whether a look at its shards tells if what it gathered is valid: no step has followed."""
         last = self.last_gather
         if last is None or last.fingerprint is None:
             return False
@@ -332,9 +330,7 @@ class ParamGroup(GroupFacts):
         self._reduce_anew()
 
     def run_on(self, runtime: Runtime, reducers: Collectives) -> None:
-        """Run on other objects for the same device and ranks, such as those of a trace: reductions
-        now, all-gathers at their next bind; running ones end unchanged.
-        """
+        """Run on other objects for the same ranks, such as a trace's; gather with them next."""
         self._run_on(runtime)
         self.reducers = reducers
         self._reroute()
@@ -495,9 +491,7 @@ class ParamGroup(GroupFacts):
         self.state = RESHARDED
 
     def reshard(self, forced: bool = False) -> None:
-        """Free the gathered parameters and register the sharded ones; no-op if they are sharded or
-        retained, or, unless ``forced``, another unit that uses them runs.
-        """
+        """Free gathered parameters; not while another unit that uses them runs, unless ``forced``."""
         state, bound = self.state, self.bound
         if state.is_sharded or (self.in_use is not None and not forced and self.in_use()):
             return
@@ -518,9 +512,8 @@ class ParamGroup(GroupFacts):
         self.state = SHARDED
 
     def hide(self, to: GroupState = HIDDEN) -> None:
-        """Register the sharded parameters, with their gradients; what is gathered stays in memory,
-        as ``to``: `HIDDEN`, `RETAINED`, `GRANTED`. No-op without it, or if another unit that uses
-        it runs.
+        """Register the sharded parameters; what is gathered stays in memory, as ``to``: `HIDDEN`,
+        `RETAINED` or `GRANTED`. No-op without it, or if another unit that uses it runs.
         """
         if self.state is UNSHARDED and not (self.in_use is not None and self.in_use()):
             assert self.bound is not None
@@ -703,9 +696,7 @@ class ParamGroup(GroupFacts):
 
     @property
     def written(self) -> str | None:
-        """Name of a gathered parameter that is not its shard and was written in place since the
-        last look.
-        """
+        """Name of a gathered parameter, not its shard, that was written since the last look."""
         bound = self.bound
         if bound is None:
             return None
@@ -753,9 +744,7 @@ class ParamGroup(GroupFacts):
         return cast(Jobs, jobs)
 
     def reduce(self, jobs: Jobs, all_reduce: bool) -> PendingReduction | None:
-        """Reduce collected gradients into ``.grad`` or partial sums; ``None`` if nothing is
-        running.
-        """
+        """Reduce collected gradients to ``.grad`` or partial sums; ``None`` if nothing runs."""
         if torch.is_grad_enabled():  # not in a backward, but for one with create_graph=True
             with torch.no_grad():
                 pending = self._launch_reduction(self, jobs, all_reduce)

@@ -26,9 +26,9 @@ class InFlight:
         self.arriving: list[PendingReduction] = []
 
     def make_room(self, params: list[ShardedParam], first: bool) -> None:
-        """Before a group reduces, as the ``first`` of its unit or not: limit the reductions that
-        hold inputs, and end its own last one, which may still read the buffer that stages
-        gradients.
+        """Before a group reduces: limit the reductions that hold inputs, and end its own last one,
+        which may still read the buffer that stages gradients. Groups of a unit count as one, its
+        ``first``.
         """
         if first:
             self.retire(keep=self.window - 1)

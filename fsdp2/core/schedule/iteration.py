@@ -127,7 +127,6 @@ class Iteration:
             self.retracing = Retracing(self.finished, self.starts)
 
     def forget_calls(self) -> None:
-        """Drop calls whose backward did not run: usually there are none."""
         for unit in self.without_groups.union(filter(None, self.finished)):
             unit.visits.clear()
         self.finished.clear()

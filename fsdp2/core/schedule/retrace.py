@@ -93,9 +93,7 @@ class Retracing:
         return True
 
     def backward_begins(self, unit: Unit, node: int | None) -> None:
-        """The backward of a call of ``unit`` begins: of the last, or of another (`_of_node`);
-        ``node`` is the sequence number of its autograd node, ``None`` if it was skipped.
-        """
+        """The backward of a call of ``unit`` begins: of the last, or of ``node``'s."""
         if unit.phase is IDLE:
             self.filled.discard(unit)
         if not unit.groups:
@@ -128,9 +126,7 @@ class Retracing:
         self._leave_behind(position, turn)
 
     def recompute(self, unit: Unit, node: int, turn: Turn) -> None:
-        """The last call of ``unit`` runs again, for autograd's ``node``: handle passed units, which
-        are not all units after it, if more units than this one run again.
-        """
+        """The last call of ``unit`` runs again, for autograd's ``node``: handle passed units."""
         self._follow(unit.visits[-1], turn)
         if len(self._ends) < len(self._finished):  # the mode was chosen after the forward
             return
@@ -145,9 +141,7 @@ class Retracing:
         )
 
     def _ended_before(self, node: int) -> int:
-        """The first position that ended after ``node``, in the forward that backward follows; not
-        the node's own forward if the backwards of several run first to last.
-        """
+        """The first position that ended after ``node``, in the forward that backward follows."""
         found = bisect.bisect_right(self._ends, node)
         if len(self._first) < len(self._starts) or self._floor is None:
             return found
@@ -156,9 +150,7 @@ class Retracing:
         return found + self._starts[followed] - self._starts[own]
 
     def is_past(self, unit: Unit) -> bool:
-        """Whether backward runs an older node than the call whose backward ``unit`` is in: if a
-        rank skips the units between two calls of a unit, nothing is entered between them.
-        """
+        """Whether backward runs an older node than the call whose backward ``unit`` is in."""
         begin, node = self.inside.get(unit), running_node()
         return begin is not None and node is not None and node < begin.node
 
@@ -187,9 +179,7 @@ class Retracing:
         self._leave_until(lambda last: False, turn)
 
     def fills(self, unit: Unit, over: bool) -> bool:
-        """Whether no more gradients of ``unit`` will arrive, ``over`` at the end of the whole
-        backward, so that absent ones count as zeros, once (invariant I10).
-        """
+        """Whether absent gradients of ``unit`` count as zeros now: once (invariant I10)."""
         if unit in self.filled or not (over or not unit.visits):
             return False
         self.filled.add(unit)

@@ -171,7 +171,6 @@ class Reuse:
                 unit.claimed = False
 
     def forget(self) -> None:
-        """Make everything that is not in use gather again."""
         for unit in self.units:
             for operations in unit.groups:
                 operations.base.forget_rows()

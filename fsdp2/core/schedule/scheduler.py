@@ -264,9 +264,7 @@ class Scheduler:
             now.starts.append(len(now.finished))
 
     def _check_capture(self, root: Unit, expects_backward: bool) -> None:
-        """Raise for a CUDA graph over memory that moves: a replay uses the recorded addresses, and
-        repeats the recorded all-gathers, or their absence.
-        """
+        """Raise for a CUDA graph over memory that moves: replays use the recorded addresses."""
         self.reuse.forget()
         for group in self.groups:
             options = group.options
@@ -361,9 +359,7 @@ class Scheduler:
             self._end_forward(unit)
 
     def _note_exit(self, unit: Unit, calls: Calls) -> None:
-        """Record the end of the call, in the first iteration, and raise if the forward has written:
-        from the first call on, so that later ones need no check.
-        """
+        """Record the end of the first iteration's calls, and raise if the forward has written."""
         for group in unit.groups:
             if written := group.written:
                 raise coded(
@@ -518,9 +514,7 @@ class Scheduler:
                 break
 
     def exit_backward(self, unit: Unit, _: object = None) -> None:
-        """Free ``unit``, unless it is its own successor, and reduce its gradients; also a
-        gradient's hook, with the gradient of one of the unit's inputs.
-        """
+        """Free ``unit``, unless it is its own successor, and reduce its gradients; a hook, too."""
         if unit.phase is not BACKWARD:  # a derivative with respect to its inputs
             return
         if not self.iteration.holds:  # else a graph may read parameters: its end finishes the unit
@@ -712,9 +706,7 @@ class Scheduler:
         return (ahead and not last) or now.holds
 
     def finalize(self, wait: bool) -> None:
-        """End an iteration's backwards: reduce waiting gradients, reshard by flags, clean up.
-        Unless ``wait``, gradients are complete only after `wait_for_reductions`.
-        """
+        """End an iteration's backwards; without ``wait``, `wait_for_reductions` must follow."""
         now = self.iteration
         now.in_backward = True
         for unit in self.units:
@@ -862,9 +854,7 @@ class Scheduler:
         self.wait(unit)
 
     def _gather_anew(self, unit: Unit) -> None:
-        """Free hidden parameters, because their registered shards may have been written since; the
-        memory that a graph reads is filled again, as by a write through ``.data``.
-        """
+        """Free hidden parameters, because registered shards may have been written since."""
         for group in unit.groups:
             if group.state is HIDDEN:
                 group.reshard()

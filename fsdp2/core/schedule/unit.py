@@ -250,7 +250,6 @@ class Unit:
             group.base.drop_retained()
 
     def settle(self) -> None:
-        """Block the host until it may write offloaded shards."""
         for group in self.groups:
             group.settle()
 
@@ -288,7 +287,6 @@ class Tie:
         return {unit for unit in (self.owner(), *self.users) if unit is not None}
 
     def in_use(self) -> bool:
-        """Whether one of them is running."""
         return any(unit.phase in (FORWARD, BACKWARD) for unit in self.units)
 
     @property
@@ -369,9 +367,7 @@ Watcher = Callable[[Unit, Phase, Phase], None]
 
 
 def watched_phase(watcher: Watcher) -> property:
-    """A property that hides the slot of phases, and tells ``watcher`` of each store: units keep
-    their class, and without a watcher, a phase costs one store.
-    """
+    """A property that hides the slot of phases, and tells ``watcher`` of each store."""
     hidden = vars(Unit)["phase"]  # the slot, or what tells another watcher
 
     def store(unit: Unit, phase: Phase) -> None:

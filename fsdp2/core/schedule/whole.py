@@ -33,9 +33,7 @@ Part = tuple[ParamGroup, Reduction]
 
 
 class Family:
-    """Whole parameters below a root that are all-reduced in one flat tensor: the members of
-    ``parts``, by one ``joint`` reduction, through the observers of the first group, the ``leader``.
-    """
+    """Whole parameters below a root that are all-reduced in one flat tensor, by the ``leader``."""
 
     def __init__(self, parts: Sequence[Part], spec: ReductionSpec) -> None:
         self.parts = parts
