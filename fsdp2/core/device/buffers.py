@@ -216,7 +216,7 @@ class TransientBuffer(Buffer):
             self.allocated = True
 
     def release(self) -> None:
-        """Return the memory to the current stream's allocator, if no ``numpy()`` has pinned it."""
+        """Return the memory to the current stream's allocator, if torch can resize the storage."""
         # The storage object stays, because autograd saved views of it (decision 4).
         self.allocated = not self.nbytes  # first: an interrupt in between costs a copy at most
         try:

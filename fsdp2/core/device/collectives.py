@@ -58,7 +58,7 @@ Launch = Callable[[], Work | None]
 
 
 class ReduceKind:
-    """How ranks' values are combined: summed, and maybe divided in the collective."""
+    """How values are combined: summed; averaged, or divided by ``factor``, in the collective."""
 
     __slots__ = ("all_reduce_options", "average", "factor", "op", "options")
 

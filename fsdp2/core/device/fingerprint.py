@@ -82,8 +82,9 @@ def _mixed(sums: torch.Tensor) -> torch.Tensor:
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """64 bits, with a sign, for the bytes of tensors, the same on any device; blocks the host."""
+    """A signed 64-bit number for the bytes of tensors, the same on any device; the host waits."""
     with torch.no_grad(), torch._C._DisableFuncTorch():
+        # A single changed sum always changes this.
         return int(_mixed(bind_fingerprint(tensors)().unsqueeze(1)))
 
 

@@ -205,6 +205,7 @@ class FusedKernels(TorchKernels):
 
     def copy_strided(self, targets: Tensors, sources: Tensors, /) -> object:
         """One kernel for contiguous pairs; torch copies all one by one if a single pair is not."""
+        # (ForeachBinaryOpList.cu: one transposed gradient would cost a kernel per parameter.)
         alike: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for target, source in zip(targets, sources, strict=True):
             if source.is_contiguous():

@@ -79,7 +79,7 @@ def smaller_segment(
 
 
 class SmallerRows:
-    """A smaller group's rows of a group, which stay if other micro-batches use them."""
+    """A smaller group's rows; ``stays`` for other micro-batches; calls ``kept`` with them there."""
 
     stays = False
     kept: Callable[[], None] | None = None

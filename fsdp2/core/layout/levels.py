@@ -38,7 +38,7 @@ from fsdp2.core.pieces import round_up
 
 @dataclass(frozen=True)
 class PieceSlot(Slot):
-    """A piece of a rank's rows: its "gathered" form is these rows, ``inside`` the layout."""
+    """A piece of a rank's rows, its "gathered" form without padding; ``inside``: in the layout."""
 
     inside: Slot
     inside_rank: int

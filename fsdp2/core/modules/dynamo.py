@@ -76,8 +76,7 @@ class _Describer(meta_utils.MetaTensorDescriber):
     """Describes tensors to fake modes: a gathered parameter as if it had a storage of its own.
 
     Control-flow operators (``torch.cond``, ``scan``) refuse inputs that share a storage, as one of
-    them might be written. Gathered parameters share one so that a gather makes one allocation, and
-    overlap nowhere.
+    them might be written. Gathered parameters share one, but overlap nowhere.
     """
 
     def describe_tensor(

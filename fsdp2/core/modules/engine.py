@@ -177,7 +177,7 @@ def _reaches_units(ends: Ends) -> bool:
 
 
 def _hook_side_doors(ends: Ends) -> None:
-    """Let units be entered where edges from outside lead to nodes of theirs, but for outputs."""
+    """Let units be entered where outside edges, except at outputs, lead to nodes of theirs."""
     noted = [calls for each in noting if (s := each()) is not None and (calls := s.calls)]
     if not noted:
         return
@@ -199,7 +199,7 @@ def _hook_side_doors(ends: Ends) -> None:
 
 
 def _stop_noting_unused() -> None:
-    """A backward is over: units it entered by no side door stop, on all ranks (invariant I1)."""
+    """After a backward: stop noting calls of units entered by no side door, on all ranks (I1)."""
     kept = []
     for reference in noting:
         scheduler = reference()
@@ -213,7 +213,8 @@ def _stop_noting_unused() -> None:
 
 
 def _ends_call(node: Node, inside: Mapping[Node, Call | None]) -> bool:
-    """Whether a mark is that at which its call's backward ends: to enter is to enter again."""
+    """Whether a mark is that at which its call's backward ends: nothing inside comes after."""
+    # The hook that leaves the unit runs before those of the node: to enter is to enter again.
     return all(
         following is None or inside[following] is not inside[node]
         for following, _ in node.next_functions

@@ -404,9 +404,8 @@ class UnitHooks(UnitRecord):
         """End the unit's backward at the gradient of the newest input in a container.
 
         Containers stay the same objects: a forward may change them, for example a key-value cache,
-        and its caller reads them. There is therefore no view of the tensor whose uses are all in
-        the unit, but most uses of the newest tensor are. A leaf has no position in the order of
-        nodes.
+        and its caller reads them. No view has all its uses in the unit then, but most uses of the
+        newest tensor are. A leaf has no position in the order of nodes.
         """
         nodes = [(t.grad_fn._sequence_nr(), t) for t in found if t.grad_fn is not None]
         here = [pair for pair in nodes if pair[1].device == self._device]

@@ -136,6 +136,7 @@ def follow_replaced(group: ParamGroup, known: set[int]) -> None:
 
 def is_registered(group: ParamGroup) -> bool:
     """Whether a group's first entry, and so each, holds the parameter that it registered."""
+    # `torch.func.functional_call` fills all entries that it has tensors for, unregistered.
     param = group.params[0]
     expected = _expected(group, param)
     found = next(iter(param.entries), None)

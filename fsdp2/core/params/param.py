@@ -480,7 +480,7 @@ class ShardedParam:
         other.absorbed = []
 
     def was_replaced(self, known: Set[int] = frozenset()) -> bool:
-        """Whether, while sharded, an entry was given a DTensor that is no ``known`` parameter's."""
+        """Whether, while sharded, an entry was given a DTensor of no ``known`` parameter."""
         found = [module._parameters.get(name) for module, name in self.entries]
         others = [param for param in found if param is not self.sharded and self._fits(param)]
         return any(OWNER not in p.__dict__ and id(p) not in known for p in others)

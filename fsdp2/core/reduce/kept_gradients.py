@@ -50,6 +50,7 @@ class KeptGradients:
         use(job, self._kept)
 
     def give_back(self, job: Job) -> None:
-        """The result's memory may be filled again: unused, not only delivered (invariant I13)."""
+        """The memory of the result is unused now, and may be filled again (invariant I13)."""
+        # After delivery, the all-reduce on its lane may still have written it.
         if job.kept is not None:
             self._taken = False

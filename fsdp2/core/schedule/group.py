@@ -185,6 +185,7 @@ class ParamGroup(GroupFacts):
         if last is None or last.fingerprint is None:
             return False
         stepped = last.recorded and last.steps != OptimizerSteps.count
+        # A step has written the shards, unless all are frozen.
         return not (stepped and self.bound is not None and self.bound.reductions)
 
     @property
@@ -491,7 +492,7 @@ class ParamGroup(GroupFacts):
         self.state = RESHARDED
 
     def reshard(self, forced: bool = False) -> None:
-        """Free gathered parameters; not while another unit that uses them runs, unless ``forced``."""
+        """Free gathered parameters, if ``forced`` or no other unit that uses them is running."""
         state, bound = self.state, self.bound
         if state.is_sharded or (self.in_use is not None and not forced and self.in_use()):
             return

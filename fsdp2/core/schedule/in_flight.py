@@ -27,8 +27,8 @@ class InFlight:
 
     def make_room(self, params: list[ShardedParam], first: bool) -> None:
         """Before a group reduces: limit the reductions that hold inputs, and end its own last one,
-        which may still read the buffer that stages gradients. Groups of a unit count as one, its
-        ``first``.
+        which may still read the buffer that stages gradients; a unit's groups, from its ``first``,
+        are one.
         """
         if first:
             self.retire(keep=self.window - 1)

@@ -856,6 +856,7 @@ class Scheduler:
     def _gather_anew(self, unit: Unit) -> None:
         """Free hidden parameters, because registered shards may have been written since."""
         for group in unit.groups:
+            # The memory that a graph reads is filled again, as by a write through ``.data``.
             if group.state is HIDDEN:
                 group.reshard()
 
