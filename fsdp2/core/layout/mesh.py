@@ -93,7 +93,7 @@ class MeshAxes:
         return (*copies, *bands, Shard(cut.dim))
 
     def mesh_of(self, cut: Cut) -> DeviceMesh:
-        """The mesh of a parameter with this cut; bands need groups, which all ranks make together."""
+        """The mesh of a parameter with this cut; bands need groups, made by all ranks together."""
         return self.mesh if cut.bands == 1 else _banded(self, cut.bands, current_world())
 
     def spec_of(
