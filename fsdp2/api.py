@@ -22,7 +22,7 @@ from fsdp2.core import config
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.buffers import empties_storages
 from fsdp2.core.errors import coded
-from fsdp2.core.layout.mesh import MeshAxes
+from fsdp2.core.layout.mesh import MeshAxes, default_mesh
 from fsdp2.core.modules.dynamo import separate_in_graphs
 from fsdp2.core.modules.engine import watch_backwards
 from fsdp2.core.modules.hooks import UnitHooks
@@ -44,7 +44,7 @@ from fsdp2.interop import (
 )
 from fsdp2.module import set_sharded_class, sharded_class
 from fsdp2.sharding.assembly import connect_meshes, finish, make_groups, streams_for
-from fsdp2.sharding.meshes import Levels, default_mesh, resolve_axes
+from fsdp2.sharding.meshes import Levels, resolve_axes
 from fsdp2.sharding.plan import Pending, PlacementFn, PlannedCall, plan_unit
 from fsdp2.sharding.random_values import draw_as_unsharded
 

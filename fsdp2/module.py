@@ -425,6 +425,10 @@ class FSDPModule(TorchIdentity):
         for record in records_below(self, recurse):
             choose_reshard(record, reshard_after_forward)
 
+    def _choose_reshard(self, value: bool | int) -> None:
+        """As an attribute of torch's state does (`fsdp2.interop.identity`)."""
+        choose_reshard(require_record(self), value)
+
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import RankMismatchError, coded
-from fsdp2.core.layout.mesh import wrap_local
+from fsdp2.core.layout.mesh import default_mesh, wrap_local
 from fsdp2.core.names import clean
 from fsdp2.core.params.param import is_extended
 from fsdp2.core.progress import OptimizerSteps
@@ -36,7 +36,6 @@ from fsdp2.full.selection import (
     settle,
 )
 from fsdp2.full.unsharding import leaves_of, levels_of
-from fsdp2.sharding.meshes import default_mesh
 
 
 class IncompatibleKeys(NamedTuple):

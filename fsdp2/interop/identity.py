@@ -38,7 +38,6 @@ from fsdp2.core.params.param import ShardedParam, compute_dtype
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase
-from fsdp2.sharding.assembly import choose_reshard
 
 _state: Any = _fsdp_state
 TORCHS: Any = fsdp.FSDPModule
@@ -277,10 +276,11 @@ class GroupStandIn(_StandIn):
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, value: object) -> None:
         size = getattr(value, "shard_mesh_size", None)
+        module: Any = self._record.modules[0]  # an `FSDPModule`, which stands on this room
         if value is None or size == self._group.collectives.size:
-            choose_reshard(self._record, value is not None)
+            module._choose_reshard(value is not None)
         elif isinstance(size, int):
-            choose_reshard(self._record, size)
+            module._choose_reshard(size)
         else:
             raise self._wrong("post_forward_mesh_info", value)
 

@@ -26,10 +26,9 @@ from fsdp2.core.device.process_groups import (
     default_group,
     new_groups,
     rank_and_size,
-    serves,
 )
 from fsdp2.core.errors import coded
-from fsdp2.core.layout.mesh import MeshAxes, device_of, joined, memory_order
+from fsdp2.core.layout.mesh import MeshAxes, default_mesh, device_of, joined, memory_order
 from fsdp2.core.params.param import is_extended
 
 
@@ -115,21 +114,6 @@ class ShardPlacementResult:
 
 
 # ---- axes
-
-
-def default_mesh() -> DeviceMesh:
-    """A 1-D mesh over the default process group, of the accelerator that it serves, else "cpu"; a
-    missing group is started from torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT).
-    """
-    group = default_group()
-    return init_device_mesh(_device_type(group), (group.size(),))
-
-
-def _device_type(group: ProcessGroup) -> str:
-    """The accelerator's if there is one that the group serves, else "cpu"."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if device is None or not serves(group, device) else device.type
 
 
 def node_mesh(

@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2.api import apply_calls, plan_call
 from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.errors import coded
-from fsdp2.core.layout.mesh import device_of
+from fsdp2.core.layout.mesh import default_mesh, device_of
 from fsdp2.core.modules.registry import record_of, require_record
 from fsdp2.interop import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.module import FSDPModule
-from fsdp2.sharding.meshes import Levels, default_mesh, node_mesh
+from fsdp2.sharding.meshes import Levels, node_mesh
 from fsdp2.sharding.plan import Pending, PlacementFn, PlannedCall
 from fsdp2.sharding.plan import whole_below as small_whole
 from fsdp2.wrap.choices import Policy, chosen_modules

@@ -18,7 +18,7 @@ from unittest import mock
 from fsdp2.core.device import backends
 from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.device.process_groups import backend_name
-from fsdp2.sharding.meshes import default_mesh
+from fsdp2.core.layout.mesh import default_mesh
 
 cpu = torch.device("cpu")
 for arguments in ((), ("gloo",), ("cpu:gloo",)):

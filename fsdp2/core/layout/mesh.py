@@ -27,7 +27,7 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -37,12 +37,24 @@ from fsdp2.core.device.one_off import arrived
 from fsdp2.core.device.process_groups import (
     ProcessGroup,
     current_world,
+    default_group,
     new_groups,
     rank_and_size,
+    serves,
 )
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.layout import Cut
 from fsdp2.core.pieces import piece_of
+
+
+def default_mesh() -> DeviceMesh:
+    """A 1-D mesh over the default process group, of the accelerator that it serves, else "cpu";
+    starts a missing group from torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+    """
+    group = default_group()
+    device = torch.accelerator.current_accelerator(check_available=True)
+    device_type = "cpu" if device is None or not serves(group, device) else device.type
+    return init_device_mesh(device_type, (group.size(),))
 
 
 @dataclass(frozen=True)
