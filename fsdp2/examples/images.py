@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .options import UsageError
+from .flags import UsageError
 
 Strategy = Literal["zero3", "zero2", "zero1", "replicated", "hybrid", "hybrid-zero2"]
 STRATEGIES = ("zero3", "zero2", "zero1", "replicated", "hybrid", "hybrid-zero2")
