@@ -58,8 +58,8 @@ def load_corpus(path: Path | None, min_bytes: int) -> Corpus:
         )
     fingerprint = hashlib.blake2b(train, digest_size=12)
     fingerprint.update(hashlib.blake2b(held_out).digest())
-    tensors = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, held_out))
-    return Corpus(*tensors, len(files), source, fingerprint.hexdigest())
+    halves = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, held_out)]
+    return Corpus(halves[0], halves[1], len(files), source, fingerprint.hexdigest())
 
 
 def _read_files(path: Path | None) -> tuple[str, dict[str, bytes]]:

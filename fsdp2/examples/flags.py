@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch

@@ -46,8 +46,10 @@ def torchrun(arguments: Sequence[str], preempted: int | None = Preemption.exit_c
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
     # A restarted worker must not read the address of a dead one in the agent's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    parser = get_args_parser()
+    parser.allow_abbrev = False  # else it takes the example's --nproc for its own
     try:
-        run(get_args_parser().parse_args([f"--signals-to-handle={_SIGNALS}", *arguments]))
+        run(parser.parse_args([f"--signals-to-handle={_SIGNALS}", *arguments]))
     except SignalException as error:
         print(f"torchrun: {error}", file=sys.stderr)
         return 128 + error.sigval if preempted is None else preempted

@@ -23,8 +23,6 @@ from .flags import (
     seconds,
     world_size_of,
 )
-
-
 from .model import PRESETS, ModelConfig
 from .wire import FORMATS
 
