@@ -6,7 +6,6 @@ resumed at step s sees the same batches as an uninterrupted run, on any number o
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import sysconfig
@@ -40,7 +39,6 @@ class Corpus:
     fingerprint: str
 
 
-@functools.cache
 def load_corpus(path: Path | None, min_bytes: int) -> Corpus:
     """Read `path` (a file or a folder; None: Python's own standard library) and split it.
 

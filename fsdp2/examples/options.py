@@ -269,13 +269,11 @@ def _check_combinations(options: Options) -> None:
             elastic and any(given is not None for given in alone),
             "--elastic knows no --checkpoint, --export, --trace or --plan",
         ),
-        (
-            elastic and importlib.util.find_spec("torchft") is None,
-            "--elastic needs torchft: pip install 'fsdp2[elastic]'",
-        ),
     )
     if options.elastic is not None:
         world_size_of(options.elastic * options.world_size, None, 1)  # all are on this machine
+        lacks = importlib.util.find_spec("torchft") is None
+        check((lacks, "--elastic needs torchft: pip install 'fsdp2[elastic]'"))
 
 
 __all__ = ["GivenRanks", "Options", "UsageError", "parse", "world_size_of"]

@@ -88,9 +88,12 @@ def prepare(argv: Sequence[str], ranks: GivenRanks | None) -> Options | int:
     return options
 
 
+_corpus_of = functools.cache(data.load_corpus)
+
+
 def _found(options: Options) -> tuple[data.Corpus, int | None]:
     """The text, and the step to resume."""
-    corpus = data.load_corpus(options.data, min_bytes=options.seq_len + 1)
+    corpus = _corpus_of(options.data, options.seq_len + 1)
     alike = checkpointing.facts_of(options, corpus.fingerprint)
     return corpus, checkpointing.find(options.checkpoint, options.resume, alike)
 
