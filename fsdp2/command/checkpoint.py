@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fsdp2.command.options import DONE, PROBLEM, Parser, complain, count, step, subparsers
 from fsdp2.command.output import ProgressLine, print_json, print_table
@@ -84,55 +83,38 @@ def parser() -> Parser:
 # ---- looking
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The steps of a folder, and the reasons why others cannot be read, by number."""
-
-    steps: list[Manifest]
-    broken: dict[int, str]
-    replaced: dict[int, str]
-    unfinished: list[str]
-
-
 def _ls(given: argparse.Namespace) -> int:
+    from fsdp2.checkpoint.folder import read_manifest, store_of
+    from fsdp2.core.errors import CheckpointError
+
+    steps, broken = [], {}
     with ProgressLine(f"ls {given.folder}"):
-        found = _listed(given.folder)
-    code = PROBLEM if found.broken else DONE
+        store = store_of(given.folder)
+        replaced, unfinished, known = store.replaced(), store.unfinished(), store.steps()
+        if not (known or replaced or unfinished):
+            read_manifest(store, None)  # raises: it knows what to say
+        for number in known:
+            try:
+                steps.append(_facts(read_manifest(store, number)))
+            except CheckpointError as error:
+                broken[number] = str(error)
+    code = PROBLEM if broken else DONE
     if given.json:
-        facts = [_facts(manifest) for manifest in found.steps]
-        others = {"replaced": found.replaced, "unfinished": found.unfinished}
-        print_json({"steps": facts, "broken": found.broken, **others})
+        others = {"replaced": replaced, "unfinished": unfinished}
+        print_json({"steps": steps, "broken": broken, **others})
         return code
-    if found.steps:
+    if steps:
         head = ["step", "size", "files", "ranks", "optimizer", "metric"]
-        print_table(head, [_row(manifest) for manifest in found.steps])
-    for number, why in found.broken.items():
-        print(f"broken: step {number}, {why}")
-    for number, why in found.replaced.items():
-        print(f"replaced: step {number}, {why}")
-    for name in found.unfinished:
+        print_table(head, [_row(facts) for facts in steps])
+    for what, found in (("broken", broken), ("replaced", replaced)):
+        for number, why in found.items():
+            print(f"{what}: step {number}, {why}")
+    for name in unfinished:
         print(f"unfinished: {name}")
     return code
 
 
-def _listed(folder: str) -> Listing:
-    from fsdp2.checkpoint.folder import read_manifest, store_of
-    from fsdp2.core.errors import CheckpointError
-
-    store = store_of(folder)
-    found = Listing([], {}, store.replaced(), store.unfinished())
-    known = store.steps()
-    if not known and not found.replaced and not found.unfinished:
-        read_manifest(store, None)  # raises: it knows what to say
-    for number in known:
-        try:
-            found.steps.append(read_manifest(store, number))
-        except CheckpointError as error:
-            found.broken[number] = str(error)
-    return found
-
-
-def _facts(manifest: Manifest) -> dict[str, object]:
+def _facts(manifest: Manifest) -> dict[str, Any]:
     return {
         "step": manifest.step,
         "bytes": _size(manifest),
@@ -144,17 +126,16 @@ def _facts(manifest: Manifest) -> dict[str, object]:
     }
 
 
-def _row(manifest: Manifest) -> list[str]:
+def _row(facts: dict[str, Any]) -> list[str]:
     from fsdp2.tracing.summaries import amount
 
-    return [
-        str(manifest.step),
-        amount(_size(manifest)),
-        str(len(manifest.files)),
-        str(manifest.ranks),
-        "yes" if manifest.has_optimizer else "no",
-        "-" if manifest.metric is None else f"{manifest.metric:g}",
-    ]
+    shown = {
+        **facts,
+        "bytes": amount(facts["bytes"]),
+        "optimizer": "yes" if facts["optimizer"] else "no",
+        "metric": "-" if facts["metric"] is None else f"{facts['metric']:g}",
+    }
+    return [str(value) for name, value in shown.items() if name != "torch"]
 
 
 def _size(manifest: Manifest) -> int:
