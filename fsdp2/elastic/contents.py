@@ -99,7 +99,7 @@ class Contents:
 
     @torch.no_grad()
     def put(self, value: Nested) -> None:
-        """Take over what a peer with the same `layout` had; an interrupted iteration is given up."""
+        """Take over what a peer with this `layout` had; an interrupted iteration is given up."""
         for record in records_below(self.model):
             if record.scheduler is not None and record.scheduler.is_running:
                 record.scheduler.reset()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ctypes
-import io
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import get_args_parser, run
 
 from fsdp2.checkpoint import Preemption
@@ -89,9 +88,7 @@ def run_as_worker(work: Callable[[], int]) -> NoReturn:
     try:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan of the agent
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # what the model writes may be no ASCII
-        code = work()
+        code = record(work)()  # torchrun's summary names the exception
     except BaseException:
         traceback.print_exc()
     finally:

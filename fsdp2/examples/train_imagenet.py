@@ -12,8 +12,8 @@
 Each residual block is a unit. The rate rises over the warm-up, then is divided by
 ``--lr_scheduler_divisor`` at regular intervals of epochs; epochs are counted from the start.
 
-A run is a function of its flags: the order of images depends on (seed, epoch), an image's crop on
-(seed, epoch, image). A resumed run therefore equals an uninterrupted one, bit for bit.
+A run is a function of its flags: the order of images depends on (seed, epoch), their crops on
+(seed, epoch, rank). A resumed run therefore equals an uninterrupted one, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import importlib.util
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,41 +177,12 @@ def make_sample(folder: Path) -> str:
     return f"{len(order) - held_out:,} images to train on and {held_out:,} held out in {folder}"
 
 
-class Crops(Dataset[tuple[Tensor, int]]):
-    """Images of one epoch, each cut out and mirrored as (seed, epoch, image) says.
-
-    Args:
-        images: of torchvision, as pictures.
-        transform: a picture to fp32 [3, S, S]; it draws from torch's generator.
-        seed: of the run.
-        epoch: from 0.
-    """
-
-    def __init__(
-        self,
-        images: Dataset[tuple[object, int]],
-        transform: Callable[[object], Tensor],
-        seed: int,
-        epoch: int,
-    ) -> None:
-        self._images, self._transform = images, transform
-        self._seed, self._epoch = seed, epoch
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        picture, label = self._images[index]
-        drawn = random.Random(f"{self._seed} {self._epoch} {index}").getrandbits(63)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(drawn)
-            return self._transform(picture), label
-
-
 @dataclass(frozen=True)
 class Images:
-    """Training images as pictures, held-out ones as fp32 [3, S, S], and what crops the former."""
+    """Two of torchvision's folders of images fp32 [3, S, S]; crops of the former are random."""
 
-    train: Any  # ImageFolder
+    train: Any
     held_out: Any
-    augment: Callable[[object], Tensor]
 
 
 def open_images(options: Options) -> Images:
@@ -225,9 +196,8 @@ def open_images(options: Options) -> Images:
     flips = [] if options.no_flip else [transforms.RandomHorizontalFlip()]
     middle = [transforms.Resize(round(size * RESIZED)), transforms.CenterCrop(size)]
     return Images(
-        folder(options.datadir / "train"),
+        folder(options.datadir / "train", transforms.Compose([crop, *flips, *last])),
         folder(options.datadir / "val", transforms.Compose([*middle, *last])),
-        transforms.Compose([crop, *flips, *last]),
     )
 
 
@@ -342,11 +312,10 @@ def _epoch(run: Run, epoch: int) -> float:
     """Once through the images, each rank with its slice of each batch; the mean loss, in nats."""
     options, rank = run.options, dist.get_rank()
     torch.manual_seed(random.Random(f"{options.seed} {epoch} of {rank}").getrandbits(63))
-    crops = Crops(run.images.train, run.images.augment, options.seed, epoch)
     batches = batches_of(options, len(run.images.train), epoch, rank)
     parts = [(step + 1) / len(batches) for step in range(len(batches))]
     rates = [learning_rate(options, epoch, part) for part in parts]
-    loader = _loader(crops, batches, options)
+    loader = _loader(run.images.train, batches, options)
     return train_epoch(options, run.model, run.optimizer, loader, rates, run.device)
 
 

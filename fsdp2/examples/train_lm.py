@@ -50,9 +50,6 @@ MODULE = "fsdp2.examples.train_lm"
 HELD_OUT_SEQUENCES = 128
 MAX_GRAD_NORM = 1.0
 WARMUP_STEPS = 100
-SAMPLE_PROMPT = b"def "
-SAMPLE_BYTES = 160
-SAMPLE_TEMPERATURE = 0.7
 TRACED = (2, 3)  # steps of which --trace writes a timeline: the first two make buffers
 
 
@@ -77,8 +74,6 @@ def prepare(argv: Sequence[str], ranks: GivenRanks | None) -> Options | int:
     if options.plan is not None:
         planned = plan_step(options)
         print(planned, flush=True)
-        if options.optimizer == "muon":
-            print(MUON_PLANNED, flush=True)
         if options.trace is not None:
             planned.trace(options.trace)
         return 0
@@ -187,11 +182,6 @@ def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus, device: to
 
 
 MUON_RATE = 3.0  # AdamW's early steps are larger than the norm that Muon's are adjusted to
-
-MUON_PLANNED = (
-    "Muon is planned over this rank's rows: its states, 4 bytes per element of a matrix and 8 of "
-    "the rest, are as they will be; what is whole during its step, and its time, are not planned."
-)
 
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
@@ -412,19 +402,6 @@ def held_out_loss(run: Run) -> float:
     return _sum_over_ranks(total, options.tp) / (len(sequences) * options.seq_len)
 
 
-@torch.no_grad()
-def sample_text(run: Run) -> bytes:
-    """Text the model writes after a fixed prompt: the same on every rank, forward by forward."""
-    generator = torch.Generator().manual_seed(run.options.seed)
-    text = list(SAMPLE_PROMPT)
-    for _ in range(SAMPLE_BYTES):
-        context = torch.tensor([text[-run.options.seq_len :]], device=run.device)
-        logits = run.model(context)[0, -1].float().cpu()
-        probabilities = torch.softmax(logits / SAMPLE_TEMPERATURE, dim=-1)
-        text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-    return bytes(text)
-
-
 def _print_start(run: Run) -> None:
     options, corpus = run.options, run.corpus
     trained = f" ({sum(p.numel() for p in run.trained):,} trained)" if options.lora else ""
@@ -450,7 +427,6 @@ def _print_end(run: Run, first_loss: float, tokens_per_second: float) -> None:
     """Measure what the run has come to, on all ranks; rank 0 prints it."""
     final_loss = held_out_loss(run)
     sizes = reporting.state_bytes(run.params, run.optimizer)
-    sample = reporting.printable(sample_text(run))
     if run.rank:
         return
     rows = [
@@ -466,7 +442,6 @@ def _print_end(run: Run, first_loss: float, tokens_per_second: float) -> None:
         ("peak memory of rank 0", amount(reporting.peak_memory(run.device))),
     ]
     reporting.print_table("Summary", ("", "value"), rows)
-    print(f"Sample:\n{sample}", flush=True)
 
 
 if __name__ == "__main__":
