@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdp2.command.options import DONE, PROBLEM, Parser, complain, count, step, subparsers
 from fsdp2.command.output import ProgressLine, print_json, print_table
@@ -95,17 +95,17 @@ def _ls(given: argparse.Namespace) -> int:
             read_manifest(store, None)  # raises: it knows what to say
         for number in known:
             try:
-                steps.append(_facts(read_manifest(store, number)))
+                steps.append(read_manifest(store, number))
             except CheckpointError as error:
                 broken[number] = str(error)
     code = PROBLEM if broken else DONE
     if given.json:
         others = {"replaced": replaced, "unfinished": unfinished}
-        print_json({"steps": steps, "broken": broken, **others})
+        print_json({"steps": list(map(_facts, steps)), "broken": broken, **others})
         return code
     if steps:
         head = ["step", "size", "files", "ranks", "optimizer", "metric"]
-        print_table(head, [_row(facts) for facts in steps])
+        print_table(head, list(map(_row, steps)))
     for what, found in (("broken", broken), ("replaced", replaced)):
         for number, why in found.items():
             print(f"{what}: step {number}, {why}")
@@ -114,7 +114,7 @@ def _ls(given: argparse.Namespace) -> int:
     return code
 
 
-def _facts(manifest: Manifest) -> dict[str, Any]:
+def _facts(manifest: Manifest) -> dict[str, object]:
     return {
         "step": manifest.step,
         "bytes": _size(manifest),
@@ -126,16 +126,14 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _row(facts: dict[str, Any]) -> list[str]:
+def _row(manifest: Manifest) -> list[str]:
     from fsdp2.tracing.summaries import amount
 
-    shown = {
-        **facts,
-        "bytes": amount(facts["bytes"]),
-        "optimizer": "yes" if facts["optimizer"] else "no",
-        "metric": "-" if facts["metric"] is None else f"{facts['metric']:g}",
-    }
-    return [str(value) for name, value in shown.items() if name != "torch"]
+    return [
+        *(str(manifest.step), amount(_size(manifest)), str(len(manifest.files))),
+        *(str(manifest.ranks), "yes" if manifest.has_optimizer else "no"),
+        "-" if manifest.metric is None else f"{manifest.metric:g}",
+    ]
 
 
 def _size(manifest: Manifest) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdp2.command.options import CODES, DONE, PROBLEM, Parser, complain, count, positive
 from fsdp2.command.output import ProgressLine, print_json, print_table, print_text
@@ -73,21 +74,21 @@ def parser() -> Parser:
         PROG, _DESCRIPTION, f"amounts of bytes are in powers of ten: 1 GB is 10**9\n{codes}"
     )
     add = made.add_argument
-    number: dict[str, Any] = {"type": count, "metavar": "N"}
+    number = functools.partial(add, type=count, metavar="N")
     add("model", nargs="?", help="one of --list; or module:function, which returns a Plan")
     add("--list", action="store_true", help="print the known models and machines, and exit")
     add("--hardware", default="h100", help="one of --list, or a file of fsdp2 calibrate (h100)")
-    add("--ranks", default=8, help="total number of ranks (8)", **number)
-    add("--replicate", default=1, help="HSDP: groups that each hold all shards (1)", **number)
-    add("--batch-size", default=1, help="sequences per micro-batch and rank (1)", **number)
-    add("--seq-len", help="tokens per sequence (the model's)", **number)
-    add("--grad-accum", default=1, help="micro-batches per step (1)", **number)
+    number("--ranks", default=8, help="total number of ranks (8)")
+    number("--replicate", default=1, help="HSDP: groups that each hold all shards (1)")
+    number("--batch-size", default=1, help="sequences per micro-batch and rank (1)")
+    number("--seq-len", help="tokens per sequence (the model's)")
+    number("--grad-accum", default=1, help="micro-batches per step (1)")
     add("--reduce-each", action="store_true", help="reduce gradients after every micro-batch")
     text = "recompute every N-th block in backward (N: 1)"
-    add("--activation-checkpointing", nargs="?", const=1, help=text, **number)
+    number("--activation-checkpointing", nargs="?", const=1, help=text)
     text = "whether blocks are resharded between forward and backward (always)"
     add("--reshard-after-forward", choices=["always", "never"], default="always", help=text)
-    add("--prefetch-window", default=1, help="units that are prefetched (1)", **number)
+    number("--prefetch-window", default=1, help="units that are prefetched (1)")
     add("--precision", choices=["bf16", "fp32"], default="bf16", help="compute dtype (bf16)")
     add("--clip-grad-norm", type=positive, metavar="NORM", help="clip gradients to this norm")
     add("--cpu-offload", action="store_true", help="keep shards and optimizer in CPU memory")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,11 @@ from fsdp2 import CheckpointError, checkpoint
 from .flags import UsageError
 from .options import Options
 
-Facts = dict[str, Any]
+Facts = dict[str, object]
 
 
 def facts_of(options: Options, text: str) -> Facts:
-    """What a resumed run of `train_lm` shares with it; `text` is `Corpus.fingerprint`."""
+    """The facts of a run of `train_lm`; `text` is `Corpus.fingerprint`."""
     names = ("preset", "lora", "optimizer", "seed", "seq_len", "batch_size")
     return {name: getattr(options, name) for name in names} | {"text": text}
 

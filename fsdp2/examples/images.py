@@ -143,7 +143,7 @@ def answers_of(
     """The likeliest classes of each image, int64 [images, 5 or fewer], the same on every rank.
 
     Args:
-        model: on `num_ranks` ranks; with 1, a model of this rank alone.
+        model: on `num_ranks` ranks; with 1, only this rank has it.
         read: yields a batch of images for each list of their numbers.
         images: how many.
         at_once: images in one forward.

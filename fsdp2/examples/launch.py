@@ -22,15 +22,18 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import get_args_parser, run
 
-from fsdp2.checkpoint import Preemption
+from fsdp2 import checkpoint
 
 from .flags import Common, GivenRanks, UsageError
 
+PREEMPTED = checkpoint.Preemption.exit_code
 _SIGNALS = "SIGTERM,SIGHUP,SIGQUIT,SIGUSR1"  # Ctrl-C ends workers by SIGTERM, so that they save
 _SPEAKING_SECONDS = 60.0
 
 
-def torchrun(arguments: Sequence[str], preempted: int | None = Preemption.exit_code) -> int:
+def torchrun(
+    arguments: Sequence[str], preempted: int | None = checkpoint.Preemption.exit_code
+) -> int:
     """Run torchrun in this process; its exit code says whether a signal has ended a saved run.
 
     torchrun itself leaves with 1 whatever its workers leave with. This hands SIGUSR1 on to them,
@@ -88,7 +91,7 @@ def run_as_worker(work: Callable[[], int]) -> NoReturn:
     try:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan of the agent
-        code = record(work)()  # torchrun's summary names the exception
+        code = record(work)() or 0  # torchrun's summary names the exception
     except BaseException:
         traceback.print_exc()
     finally:

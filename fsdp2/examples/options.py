@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from fsdp2 import checkpoint
+
 from .flags import (
     Common,
     GivenRanks,
@@ -26,8 +28,7 @@ from .flags import (
 from .model import PRESETS, ModelConfig
 from .wire import FORMATS
 
-PREEMPTED = 143
-"""The exit code of a saved run that a signal has ended, unless an option names another."""
+PREEMPTED = checkpoint.Preemption.exit_code
 
 
 class Training(NamedTuple):

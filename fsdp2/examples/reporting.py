@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2.tracing.summaries import amount, table
-
 
 def step_line(step: int, steps: int, loss: float, tokens_per_second: float, peak_bytes: int) -> str:
     """One line of progress, after `step` of `steps`: the mean loss in nats, the speed of all ranks,
@@ -24,9 +22,20 @@ def step_line(step: int, steps: int, loss: float, tokens_per_second: float, peak
     )
 
 
-def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """First column to the left, the others to the right."""
-    print("\n".join(["", title, *table(header, list(rows)), ""]), flush=True)
+def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Print names, and values to the right."""
+    names, values = (max(map(len, column)) for column in zip(*rows, strict=True))
+    print(f"\n{title}")
+    print("".join(f"{n.ljust(names)}  {v.rjust(values)}\n" for n, v in rows), flush=True)
+
+
+def amount(nbytes: float) -> str:
+    """Bytes in powers of ten."""
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} GB"
 
 
 @dataclass(frozen=True)

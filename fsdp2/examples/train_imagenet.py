@@ -34,7 +34,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from fsdp2 import CheckpointError, checkpoint, shard_model, xla
-from fsdp2.tracing.summaries import amount
 
 from . import checkpointing, launch, reporting
 from .flags import (
@@ -57,6 +56,7 @@ from .images import (
     import_torchvision,
     train_epoch,
 )
+from .reporting import amount
 
 MODULE = "fsdp2.examples.train_imagenet"
 MODELS = (

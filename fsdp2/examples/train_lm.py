@@ -39,11 +39,11 @@ from fsdp2 import (
     report,
     trace,
 )
-from fsdp2.tracing.summaries import amount
 
 from . import checkpointing, data, elastic, launch, lora, parallel, reporting
 from .model import Block, Transformer, reset_parameters, token_losses
 from .options import GivenRanks, Options, UsageError, parse
+from .reporting import amount
 from .wire import FORMATS
 
 MODULE = "fsdp2.examples.train_lm"
@@ -441,7 +441,7 @@ def _print_end(run: Run, first_loss: float, tokens_per_second: float) -> None:
         ("parameters, gradients, optimizer: unsharded", amount(sizes.unsharded)),
         ("peak memory of rank 0", amount(reporting.peak_memory(run.device))),
     ]
-    reporting.print_table("Summary", ("", "value"), rows)
+    reporting.print_table("Summary", rows)
 
 
 if __name__ == "__main__":

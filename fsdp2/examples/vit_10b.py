@@ -26,10 +26,10 @@ from torch.nn import functional as F
 
 from fsdp2 import MixedPrecisionPolicy, deferred, xla
 from fsdp2.planning.presets import PRESETS, Block, Model, Shape
-from fsdp2.tracing.summaries import amount
 
 from . import launch, reporting
 from .flags import Common, GivenRanks, check, count, flag, parsed, rate
+from .reporting import amount
 
 MODULE = "fsdp2.examples.vit_10b"
 
