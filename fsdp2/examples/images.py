@@ -32,7 +32,9 @@ class ImageOptions(Common):
 
     strategy: Strategy | None = flag("of shard_model (zero3)", choices=STRATEGIES)
     use_gradient_checkpointing: bool = flag("recompute blocks in backward")
-    compute_dtype: str = flag("(float32)", choices=["float32", "bfloat16"], default="float32")
+    compute_dtype: str = flag(
+        "dtype of compute (float32)", choices=["float32", "bfloat16"], default="float32"
+    )
     batch_size: int = flag("images per step, over all ranks", count, 64)
     drop_last: bool = flag("leave out what fills no batch: done always")
     num_epochs: int = flag("times through the images", count, 10)
