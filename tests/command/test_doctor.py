@@ -112,8 +112,9 @@ def _sleep(rank: int, *_: object) -> None:
 @pytest.mark.ranks
 def test_a_rank_that_does_not_end_well(work: Any, ranks: int, seconds: float, said: str) -> None:
     """Its problem is told, and the others are ended."""
+    before = multiprocessing.active_children()
     assert selftest.run("cpu", "gloo", ranks, seconds, work).problem == said
-    assert not multiprocessing.active_children()
+    assert {*multiprocessing.active_children()} <= {*before}
 
 
 @pytest.mark.alone
