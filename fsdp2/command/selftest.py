@@ -142,9 +142,10 @@ def train(rank: int, folder: Path, size: int, kind: str, backend: str, seconds: 
     at("train the same model unsharded")
     _step(whole, [_loss(whole, each, device) / size for each in range(size)])
     at("compare parameters")
-    expected = dict(whole.named_parameters())
+    expected = {name: param.detach() for name, param in whole.named_parameters()}
     difference = max(
-        float((full - expected[name]).abs().max()) for name, full in fsdp2.full_parameters(model)
+        float((full.detach() - expected[name]).abs().max())
+        for name, full in fsdp2.full_parameters(model)
     )
     groups = fsdp2.group_reports(model)
     found = {
