@@ -57,32 +57,15 @@ def parser() -> Parser:
     """The options of `fsdp2 calibrate`."""
     made = Parser(PROG, _DESCRIPTION)
     add = made.add_argument
-    add(
-        *("-o", "--output"),
-        type=Path,
-        default=Path("this_machine.json"),
-        metavar="FILE",
-        help="the file to write (this_machine.json)",
-    )
+    text = "the file to write (this_machine.json)"
+    default = Path("this_machine.json")
+    add("-o", "--output", type=Path, default=default, metavar="FILE", help=text)
     add("--device", choices=["cpu", "cuda"], default="cpu", help="the device to measure (cpu)")
-    add(
-        "--base",
-        default="h100",
-        help="with --device cuda: the machine that other figures are taken from (h100)",
-    )
-    add(
-        "--ranks",
-        type=counts,
-        default=[1, 2, 4],
-        metavar="N,N,…",
-        help="with --device cpu: numbers of processes that run at the same time (1,2,4)",
-    )
-    add(
-        "--rounds",
-        type=count,
-        default=1,
-        metavar="N",
-        help="with --device cpu: rounds, whose median is each figure (1)",
-    )
+    text = "with --device cuda: the machine that other figures are taken from (h100)"
+    add("--base", default="h100", help=text)
+    text = "with --device cpu: numbers of processes that run at the same time (1,2,4)"
+    add("--ranks", type=counts, default=[1, 2, 4], metavar="N,N,…", help=text)
+    text = "with --device cpu: rounds, whose median is each figure (1)"
+    add("--rounds", type=count, default=1, metavar="N", help=text)
     made.add_json()
     return made

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,52 +83,35 @@ def parser() -> Parser:
 # ---- looking
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The steps of a folder, and the reasons why others cannot be read, by number."""
-
-    steps: list[Manifest]
-    broken: dict[int, str]
-    replaced: dict[int, str]
-    unfinished: list[str]
-
-
 def _ls(given: argparse.Namespace) -> int:
-    with ProgressLine(f"ls {given.folder}"):
-        found = _listed(given.folder)
-    code = PROBLEM if found.broken else DONE
-    if given.json:
-        facts = [_facts(manifest) for manifest in found.steps]
-        others = {"replaced": found.replaced, "unfinished": found.unfinished}
-        print_json({"steps": facts, "broken": found.broken, **others})
-        return code
-    if found.steps:
-        head = ["step", "size", "files", "ranks", "optimizer", "metric"]
-        print_table(head, [_row(manifest) for manifest in found.steps])
-    for number, why in found.broken.items():
-        print(f"broken: step {number}, {why}")
-    for number, why in found.replaced.items():
-        print(f"replaced: step {number}, {why}")
-    for name in found.unfinished:
-        print(f"unfinished: {name}")
-    return code
-
-
-def _listed(folder: str) -> Listing:
     from fsdp2.checkpoint.folder import read_manifest, store_of
     from fsdp2.core.errors import CheckpointError
 
-    store = store_of(folder)
-    found = Listing([], {}, store.replaced(), store.unfinished())
-    known = store.steps()
-    if not known and not found.replaced and not found.unfinished:
-        read_manifest(store, None)  # raises: it knows what to say
-    for number in known:
-        try:
-            found.steps.append(read_manifest(store, number))
-        except CheckpointError as error:
-            found.broken[number] = str(error)
-    return found
+    steps, broken = [], {}
+    with ProgressLine(f"ls {given.folder}"):
+        store = store_of(given.folder)
+        replaced, unfinished, known = store.replaced(), store.unfinished(), store.steps()
+        if not (known or replaced or unfinished):
+            read_manifest(store, None)  # raises: it knows what to say
+        for number in known:
+            try:
+                steps.append(read_manifest(store, number))
+            except CheckpointError as error:
+                broken[number] = str(error)
+    code = PROBLEM if broken else DONE
+    if given.json:
+        others = {"replaced": replaced, "unfinished": unfinished}
+        print_json({"steps": list(map(_facts, steps)), "broken": broken, **others})
+        return code
+    if steps:
+        head = ["step", "size", "files", "ranks", "optimizer", "metric"]
+        print_table(head, list(map(_row, steps)))
+    for what, found in (("broken", broken), ("replaced", replaced)):
+        for number, why in found.items():
+            print(f"{what}: step {number}, {why}")
+    for name in unfinished:
+        print(f"unfinished: {name}")
+    return code
 
 
 def _facts(manifest: Manifest) -> dict[str, object]:
@@ -148,11 +130,8 @@ def _row(manifest: Manifest) -> list[str]:
     from fsdp2.tracing.summaries import amount
 
     return [
-        str(manifest.step),
-        amount(_size(manifest)),
-        str(len(manifest.files)),
-        str(manifest.ranks),
-        "yes" if manifest.has_optimizer else "no",
+        *(str(manifest.step), amount(_size(manifest)), str(len(manifest.files))),
+        *(str(manifest.ranks), "yes" if manifest.has_optimizer else "no"),
         "-" if manifest.metric is None else f"{manifest.metric:g}",
     ]
 

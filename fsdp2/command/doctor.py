@@ -25,7 +25,7 @@ SUMMARY = "show versions, devices and backends, and try a first step on them"
 PYTHON, TORCH = (3, 10), (2, 11)
 """The oldest ones that fsdp2 runs on, as pyproject.toml has them."""
 
-OPTIONAL = ("numpy", "rich", "safetensors", "fsspec")
+OPTIONAL = ("numpy", "safetensors", "fsspec")
 """Packages that some parts of fsdp2 use."""
 
 VARIABLES = ("FSDP2_", "NCCL_", "TORCH_NCCL_", "GLOO_", "CUDA_VISIBLE", "OMP_")
@@ -39,16 +39,10 @@ seconds."""
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table.
-
-    Attributes:
-        name: what was looked at.
-        result: "pass", "fail", or "-" where nothing can be wrong.
-        detail: what was found.
-    """
+    """A row of the table."""
 
     name: str
-    result: str
+    result: str  # "pass", "fail", or "-" where nothing can be wrong
     detail: str
 
 
@@ -62,7 +56,9 @@ def main(arguments: Sequence[str]) -> int:
         if not given.skip_self_test and all(check.result != "fail" for check in checks):
             for device, backend, ranks in _first_steps(given.ranks):
                 line.say(f"train on {device}")
-                outcomes.append(_selftest(device, backend, ranks, given.timeout))
+                from fsdp2.command import selftest
+
+                outcomes.append(selftest.run(device, backend, ranks, given.timeout))
     checks += [_check_of(outcome) for outcome in outcomes]
     is_well = all(check.result != "fail" for check in checks)
     if given.json:
@@ -173,12 +169,6 @@ def _first_steps(cpu_ranks: int) -> list[tuple[str, str, int]]:
         backend = dist.get_default_backend_for_device(kind)
         found.append((kind, backend, torch.accelerator.device_count()))
     return found
-
-
-def _selftest(device: str, backend: str, ranks: int, seconds: float) -> SelfTest:
-    from fsdp2.command.selftest import run
-
-    return run(device, backend, ranks, seconds)
 
 
 def _check_of(outcome: SelfTest) -> Check:

@@ -45,12 +45,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def subparsers(parser: Parser, commands: Mapping[str, str]) -> dict[str, Parser]:
-    """A parser for each subcommand, with ``--json``; ``command`` of the arguments says which.
-
-    Args:
-        parser: of the command.
-        commands: what each does, by name.
-    """
+    """A parser for each subcommand, with ``--json``; ``command`` of the arguments says which."""
     adding = parser.add_subparsers(
         title="commands", dest="command", required=True, metavar="COMMAND", parser_class=_Sub
     )

@@ -67,19 +67,7 @@ def _plain(value: object) -> object:
 
 
 class ProgressLine:
-    """Shows the progress of a command on one line of stderr, after `PATIENCE` seconds.
-
-    It shows nothing if stderr is not a terminal.
-
-    Args:
-        title: what is done.
-        stream: in place of stderr.
-
-    Example::
-
-        with ProgressLine("verify run") as line:
-            verify("run", progress=line.bytes)
-    """
+    """Shows the progress of a command on one line of stderr, if it is a terminal, after a while."""
 
     def __init__(self, title: str, stream: TextIO | None = None) -> None:
         self._title = title

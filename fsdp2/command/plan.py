@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -48,7 +49,11 @@ def main(arguments: Sequence[str]) -> int:
             room = None if given.memory is None else given.memory * 1e9
             found = made.fit(room, progress=line.say) if given.fit else None
             # Printing may rehearse once more, to name the change that would fit.
-            shown = _facts_of(made, found) if given.json else str(made if found is None else found)
+            shown = (
+                (_facts(made) if found is None else _facts_of_fit(found))
+                if given.json
+                else str(made if found is None else found)
+            )
             files = _write(made if found is None else found.best or made, given)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         return complain(PROG, error)
@@ -69,55 +74,27 @@ def parser() -> Parser:
         PROG, _DESCRIPTION, f"amounts of bytes are in powers of ten: 1 GB is 10**9\n{codes}"
     )
     add = made.add_argument
+    number = functools.partial(add, type=count, metavar="N")
     add("model", nargs="?", help="one of --list; or module:function, which returns a Plan")
     add("--list", action="store_true", help="print the known models and machines, and exit")
     add("--hardware", default="h100", help="one of --list, or a file of fsdp2 calibrate (h100)")
-    add("--ranks", type=count, metavar="N", default=8, help="total number of ranks (8)")
-    add(
-        "--replicate",
-        type=count,
-        metavar="N",
-        default=1,
-        help="HSDP: groups that each hold all shards (1)",
-    )
-    add(
-        "--batch-size",
-        type=count,
-        metavar="N",
-        default=1,
-        help="sequences per micro-batch and rank (1)",
-    )
-    add("--seq-len", type=count, metavar="N", help="tokens per sequence (the model's)")
-    add("--grad-accum", type=count, metavar="N", default=1, help="micro-batches per step (1)")
+    number("--ranks", default=8, help="total number of ranks (8)")
+    number("--replicate", default=1, help="HSDP: groups that each hold all shards (1)")
+    number("--batch-size", default=1, help="sequences per micro-batch and rank (1)")
+    number("--seq-len", help="tokens per sequence (the model's)")
+    number("--grad-accum", default=1, help="micro-batches per step (1)")
     add("--reduce-each", action="store_true", help="reduce gradients after every micro-batch")
-    add(
-        "--activation-checkpointing",
-        type=count,
-        nargs="?",
-        const=1,
-        metavar="N",
-        help="recompute every N-th block in backward (N: 1)",
-    )
-    add(
-        "--reshard-after-forward",
-        choices=["always", "never"],
-        default="always",
-        help="whether blocks are resharded between forward and backward (always)",
-    )
-    add(
-        "--prefetch-window",
-        type=count,
-        metavar="N",
-        default=1,
-        help="units that are prefetched (1)",
-    )
+    text = "recompute every N-th block in backward (N: 1)"
+    number("--activation-checkpointing", nargs="?", const=1, help=text)
+    text = "whether blocks are resharded between forward and backward (always)"
+    add("--reshard-after-forward", choices=["always", "never"], default="always", help=text)
+    number("--prefetch-window", default=1, help="units that are prefetched (1)")
     add("--precision", choices=["bf16", "fp32"], default="bf16", help="compute dtype (bf16)")
     add("--clip-grad-norm", type=positive, metavar="NORM", help="clip gradients to this norm")
     add("--cpu-offload", action="store_true", help="keep shards and optimizer in CPU memory")
     add("--fit", action="store_true", help="search for the fastest settings that fit")
-    add(
-        "--memory", type=positive, metavar="GB", help="memory of one rank, for --fit (the device's)"
-    )
+    text = "memory of one rank, for --fit (the device's)"
+    add("--memory", type=positive, metavar="GB", help=text)
     add("--trace", type=Path, metavar="FILE", help="write the step as a timeline")
     add("--show", type=Path, metavar="PAGE", help="write an HTML page that shows the step")
     made.add_json()
@@ -125,11 +102,7 @@ def parser() -> Parser:
 
 
 def of_preset(given: argparse.Namespace) -> Plan:
-    """The plan of a known model.
-
-    Raises:
-        ValueError: it is not known, or numbers do not divide.
-    """
+    """The plan of a known model."""
     import torch
 
     from fsdp2.core.errors import coded
@@ -175,11 +148,7 @@ def of_preset(given: argparse.Namespace) -> Plan:
 
 
 def of_function(given: argparse.Namespace) -> Plan:
-    """The plan that the user's function returns.
-
-    Raises:
-        ValueError: there is none, it returns no plan, or options contradict it.
-    """
+    """The plan that the user's function returns."""
     import importlib
 
     from fsdp2.core.errors import coded
@@ -244,10 +213,6 @@ def _list(as_json: bool) -> int:
     ]
     print_table(["hardware", "device", "backend", "memory", "ranks per node"], rows, left=3)
     return DONE
-
-
-def _facts_of(made: Plan, found: Fit | None) -> dict[str, object]:
-    return _facts(made) if found is None else _facts_of_fit(found)
 
 
 def _facts(made: Plan) -> dict[str, object]:

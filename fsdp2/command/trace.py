@@ -62,11 +62,7 @@ def _summary(given: argparse.Namespace) -> int:
 
     with ProgressLine("trace summary"):
         found = summary(given.file)
-    if given.json:
-        print_json(found)
-    else:
-        print_text(found)
-    return DONE
+    return _print(found, given)
 
 
 def _diff(given: argparse.Namespace) -> int:
@@ -74,6 +70,10 @@ def _diff(given: argparse.Namespace) -> int:
 
     with ProgressLine("trace diff"):
         found = diff(given.first, given.second)
+    return _print(found, given)
+
+
+def _print(found: object, given: argparse.Namespace) -> int:
     if given.json:
         print_json(found)
     else:

@@ -1,4 +1,4 @@
-"""Which batch a group trains on in a step: a pure function of what was committed, and of its place.
+"""Which batch a group trains on in a step, and which group writes a checkpoint.
 
     committed 7 batches, groups A B C take part     A: 7   B: 8   C: 9       the step is dropped
                          A and C are left           A: 7   C: 8              it is committed
@@ -6,13 +6,16 @@
 
 No batch is in two steps that were committed, and none is left out: what a dropped step was to train
 on is trained on next. Nothing is kept besides the number of committed batches, which the manager's
-``state_dict()`` has: it heals, and is saved, with that.
+``state_dict()`` has: it heals, and is saved, with that. All groups have the same weights after a
+commit, so one writes; any number of groups of any size loads its checkpoint.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
+from fsdp2.checkpoint.saving import forget_load
 from fsdp2.core.errors import coded
 from fsdp2.elastic.managers import Manager
 
@@ -73,3 +76,29 @@ class Batches:
             generator = torch.Generator().manual_seed(1_000_003 * self._seed + epoch)
             self._epoch, self._order = epoch, torch.randperm(self._length, generator=generator)
         return self._order[at * self._size : (at + 1) * self._size].tolist()
+
+
+def is_writer(manager: Manager, model: nn.Module) -> bool:
+    """Whether this group writes the checkpoint of the step that was just committed.
+
+    One group does: the first of those that took part in the step. The others train on. Call it on
+    all ranks of all groups, after the commit of a step that is to be saved; without communication.
+
+    Args:
+        manager: whose step was committed.
+        model: the saved model. If another group writes, this group's next save continues from
+            there, and replaces no steps (`fsdp2.checkpoint.replaced`).
+
+    Example::
+
+        if committed and manager.current_step() % 100 == 0 and elastic.is_writer(manager, model):
+            extra = {"manager": manager.state_dict()}
+            fsdp2.checkpoint.save("run", model, optimizer, step=manager.current_step(), extra=extra)
+
+        loaded = fsdp2.checkpoint.load("run", model, optimizer)  # in all groups, at the start
+        manager.load_state_dict(loaded.extra["manager"])
+    """
+    if manager.participating_rank() == 0:
+        return True
+    forget_load(model)
+    return False

@@ -50,13 +50,7 @@ _COPIED = 4096
 
 
 class Contents:
-    """A model, optimizers and objects of the user's, of one rank.
-
-    Args:
-        model: sharded or not.
-        optimizers: over parameters of ``model``.
-        states: objects by name.
-    """
+    """A model, optimizers over its parameters, and objects of the user's by name, of one rank."""
 
     def __init__(
         self,
@@ -88,11 +82,7 @@ class Contents:
 
     @torch.no_grad()
     def value(self) -> Nested:
-        """All contents; tensors are views, except buffers and small ones.
-
-        Raises:
-            CheckpointError: ``model`` does not have a parameter of an optimizer's.
-        """
+        """All contents; tensors are views, except buffers and small ones."""
         with torch.inference_mode(False):
             params = dict(named_parameters(self.model))
             return {
@@ -109,11 +99,7 @@ class Contents:
 
     @torch.no_grad()
     def put(self, value: Nested) -> None:
-        """Take over what a peer with the same `layout` had; an interrupted iteration is given up.
-
-        Raises:
-            ShardingStateError: parameters are whole for the user, in `fsdp2.gathered`.
-        """
+        """Take over what a peer with this `layout` had; an interrupted iteration is given up."""
         for record in records_below(self.model):
             if record.scheduler is not None and record.scheduler.is_running:
                 record.scheduler.reset()

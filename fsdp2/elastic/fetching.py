@@ -45,13 +45,7 @@ class _EarlyError(Exception):
 
 
 class Fetch:
-    """One image of a peer's.
-
-    Args:
-        address: that the peer has told.
-        step: how many steps were committed before.
-        timeout: seconds for all of it.
-    """
+    """The image of a step at a peer's address; all of it takes at most `timeout` seconds."""
 
     def __init__(self, address: str, step: int, timeout: float) -> None:
         self._url = urlsplit(address)
@@ -60,21 +54,11 @@ class Fetch:
         self._read = 0  # bytes that are here, up to the end of a piece
 
     def head(self) -> Head:
-        """Fetch the head.
-
-        Raises:
-            CommunicationError: the peer cannot be reached, does not serve this step in time, or is
-                at a later one.
-        """
+        """Fetch the head."""
         return Head.decoded(self._until_done(self._read_head))
 
     def tensors(self, head: Head) -> list[Tensor]:
-        """Host memory with the bytes of each tensor.
-
-        Raises:
-            CommunicationError: the connection has broken and the peer does not answer, or it
-                serves this step no longer.
-        """
+        """Host memory with the bytes of each tensor."""
         memories = [part.memory() for part in head.parts]
         starts = head.starts()
         self._until_done(lambda: self._read_frames(head.token, memories, starts))
@@ -154,11 +138,7 @@ class Fetch:
 
 
 def _fill(source: BufferedIOBase, target: memoryview) -> None:
-    """Read as many bytes as ``target`` has.
-
-    Raises:
-        OSError: the connection ended before.
-    """
+    """Read as many bytes as ``target`` has."""
     while target:
         count = source.readinto(target)
         if not count:

@@ -40,19 +40,12 @@ Layout = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of an image.
-
-    Attributes:
-        dtype: its name in torch.
-        shape: of this rank's rows.
-        order: in which the dims lie in memory, the first outermost.
-        spread: of a DTensor, see `_spread_of`.
-    """
+    """A tensor of an image: this rank's rows."""
 
     dtype: str
     shape: Sequence[int]
-    order: Sequence[int]
-    spread: Nested | None = None
+    order: Sequence[int]  # of dims in memory, the first outermost
+    spread: Nested | None = None  # of a DTensor, see `_spread_of`
 
     @property
     def nbytes(self) -> int:
@@ -95,23 +88,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Head:
-    """The description of an image.
+    """The description of an image."""
 
-    Attributes:
-        step: how many steps were committed before.
-        token: no other image has it.
-        layout: of the rank that has it.
-        content: the value, without its tensors.
-        parts: its tensors.
-        refusal: why there is no value; "" if there is one.
-    """
-
-    step: int
-    token: str
+    step: int  # how many were committed before
+    token: str  # no other image has it
     layout: Layout
-    content: Json = None
+    content: Json = None  # the value, without its tensors
     parts: Sequence[Part] = ()
-    refusal: str = ""
+    refusal: str = ""  # why there is no value
 
     @classmethod
     def decoded(cls, data: bytes) -> Head:
@@ -129,11 +113,7 @@ class Head:
         return list(itertools.accumulate((part.nbytes for part in self.parts), initial=0))
 
     def value(self, memories: Sequence[Tensor], meshes: Mapping[MeshKey, DeviceMesh]) -> Value:
-        """The value, with tensors whose bytes are in ``memories``.
-
-        Raises:
-            ValueError: a DTensor's mesh is not among ``meshes``.
-        """
+        """The value, with tensors whose bytes are in ``memories``."""
         pairs = zip(self.parts, memories, strict=True)
         tensors = {str(at): part.tensor(memory, meshes) for at, (part, memory) in enumerate(pairs)}
         return unpacked(self.content, tensors)
@@ -141,23 +121,14 @@ class Head:
 
 @dataclass
 class Image:
-    """A value of one committed step, to be read while its tensors stay as they are.
-
-    Attributes:
-        head: what it is.
-        rows: of each tensor, contiguous.
-    """
+    """A value of one committed step, to be read while its tensors stay as they are."""
 
     head: Head
     rows: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, step: int, value: Value, layout: Layout) -> Image:
-        """Views of a value's tensors; one that has gaps in memory is copied.
-
-        Raises:
-            ValueError: the value has something that only running code would load.
-        """
+        """Views of a value's tensors; one that has gaps in memory is copied."""
         numbers = itertools.count()
         found = packed(value, lambda *_: str(next(numbers)))
         if found.wrong:

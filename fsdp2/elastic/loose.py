@@ -24,14 +24,7 @@ Average = Callable[[torch.Tensor], bool]
 
 
 class LooseParams:
-    """The parameters of a model that no unit has.
-
-    Args:
-        params: they.
-        syncs: whether this backward's gradients are averaged: not those of all but the last
-            micro-batch.
-        average: what averages them.
-    """
+    """Averages gradients of `params` where a backward ends, if it `syncs`."""
 
     def __init__(
         self, params: Sequence[nn.Parameter], syncs: Callable[[], bool], average: Average

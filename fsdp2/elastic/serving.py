@@ -39,17 +39,7 @@ _WAIT = 1.0  # seconds that a question waits for an answer other than "not yet"
 
 
 class ShardServer:
-    """Serves images.
-
-    Args:
-        host: the name under which peers reach this machine.
-        port: 0: any that is free.
-        patience: seconds that `close` gives to who reads.
-        piece: bytes of a piece.
-
-    Attributes:
-        address: a URL that ends in a secret, which only who is told it can ask.
-    """
+    """Serves images at `address`, a URL that ends in a secret; `close` waits `patience` seconds."""
 
     def __init__(self, host: str, port: int, patience: float, piece: int = PIECE) -> None:
         self.patience = patience

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fsdp2.core.device.one_off import gather_numbers
+from fsdp2.core.device.process_groups import current_world
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.registry import UnitRecord, records_below
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.elastic.agreement import agree_on_step
 from fsdp2.elastic.loose import LooseParams
 from fsdp2.elastic.managers import Manager
 from fsdp2.module import FSDPModule
@@ -74,17 +75,7 @@ def attach(
 
 
 class Steps:
-    """A model's steps, each committed by all ranks of this group or by none; made by `attach`.
-
-    Args:
-        model: the model.
-        manager: of the replica groups.
-        optimizers: what `commit` steps.
-        scaler: of gradients, if there is one.
-
-    Attributes:
-        manager: as it was given.
-    """
+    """A model's steps, each committed by all ranks of this group or by none; made by `attach`."""
 
     def __init__(
         self,
@@ -147,7 +138,7 @@ class Steps:
         """
         if not self.manager.should_commit():
             self.drop()
-            agree_on_step(self.manager, self._device)
+            _agree_on_step(self.manager, self._device)
             return False
         for optimizer in self._optimizers:
             if self._scaler is None:
@@ -235,3 +226,20 @@ def _device_of(model: nn.Module, records: Sequence[UnitRecord]) -> torch.device:
     axes = (p.axes.device for record in records for g in record.unit.own_groups for p in g.params)
     params = (param.device for param in model.parameters())
     return next(axes, next(params, torch.device("cpu")))
+
+
+def _agree_on_step(manager: Manager, device: torch.device) -> None:
+    """Let this rank be at the earliest step that a rank of its group is at; all ranks call it.
+
+    torchft counts steps on each rank, and asks one of them where its group is. With rank 0 healed
+    to step 7 and rank 1 at 0, the group would count as healed, and rank 1 would train on with
+    weights of another step. If all have healed, they keep that state: the group that sent it may
+    have ended.
+    """
+    group = current_world()
+    if group is None or group.size() == 1:
+        return
+    own = manager.current_step()
+    earliest = min(step for (step,) in gather_numbers(group, [own], device))
+    if earliest < own:
+        manager.load_state_dict({**manager.state_dict(), "step": earliest})

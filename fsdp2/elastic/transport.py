@@ -121,16 +121,7 @@ class ShardTransport:
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: Nested, timeout: timedelta
     ) -> None:
-        """Let peers read; returns at once.
-
-        An error is told to the rank that asks, and raised there: this rank trains on.
-
-        Args:
-            dst_ranks: groups that will ask.
-            step: how many steps are committed.
-            state_dict: views of what is sent.
-            timeout: is not needed.
-        """
+        """Let peers read views of `state_dict`; an error is told to the rank that asks."""
         layout: Layout = {}
         try:
             layout = self._contents.layout()
@@ -151,8 +142,7 @@ class ShardTransport:
             ValueError: `recv_checkpoint` has found that this rank can never take over what groups
                 that train have.
         """
-        while self.disallow_checkpoint in ShardReaders.waiting:
-            ShardReaders.waiting.remove(self.disallow_checkpoint)
+        self._stop_waiting()
         self._server.close()
         refused, self._refused = self._refused, None
         if refused is not None:
@@ -161,13 +151,7 @@ class ShardTransport:
     def recv_checkpoint(
         self, src_rank: int, metadata: str, step: int, timeout: timedelta
     ) -> Nested:
-        """Fetch what the same rank of another group has; changes nothing here.
-
-        Args:
-            src_rank: the group.
-            metadata: what `metadata` has said there.
-            step: how many steps are committed there.
-            timeout: for all of it.
+        """Fetch what the same rank of another group has at a step; changes nothing here.
 
         Raises:
             ValueError: the peer has another model, optimizer or sharding, or cannot send its state;
@@ -185,14 +169,13 @@ class ShardTransport:
             raise
 
     def shutdown(self, wait: bool = True) -> None:
-        """Stop serving.
+        """Stop serving."""
+        self._stop_waiting()
+        self._server.shutdown()
 
-        Args:
-            wait: is not needed.
-        """
+    def _stop_waiting(self) -> None:
         while self.disallow_checkpoint in ShardReaders.waiting:
             ShardReaders.waiting.remove(self.disallow_checkpoint)
-        self._server.shutdown()
 
 
 def _wait_for_device() -> None:
@@ -212,11 +195,7 @@ def _check_sent(refusal: str) -> None:
 
 
 def _check_alike(own: Layout, theirs: Layout) -> None:
-    """Raise what differs first.
-
-    Raises:
-        ValueError: something does.
-    """
+    """Raise what differs first."""
     names = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
     if names:
         name = names[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .options import UsageError
+from .flags import UsageError
 
 HELD_OUT_SHARE = 0.1
 MAX_BYTES = 1 << 30
@@ -57,25 +56,23 @@ def load_corpus(path: Path | None, min_bytes: int) -> Corpus:
         )
     fingerprint = hashlib.blake2b(train, digest_size=12)
     fingerprint.update(hashlib.blake2b(held_out).digest())
-    return Corpus(
-        _as_tensor(train), _as_tensor(held_out), len(files), source, fingerprint.hexdigest()
-    )
+    halves = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, held_out)]
+    return Corpus(halves[0], halves[1], len(files), source, fingerprint.hexdigest())
 
 
 def _read_files(path: Path | None) -> tuple[str, dict[str, bytes]]:
     """(what the text is called, file name -> its bytes)."""
+    if path is not None and path.is_file():
+        return str(path), {path.name: _checked([path])[0].read_bytes()}
+    if path is not None and path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is neither a file nor a folder")
+    root = path or Path(sysconfig.get_paths()["stdlib"])
+    skipped, suffix = (_NO_STDLIB, ".py") if path is None else (frozenset(), "")
+    files = {name: (root / name).read_bytes() for name in list_files(root, suffix, skipped)}
     if path is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = {name: _read(root / name) for name in list_files(root, ".py", _NO_STDLIB)}
         return "Python's standard library", files
-    mode = path.stat().st_mode
-    if stat.S_ISDIR(mode):
-        files = {name: _read(path / name) for name in list_files(path)}
-        # A zero byte early on: an image, an archive, anything but text.
-        return str(path), {name: text for name, text in files.items() if b"\0" not in text[:8192]}
-    if stat.S_ISREG(mode):
-        return str(path), {path.name: _read(path)}
-    raise UsageError(f"{path} is neither a file nor a folder")
+    # A zero byte early on: an image, an archive, anything but text.
+    return str(path), {name: text for name, text in files.items() if b"\0" not in text[:8192]}
 
 
 def list_files(root: Path, suffix: str = "", skip: frozenset[str] = frozenset()) -> list[str]:
@@ -87,20 +84,20 @@ def list_files(root: Path, suffix: str = "", skip: frozenset[str] = frozenset())
     def stop(error: OSError) -> None:
         raise error
 
-    names = []
-    total = 0
-    for folder, subfolders, file_names in os.walk(root, onerror=stop):
-        subfolders[:] = [name for name in subfolders if name not in skip and name[0] != "."]
-        for name in file_names:
-            path = Path(folder, name)
-            if name.endswith(suffix) and name[0] != "." and path.is_file():
-                names.append(path.relative_to(root).as_posix())
-                total += path.stat().st_size
-        if total > MAX_BYTES:
-            raise UsageError(
-                f"{root} holds more than {MAX_BYTES >> 20} MiB of files; name a smaller folder"
-            )
-    return sorted(names)
+    found = []
+    for folder, below, names in os.walk(root, onerror=stop):
+        below[:] = [name for name in below if name not in skip and name[0] != "."]
+        paths = [Path(folder, name) for name in names if name[0] != "." and name.endswith(suffix)]
+        found += [path for path in paths if path.is_file()]
+    return sorted(path.relative_to(root).as_posix() for path in _checked(found))
+
+
+def _checked(paths: list[Path]) -> list[Path]:
+    if sum(path.stat().st_size for path in paths) > MAX_BYTES:
+        raise UsageError(
+            f"--data holds more than {MAX_BYTES >> 20} MiB of files; name a smaller one"
+        )
+    return paths
 
 
 def split_files(files: dict[str, bytes], min_bytes: int) -> tuple[bytes, bytes]:
@@ -158,13 +155,3 @@ def tokens_and_targets(sequences: Tensor, device: torch.device) -> tuple[Tensor,
     """uint8 [B, T + 1] -> int64 tokens [B, T] and targets [B, T] on `device`."""
     on_device = sequences.to(device, torch.int64)
     return on_device[:, :-1], on_device[:, 1:]
-
-
-def _read(path: Path) -> bytes:
-    if path.stat().st_size > MAX_BYTES:
-        raise UsageError(f"{path} holds more than {MAX_BYTES >> 20} MiB; name a smaller file")
-    return path.read_bytes()
-
-
-def _as_tensor(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

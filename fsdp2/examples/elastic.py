@@ -14,6 +14,9 @@ import hashlib
 import logging
 import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -24,7 +27,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fsdp2 import elastic
 
-from . import launch
 from .options import Options
 
 GROUP = "FSDP2_EXAMPLE_GROUP"
@@ -39,7 +41,6 @@ HEARTBEAT = 2000  # ms without a sign of life, after which a group is counted ou
 LATE = 60_000  # ms that groups wait for one that is alive, and late: longer than TIMEOUT
 TIMEOUT = timedelta(seconds=30)  # of collectives between groups, and of their votes
 START = timedelta(minutes=5)  # until all groups are there
-LEAVE = timedelta(minutes=1)  # until all groups have finished
 
 Backward = Callable[[int, int], Tensor]
 """Brings the gradients of a step, with the batch of a number; the mean loss of this group."""
@@ -53,16 +54,15 @@ def group() -> int | None:
 # --- who starts the groups ------------------------------------------------------------------------
 
 
-def run(module: str, argv: Sequence[str], options: Options) -> int:
-    """Run ``python -m module *argv`` for each group until all have finished; the exit code.
+def run(module: str, argv: Sequence[str], count: int) -> int:
+    """Run ``python -m module *argv`` for each of `count` groups; 0 if all end with equal weights.
 
-    A group that fails is started again. A lighthouse that ``TORCHFT_LIGHTHOUSE`` names is used.
+    Each is a torchrun of its own, which starts a group that fails again. A lighthouse that
+    ``TORCHFT_LIGHTHOUSE`` names is used.
     """
     os.environ.setdefault("RUST_LOG", "error")  # else torchft tells of each step
     from torchft.coordination import LighthouseServer
 
-    assert options.elastic is not None
-    groups = range(options.elastic)
     lighthouse, address = None, os.environ.get(LIGHTHOUSE)
     if address is None:
         lighthouse = LighthouseServer(
@@ -70,25 +70,26 @@ def run(module: str, argv: Sequence[str], options: Options) -> int:
         )
         address = lighthouse.address()
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-
-    def watch(running: Sequence[int]) -> bool:
-        finished = [number for number in groups if store.check([_weights(number)])]
-        if running and set(running) <= {*finished}:
-            store.set("leave", "")
-        return not finished  # who starts now would have nobody to heal from
-
-    environments = [
-        {GROUP: str(number), STORE: str(store.port), LIGHTHOUSE: address} for number in groups
-    ]
-    code = launch.run_groups(module, argv, environments, watch)
-    ended = [store.get(_weights(n)) for n in groups if store.check([_weights(n)])]
-    if code == 0:
-        alike = "the same weights" if len({*ended}) == 1 else "DIFFERENT WEIGHTS"
-        print(f"{len(ended)} of {len(groups)} groups end with {alike}", flush=True)
-        code = 0 if len({*ended}) == 1 else 1
-    if lighthouse is not None:
-        lighthouse.shutdown()
-    return code
+    common = {**os.environ, STORE: str(store.port), LIGHTHOUSE: address}
+    command = [sys.executable, "-m", module, *argv]
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    groups: list[subprocess.Popen[bytes]] = []
+    try:
+        for number in range(count):
+            groups.append(subprocess.Popen(command, env={**common, GROUP: str(number)}))
+        code = max(abs(group.wait()) for group in groups)
+    finally:
+        for group in groups:
+            group.terminate()
+        for group in groups:
+            group.wait()
+        if lighthouse is not None:
+            lighthouse.shutdown()
+    ended = [store.get(_weights(n)) for n in range(count) if store.check([_weights(n)])]
+    alike = len({*ended}) == 1
+    what = "the same weights" if alike else "DIFFERENT WEIGHTS"
+    print(f"{len(ended)} of {count} groups end with {what}", flush=True)
+    return code or (0 if alike else 1)
 
 
 def _weights(number: int) -> str:
@@ -112,6 +113,8 @@ def train(
     assert number is not None
     assert options.elastic is not None
     says = f"group {number}:"
+    if rank == 0 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        print(f"train_lm: group {number} is started again", flush=True)
     groups = TCPStore(HOST, int(os.environ[STORE]), is_master=False)
     manager, shutdown = make_manager(model, optimizer, options, rank, number)
     groups.set(f"group {number} is there", "")
@@ -127,7 +130,6 @@ def train(
             flush=True,
         )
         groups.set(_weights(number), checksum)
-    groups.wait(["leave"], LEAVE)
 
 
 def make_manager(

@@ -3,9 +3,7 @@
     rank r's rows, fp32 ── int8 rows and one fp32 scale per row ══ all-gather ══> codes × scales
 
 The optimizer updates fp32 rows. Each gather quantizes the rows that a rank holds, sends them, and
-multiplies what arrives by its scales, in the compute dtype. Run the comparison with:
-
-    torchrun --nproc_per_node=2 -m fsdp2.examples.int8_all_gather
+multiplies what arrives by its scales, in the compute dtype.
 """
 
 from __future__ import annotations
@@ -15,12 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy
 
 _aten = torch.ops.aten
 _KEEP_CLASS = {
@@ -139,52 +136,3 @@ def gather_in_int8(model: nn.Module) -> int:
                 made[weight] = nn.Parameter(Int8Gathered(weight.detach()), weight.requires_grad)
             module.weight = made[weight]
     return len(made)
-
-
-def train(quantised: bool, steps: int = 50, width: int = 64, seed: int = 0) -> list[float]:
-    """Train a small model to imitate another one; the same data whatever is gathered.
-
-    Args:
-        quantized: whether linear layers are gathered in int8.
-        steps: number of AdamW steps.
-        width: width of the three layers.
-        seed: of weights and data.
-
-    Returns:
-        The loss of each step.
-    """
-    torch.manual_seed(seed)
-    teacher = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
-    if quantised:
-        gather_in_int8(model)
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(steps):
-        inputs = torch.randn(128, width)
-        with torch.no_grad():
-            targets = teacher(inputs)
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def main() -> None:
-    """Compare the losses of both, on the CPU ranks that torchrun started."""
-    dist.init_process_group("gloo")
-    plain, quantised = train(quantised=False), train(quantised=True)
-    if dist.get_rank() == 0:
-        print("step   fp32    int8")
-        for step in range(9, len(plain), 10):
-            print(f"{step + 1:>4}  {plain[step]:.4f}  {quantised[step]:.4f}")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

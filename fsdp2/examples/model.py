@@ -36,16 +36,6 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
 
-    def __post_init__(self) -> None:
-        if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
-            raise ValueError(
-                f"dim={self.dim} must split into num_heads={self.num_heads} heads of even size"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
-            )
-
     @property
     def head_dim(self) -> int:
         return self.dim // self.num_heads
@@ -64,17 +54,8 @@ PRESETS: dict[str, ModelConfig] = {
     "tiny": ModelConfig(dim=64, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=192),
     "small": ModelConfig(dim=128, num_layers=4, num_heads=4, num_kv_heads=2, hidden_dim=384),
     "medium": ModelConfig(dim=512, num_layers=8, num_heads=8, num_kv_heads=4, hidden_dim=1408),
-    "llama-1b": ModelConfig(
-        dim=2048, num_layers=16, num_heads=32, num_kv_heads=8, hidden_dim=8192, rope_theta=500_000.0
-    ),
-    "llama-8b": ModelConfig(
-        dim=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        hidden_dim=14336,
-        rope_theta=500_000.0,
-    ),
+    "llama-1b": ModelConfig(2048, 16, 32, 8, hidden_dim=8192, rope_theta=500_000.0),
+    "llama-8b": ModelConfig(4096, 32, 32, 8, hidden_dim=14336, rope_theta=500_000.0),
 }
 
 

@@ -53,11 +53,6 @@ def data_parallel_mesh(mesh: DeviceMesh, levels: bool = False) -> DeviceMesh | L
     return Levels(both) if levels else both
 
 
-def data_parallel_rank(options: Options, rank: int) -> int:
-    """Which of `options.data_parallel_size` slices of a micro-batch `rank` takes."""
-    return rank // options.tp  # `tp` is the mesh's last dim: its ranks are neighbours
-
-
 def tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
     """Make `part`'s parameters DTensors of which each rank along `mesh`, 1-D, holds its share.
 

@@ -15,7 +15,6 @@ did; otherwise the exit code is 1.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import importlib
 import importlib.util
@@ -23,7 +22,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -33,120 +32,60 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp2 import MixedPrecisionPolicy, shard_model, xla
+from fsdp2 import shard_model, xla
 
 from . import launch
-from .images import DTYPES, STRATEGIES, BatchNorm, Strategy, average_statistics, shared_out
-from .options import GivenRanks, UsageError, count, rate, threads_for, world_size_of
+from .flags import GivenRanks, UsageError, check, flag, parsed
+from .images import BatchNorm, ImageOptions, answers_of, batches_of, train_epoch
 
 MODULE = "fsdp2.examples.train_digits"
 EVALUATED_AT_ONCE = 90
 """Images in one forward of an evaluation: the same for sharded and unsharded, so the same bits."""
+CPU = torch.device("cpu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 the joined files are another model or a worker failed, 2 wrong usage."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    try:
-        ranks = GivenRanks.from_environment()
-        options = parse(argv, ranks)
-        if ranks is not None:
-            launch.run_as_worker(lambda: _worker(options, ranks))
-        if options.data is not None:
-            read_mnist(options.data)  # what is wrong with it is said once, before workers start
-    except UsageError as error:
-        print(f"train_digits: {error}.", file=sys.stderr, flush=True)
-        return 2
+    given = sys.argv[1:] if argv is None else list(argv)
     with tempfile.TemporaryDirectory(prefix="fsdp2-digits-") as folder:
-        if options.ckpt_prefix is None:
-            argv = [*argv, "--ckpt_prefix", f"{folder}/final"]
-        return launch.run_workers(MODULE, argv, options.nproc, options.threads, name="train_digits")
-
-
-# --- options -------------------------------------------------------------------------------------
+        # Used by a run whose own arguments, which come later, name none; removed at the end.
+        started = [] if GivenRanks.from_environment() else [f"--ckpt_prefix={folder}/final"]
+        return launch.main(MODULE, [*started, *given], parse, _worker)
 
 
 @dataclass(frozen=True)
-class Options:
-    """A run, complete; names are those of the flags."""
+class Options(ImageOptions):
+    """A run, complete."""
 
-    data: Path | None
-    flat: bool
-    nested: bool
-    strategy: Strategy
-    use_gradient_checkpointing: bool
-    compute_dtype: torch.dtype
-    batch_size: int  # images in one optimizer step, over all ranks
-    num_epochs: int
-    lr: float  # of the first step; it falls to zero along a cosine
-    ckpt_prefix: str | None  # None: a folder that is removed at the end
-    nproc: int
-    threads: int
-    seed: int
+    device: str = "cpu"
+    flat: bool = flag("one XLA wrapper around the model: ZeRO-2")
+    nested: bool = flag("XLA wrappers around blocks and model: ZeRO-3")
+    data: Path | None = flag("MNIST's four files, as they are or unpacked", Path, metavar="FOLDER")
+    ckpt_prefix: str = flag("what the files of ranks begin with, to keep them", str, "")
 
 
 def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     """The checked options of this run; `UsageError` says what is wrong with them."""
-    args = _parser().parse_args(argv)
-    if ranks is not None and args.ckpt_prefix is None:
-        raise UsageError("--ckpt_prefix has to say where ranks that a launcher started save")
-    nproc = world_size_of(args.nproc, ranks, default=2)
-    if args.batch_size % nproc or args.batch_size < 2 * nproc:
-        # Batch norm has no variance of a single image.
-        raise UsageError(
-            f"--batch_size {args.batch_size} does not divide into {nproc} ranks' slices of at "
-            "least 2 images"
-        )
-    if args.strategy is not None and (args.flat or args.nested):
-        raise UsageError("--strategy is for shard_model; leave it out with --flat and --nested")
-    if args.data is None and importlib.util.find_spec("sklearn") is None:
-        raise UsageError(
+    options = parsed(Options, "train_digits", __doc__.partition("\n")[0], argv, ranks)
+    ways = [options.flat, options.nested, options.strategy is not None]
+    check(
+        (not options.ckpt_prefix, "--ckpt_prefix has to say where ranks of a launcher save"),
+        (
+            # Batch norm has no variance of a single image.
+            options.batch_size % options.world_size or options.batch_size < 2 * options.world_size,
+            f"--batch_size {options.batch_size} does not divide into {options.world_size} ranks' "
+            "slices of at least 2 images",
+        ),
+        (sum(ways) > 1, "--flat, --nested and --strategy exclude each other: name one"),
+        (
+            options.data is None and importlib.util.find_spec("sklearn") is None,
             "scikit-learn, which ships the images, is not installed: pip install scikit-learn, or "
-            "name a folder with MNIST's files by --data"
-        )
-    return Options(
-        data=args.data,
-        flat=args.flat,
-        nested=args.nested,
-        strategy=args.strategy or "zero3",
-        use_gradient_checkpointing=args.use_gradient_checkpointing,
-        compute_dtype=DTYPES[args.compute_dtype],
-        batch_size=args.batch_size,
-        num_epochs=args.num_epochs,
-        lr=args.lr,
-        ckpt_prefix=args.ckpt_prefix,
-        nproc=nproc,
-        threads=args.threads or threads_for(nproc),
-        seed=args.seed,
+            "name a folder with MNIST's files by --data",
+        ),
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="train_digits", description="Train a CNN on handwritten digits, sharded.",
-        allow_abbrev=False,
-    )  # fmt: skip
-    add = parser.add_argument
-    wrappers = parser.add_mutually_exclusive_group()
-    wrappers.add_argument(
-        "--flat", action="store_true", help="one XLA wrapper around the model: ZeRO-2"
-    )
-    wrappers.add_argument(
-        "--nested", action="store_true", help="XLA wrappers around blocks and model: ZeRO-3"
-    )
-    add("--strategy", choices=STRATEGIES, help="of shard_model, without wrappers (default: zero3)")
-    add("--data", type=Path, metavar="FOLDER", help="MNIST's four files, as they are or unpacked")
-    add("--use_gradient_checkpointing", action="store_true", help="recompute blocks in backward")
-    add("--compute_dtype", choices=list(DTYPES), default="float32")
-    add("--batch_size", type=count, default=64, help="images per step, over all ranks (64)")
-    add("--drop_last", action="store_true", help="leave out what fills no batch: done always")
-    add("--num_epochs", type=count, default=10, help="times through the images (10)")
-    add("--lr", type=rate, default=0.05, help="learning rate of the first step (0.05)")
-    add("--ckpt_prefix", metavar="PATH", help="what the files of ranks begin with, to keep them")
-    add("--nproc", type=count, help="processes to start (2)")
-    add("--threads", type=count, help="CPU threads per rank (default: CPUs / ranks)")
-    add("--seed", type=count, default=1, help="fixes weights, split and order of images (1)")
-    return parser
+    if options.data is not None:
+        read_mnist(options.data)
+    return options
 
 
 # --- images --------------------------------------------------------------------------------------
@@ -183,30 +122,29 @@ def read_mnist(folder: Path) -> Digits:
     """
     parts: list[Tensor] = []
     for split in ("train", "t10k"):
-        images = _read_idx(folder, f"{split}-images-idx3-ubyte", dims=3)
-        labels = _read_idx(folder, f"{split}-labels-idx1-ubyte", dims=1)
-        if not len(labels) or len(images) != len(labels) or int(labels.max()) > 9:
-            raise UsageError(
-                f"{folder} has {len(images)} images and {len(labels)} labels for {split}; there "
-                "must be as many, some, and labels from 0 to 9"
-            )
+        images = _read_idx(folder / f"{split}-images-idx3-ubyte", dims=3)
+        labels = _read_idx(folder / f"{split}-labels-idx1-ubyte", dims=1)
+        fits = 0 < len(labels) == len(images) and int(labels.max()) < 10
+        counts = f"{len(images)} images and {len(labels)} labels for {split}"
+        check((not fits, f"{folder} has {counts}; pass as many of both, with labels from 0 to 9"))
         parts += [images[:, None].float() / 255, labels.long()]
     return Digits(*parts)
 
 
-def _read_idx(folder: Path, name: str, dims: int) -> Tensor:
-    paths = [path for path in (folder / name, folder / f"{name}.gz") if path.is_file()]
-    if not paths:
-        raise UsageError(f"{folder / name} does not exist, nor with .gz")
+def _read_idx(path: Path, dims: int) -> Tensor:
     try:
-        content = paths[0].read_bytes()
-        content = gzip.decompress(content) if paths[0].suffix == ".gz" else content
+        zipped = not path.exists()
+        content = (
+            gzip.decompress(path.with_name(f"{path.name}.gz").read_bytes())
+            if zipped
+            else (path.read_bytes())
+        )
     except (OSError, EOFError) as error:
-        raise UsageError(f"{paths[0]} cannot be read: {error}") from error
+        raise UsageError(f"{path} cannot be read, nor with .gz: {error}") from error
     start = 4 + 4 * dims
     shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, start, 4)]
-    if content[:4] != bytes((0, 0, 8, dims)) or len(content) != start + math.prod(shape):
-        raise UsageError(f"{paths[0]} is cut short, or is not in MNIST's format")
+    is_whole = content[:4] == bytes((0, 0, 8, dims)) and len(content) == start + math.prod(shape)
+    check((not is_whole, f"{path} is cut short, or is not in MNIST's format"))
     return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).view(shape)
 
 
@@ -249,33 +187,26 @@ def build_model(options: Options) -> tuple[nn.Module, xla.XlaFullyShardedDataPar
         # The second forward updates batch norm's running statistics once more.
         for block in model.blocks:
             xla.checkpoint_module(block)
-    dtype = None if options.compute_dtype == torch.float32 else options.compute_dtype
     if not (options.flat or options.nested):
-        report = shard_model(
-            model,
-            {Block},
-            strategy=options.strategy,
-            mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        )
+        strategy = options.strategy or "zero3"
+        report = shard_model(model, {Block}, strategy=strategy, mp_policy=options.policy)
         # A wrapper around what is sharded already only saves; copies of all shards are groups.
-        groups = torch.arange(options.nproc).view(-1, report.mesh[-1]).tolist()
+        groups = torch.arange(options.world_size).view(-1, report.mesh[-1]).tolist()
         return model, xla.XlaFullyShardedDataParallel(model, sharding_groups=groups), str(report)
     if options.nested:
         for i, block in enumerate(model.blocks):
-            model.blocks[i] = _wrapped(block, dtype)
-        model.add_module("head", _wrapped(model.head, dtype))
-    wrapper = _wrapped(model, dtype, reshard=options.nested)
+            model.blocks[i] = _wrapped(block, options)
+        model.add_module("head", _wrapped(model.head, options))
+    wrapper = _wrapped(model, options)
     wrappers = [m for m in wrapper.modules() if isinstance(m, xla.XlaFullyShardedDataParallel)]
-    return wrapper, wrapper, f"{len(wrappers)} of XLA's wrappers over {options.nproc} ranks"
+    return wrapper, wrapper, f"{len(wrappers)} of XLA's wrappers over {options.world_size} ranks"
 
 
-def _wrapped(
-    module: nn.Module, dtype: torch.dtype | None, reshard: bool = True
-) -> xla.XlaFullyShardedDataParallel:
+def _wrapped(module: nn.Module, options: Options) -> xla.XlaFullyShardedDataParallel:
     return xla.XlaFullyShardedDataParallel(
         module,
-        reshard_after_forward=reshard,
-        compute_dtype=dtype,
+        reshard_after_forward=options.nested,
+        compute_dtype=options.policy.param_dtype,
         buffer_dtype=torch.float32,
         fp32_reduce_scatter=True,
     )
@@ -295,18 +226,15 @@ class Result:
 
 
 def _worker(options: Options, ranks: GivenRanks) -> int:
-    torch.set_num_threads(options.threads)
-    launch.init_process_group(ranks, "gloo", torch.device("cpu"))
-    result = run(options, load_digits(options))
-    dist.barrier()
-    dist.destroy_process_group()
-    if result.answers_that_differ and ranks.rank == 0:
+    with launch.process_group(options, ranks):
+        differ = run(options, load_digits(options)).answers_that_differ
+    if differ and ranks.rank == 0:
         print(
-            f"train_digits: the joined files are not the model that was trained: "
-            f"{result.answers_that_differ} answers differ.",
+            f"train_digits: the joined files are not the model that was trained: {differ} answers "
+            "differ.",
             file=sys.stderr,
         )
-    return 1 if result.answers_that_differ else 0
+    return 1 if differ else 0
 
 
 def run(options: Options, digits: Digits) -> Result:
@@ -315,21 +243,22 @@ def run(options: Options, digits: Digits) -> Result:
     model, saver, how = build_model(options)
     if rank == 0:
         numel = sum(param.numel() for param in model.parameters())
-        dtype = str(options.compute_dtype).removeprefix("torch.")
         print(
             f"{len(digits.labels):,} images to train on, {len(digits.held_out_labels):,} held out; "
-            f"{numel:,} parameters, {dtype}, threads per rank: {options.threads}\n{how}",
+            f"{numel:,} parameters, {options.compute_dtype}, threads per rank: {options.threads}\n"
+            f"{how}",
             flush=True,
         )
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True)
     begin = time.perf_counter()
     answers = torch.empty(0)
     for epoch in range(options.num_epochs):
-        loss = train_epoch(model, optimizer, digits, epoch, options)
-        average_statistics(model)
-        answers = answers_of(
-            model, digits.held_out_images, dist.get_world_size(), options.compute_dtype
-        )
+        batches = batches_of(options, len(digits.labels), epoch, rank)
+        parts = [(epoch + i / len(batches)) / options.num_epochs for i in range(len(batches))]
+        rates = [options.lr * 0.5 * (1 + math.cos(math.pi * part)) for part in parts]
+        pairs = ((digits.images[batch], digits.labels[batch]) for batch in batches)
+        loss = train_epoch(options, model, optimizer, pairs, rates, CPU)
+        answers = _answers(model, digits, options, options.world_size)
         if rank == 0:
             print(
                 f"epoch {epoch + 1:2d}/{options.num_epochs}  loss {loss:.4f}  "
@@ -339,8 +268,7 @@ def run(options: Options, digits: Digits) -> Result:
     path = save(saver, options)
     joined = torch.empty_like(answers)
     if rank == 0:
-        unsharded = load_unsharded(path, options)
-        joined = answers_of(unsharded, digits.held_out_images, 1, options.compute_dtype)
+        joined = _answers(load_unsharded(path, options), digits, options, 1)
     dist.broadcast(joined, 0)
     differ = int((joined != answers).sum())
     result = Result(accuracy(answers, digits), accuracy(joined, digits), differ, path)
@@ -353,48 +281,15 @@ def run(options: Options, digits: Digits) -> Result:
     return result
 
 
-def train_epoch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, digits: Digits, epoch: int, options: Options
-) -> float:
-    """Once through the images, in an order that (seed, epoch) fixes; the mean loss, in nats.
+def _answers(model: nn.Module, digits: Digits, options: Options, num_ranks: int) -> Tensor:
+    """The digit for each held-out image, int64 [n], on every rank."""
 
-    Each rank takes its slice of each global batch. The last images that fill no batch are left out.
-    """
-    model.train()
-    order = torch.Generator().manual_seed(options.seed * 1_000_003 + epoch)
-    batches = torch.randperm(len(digits.labels), generator=order).split(options.batch_size)
-    if len(batches[-1]) < options.batch_size and len(batches) > 1:
-        batches = batches[:-1]
-    share = options.batch_size // options.nproc
-    total = torch.zeros((), dtype=torch.float64)
-    for i, batch in enumerate(batches):
-        progress = (epoch + i / len(batches)) / options.num_epochs
-        for group in optimizer.param_groups:
-            group["lr"] = options.lr * 0.5 * (1 + math.cos(math.pi * progress))
-        mine = batch[dist.get_rank() * share :][:share]
-        logits = model(digits.images[mine].to(options.compute_dtype))
-        loss = F.cross_entropy(logits.float(), digits.labels[mine])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        total += loss.detach().double()
-    dist.all_reduce(total)
-    return total.item() / len(batches) / options.nproc
+    def read(chunks: list[list[int]]) -> Iterable[Tensor]:
+        return (digits.held_out_images[chunk] for chunk in chunks)
 
-
-@torch.no_grad()
-def answers_of(model: nn.Module, images: Tensor, num_ranks: int, dtype: torch.dtype) -> Tensor:
-    """The digit for each image, int64 [n], on every rank; forwards are shared out over ranks."""
-    model.eval()
-    rank = dist.get_rank() if num_ranks > 1 else 0
-    answers = torch.zeros(len(images), dtype=torch.int64)
-    for chunk, counts in shared_out(len(images), EVALUATED_AT_ONCE, rank, num_ranks):
-        found = model(images[chunk].to(dtype)).argmax(1)
-        if counts:
-            answers[chunk] = found
-    if num_ranks > 1:
-        dist.all_reduce(answers)
-    return answers
+    images = len(digits.held_out_images)
+    found = answers_of(model, read, images, EVALUATED_AT_ONCE, num_ranks, CPU, options.dtype)
+    return found[:, 0].contiguous()
 
 
 def accuracy(answers: Tensor, digits: Digits) -> float:
@@ -411,7 +306,6 @@ def save(saver: xla.XlaFullyShardedDataParallel, options: Options) -> str:
     If several groups of ranks hold all shards, each group's files make a model, and they are the
     same: the first group's files are merged.
     """
-    assert options.ckpt_prefix is not None
     copies = dist.get_world_size() // saver.world_size
     copy = dist.get_rank() // saver.world_size
     prefix = options.ckpt_prefix + (f"_copy-{copy}" if copies > 1 else "")
@@ -433,7 +327,7 @@ def load_unsharded(path: str, options: Options) -> nn.Module:
     found = cast("dict[str, dict[str, Tensor]]", torch.load(path, weights_only=True))
     model.load_state_dict(found["model"])
     for param in model.parameters():
-        param.data = param.data.to(options.compute_dtype)
+        param.data = param.data.to(options.dtype)
     return model
 
 

@@ -12,56 +12,51 @@
 Each residual block is a unit. The rate rises over the warm-up, then is divided by
 ``--lr_scheduler_divisor`` at regular intervals of epochs; epochs are counted from the start.
 
-A run is a function of its flags: the order of images depends on (seed, epoch), an image's crop on
-(seed, epoch, image). A resumed run therefore equals an uninterrupted one, bit for bit.
+A run is a function of its flags: the order of images depends on (seed, epoch), their crops on
+(seed, epoch, rank). A resumed run therefore equals an uninterrupted one, bit for bit.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recomputed
 from torch.utils.data import DataLoader, Dataset
 
-from fsdp2 import CheckpointError, MixedPrecisionPolicy, checkpoint, shard_model
+from fsdp2 import CheckpointError, checkpoint, shard_model, xla
 
-from . import launch, reporting
-from .images import (
-    DTYPES,
-    STRATEGIES,
-    BatchNorm,
-    Strategy,
-    average_statistics,
-    import_torchvision,
-    shared_out,
-)
-from .options import (
+from . import checkpointing, launch, reporting
+from .flags import (
     GivenRanks,
-    Parser,
     UsageError,
-    backend_for,
+    check,
     count,
     cpu_count,
-    device_named,
-    number,
+    flag,
+    not_negative,
+    parsed,
     rate,
-    seed,
-    threads_for,
-    world_size_of,
+    share,
 )
+from .images import (
+    BatchNorm,
+    ImageOptions,
+    answers_of,
+    batches_of,
+    import_torchvision,
+    train_epoch,
+)
+from .reporting import amount
 
 MODULE = "fsdp2.examples.train_imagenet"
 MODELS = (
@@ -75,142 +70,70 @@ KEEP = 2  # checkpoints
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 wrong usage, 128 + n ended by signal n, else a worker's failure."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    ranks: GivenRanks | None = None
-    try:
-        ranks = GivenRanks.from_environment()
-        options = parse(argv, ranks)
-        if options.make_sample is not None:
-            print(make_sample(options.make_sample))
-            return 0
-        check_folders(options)
-    except UsageError as error:
-        if ranks is None or ranks.rank == 0:
-            return _complain(error)
-        launch.let_rank_0_speak()
-        return 2
-    if ranks is not None:
-        launch.run_as_worker(lambda: _worker(options, ranks))
-    return launch.run_workers(
-        MODULE, argv, options.world_size, options.threads, name="train_imagenet"
-    )
-
-
-def _complain(error: Exception) -> int:
-    print(f"train_imagenet: {str(error).removesuffix('.')}.", file=sys.stderr, flush=True)
-    return 2
-
-
-# --- options -------------------------------------------------------------------------------------
+    """Exit code: 0 done, 1 a worker failed, 2 wrong usage, 128 + n ended by signal n."""
+    return launch.main(MODULE, argv, prepare, work)
 
 
 @dataclass(frozen=True)
-class Options:
-    """A run, complete; names are those of the flags."""
+class Options(ImageOptions):
+    """A run, complete."""
 
-    datadir: Path
-    make_sample: Path | None
-    model: str
-    image_size: int  # pixels a side of what the model sees
-    min_crop: float  # of an image's area, in training
-    flip: bool
-    batch_size: int  # images in one optimizer step, over all ranks
-    test_set_batch_size: int  # images in one forward of one rank
-    num_epochs: int
-    eval_interval: int  # epochs
-    lr: float  # behind the warm-up
-    num_warmup_epochs: int
-    lr_scheduler_divide_every_n_epochs: int
-    lr_scheduler_divisor: float
-    momentum: float
-    weight_decay: float
-    use_gradient_checkpointing: bool
-    compute_dtype: torch.dtype
-    strategy: Strategy
-    checkpoint: Path | None
-    checkpoint_interval: int  # epochs
-    resume: bool
-    num_workers: int  # processes of a rank that read images; 0: the rank itself
-    world_size: int
-    local_world_size: int
-    device: str
-    threads: int
-    seed: int
+    datadir: Path = flag("with train/<class>/* and val/<class>/*", Path, metavar="FOLDER")
+    make_sample: Path | None = flag("write such a folder, and leave", Path, metavar="FOLDER")
+    model: str = flag("of torchvision (resnet50)", choices=MODELS, default="resnet50")
+    image_size: int = flag("pixels per side of what the model sees", count, 224)
+    min_crop: float = flag("least share of an image's area in a crop in training", share, 0.08)
+    no_flip: bool = flag("mirror no images in training")
+    batch_size: int = flag("images per step, over all ranks", count, 256)
+    test_set_batch_size: int = flag("images per forward and rank", count, 64)
+    num_epochs: int = flag("times through the images", count, 90)
+    eval_interval: int = flag("epochs from evaluation to evaluation", count, 1)
+    lr: float = flag("learning rate behind the warm-up", rate, 0.1)
+    num_warmup_epochs: int = flag("in which the rate rises", not_negative, 5)
+    lr_scheduler_divide_every_n_epochs: int = flag("epochs", count, 30, metavar="N")
+    lr_scheduler_divisor: float = flag("what the rate is divided by", rate, 10.0)
+    momentum: float = flag("of SGD", share, 0.9)
+    weight_decay: float = flag("of SGD", share, 1e-4)
+    checkpoint: Path | None = flag(f"save here; the last {KEEP} stay", Path, metavar="FOLDER")
+    checkpoint_interval: int = flag("epochs from save to save", count, 1)
+    resume: bool = flag("go on from the newest checkpoint, if there is one")
+    num_workers: int | None = flag("processes per rank that read images", not_negative)
 
 
 def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     """The checked options of this run; `UsageError` says what is wrong with them."""
-    args = _parser().parse_args(argv)
-    if (args.datadir is None) == (args.make_sample is None):
-        raise UsageError("--datadir names the folder of images, or --make-sample one to be made")
-    if args.make_sample is None and importlib.util.find_spec("torchvision") is None:
-        raise UsageError(
+    options = parsed(Options, "train_imagenet", __doc__.partition("\n")[0], argv, ranks)
+    check(
+        (
+            bool(options.datadir) == bool(options.make_sample),
+            "--datadir names the folder of images, or --make-sample one to be made",
+        ),
+        (
+            options.datadir and importlib.util.find_spec("torchvision") is None,
             "torchvision, which has the models, is not installed: pip install --no-deps the "
-            "torchvision of this torch, and pillow"
-        )
-    if args.resume and args.checkpoint is None:
-        raise UsageError("--resume needs --checkpoint FOLDER to say what to resume from")
-    device = device_named(args.device)
-    gpus = torch.cuda.device_count() if device == "cuda" else 0
-    world_size = world_size_of(args.nproc, ranks, default=max(2, gpus))
-    local = ranks.local_world_size if ranks else world_size
-    if args.batch_size % world_size:
-        raise UsageError(f"--batch_size {args.batch_size} does not divide over {world_size} ranks")
-    given = vars(args) | {
-        "datadir": args.datadir or Path(),
-        "flip": not args.no_flip,
-        "compute_dtype": DTYPES[args.compute_dtype],
-        "num_workers": cpu_count() // local - 1 if args.num_workers is None else args.num_workers,
-        "world_size": world_size,
-        "local_world_size": local,
-        "device": device,
-        "threads": args.threads or threads_for(local),
-    }
-    given["num_workers"] = max(0, given["num_workers"])
-    return Options(**{name: given[name] for name in Options.__dataclass_fields__})
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="train_imagenet", description=__doc__.partition("\n")[0], allow_abbrev=False
+            "torchvision of this torch, and pillow",
+        ),
+        (
+            options.resume and options.checkpoint is None,
+            "--resume needs --checkpoint FOLDER to say what to resume from",
+        ),
+        (
+            options.batch_size % options.world_size,
+            f"--batch_size {options.batch_size} does not divide over {options.world_size} ranks",
+        ),
     )
-    add = parser.add_argument
-    not_negative = number(int, 0, 2**31 - 1, "a whole number of at least 0")
-    share = number(float, 0, 1, "a number from 0 to 1")
-    add("--datadir", type=Path, metavar="FOLDER", help="with train/<class>/* and val/<class>/*")
-    add("--make-sample", type=Path, metavar="FOLDER", help="write such a folder, and leave")
-    add("--model", choices=MODELS, default="resnet50", help="of torchvision (resnet50)")
-    add("--image_size", type=count, default=224, help="pixels a side (224)")
-    add("--min_crop", type=share, default=0.08, help="least area of a crop in training (0.08)")
-    add("--no_flip", action="store_true", help="mirror no images in training")
-    add("--batch_size", type=count, default=256, help="images per step, over all ranks (256)")
-    add("--test_set_batch_size", type=count, default=64, help="images per forward and rank (64)")
-    add("--drop_last", action="store_true", help="leave out what fills no batch: done always")
-    add("--num_epochs", type=count, default=90, help="times through the images (90)")
-    add("--eval_interval", type=count, default=1, help="epochs from evaluation to evaluation (1)")
-    add("--lr", type=rate, default=0.1, help="learning rate behind the warm-up (0.1)")
-    add("--num_warmup_epochs", type=not_negative, default=5, help="in which it rises (5)")
-    add("--lr_scheduler_divide_every_n_epochs", type=count, default=30, metavar="N", help="(30)")
-    add("--lr_scheduler_divisor", type=rate, default=10, help="what it is divided by (10)")
-    add("--momentum", type=share, default=0.9, help="of SGD (0.9)")
-    add("--weight_decay", type=share, default=1e-4, help="of SGD (1e-4)")
-    add("--use_gradient_checkpointing", action="store_true", help="recompute blocks in backward")
-    add("--compute_dtype", choices=list(DTYPES), default="float32")
-    add("--strategy", choices=STRATEGIES, default="zero3", help="of shard_model (zero3)")
-    add("--checkpoint", type=Path, metavar="FOLDER", help=f"save here; the last {KEEP} stay")
-    add("--checkpoint_interval", type=count, default=1, help="epochs from save to save (1)")
-    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
-    add("--num_workers", type=not_negative, help="processes per rank that read images")
-    add("--nproc", type=count, help="processes to start (2, or one a GPU)")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    add("--threads", type=count, help="CPU threads per rank (default: CPUs / ranks)")
-    add("--seed", type=seed, default=1, help="fixes weights, order and crops (1)")
-    return parser
+    if options.num_workers is None:
+        workers = max(0, cpu_count() // options.local_world_size - 1)
+        options = replace(options, num_workers=workers)
+    return options
 
 
-def check_folders(options: Options) -> None:
-    """Say what is wrong with --datadir and --checkpoint before workers start."""
+def prepare(argv: Sequence[str], ranks: GivenRanks | None) -> Options | int:
+    """Check what can be wrong before workers start."""
+    options = parse(argv, ranks)
+    if options.make_sample is not None:
+        print(make_sample(options.make_sample))
+        return 0
     classes = {}
     for split in ("train", "val"):
         folder = options.datadir / split
@@ -218,19 +141,15 @@ def check_folders(options: Options) -> None:
             classes[split] = sorted(path.name for path in folder.iterdir() if path.is_dir())
         except OSError as error:
             raise UsageError(f"--datadir: {folder} cannot be read: {error.strerror}") from error
-    if not classes["train"] or classes["train"] != classes["val"]:
-        odd = sorted({*classes["train"]} ^ {*classes["val"]})[:3]
-        raise UsageError(
+    check(
+        (
+            not classes["train"] or classes["train"] != classes["val"],
             f"--datadir: {options.datadir} has {len(classes['train'])} classes in train and "
-            f"{len(classes['val'])} in val; both must have the same, at least one"
-            + (f", but only one has {', '.join(odd)}" if odd else "")
+            f"{len(classes['val'])} in val; both must have the same, at least one",
         )
-    saved = checkpoint.steps(options.checkpoint) if options.checkpoint else []
-    if saved and not options.resume:
-        raise UsageError(
-            f"{options.checkpoint} holds a checkpoint already: add --resume to go on from it, or "
-            "name another folder"
-        )
+    )
+    checkpointing.find(options.checkpoint, options.resume, facts_of(options))
+    return options
 
 
 # --- images --------------------------------------------------------------------------------------
@@ -258,89 +177,36 @@ def make_sample(folder: Path) -> str:
     return f"{len(order) - held_out:,} images to train on and {held_out:,} held out in {folder}"
 
 
-class Crops(Dataset[tuple[Tensor, int]]):
-    """Images of one epoch, each cut out and mirrored as (seed, epoch, image) says.
-
-    Args:
-        images: of torchvision, as pictures.
-        transform: a picture to fp32 [3, S, S]; it draws from torch's generator.
-        seed: of the run.
-        epoch: from 0.
-    """
-
-    def __init__(
-        self,
-        images: Dataset[tuple[object, int]],
-        transform: Callable[[object], Tensor],
-        seed: int,
-        epoch: int,
-    ) -> None:
-        self._images, self._transform = images, transform
-        self._seed, self._epoch = seed, epoch
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        picture, label = self._images[index]
-        drawn = random.Random(f"{self._seed} {self._epoch} {index}").getrandbits(63)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(drawn)
-            return self._transform(picture), label
-
-
 @dataclass(frozen=True)
 class Images:
-    """Training images as pictures, held-out ones as fp32 [3, S, S], and what crops the former."""
+    """Two of torchvision's folders of images fp32 [3, S, S]; crops of the former are random."""
 
-    train: Any  # ImageFolder
+    train: Any
     held_out: Any
-    augment: Callable[[object], Tensor]
 
 
 def open_images(options: Options) -> Images:
-    """The images of this run; nothing is read but the names of files.
-
-    Raises:
-        UsageError: there are fewer than a batch.
-    """
+    """The images of this run; nothing is read but the names of files."""
     import_torchvision()
     transforms = importlib.import_module("torchvision.transforms")
     folder = importlib.import_module("torchvision.datasets").ImageFolder
     last = [transforms.ToTensor(), transforms.Normalize(MEAN, DEVIATION)]
     size = options.image_size
     crop = transforms.RandomResizedCrop(size, scale=(options.min_crop, 1.0))
-    flips = [transforms.RandomHorizontalFlip()] if options.flip else []
+    flips = [] if options.no_flip else [transforms.RandomHorizontalFlip()]
     middle = [transforms.Resize(round(size * RESIZED)), transforms.CenterCrop(size)]
-    images = Images(
-        folder(options.datadir / "train"),
+    return Images(
+        folder(options.datadir / "train", transforms.Compose([crop, *flips, *last])),
         folder(options.datadir / "val", transforms.Compose([*middle, *last])),
-        transforms.Compose([crop, *flips, *last]),
     )
-    if len(images.train) < options.batch_size:
-        raise UsageError(
-            f"{options.datadir} has {len(images.train)} images to train on, which is no batch of "
-            f"--batch_size {options.batch_size}"
-        )
-    return images
-
-
-def batches_of(options: Options, images: int, epoch: int, rank: int) -> list[list[int]]:
-    """This rank's slices of an epoch's batches; images that fill no batch are left out."""
-    order = torch.Generator().manual_seed(options.seed % 2**40 * 1_000_003 + epoch)
-    batches = torch.randperm(images, generator=order).split(options.batch_size)
-    share = options.batch_size // options.world_size
-    return [
-        cast("list[int]", batch[rank * share :][:share].tolist())
-        for batch in batches
-        if len(batch) == options.batch_size
-    ]
 
 
 def _loader(
     images: Dataset[tuple[Tensor, int]], batches: Iterable[list[int]], options: Options
 ) -> DataLoader[tuple[Tensor, int]]:
     pin = options.device == "cuda"
-    return DataLoader(
-        images, batch_sampler=batches, num_workers=options.num_workers, pin_memory=pin
-    )
+    workers = options.num_workers or 0
+    return DataLoader(images, batch_sampler=batches, num_workers=workers, pin_memory=pin)
 
 
 # --- the model and its rate ----------------------------------------------------------------------
@@ -356,26 +222,10 @@ def build_model(options: Options, classes: int, device: torch.device) -> tuple[n
     if options.use_gradient_checkpointing:
         # The second forward updates batch norm's running statistics once more.
         for block in [block for block in model.modules() if isinstance(block, kinds)]:
-            _recompute(block)
-    dtype = None if options.compute_dtype == torch.float32 else options.compute_dtype
-    report = shard_model(
-        model.to(device),
-        kinds,
-        strategy=options.strategy,
-        mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-    )
+            xla.checkpoint_module(block)
+    strategy = options.strategy or "zero3"
+    report = shard_model(model.to(device), kinds, strategy=strategy, mp_policy=options.policy)
     return model, str(report)
-
-
-def _recompute(block: nn.Module) -> None:
-    forward = block.forward
-
-    def again(x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return cast(Tensor, forward(x))
-        return cast(Tensor, recomputed(forward, x, use_reentrant=False))
-
-    block.forward = again
 
 
 def learning_rate(options: Options, epoch: int, done: float) -> float:
@@ -414,23 +264,13 @@ class Run:
         return len(self.images.train) // self.options.batch_size
 
 
-def _worker(options: Options, ranks: GivenRanks) -> int:
-    torch.set_num_threads(options.threads)
-    device = torch.device("cpu")
-    if options.device == "cuda":
-        device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    backend = backend_for(options.device, options.local_world_size, cpu_offload=False)
-    launch.init_process_group(ranks, backend, device)
-    try:
-        train(options, device)
-    except (CheckpointError, UsageError) as error:  # on all ranks alike
-        if ranks.rank == 0:
-            return _complain(error)
-        launch.let_rank_0_speak()
-        return 2
-    dist.barrier()
-    dist.destroy_process_group()
+def work(options: Options, ranks: GivenRanks) -> int:
+    """A rank's work; its exit code."""
+    with launch.process_group(options, ranks) as device:
+        try:
+            train(options, device)
+        except CheckpointError as error:  # on all ranks alike
+            raise UsageError(str(error)) from error
     return 0
 
 
@@ -450,19 +290,16 @@ def train(options: Options, device: torch.device) -> Result:
     loss, top1, top5 = 0.0, 0.0, 0.0
     for epoch in range(start, options.num_epochs):
         begin = time.perf_counter()
-        loss = train_epoch(run, epoch)
+        loss = _epoch(run, epoch)
         seconds = time.perf_counter() - begin
-        average_statistics(model)
         done, last = epoch + 1, epoch + 1 == options.num_epochs
         line = f"epoch {done}/{options.num_epochs}  loss {loss:.4f}"
         if last or done % options.eval_interval == 0:
             top1, top5 = evaluate(run)
             line += f"  held out {top1:.2%}, in the first five {top5:.2%}"
         if options.checkpoint is not None and (last or done % options.checkpoint_interval == 0):
-            step = done * run.steps_an_epoch
-            checkpoint.save(
-                options.checkpoint, model, optimizer, step=step, extra=_facts(run, done), keep=KEEP
-            )
+            step, extra = done * run.steps_an_epoch, {"epochs": done, "alike": facts_of(options)}
+            checkpoint.save(options.checkpoint, model, optimizer, step=step, extra=extra, keep=KEEP)
         speed = run.steps_an_epoch * options.batch_size / seconds
         _print(f"{line}  {speed:,.0f} images/s  {seconds:.1f} s")
     if start >= options.num_epochs:
@@ -471,88 +308,52 @@ def train(options: Options, device: torch.device) -> Result:
     return Result(max(start, options.num_epochs), loss, top1, top5)
 
 
-def train_epoch(run: Run, epoch: int) -> float:
+def _epoch(run: Run, epoch: int) -> float:
     """Once through the images, each rank with its slice of each batch; the mean loss, in nats."""
     options, rank = run.options, dist.get_rank()
-    run.model.train()
     torch.manual_seed(random.Random(f"{options.seed} {epoch} of {rank}").getrandbits(63))
-    crops = Crops(run.images.train, run.images.augment, options.seed, epoch)
     batches = batches_of(options, len(run.images.train), epoch, rank)
-    total = torch.zeros((), dtype=torch.float64, device=run.device)
-    for step, (images, labels) in enumerate(_loader(crops, batches, options)):
-        for group in run.optimizer.param_groups:
-            group["lr"] = learning_rate(options, epoch, (step + 1) / len(batches))
-        logits = run.model(images.to(run.device, options.compute_dtype, non_blocking=True))
-        loss = F.cross_entropy(logits.float(), labels.to(run.device, non_blocking=True))
-        loss.backward()
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        total += loss.detach().double()
-    dist.all_reduce(total)
-    return total.item() / len(batches) / options.world_size
+    parts = [(step + 1) / len(batches) for step in range(len(batches))]
+    rates = [learning_rate(options, epoch, part) for part in parts]
+    loader = _loader(run.images.train, batches, options)
+    return train_epoch(options, run.model, run.optimizer, loader, rates, run.device)
 
 
-@torch.no_grad()
 def evaluate(run: Run) -> tuple[float, float]:
     """The shares of held-out images whose class is the likeliest, and among the likeliest five."""
-    options = run.options
-    run.model.eval()
-    size = options.test_set_batch_size
-    mine = shared_out(len(run.images.held_out), size, dist.get_rank(), options.world_size)
-    loader = _loader(run.images.held_out, [chunk.tolist() for chunk, _ in mine], options)
-    right = torch.zeros(2, dtype=torch.int64, device=run.device)
-    for (images, labels), (_, counts) in zip(loader, mine, strict=True):
-        logits = run.model(images.to(run.device, options.compute_dtype)).float()
-        likeliest = logits.topk(min(5, logits.shape[1])).indices
-        found = likeliest == labels.to(run.device)[:, None]
-        right += torch.stack([found[:, :1].sum(), found.sum()]) * counts
-    dist.all_reduce(right)
-    top1, top5 = (right / len(run.images.held_out)).tolist()
-    return top1, top5
+    options, images = run.options, run.images.held_out
+
+    def read(chunks: list[list[int]]) -> Iterable[Tensor]:
+        return (batch for batch, _ in _loader(images, chunks, options))
+
+    sizes = (len(images), options.test_set_batch_size, options.world_size)
+    answers = answers_of(run.model, read, *sizes, run.device, options.dtype)
+    found = answers.cpu() == torch.tensor(images.targets)[:, None]
+    return found[:, 0].double().mean().item(), found.any(1).double().mean().item()
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def _facts(run: Run, epochs: int) -> dict[str, Any]:
-    """The settings that a resumed run must share, and the number of epochs done."""
-    given = asdict(run.options)
+def facts_of(options: Options) -> checkpointing.Facts:
+    """The settings that a resumed run must share."""
     names = (
-        *("model", "image_size", "min_crop", "flip", "batch_size", "lr", "num_warmup_epochs"),
+        *("model", "image_size", "min_crop", "no_flip", "batch_size", "lr", "num_warmup_epochs"),
         *("lr_scheduler_divide_every_n_epochs", "lr_scheduler_divisor", "momentum"),
-        *("weight_decay", "use_gradient_checkpointing", "seed"),
+        *("weight_decay", "use_gradient_checkpointing", "compute_dtype", "seed"),
     )
-    alike = {name: given[name] for name in names} | {
-        "compute_dtype": str(run.options.compute_dtype),
-        "classes": run.images.train.classes,
-        "images": len(run.images.train),
-    }
-    return {"epochs": epochs, "alike": alike}
+    classes = sorted(path.name for path in (options.datadir / "train").iterdir())
+    return {name: getattr(options, name) for name in names} | {"classes": classes}
 
 
 def resume(run: Run) -> int:
-    """Load the newest checkpoint, if there is one to continue from; the number of epochs done.
-
-    Raises:
-        UsageError: it is of a run with other flags or images.
-        CheckpointError: it cannot be loaded.
-    """
-    folder = run.options.checkpoint
-    if folder is None or not run.options.resume:
+    """Load the newest checkpoint, if there is one to continue from; the number of epochs done."""
+    options = run.options
+    if options.checkpoint is None:
         return 0
-    found = torch.tensor(len(checkpoint.steps(folder)), device=run.device)
-    dist.broadcast(found, 0)  # a shared folder may show others an older state
-    if not found.item():
-        return 0
-    loaded = checkpoint.load(folder, run.model, run.optimizer)
-    was, now = loaded.extra["alike"], _facts(run, 0)["alike"]
-    for name in now:
-        if was.get(name) != now[name]:
-            raise UsageError(
-                f"--resume: {folder} is of a run with another {name} ({was.get(name)}, not "
-                f"{now[name]}), so it could not be gone on with"
-            )
-    return cast(int, loaded.extra["epochs"])
+    step = checkpointing.find(options.checkpoint, options.resume, facts_of(options))
+    loaded = checkpointing.load(options.checkpoint, step, run.model, run.optimizer)
+    return 0 if loaded is None else int(loaded.extra["epochs"])
 
 
 # --- what is printed -----------------------------------------------------------------------------
@@ -569,12 +370,12 @@ def _print_start(run: Run, how: str, start: int) -> None:
     _print(
         f"{len(images.train):,} images to train on, {len(images.held_out):,} held out, "
         f"{len(images.train.classes):,} classes; {options.model} with {numel:,} parameters, "
-        f"{str(options.compute_dtype).removeprefix('torch.')}, {options.world_size} rank(s) on "
+        f"{options.compute_dtype}, {options.world_size} rank(s) on "
         f"{options.device}, threads per rank: {options.threads}\n{how}"
     )
     if start:
         _print(f"resumed from {options.checkpoint} behind epoch {start}")
-    held = reporting.format_bytes(reporting.peak_memory(run.device))
+    held = amount(reporting.peak_memory(run.device))
     _print(f"{run.steps_an_epoch} steps an epoch; peak memory so far {held}")
 
 

@@ -12,14 +12,13 @@ slice of one global batch, which is a pure function of (seed, step).
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,91 +36,61 @@ from fsdp2 import (
     fully_shard,
     optim,
     plan,
+    report,
     trace,
 )
 
 from . import checkpointing, data, elastic, launch, lora, parallel, reporting
-from .checkpointing import RunState
 from .model import Block, Transformer, reset_parameters, token_losses
 from .options import GivenRanks, Options, UsageError, parse
+from .reporting import amount
 from .wire import FORMATS
 
 MODULE = "fsdp2.examples.train_lm"
 HELD_OUT_SEQUENCES = 128
 MAX_GRAD_NORM = 1.0
 WARMUP_STEPS = 100
-SAMPLE_PROMPT = b"def "
-SAMPLE_BYTES = 160
-SAMPLE_TEMPERATURE = 0.7
 TRACED = (2, 3)  # steps of which --trace writes a timeline: the first two make buffers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 2 wrong usage, 128 + n ended by signal n, else a worker's failure.
+    """Exit code: 0 done, 1 a worker failed, 2 wrong usage, 128 + n ended by signal n.
 
     ``--preempted-exit-code`` where a signal ended it, and all was saved.
     """
-    argv = sys.argv[1:] if argv is None else list(argv)
-    try:
-        ranks = GivenRanks.from_environment()
-    except UsageError as error:
-        return _complain(error)
-    if ranks is not None:
-        launch.run_as_worker(lambda: run_rank(argv))
-    try:
-        options = parse(argv, None)
-        if options.plan is not None:
-            planned = plan_step(options)
-            print(planned, flush=True)
-            if options.optimizer == "muon":
-                print(MUON_PLANNED, flush=True)
-            if options.trace is not None:
-                planned.trace(options.trace)
-            return 0
-        _prepare(options)
-    except UsageError as error:
-        return _complain(error)
-    name = "train_lm"
-    if options.elastic is not None:
-        if elastic.group() is None:
-            return elastic.run(MODULE, argv, options)
-        name = f"train_lm: group {elastic.group()}"
-    ending = launch.Ending()
-    if options.checkpoint is not None:
-        ending = launch.Ending(options.grace, options.preempted_exit_code)
-    return launch.run_workers(MODULE, argv, options.world_size, options.threads, name, ending)
+    return launch.main(MODULE, argv, prepare, train)
 
 
 def run_rank(argv: Sequence[str]) -> int:
-    """Be the rank that the environment says, in this process; its exit code.
-
-    A process group that is there already is used.
-    """
+    """Be the rank that the environment says, in this process and its group; its exit code."""
     ranks = GivenRanks.from_environment()
     assert ranks is not None, "RANK and WORLD_SIZE are not set"
-    try:
-        options = parse(argv, ranks)
-        inputs = _prepare(options)
-    except UsageError as error:
-        if ranks.rank == 0:
-            return _complain(error)
-        launch.let_rank_0_speak()
-        return 2
-    return _train(options, ranks, *inputs)
+    return launch.run_rank("train_lm", argv, ranks, prepare, train)
 
 
-def _complain(error: UsageError) -> int:
-    sentence = str(error)
-    print(
-        f"train_lm: {sentence}{'' if sentence.endswith('.') else '.'}", file=sys.stderr, flush=True
-    )
-    return 2
+def prepare(argv: Sequence[str], ranks: GivenRanks | None) -> Options | int:
+    """Check all that can be wrong before a process is started: options, text, checkpoint."""
+    options = parse(argv, ranks)
+    if options.plan is not None:
+        planned = plan_step(options)
+        print(planned, flush=True)
+        if options.trace is not None:
+            planned.trace(options.trace)
+        return 0
+    _found(options)
+    if ranks is None and options.elastic is not None and elastic.group() is None:
+        return elastic.run(MODULE, argv, options.elastic)
+    return options
 
 
-def _prepare(options: Options) -> tuple[data.Corpus, RunState | None]:
-    """Read everything that can be wrong before a process is started: the text, the checkpoint."""
-    corpus = data.load_corpus(options.data, min_bytes=options.seq_len + 1)
-    return corpus, checkpointing.find(options, corpus.fingerprint)
+_corpus_of = functools.cache(data.load_corpus)
+
+
+def _found(options: Options) -> tuple[data.Corpus, int | None]:
+    """The text, and the step to resume."""
+    corpus = _corpus_of(options.data, options.seq_len + 1)
+    alike = checkpointing.facts_of(options, corpus.fingerprint)
+    return corpus, checkpointing.find(options.checkpoint, options.resume, alike)
 
 
 @dataclass(frozen=True)
@@ -148,51 +117,45 @@ class Run:
         return cast(FSDPModule, self.model)
 
 
-def _train(options: Options, ranks: GivenRanks, corpus: data.Corpus, found: RunState | None) -> int:
-    """This rank's exit code."""
-    run = _set_up(options, ranks, corpus)
+def train(options: Options, ranks: GivenRanks) -> int:
+    """A rank's work; its exit code."""
+    corpus, step = _found(options)
+    with launch.process_group(options, ranks, options.timeout) as device:
+        return _train(_set_up(options, ranks, corpus, device), step)
+
+
+def _train(run: Run, step: int | None) -> int:
+    """This rank's exit code; `step` is the one to resume."""
+    options = run.options
     if options.elastic is not None:
         _train_elastic(run)
         return 0
-    if options.resume:
-        found = checkpointing.agreed(found)
-    if ranks.rank == 0:
+    if run.rank == 0:
         _print_start(run)
-    start = 0
-    if found is None:
+    start, resumed, loaded = 0, "", None
+    if options.checkpoint is not None and options.resume:
+        loaded = checkpointing.load(options.checkpoint, step, run.model, run.optimizer)
+    if loaded is None:
         first_loss = held_out_loss(run)
     else:
-        assert options.checkpoint is not None
-        checkpointing.load(options.checkpoint, found, run.model, run.optimizer)
-        start, first_loss = found.step, found.first_held_out_loss
-    if ranks.rank == 0:
-        resumed = f"resumed from {options.checkpoint} at step {start}; " if found else ""
+        start, first_loss = loaded.step, loaded.extra["first_held_out_loss"]
+        resumed = f"resumed from {options.checkpoint} at step {start}; "
+    if run.rank == 0:
         print(f"{resumed}held-out loss before training: {first_loss:.4f} nats", flush=True)
-    with checkpointing.Saves(options, ranks.rank) as saves:
+    with checkpointing.Saves(options, run.rank) as saves:
         tokens_per_second = _loop(run, saves, start, first_loss)
         saves.finish()
     if saves.preempted:
-        if ranks.rank == 0:
+        if run.rank == 0:
             print(f"ended by a signal; saved in {options.checkpoint}: --resume goes on", flush=True)
-        _leave()
         return options.preempted_exit_code
-    final_loss = held_out_loss(run)
-    sizes = reporting.state_bytes(run.params, run.optimizer)
-    sample = sample_text(run)
-    if ranks.rank == 0:
-        _print_end(run, first_loss, final_loss, tokens_per_second, sizes, sample)
+    _print_end(run, first_loss, tokens_per_second)
     if options.export is not None:
         made = checkpoint.export(options.export, run.model)
-        if ranks.rank == 0:
-            size = reporting.format_bytes(made.nbytes)
+        if run.rank == 0:
+            size = amount(made.nbytes)
             print(f"exported to {made.folder}: {len(made.files)} file(s), {size}", flush=True)
-    _leave()
     return 0
-
-
-def _leave() -> None:
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _train_elastic(run: Run) -> None:
@@ -210,29 +173,17 @@ def _train_elastic(run: Run) -> None:
     elastic.train(run.model, run.optimizer, run.options, run.rank, step, held_out)
 
 
-def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus) -> Run:
-    torch.set_num_threads(options.threads)
-    device = torch.device("cpu")
-    if options.device == "cuda":
-        device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    timeout = datetime.timedelta(seconds=options.timeout)
-    launch.init_process_group(ranks, options.backend, device, timeout)
+def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus, device: torch.device) -> Run:
     model = build_model(options, device, parallel.make_mesh(options))
     params = list(model.parameters())
     optimizer = make_optimizer(model, options)
-    dp_rank = parallel.data_parallel_rank(options, ranks.rank)
+    dp_rank = ranks.rank // options.tp  # `tp` is the mesh's last dim: its ranks are neighbors
     return Run(options, ranks.rank, dp_rank, device, corpus, model, params, optimizer)
 
 
 MUON_RATE = 3.0  # AdamW's early steps are larger than the norm that Muon's are adjusted to
 
-MUON_PLANNED = (
-    "Muon is planned over this rank's rows: its states, 4 bytes per element of a matrix and 8 of "
-    "the rest, are as they will be; what is whole during its step, and its time, are not planned."
-)
-
-ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 
 def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
@@ -243,13 +194,10 @@ def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
 def make_optimizer_of(
     named: Iterable[tuple[str, nn.Parameter]], options: Options
 ) -> torch.optim.Optimizer:
-    """As `make_optimizer`, of parameters by name.
-
-    The learning rate is AdamW's; of Muon's matrices it is `MUON_RATE` times that.
-    """
+    """As `make_optimizer`, of parameters by name; Muon's rate is `MUON_RATE` times AdamW's."""
     trained = [(name, p) for name, p in named if p.requires_grad]
     if options.optimizer == "adamw":
-        return make_adamw((param for _, param in trained), options.lr)
+        return torch.optim.AdamW([p for _, p in trained], lr=options.lr, **ADAMW)
     return optim.Muon(
         trained,
         lr=options.lr * MUON_RATE,
@@ -257,12 +205,6 @@ def make_optimizer_of(
         elementwise=lambda name, _: name.startswith(("embed.", "head.")),
         elementwise_options={**ADAMW, "lr": options.lr},
     )
-
-
-def make_adamw(params: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """AdamW of what is trained."""
-    trained = [param for param in params if param.requires_grad]
-    return torch.optim.AdamW(trained, lr=lr, **ADAMW)  # type: ignore[arg-type]  # of several types
 
 
 def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Transformer:
@@ -308,7 +250,7 @@ def _shard(
     fully_shard(
         module,
         mesh=mesh,
-        reshard_after_forward=options.reshard_after_forward,
+        reshard_after_forward=options.reshards,
         mp_policy=policy,
         offload_policy=offload,
     )
@@ -404,11 +346,10 @@ def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -
     tokens_a_step = options.batch_size * options.seq_len
     training_seconds = 0.0
     since, since_step = time.perf_counter(), start
-    shown = reporting.ProgressReporter(options.steps, start, show=run.rank == 0)
-    with contextlib.ExitStack() as tracing, shown as progress:
+    with contextlib.ExitStack() as tracing:
         for step in range(start, options.steps):
-            if step - start == TRACED[0]:
-                tracing.enter_context(_trace(options))
+            if options.trace is not None and step - start == TRACED[0]:
+                tracing.enter_context(trace(options.trace))
             loss = train_step(run, step)
             if step - start == TRACED[-1]:
                 tracing.close()
@@ -420,24 +361,21 @@ def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -
             seconds = time.perf_counter() - since
             training_seconds += seconds
             rate = (done - since_step) * tokens_a_step / seconds
-            peak = reporting.peak_memory(run.device)
-            progress.report(reporting.StepReport(done, options.steps, mean_loss, rate, peak))
+            if run.rank == 0:
+                peak = reporting.peak_memory(run.device)
+                print(reporting.step_line(done, options.steps, mean_loss, rate, peak), flush=True)
             if not math.isfinite(mean_loss):
                 raise FloatingPointError(
                     f"the loss of step {done} is {mean_loss}: lower --lr {options.lr}"
                 )
             if is_saved:
-                state = RunState.of(options, run.corpus.fingerprint, done, first_loss)
-                saves.save(run.model, run.optimizer, state)
+                alike = checkpointing.facts_of(options, run.corpus.fingerprint)
+                extra = {"alike": alike, "first_held_out_loss": first_loss}
+                saves.save(run.model, run.optimizer, done, extra)
             if saves.preempted:
                 break
             since, since_step = time.perf_counter(), done
     return (options.steps - start) * tokens_a_step / training_seconds if training_seconds else 0.0
-
-
-def _trace(options: Options) -> contextlib.AbstractContextManager[object]:
-    """A timeline of what runs inside, if one is asked for; rank 0 writes it."""
-    return contextlib.nullcontext() if options.trace is None else trace(options.trace)
 
 
 def _sum_over_ranks(value: Tensor, tp: int) -> float:
@@ -464,19 +402,6 @@ def held_out_loss(run: Run) -> float:
     return _sum_over_ranks(total, options.tp) / (len(sequences) * options.seq_len)
 
 
-@torch.no_grad()
-def sample_text(run: Run) -> bytes:
-    """Text the model writes after a fixed prompt: the same on every rank, forward by forward."""
-    generator = torch.Generator().manual_seed(run.options.seed)
-    text = list(SAMPLE_PROMPT)
-    for _ in range(SAMPLE_BYTES):
-        context = torch.tensor([text[-run.options.seq_len :]], device=run.device)
-        logits = run.model(context)[0, -1].float().cpu()
-        probabilities = torch.softmax(logits / SAMPLE_TEMPERATURE, dim=-1)
-        text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-    return bytes(text)
-
-
 def _print_start(run: Run) -> None:
     options, corpus = run.options, run.corpus
     trained = f" ({sum(p.numel() for p in run.trained):,} trained)" if options.lora else ""
@@ -495,30 +420,28 @@ def _print_start(run: Run) -> None:
         f"{options.steps} steps of {options.batch_size} x {options.seq_len} tokens in "
         f"{options.grad_accum} micro-batch(es), seed {options.seed}"
     )
-    reporting.print_groups(run.model)
+    print(f"Groups, each gathered and freed as one\n{report(run.model)}", flush=True)
 
 
-def _print_end(
-    run: Run,
-    first_loss: float,
-    final_loss: float,
-    tokens_per_second: float,
-    sizes: reporting.StateBytes,
-    sample: bytes,
-) -> None:
-    rank, unsharded = map(reporting.format_bytes, (sizes.rank, sizes.unsharded))
-    share = sizes.rank / sizes.unsharded
+def _print_end(run: Run, first_loss: float, tokens_per_second: float) -> None:
+    """Measure what the run has come to, on all ranks; rank 0 prints it."""
+    final_loss = held_out_loss(run)
+    sizes = reporting.state_bytes(run.params, run.optimizer)
+    if run.rank:
+        return
     rows = [
         ("held-out loss, first", f"{first_loss:.4f} nats"),
         ("held-out loss, final", f"{final_loss:.4f} nats"),
         ("held-out loss, uniform guess", f"{math.log(run.options.model.vocab_size):.4f} nats"),
         ("training speed", f"{tokens_per_second:,.0f} tokens/s"),
-        ("parameters, gradients, optimizer: per rank", f"{rank} ({share:.1%})"),
-        ("parameters, gradients, optimizer: unsharded", unsharded),
-        ("peak memory of rank 0", reporting.format_bytes(reporting.peak_memory(run.device))),
+        (
+            "parameters, gradients, optimizer: per rank",
+            f"{amount(sizes.rank)} ({sizes.rank / sizes.unsharded:.1%})",
+        ),
+        ("parameters, gradients, optimizer: unsharded", amount(sizes.unsharded)),
+        ("peak memory of rank 0", amount(reporting.peak_memory(run.device))),
     ]
-    reporting.print_table("Summary", ("", "value"), rows)
-    print(f"Sample:\n{reporting.printable(sample)}", flush=True)
+    reporting.print_table("Summary", rows)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import multiprocessing
+import os
+import time
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -80,55 +83,38 @@ def test_ranks_train_as_one_process_does() -> None:
     assert found.gathered_bytes > found.reduced_bytes > 0
 
 
-FAILING = """if True:
-    import pathlib, sys
-    pathlib.Path(sys.argv[1], "0.stage").write_text("join the process group")
-    sys.exit("Traceback …\\nRuntimeError: no such backend")
-"""
+def _fail(rank: int, folder: Path, *_: object) -> None:
+    if rank:
+        time.sleep(600)
+    (folder / "0.stage").write_text("join the process group")
+    raise RuntimeError("no such backend")
 
 
-def _started(monkeypatch: pytest.MonkeyPatch, *programs: str) -> list[subprocess.Popen[bytes]]:
-    """The processes that are started in the place of ranks, one of each program."""
-    started: list[subprocess.Popen[bytes]] = []
-    popen = subprocess.Popen
-
-    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        own = [sys.executable, "-c", programs[len(started)], command[3]]
-        started.append(popen(own, **options))
-        return started[-1]
-
-    monkeypatch.setattr(selftest.subprocess, "Popen", start)
-    return started
+def _die(rank: int, *_: object) -> None:
+    os.kill(os.getpid(), 9)
 
 
-SLEEPING = "import time; time.sleep(600)"
+def _sleep(rank: int, *_: object) -> None:
+    time.sleep(600)
 
 
-@pytest.mark.alone
-def test_a_rank_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the line that it ends with; the other one is ended."""
-    started = _started(monkeypatch, FAILING, SLEEPING)
-    found = selftest.run("cpu", "gloo", 2, 120.0)
-    said = "rank 0 was to join the process group: RuntimeError: no such backend"
-    assert found.problem == said
-    assert [process.poll() for process in started] == [1, -9]
-
-
-@pytest.mark.alone
-def test_a_rank_that_is_killed_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    _started(monkeypatch, "import os; os.kill(os.getpid(), 9)")
-    found = selftest.run("cpu", "gloo", 1, 120.0)
-    assert found.problem == "rank 0 was to start Python: it ended with signal 9"
-
-
-@pytest.mark.alone
-def test_a_rank_that_stands_still_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = _started(monkeypatch, SLEEPING, SLEEPING)
-    found = selftest.run("cpu", "gloo", 2, 0.0)
-    assert found.problem == (
-        "the time was over: rank 0 was to start Python, rank 1 was to start Python"
-    )
-    assert [process.poll() for process in started] == [-9, -9]
+@pytest.mark.parametrize(
+    ("work", "ranks", "seconds", "said"),
+    [
+        (_fail, 2, 120.0, "rank 0 was to join the process group: RuntimeError: no such backend"),
+        (_die, 1, 120.0, "rank 0 was to start Python: process 0 terminated with signal SIGKILL"),
+        (
+            *(_sleep, 2, 0.0),
+            "the time was over: rank 0 was to start Python, rank 1 was to start Python",
+        ),
+    ],
+)
+@pytest.mark.ranks
+def test_a_rank_that_does_not_end_well(work: Any, ranks: int, seconds: float, said: str) -> None:
+    """Its problem is told, and the others are ended."""
+    before = multiprocessing.active_children()
+    assert selftest.run("cpu", "gloo", ranks, seconds, work).problem == said
+    assert {*multiprocessing.active_children()} <= {*before}
 
 
 @pytest.mark.alone
@@ -136,7 +122,8 @@ def test_parameters_that_differ_are_a_problem(monkeypatch: pytest.MonkeyPatch) -
     """A rank's figure decides, also where it is no number."""
     for difference in (1e-3, float("nan")):
         facts = {"difference": difference, "transport": "packed"}
-        monkeypatch.setattr(selftest, "_watch", lambda *_: "")
+        monkeypatch.setattr(selftest, "start_processes", lambda *_, **__: mock.Mock(processes=[]))
+        monkeypatch.setattr(selftest, "_wait", lambda *_: "")
         monkeypatch.setattr(selftest.json, "loads", lambda _, facts=facts: facts)
         monkeypatch.setattr(selftest.Path, "read_text", lambda _: "")
         found = selftest.run("cpu", "gloo", 1, 1.0)

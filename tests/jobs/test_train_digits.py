@@ -6,8 +6,8 @@ import gzip
 import importlib.util
 import os
 import re
-import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2.examples import train_digits
-from fsdp2.examples.options import GivenRanks, UsageError
+from fsdp2.examples import images, train_digits
+from fsdp2.examples.flags import GivenRanks, UsageError
+from tests.common import jobs
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 300
 RANKS = GivenRanks(0, 2, 0, 2)
 WAYS = {
     "flat": ("--flat", "--compute_dtype", "bfloat16"),
@@ -69,38 +68,37 @@ def test_mnists_files(tmp_path: Path, zipped: bool) -> None:
 
 
 def test_files_that_are_not_mnists(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="train-images-idx3-ubyte does not exist"):
+    with pytest.raises(UsageError, match="train-images-idx3-ubyte cannot be read"):
         train_digits.read_mnist(tmp_path)
     write_mnist(tmp_path, zipped=False)
     labels = tmp_path / "t10k-labels-idx1-ubyte"
     whole = labels.read_bytes()
-    labels.write_bytes(whole[:-1])
-    with pytest.raises(UsageError, match="t10k-labels-idx1-ubyte is cut short"):
-        train_digits.read_mnist(tmp_path)
-    labels.write_bytes(whole[:7] + b"\x59" + whole[8:-1])  # 89 labels of 90 images
-    with pytest.raises(UsageError, match="90 images and 89 labels for t10k"):
-        train_digits.read_mnist(tmp_path)
+    fewer = whole[:7] + b"\x59" + whole[8:-1]  # 89 labels of 90 images
+    for content, says in ((whole[:-1], "is cut short"), (fewer, "90 images and 89 labels")):
+        labels.write_bytes(content)
+        with pytest.raises(UsageError, match=says):
+            train_digits.read_mnist(tmp_path)
     labels.unlink()
     labels.with_name(labels.name + ".gz").write_bytes(gzip.compress(whole)[:-9])
-    with pytest.raises(UsageError, match=r"ubyte\.gz cannot be read"):
+    with pytest.raises(UsageError, match=r"ubyte cannot be read, nor with \.gz"):
         train_digits.read_mnist(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--strategy", "zero2", "--flat"], "leave it out"),
+        (["--strategy", "zero2", "--flat"], "exclude each other"),
+        (["--flat", "--nested"], "exclude each other"),
         (["--batch_size", "63"], "does not divide"),
-        (["--batch_size", "2"], "at least 2 images"),
+        (["--batch-size", "2"], "at least 2 images"),
         (["--nproc", "3"], "contradicts"),
+        (["--ckpt_prefix", ""], "ckpt_prefix"),
     ],
 )
 def test_flags_that_do_not_fit(tmp_path: Path, argv: list[str], says: str) -> None:
-    argv += ["--data", str(tmp_path), "--ckpt_prefix", "x"]
+    write_mnist(tmp_path, zipped=False)
     with pytest.raises(UsageError, match=says):
-        train_digits.parse(argv, RANKS)
-    with pytest.raises(UsageError, match="ckpt_prefix"):
-        train_digits.parse(["--data", str(tmp_path)], RANKS)
+        train_digits.parse(["--data", str(tmp_path), "--ckpt_prefix", "x", *argv], RANKS)
 
 
 # --- runs ----------------------------------------------------------------------------------------
@@ -121,8 +119,9 @@ def noisy_digits(images: int = 320, held_out: int = 200) -> train_digits.Digits:
 
 
 def _options(folder: Path, *argv: str) -> train_digits.Options:
-    given = ["--data", ".", "--ckpt_prefix", f"{folder}/final", "--num_epochs", "2", *argv]
-    return train_digits.parse(given, GivenRanks(dist.get_rank(), 2, dist.get_rank(), 2))
+    given = ["--ckpt_prefix", f"{folder}/final", "--num_epochs", "2", *argv]
+    with mock.patch.object(importlib.util, "find_spec"):  # of scikit-learn
+        return train_digits.parse(given, GivenRanks(dist.get_rank(), 2, dist.get_rank(), 2))
 
 
 @ranks(2)
@@ -165,22 +164,17 @@ def test_running_statistics_are_averaged() -> None:
     both = [torch.empty_like(mine), torch.empty_like(mine)]
     dist.all_gather(both, mine)
     assert not torch.equal(*both)
-    train_digits.average_statistics(model)
+    images.average_statistics(model)
     assert torch.equal(model.blocks[0].norm.running_var, (both[0] + both[1]) / 2)
 
 
 def test_answers_that_differ_are_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["--data", ".", "--ckpt_prefix", "x", "--threads", str(torch.get_num_threads())]
-    options = train_digits.parse(argv, RANKS)
-    for owner, name in (
-        (train_digits.launch, "init_process_group"),
-        (train_digits, "load_digits"),
-        (dist, "barrier"),
-        (dist, "destroy_process_group"),
-    ):
-        monkeypatch.setattr(owner, name, lambda *_: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    options = train_digits.parse(["--ckpt_prefix", "x"], RANKS)
+    monkeypatch.setattr(train_digits.launch, "process_group", lambda *_: nullcontext())
+    monkeypatch.setattr(train_digits, "load_digits", lambda *_: None)
     for differ, code in ((0, 0), (3, 1)):
         result = train_digits.Result(1.0, 0.99, differ, "x")
         monkeypatch.setattr(train_digits, "run", lambda *_, found=result: found)
@@ -188,38 +182,27 @@ def test_answers_that_differ_are_a_failure(
     assert "3 answers differ" in capsys.readouterr().err
 
 
+def _run(*argv: str) -> str:
+    code, out, err = jobs.Run(sys.executable, "-m", "fsdp2.examples.train_digits", *argv).finish()
+    assert code == 0, err
+    return out
+
+
 @needs_images
 @pytest.mark.extended
 @pytest.mark.parametrize("argv", [(), ("--nested",), ("--flat", "--compute_dtype", "bfloat16")])
 def test_the_whole_run_learns(argv: tuple[str, ...], tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "fsdp2.examples.train_digits", *argv)
-    done = subprocess.run(
-        [*command, "--ckpt_prefix", str(tmp_path / "final")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"sharded (\S+)%, unsharded from the joined files (\S+)%", done.stdout)
-    assert found is not None, done.stdout
+    out = _run(*argv, "--ckpt_prefix", str(tmp_path / "final"))
+    found = re.search(r"sharded (\S+)%, unsharded from the joined files (\S+)%", out)
+    assert found is not None, out
     assert found[1] == found[2]
     assert float(found[1]) >= 97
     assert (tmp_path / "final_consolidated.pth").is_file()
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("zipped", [True, False])
-def test_the_whole_run_on_mnists_files(zipped: bool, tmp_path: Path) -> None:
-    write_mnist(tmp_path, zipped)
-    command = (sys.executable, "-m", "fsdp2.examples.train_digits", "--data", str(tmp_path))
-    done = subprocess.run(
-        [*command, "--num_epochs", "1"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "90 images to train on, 90 held out" in done.stdout
-    assert "0 answers differ" in done.stdout
+def test_the_whole_run_on_mnists_files(tmp_path: Path) -> None:
+    write_mnist(tmp_path, zipped=True)
+    out = _run("--data", str(tmp_path), "--num_epochs", "1")
+    assert "90 images to train on, 90 held out" in out
+    assert "0 answers differ" in out

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,15 +18,14 @@ import torch.distributed as dist
 
 from fsdp2 import checkpoint, full_parameters
 from fsdp2.examples import train_imagenet
-from fsdp2.examples.images import shared_out
-from fsdp2.examples.options import GivenRanks, UsageError
+from fsdp2.examples.flags import GivenRanks, UsageError
+from fsdp2.examples.images import batches_of, shared_out
 from fsdp2.examples.train_imagenet import Options, learning_rate, main, parse
+from tests.common import jobs
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 600
 RANKS = GivenRanks(0, 2, 0, 2)
 CLASSES = ("ant", "bee")
 
@@ -74,13 +71,13 @@ def test_the_rate_rises_and_then_is_divided() -> None:
 @pytest.mark.usefixtures("as_if_installed")
 def test_ranks_take_slices_of_the_same_batches() -> None:
     options = given("--batch_size", "4")
-    mine = [train_imagenet.batches_of(options, 11, epoch=3, rank=rank) for rank in (0, 1)]
+    mine = [batches_of(options, 11, epoch=3, rank=rank) for rank in (0, 1)]
     assert [len(batch) for rank in mine for batch in rank] == [2] * 4
     taken = [index for rank in mine for batch in rank for index in batch]
     assert len(set(taken)) == 8  # the last three fill no batch
     assert set(taken) <= set(range(11))
-    assert mine[0] == train_imagenet.batches_of(options, 11, epoch=3, rank=0)
-    assert mine[0] != train_imagenet.batches_of(options, 11, epoch=4, rank=0)
+    assert mine[0] == batches_of(options, 11, epoch=3, rank=0)
+    assert mine[0] != batches_of(options, 11, epoch=4, rank=0)
 
 
 @pytest.mark.parametrize(("images", "at_once", "num_ranks"), [(10, 3, 3), (7, 7, 2), (8, 2, 4)])
@@ -128,7 +125,7 @@ def test_folders_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[s
     saved.mkdir(parents=True)
     (saved / "manifest.json").write_text("{}")
     assert main(["--datadir", str(tmp_path), "--checkpoint", str(saved.parent)]) == 2
-    assert "holds a checkpoint already: add --resume" in capsys.readouterr().err
+    assert "already holds a checkpoint: add --resume" in capsys.readouterr().err
 
 
 # --- runs ----------------------------------------------------------------------------------------
@@ -223,20 +220,13 @@ def test_each_way_learns_colours(tmp_path: Path) -> None:
 @needs_digits
 @pytest.mark.extended
 def test_the_sample_as_commands(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fsdp2.examples.train_imagenet"]
     sample, saved = str(tmp_path / "sample"), str(tmp_path / "saved")
 
     def run(*argv: str) -> str:
-        done = subprocess.run(
-            [*command, *argv],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        job = jobs.Run(sys.executable, "-m", "fsdp2.examples.train_imagenet", *argv)
+        code, out, err = job.finish()
+        assert code == 0, err
+        return out
 
     assert "1,438 images to train on and 359 held out" in run("--make-sample", sample)
     argv = ["--datadir", sample, "--model", "resnet18", "--image_size", "16", "--no_flip"]

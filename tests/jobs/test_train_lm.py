@@ -5,9 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fsdp2 import checkpoint
-from fsdp2.examples import launch
 from fsdp2.examples.model import PRESETS, Transformer
+from tests.common import jobs
 from tests.common.combinations import seldom
 
 pytestmark = pytest.mark.ranks
@@ -25,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 90
 STEPS = 40
 RUN = ("--preset", "tiny", "--device", "cpu", "--seed", "1", "--steps", str(STEPS))
-TRAIN_LM = (sys.executable, "-m", "fsdp2.examples.train_lm")
+TRAIN_LM = jobs.TRAIN_LM
 
 Losses = dict[int, str]
 
@@ -63,55 +60,11 @@ def two_ranks() -> str:
     return train("--nproc", "2")
 
 
-@contextmanager
-def started(*argv: str) -> Iterator[subprocess.Popen[str]]:
-    """A run in a process group of its own, which is killed in the end whatever happened."""
-    process = subprocess.Popen(
-        [*TRAIN_LM, *RUN, *argv],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        if group_members(process.pid):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=TIMEOUT_SECONDS)
-
-
-def read_until(process: subprocess.Popen[str], step: int) -> Losses:
-    """Read output up to the line of `step`; the losses seen."""
-    assert process.stdout is not None
-    seen: Losses = {}
-    for line in process.stdout:
-        seen |= losses_of(line)
-        if step in seen:
-            return seen
-    pytest.fail(f"the run ended before step {step}")
-
-
-def group_members(group: int) -> list[int]:
-    """Processes of a process group that still run (the ended ones nobody waited for are not)."""
-    members = []
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # pid (name) state ppid pgrp ...; the name may hold spaces and brackets
-            pid, rest = entry.parent.name, entry.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended meanwhile
-        if int(rest[2]) == group and rest[0] != "Z":
-            members.append(int(pid))
-    return members
-
-
-def wait_until_empty(group: int) -> None:
-    deadline = time.monotonic() + 20
-    while group_members(group):
-        assert time.monotonic() < deadline, "processes were left behind"
-        time.sleep(0.05)
+def started(*argv: str, step: int) -> jobs.Run:
+    """A run that has come to a step."""
+    job = jobs.Run(*TRAIN_LM, *RUN, *argv)
+    job.wait_for(f"step +{step}/")
+    return job
 
 
 # --- the same losses however the work is cut up --------------------------------------------------
@@ -128,7 +81,6 @@ def test_it_learns_and_reports(two_ranks: str) -> None:
     assert held_out[0] == pytest.approx(5.545, abs=0.1)
     assert held_out[1] < held_out[0] - 1.0
     assert "(50.0%)" in two_ranks
-    assert "Sample:\ndef " in two_ranks
 
 
 @pytest.mark.extended
@@ -279,12 +231,9 @@ def test_killed_and_resumed_it_goes_on_as_if_nothing_had_happened(
     two_ranks: str, tmp_path: Path
 ) -> None:
     saving = ("--checkpoint", str(tmp_path), "--checkpoint-every", "5")
-    with started("--nproc", "2", *saving) as process:
-        before = read_until(process, step=13)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(TIMEOUT_SECONDS)
-        wait_until_empty(process.pid)
-    expected = losses_of(two_ranks)
+    job = started("--nproc", "2", *saving, step=13)
+    job.kill()
+    expected, before = losses_of(two_ranks), losses_of(job.out())
     assert before == {step: expected[step] for step in before}
     saved_at = checkpoint.steps(tmp_path)[-1]
     assert saved_at >= 10
@@ -302,74 +251,39 @@ def test_killed_and_resumed_it_goes_on_as_if_nothing_had_happened(
 
 
 @pytest.mark.extended
-def test_ended_by_sigterm_and_resumed_on_another_number_of_ranks(
-    two_ranks: str, tmp_path: Path
-) -> None:
-    saving = ("--checkpoint", str(tmp_path), "--checkpoint-every", "10")
-    with started("--nproc", "2", *saving) as process:
-        read_until(process, step=25)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGTERM
-        wait_until_empty(process.pid)
-    saved_at = checkpoint.steps(tmp_path)[-1]
-    assert saved_at >= 20
-    out = train("--nproc", "4", *saving, "--resume")
-    expected = {s: loss for s, loss in losses_of(two_ranks).items() if s > saved_at}
-    assert_same_losses(losses_of(out), expected)
+@pytest.mark.parametrize(
+    ("whom", "number", "code", "says"),
+    [
+        ("command", signal.SIGTERM, 128 + signal.SIGTERM, ""),
+        ("command", signal.SIGINT, 128 + signal.SIGINT, ""),
+        ("command", signal.SIGKILL, -signal.SIGKILL, ""),
+        ("rank", signal.SIGKILL, 1, "Signal 9 (SIGKILL) received"),
+    ],
+)
+def test_a_signal_leaves_no_process(whom: str, number: int, code: int, says: str) -> None:
+    job = started("--steps", "100000", step=20)
+    os.kill(job.ranks()[1] if whom == "rank" else job.process.pid, number)
+    found, _, err = job.finish()  # fails where a process is left behind
+    assert found == code, err
+    assert says in err
 
 
-@pytest.mark.extended
-def test_ctrl_c_leaves_no_orphan() -> None:
-    with started("--steps", "100000") as process:
-        read_until(process, step=20)
-        assert len(group_members(process.pid)) == 3
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
-        assert process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGINT
-        assert process.stderr is not None
-        assert "Traceback" not in process.stderr.read()
-        wait_until_empty(process.pid)
-
-
-@pytest.mark.extended
-def test_killing_the_parent_alone_ends_the_workers() -> None:
-    with started("--steps", "100000") as process:
-        read_until(process, step=20)
-        process.kill()
-        process.wait(TIMEOUT_SECONDS)
-        wait_until_empty(process.pid)
-
-
-@pytest.mark.extended
-def test_a_dead_worker_ends_the_run() -> None:
-    with started("--steps", "100000") as process:
-        read_until(process, step=20)
-        workers = [pid for pid in group_members(process.pid) if pid != process.pid]
-        os.kill(max(workers), signal.SIGKILL)
-        assert process.wait(TIMEOUT_SECONDS) == 1
-        assert process.stderr is not None
-        assert "was ended by SIGKILL; the others were ended." in process.stderr.read()
-        wait_until_empty(process.pid)
-
-
-def test_a_failing_worker_shows_its_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_worker_shows_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(
-        "import os, time\n"
-        "from fsdp2.examples import launch\n"
-        "def work():\n"
-        "    if os.environ['RANK'] == '1':\n"
+        "import os, sys, time\n"
+        "from fsdp2.examples import flags, launch\n"
+        "def prepare(argv, ranks):\n"
+        "    return flags.parsed(flags.Common, 'failing', '', argv, ranks)\n"
+        "def work(options, ranks):\n"
+        "    if ranks.rank == 1:\n"
         "        raise RuntimeError('rank 1 cannot go on')\n"
         "    time.sleep(600)\n"
-        "launch.run_as_worker(work)\n"
+        "sys.exit(launch.main('failing', None, prepare, work))\n"
     )
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
-    begin = time.monotonic()
-    assert launch.run_workers("failing", [], world_size=2, threads=1) == 1
-    assert time.monotonic() - begin < 60
-    err = capfd.readouterr().err
+    job = jobs.Run(sys.executable, "-m", "failing", PYTHONPATH=f"{ROOT}:{tmp_path}")
+    code, _, err = job.finish()
+    assert code == 1
     assert "RuntimeError: rank 1 cannot go on" in err
-    assert err.endswith("train_lm: worker 1 left with code 1; the others were ended.\n")
 
 
 # --- wrong usage ---------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 
 import fsdp2.xla
 from fsdp2.examples import train_digits, train_imagenet
-from fsdp2.examples.options import GivenRanks
+from fsdp2.examples.flags import GivenRanks
 from fsdp2.wrapper_module import WrapperModule
 from fsdp2.xla import XlaFullyShardedDataParallel as Wrapper
 from fsdp2.xla.consolidate import main as consolidate
@@ -84,7 +84,7 @@ def test_the_command_of_digits() -> None:
     options = train_digits.parse(f"{command} {more}".split(), EIGHT)
     assert (options.batch_size, options.num_epochs, options.nested) == (16, 2, True)
     assert options.use_gradient_checkpointing
-    assert options.compute_dtype == torch.bfloat16
+    assert options.dtype == torch.bfloat16
 
 
 @pytest.mark.usefixtures("as_if_installed")
@@ -102,7 +102,7 @@ def test_the_command_of_imagenet() -> None:
     rates = [train_imagenet.learning_rate(options, epoch, 1.0) for epoch in (0, 4, 29, 30, 90)]
     assert rates == pytest.approx([0.08, 0.4, 0.4, 0.04, 0.0004])
     assert options.use_gradient_checkpointing
-    assert options.compute_dtype == torch.bfloat16
+    assert options.dtype == torch.bfloat16
 
 
 def test_the_command_that_consolidates(tmp_path: Path) -> None:
