@@ -8,13 +8,13 @@ such as the step counters of an optimizer, are not recorded.
 
 On ``meta`` torch computes attention by its formula. `kernels_of` replaces it by the kernel that the
 device would run: flash or memory-efficient attention on a GPU; on a CPU torch's choice. An RMS norm
-is one kernel on a GPU, and a formula elsewhere; an LSTM is oneDNN's on a CPU.
+is one kernel on a GPU, and a formula elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from fsdp2.paper import recurrent
 from fsdp2.paper.recording import Recorder
-from fsdp2.paper.scratch import on_cpu
 from fsdp2.paper.values import Values, tensors_in
 from fsdp2.record.notes import HOST
 
@@ -165,9 +163,7 @@ class Operators(TorchDispatchMode):
         dtype = next((t.dtype for t in (*results, *inputs) if t.is_meta), torch.float32)
         lane = HOST if host else recorder.lane
         many = len(args[0]) if args and isinstance(args[0], list | tuple) else 1
-        inside = 0 if recorder.recording.asynchronous else on_cpu(name, args, results)
-        with recorder.scratch(inside):
-            recorder.operation(lane, name, kind, flops, nbytes, dtype, max(many, 1))
+        recorder.operation(lane, name, kind, flops, nbytes, dtype, max(many, 1))
 
     def _remember(
         self, key: object, result: Any, results: list[torch.Tensor], flops: int, nbytes: int
@@ -186,12 +182,7 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         return None  # a whole optimizer step in place
     if func is _aten._grouped_mm.default:
         return _grouped_product(*args, **kwargs)
-    if func._overloadpacket in _RECURRENT:
-        return recurrent.run(_RECURRENT[func._overloadpacket], args)
     return func(*args, **kwargs)
-
-
-_RECURRENT = {getattr(_aten, name): name for name in (recurrent.FORWARD, recurrent.BACKWARD)}
 
 
 def _grouped_product(
@@ -265,8 +256,6 @@ def _flops(
         a, b = args[:2]  # each row of one meets the matrix of its expert
         apart = b.shape[0] if a.dim() == b.dim() == 3 else 1
         return 2 * apart * int(a.shape[-2] * a.shape[-1] * b.shape[-1])
-    if func._overloadpacket in _RECURRENT:
-        return recurrent.flops(_RECURRENT[func._overloadpacket], args)
     count = flop_registry.get(func._overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
@@ -288,7 +277,7 @@ _rms_norm: Callable[..., torch.Tensor] = F.rms_norm
 
 @contextmanager
 def kernels_of(device_type: str) -> Iterator[None]:
-    """Let attention, RMS norm and LSTMs of ``torch.nn`` run inside what a device would.
+    """Let attention and RMS norm of ``torch.nn`` run inside what a device would.
 
     The functions are replaced in their module: a mode would not be there in backward, where
     checkpoints run forwards again.
@@ -297,13 +286,12 @@ def kernels_of(device_type: str) -> Iterator[None]:
         device_type: of the device that is planned for: "cpu", or "cuda" for every accelerator.
     """
     F.scaled_dot_product_attention = _on_cpu if device_type == "cpu" else _on_gpu
-    with recurrent.onednns() if device_type == "cpu" else nullcontext():
-        if device_type != "cpu":
-            F.rms_norm = _rms_norm_on_gpu
-        try:
-            yield
-        finally:
-            F.scaled_dot_product_attention, F.rms_norm = _attend, _rms_norm
+    if device_type != "cpu":
+        F.rms_norm = _rms_norm_on_gpu
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention, F.rms_norm = _attend, _rms_norm
 
 
 @contextmanager

@@ -251,18 +251,6 @@ class Recorder(Notes):
         self.allocate(number, nbytes)
         return number
 
-    @contextmanager
-    def scratch(self, nbytes: int) -> Iterator[None]:
-        """Memory that an operator has inside while it runs."""
-        if not nbytes or not self._notes:
-            yield
-            return
-        number = self.hidden(nbytes)
-        try:
-            yield
-        finally:
-            self.free(number)
-
     def free(self, number: int) -> None:
         """Memory went; no-op where it had gone."""
         if self._live.pop(number, None) is not None:
