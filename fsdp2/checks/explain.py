@@ -59,10 +59,6 @@ def explain(error: BaseException, units: Iterable[Unit]) -> None:
     """Put torch's words on a parameter that is not gathered into a sentence, in place.
 
     Nothing happens to other exceptions, nor if the parameter is none of ours.
-
-    Args:
-        error: the exception of a forward.
-        units: those below the root.
     """
     if _SEEN in error.__dict__:
         return  # it has left a forward inside of this one
@@ -141,11 +137,6 @@ def explain_backward(error: RuntimeError, nodes: Iterable[Node], units: Iterable
 
     From then on side doors are recorded. The next forward resets the interrupted state, and a
     repeated run does not raise the error.
-
-    Args:
-        error: the exception.
-        nodes: those that it would run.
-        units: those of this process.
     """
     units = list(units)
     explain(error, units)

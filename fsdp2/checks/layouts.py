@@ -15,12 +15,7 @@ per group.
 
 
 def _log_layout(root: str, units: Iterable[tuple[str, Sequence[GroupLayout]]]) -> None:
-    """Log the contents of the units below a root.
-
-    Args:
-        root: name of its class.
-        units: a name, and the layouts of its groups, for each.
-    """
+    """Log the contents of the units below a root."""
     named = [(name, layout) for name, layouts in units for layout in layouts]
     if not LAYOUT.isEnabledFor(logging.INFO):
         return

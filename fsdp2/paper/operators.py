@@ -43,14 +43,7 @@ _TAKE_INDICES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_i
 
 
 class _Known(NamedTuple):
-    """The results of an operator with arguments of some shapes: they are the same for equal shapes.
-
-    Attributes:
-        results: (shape, strides, dtype) of each result.
-        kind: type of the sequence that they were in; ``None`` for a single tensor.
-        flops: its arithmetic.
-        nbytes: read and written.
-    """
+    """The results of an operator with arguments of some shapes: they are the same for equal shapes."""
 
     results: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
     kind: type | None
@@ -71,10 +64,6 @@ class Operators(TorchDispatchMode):
 
     The results of a pure operator are cached by the shapes of its arguments: a model's blocks are
     alike, and torch's own arithmetic of shapes is slow.
-
-    Args:
-        recorder: records the operators.
-        values: the known values; the model may ask for them.
     """
 
     def __init__(self, recorder: Recorder, values: Values) -> None:
@@ -281,9 +270,6 @@ def kernels_of(device_type: str) -> Iterator[None]:
 
     The functions are replaced in their module: a mode would not be there in backward, where
     checkpoints run forwards again.
-
-    Args:
-        device_type: of the device that is planned for: "cpu", or "cuda" for every accelerator.
     """
     F.scaled_dot_product_attention = _on_cpu if device_type == "cpu" else _on_gpu
     if device_type != "cpu":

@@ -25,12 +25,7 @@ SMALL, LARGE = 2**12, 2**24  # bytes of gathered tensors
 
 
 def measure(base: Hardware, device_type: str) -> tuple[Hardware, bool]:
-    """This machine; returns whether this is the first rank, too.
-
-    Args:
-        base: the machine whose other figures are taken, such as its name for the backend.
-        device_type: "cuda" or "cpu".
-    """
+    """This machine; returns whether this is the first rank, too."""
     device, ranks = torch.device(device_type), int(os.environ.get("WORLD_SIZE", "1"))
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

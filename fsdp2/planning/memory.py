@@ -66,12 +66,7 @@ class Memory:
 
 
 class Ledger:
-    """The memory allocated now, by category.
-
-    Args:
-        recording: a step.
-        rounding: the allocator's.
-    """
+    """The memory allocated now, by category."""
 
     def __init__(self, recording: Recording, rounding: int) -> None:
         self.totals: Counter[str] = Counter()
@@ -106,12 +101,7 @@ class Ledger:
 
 
 def follow(recording: Recording, rounding: int = 512) -> Memory:
-    """The peak of a step, and what is there without one.
-
-    Args:
-        recording: a step.
-        rounding: to a multiple of so many bytes the allocator rounds.
-    """
+    """The peak of a step, and what is there without one."""
     ledger = Ledger(recording, rounding)
     before = peak = ledger.moment(None, -1)
     host = ledger.host

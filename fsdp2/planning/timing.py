@@ -21,11 +21,7 @@ HOST_BANDWIDTH = 2.0e10
 
 @dataclass
 class Timing(Replay):
-    """A step in time, in seconds.
-
-    Attributes:
-        stragglers: how long ranks wait for the slowest besides.
-    """
+    """A step in time, in seconds."""
 
     stragglers: float = 0.0
 
@@ -90,13 +86,7 @@ class UnitTimes:
 
 
 def schedule(recording: Recording, hardware: Hardware, world: int) -> Timing:
-    """When everything runs.
-
-    Args:
-        recording: a step.
-        hardware: the machine.
-        world: ranks in all.
-    """
+    """When everything runs."""
 
     def cost(note: Operation) -> Cost:
         launch = hardware.host_collective if note.kind == COLLECTIVE else hardware.host_op

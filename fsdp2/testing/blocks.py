@@ -107,12 +107,7 @@ class Projections(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """The nine parameters of a Llama block: two norms, attention, and an MLP of three matrices.
-
-    Args:
-        width: of the residual stream; 64 shards evenly over 8 ranks, and its norms do, too.
-        hidden: of the MLP.
-    """
+    """The nine parameters of a Llama block: two norms, attention, and an MLP of three matrices."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -132,11 +127,6 @@ class MoeBlock(nn.Module):
     """The nine parameters of a block with experts in two tensors of three dims, and a router.
 
     Every token goes through every expert, so that no rank is without a gradient.
-
-    Args:
-        width: of the residual stream.
-        hidden: of each expert.
-        experts: how many there are; 8 shard evenly over 8 ranks.
     """
 
     def __init__(self, width: int, hidden: int, experts: int) -> None:
@@ -170,13 +160,7 @@ class LoraLinear(nn.Module):
 
 
 class LoraBlock(nn.Module):
-    """A frozen Llama block with adapters at q and v: 13 parameters, of which four are trained.
-
-    Args:
-        width: of the residual stream.
-        hidden: of the MLP.
-        rank: of the adapters; 8 shards evenly over 8 ranks.
-    """
+    """A frozen Llama block with adapters at q and v: 13 parameters, of which four are trained."""
 
     def __init__(self, width: int, hidden: int, rank: int) -> None:
         super().__init__()

@@ -34,19 +34,7 @@ def replay(
     duration: Callable[[Operation], float],
     one_at_a_time: Collection[str] = (),
 ) -> list[Span]:
-    """When each operation of ``trace`` runs.
-
-    Args:
-        trace: of a `VirtualDevice`, or a part of it; what was recorded before is over when it
-            begins.
-        duration: how long an operation takes, in any unit.
-        one_at_a_time: kinds of operations that never overlap, whatever their lanes: they run in the
-            order of the host's calls. Collectives of one NCCL communicator do, so pass
-            ``("all_gather", "reduce_scatter")``, unless reduce-scatters have a group of their own.
-
-    Returns:
-        A span for each operation, in the order of the host's calls.
-    """
+    """When each operation of ``trace`` runs."""
     return _replayed(trace, duration, one_at_a_time).spans
 
 
@@ -110,21 +98,7 @@ def timeline_of(
     one_at_a_time: Collection[str] = (),
     metadata: Mapping[str, Value] | None = None,
 ) -> Timeline:
-    """A schedule on paper as a timeline, of the format of real runs.
-
-    Args:
-        trace: as for `replay`.
-        duration: how long an operation takes, in microseconds; one of 0 leaves no slice.
-        size: category and bytes of a buffer, for the memory by category; buffers that were there
-            when the trace began are not known to it. Default: no memory.
-        one_at_a_time: as for `replay`.
-        metadata: facts for `Timeline.metadata`.
-
-    Example::
-
-        times = {"all_gather": 120.0, "reduce_scatter": 150.0}
-        timeline_of(device.trace, lambda op: times.get(op.kind, 40.0)).write("paper.json")
-    """
+    """A schedule on paper as a timeline, of the format of real runs."""
     step = _replayed(trace, duration, one_at_a_time)
     facts = {"source": "paper", "clock": "paper", **(metadata or {})}
     memory = [] if size is None else _memory(trace, step.times, size)

@@ -20,12 +20,7 @@ from fsdp2.tracing.timeline import length, union
 
 
 class OptimizerStates:
-    """The optimizers that are known, and their bytes.
-
-    Args:
-        groups: whose parameters they step; others are known once they step.
-        device_type: of what is counted; other states may be offloaded.
-    """
+    """The optimizers that are known, and their bytes."""
 
     def __init__(self, groups: Iterable[ParamGroup], device_type: str) -> None:
         self._device = device_type

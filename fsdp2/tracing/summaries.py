@@ -336,11 +336,7 @@ def amount(nbytes: float) -> str:
 
 
 def steps_told(times: Mapping[int, float]) -> str:
-    """How long steps take: the median, and those that differ most from it.
-
-    Args:
-        times: of each step, by its number.
-    """
+    """How long steps take: the median, and those that differ most from it."""
     least, most = (choose(times, key=lambda n: times[n]) for choose in (min, max))
     return (
         f"{len(times)} steps: median {milliseconds(statistics.median(times.values()))}, least "
@@ -350,22 +346,13 @@ def steps_told(times: Mapping[int, float]) -> str:
 
 
 def idle_told(idle: Mapping[str, float]) -> str:
-    """The causes of idle compute, longest first.
-
-    Args:
-        idle: µs by cause.
-    """
+    """The causes of idle compute, longest first."""
     causes = [f"{milliseconds(time)} {cause}" for cause, time in idle.items()]
     return f"Compute is idle for {milliseconds(sum(idle.values()))}: {', '.join(causes)}."
 
 
 def peak_told(peak: Peak, origin: float = 0.0) -> str:
-    """The reasons for the position of the peak: running operations, contents, and last additions.
-
-    Args:
-        peak: of a timeline.
-        origin: the time relative to which its time is given, in µs.
-    """
+    """The reasons for the position of the peak: running operations, contents, and last additions."""
     running = ["compute between units" if name == BETWEEN else name for name in peak.running]
     told = f"Peak of {amount(peak.total)} at {milliseconds(peak.time - origin)}"
     if running:
