@@ -43,7 +43,7 @@ _TAKE_INDICES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_i
 
 
 class _Known(NamedTuple):
-    """The results of an operator with arguments of some shapes: they are the same for equal shapes."""
+    """The results of an operator, the same for arguments of equal shapes."""
 
     results: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
     kind: type | None

@@ -1,7 +1,7 @@
 """Measure this machine: products, memory traffic, host time, and collectives of its ranks.
 
-`fsdp2 calibrate` calls `measure`. Under torchrun all ranks of a node measure at the same time; figures
-between nodes are those of another machine.
+`fsdp2 calibrate` calls `measure`. Under torchrun all ranks of a node measure at the same
+time; figures between nodes are those of another machine.
 """
 
 from __future__ import annotations

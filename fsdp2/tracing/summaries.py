@@ -352,7 +352,7 @@ def idle_told(idle: Mapping[str, float]) -> str:
 
 
 def peak_told(peak: Peak, origin: float = 0.0) -> str:
-    """The reasons for the position of the peak: running operations, contents, and last additions."""
+    """Why the peak is there: running operations, contents, and last additions."""
     running = ["compute between units" if name == BETWEEN else name for name in peak.running]
     told = f"Peak of {amount(peak.total)} at {milliseconds(peak.time - origin)}"
     if running:

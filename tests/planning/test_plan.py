@@ -282,6 +282,7 @@ def noted(name: str, nbytes: float, flops: float = 0, **more: Any) -> Operation:
 def test_attention_and_unfused_operators_have_rates_of_their_own() -> None:
     attained = Attained({"forward": 2e9, "backward": 0.5e9}, unfused=0.25, straggling=0.1)
     machine = replace(TOY, bandwidth=1e6, attained=attained)
+
     def cost(note: Operation) -> float:
         return machine.compute(note, 1)
 
