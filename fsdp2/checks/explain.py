@@ -3,8 +3,8 @@
 torch raises the error in C++, below any Python code that could catch it without a cost per
 operation on a DTensor. fsdp2 therefore explains it when it leaves a forward of a unit: torch also
 calls hooks that are registered with ``always_call`` for an exception. Code in this module runs only
-then. The user is everyone whose code reads `model.head.weight` outside of a unit: torch's words name
-an operator, and neither the parameter nor the unit (tests/sharding/test_misuses.py).
+then. Its user is everyone whose code reads `model.head.weight` outside of a unit: torch's words
+name an operator, and neither the parameter nor the unit (tests/sharding/test_misuses.py).
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _find(trace: TracebackType | None, known: dict[int, _Owned]) -> list[_Owned]
 
 
 def _named(modules: Sequence[nn.Module], words: set[str], known: dict[int, _Owned]) -> list[_Owned]:
-    """Sharded parameters whose names' parts are words of the code; without an index those of all."""
+    """Sharded parameters whose names are in the code; without an index those of all indices."""
     owned = [
         (known[id(param)], name.split("."))
         for module in modules
