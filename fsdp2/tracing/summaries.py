@@ -367,14 +367,18 @@ def peak_told(peak: Peak, origin: float = 0.0) -> str:
     return told
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of columns: the first ``left`` of them to the left, all others to the right."""
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, last: bool = False
+) -> list[str]:
+    """Lines of columns: the first ``left`` are words, and the ``last``; others are numbers."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    words = {*range(left), len(head) - 1} if last else {*range(left)}
     lines = []
     for row in (head, *rows):
-        sized = list(zip(row, widths, strict=True))
-        cells = [cell.ljust(width) for cell, width in sized[:left]]
-        cells += [cell.rjust(width) for cell, width in sized[left:]]
+        cells = [
+            cell.ljust(width) if place in words else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return lines
