@@ -379,22 +379,14 @@ def read(name: str) -> Any:
 
 
 def planned_and_measured() -> Figure:
-    """Every planned step and peak of benchmarks/results/plan, over what was measured."""
-    steps: dict[str, list[tuple[float, float]]] = {}
-    for row in read("plan/2026-11-25-epyc-2core.json"):
-        words = row["options"].split()
-        ranks = int(words[words.index("--nproc") + 1])
-        series = f"{ranks} rank{'s' if ranks > 1 else ''}"
-        steps.setdefault(series, []).append((row["measured"] * 1e3, row["planned"] * 1e3))
+    """Every planned peak of benchmarks/results/plan, over what was measured."""
     peaks: dict[str, list[tuple[float, float]]] = {"no checkpointing": []}
     for row in read("plan/2026-11-25-epyc-2core-memory.json"):
         recomputed = row["model"].endswith("recomputed")
         series = "activation checkpointing" if recomputed else "no checkpointing"
         peaks.setdefault(series, []).append((row["measured"] / 1e6, row["planned"] / 1e6))
-    figure = _titled("Planned and measured, on two CPU cores", 7.6, 4.2)
-    left, right = figure.subplots(1, 2)
-    _scatter(left, "Time of a step (band: 10 %)", "ms", steps, 0.10)
-    _scatter(right, "Memory at the peak (band: 3 %)", "MB", peaks, 0.03)
+    figure = _titled("Planned and measured, on two CPU cores", 4.6, 4.2)
+    _scatter(figure.subplots(), "Memory at the peak (band: 3 %)", "MB", peaks, 0.03)
     return figure
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -38,39 +38,16 @@ _FACTORIES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 _SPARSE = {"embedding", "index", "index_select", "gather", "select_backward"}
 """They read no more than they write, however large what they read from."""
 
-
 _TAKE_INDICES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
-class _Known(NamedTuple):
-    """The results of an operator, the same for arguments of equal shapes."""
-
-    results: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
-    kind: type | None
-    flops: int
-    nbytes: int
-
-    def make(self) -> object:
-        """Results of these shapes."""
-        made = [
-            torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-            for shape, strides, dtype in self.results
-        ]
-        return made[0] if self.kind is None else self.kind(made)
-
-
 class Operators(TorchDispatchMode):
-    """Reports every operator in this context to a recorder.
-
-    The results of a pure operator are cached by the shapes of its arguments: a model's blocks are
-    alike, and torch's own arithmetic of shapes is slow.
-    """
+    """Reports every operator in this context to a recorder."""
 
     def __init__(self, recorder: Recorder, values: Values) -> None:
         super().__init__()
         self._recorder = recorder
         self._values = values
-        self._known: dict[object, _Known] = {}
 
     def __torch_dispatch__(
         self,
@@ -84,22 +61,15 @@ class Operators(TorchDispatchMode):
         given = kwargs or {}
         if self._recorder.phase != "optimizer":
             args = self._on_device(func, args)
-        key = _key(func, args, given)
-        known = None if key is None else self._known.get(key)
         answer = self._values.answer(func, args, given)
-        if answer is not None:
-            result = answer[0]
-        elif known is not None:
-            result = known.make()
-        else:
-            result = _run(func, args, given)
+        result = _run(func, args, given) if answer is None else answer[0]
         results = tensors_in(result)
         if results and not results[0].is_meta:
             return result
         inputs = tensors_in((args, given.values()))
         if not results and not any(tensor.is_meta for tensor in inputs):
             return result
-        self._note(func, args, given, result, inputs, results, key, known)
+        self._note(func, args, given, result, inputs, results)
         if answer is None:
             self._values.follow(func, args, given, result)
         return result
@@ -129,8 +99,6 @@ class Operators(TorchDispatchMode):
         result: object,
         inputs: list[torch.Tensor],
         results: list[torch.Tensor],
-        key: object,
-        known: _Known | None,
     ) -> None:
         recorder = self._recorder
         seen = {recorder.storage(tensor) for tensor in inputs if tensor.is_meta}
@@ -141,28 +109,14 @@ class Operators(TorchDispatchMode):
         if name in _FACTORIES or (not func._schema.is_mutable and made <= seen):
             kind = "view"
         flops = nbytes = 0
-        if known is not None:
-            flops, nbytes = known.flops, known.nbytes
-        elif kind == "compute":
+        if kind == "compute":
             flops = _flops(func, args, kwargs, result)
             written = sum(map(_size, results)) or _mutated(args)
             nbytes = 2 * written if name in _SPARSE else written + sum(map(_size, inputs))
-            if key is not None and not made & seen and len(made) == len(results):
-                self._remember(key, result, results, flops, nbytes)
         dtype = next((t.dtype for t in (*results, *inputs) if t.is_meta), torch.float32)
         lane = HOST if host else recorder.lane
         many = len(args[0]) if args and isinstance(args[0], list | tuple) else 1
         recorder.operation(lane, name, kind, flops, nbytes, dtype, max(many, 1))
-
-    def _remember(
-        self, key: object, result: Any, results: list[torch.Tensor], flops: int, nbytes: int
-    ) -> None:
-        kind = None if isinstance(result, torch.Tensor) else type(result)
-        if kind is not None and (kind not in (tuple, list) or len(result) != len(results)):
-            return
-        if all(tensor.nbytes == tensor.untyped_storage().nbytes() for tensor in results):
-            shapes = tuple((t.shape, t.stride(), t.dtype) for t in results)
-            self._known[key] = _Known(shapes, kind, flops, nbytes)
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
@@ -190,40 +144,6 @@ def _grouped_product(
     if a.dim() == b.dim() == 3:
         experts = (a.shape[0],)
     return a.new_empty((*experts, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
-
-
-def _key(func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-    """The values that results depend on; ``None`` if the results must not be cached."""
-    if func._schema.is_mutable or func.is_view:
-        return None
-    given, named = _shapes(args), _shapes(tuple(kwargs.items()))
-    return None if given is None or named is None else (func, given, named)
-
-
-def _shapes(values: Sequence[object]) -> tuple[object, ...] | None:
-    """``None`` where a value may count that is not in a shape."""
-    found: list[object] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if not value.is_meta:
-                return None
-            found.append((value.shape, value.stride(), value.dtype))
-        elif isinstance(value, list | tuple):
-            inside = _shapes(value)
-            if inside is None:
-                return None
-            found.append((type(value), inside))
-        elif isinstance(value, _PLAIN) or value is None:
-            found.append((type(value), value))
-        else:
-            return None
-    return tuple(found)
-
-
-_PLAIN = (
-    *(bool, int, float, complex, str),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
 
 
 def _size(tensor: torch.Tensor) -> int:
