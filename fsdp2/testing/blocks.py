@@ -15,12 +15,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor as it is. Shares the storage."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from fsdp2.core.layout.mesh import local_of as local
 
 
 @torch.no_grad()

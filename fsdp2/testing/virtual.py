@@ -127,30 +127,16 @@ class VirtualTensor:
         return VirtualTensor(self.owner, shape, self.dtype)
 
 
-class _Counted:
-    """Frees its allocation when nothing refers to it any more."""
-
-    allocation: Life | None = None  # until there is memory
-    pinned = False
-
-    def __init__(self, device: VirtualDevice, name: str) -> None:
-        self.device = device
-        self.allocation = device.allocate(name)
-
-    def __del__(self) -> None:
-        if self.allocation is not None:
-            self.device.free(self.allocation)
-
-
 class VirtualTransient:
     """A buffer that comes and goes; each life is an allocation of its own."""
+
+    allocation: Life | None = None  # until there is memory
 
     def __init__(self, device: VirtualDevice, nbytes: int, name: str) -> None:
         self.device = device
         self.name = name
         self.nbytes = nbytes
         self.pinned = False
-        self.allocation: Life | None = None
         self.acquire()
 
     def view(
@@ -211,6 +197,13 @@ def _kernel(kind: str, reads: int, writes: int) -> Callable[..., None]:
         device.run(kind, _listed(args[reads]), _listed(args[writes]))
 
     return run
+
+
+class _Counted(VirtualTransient):
+    """Frees its allocation when nothing refers to it any more."""
+
+    def __del__(self) -> None:
+        self.release()
 
 
 class VirtualDevice(Notes):
@@ -382,7 +375,7 @@ class VirtualDevice(Notes):
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> VirtualTensor:
         with self.on(HOST):
-            owner = _Counted(self, "host gradient")
+            owner = _Counted(self, 0, "host gradient")
         owner.pinned = pin
         return VirtualTensor(owner, shape, dtype)
 
@@ -397,7 +390,7 @@ class VirtualDevice(Notes):
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> VirtualTensor:
         """A new tensor on the current lane; freed when its last handle goes."""
-        return VirtualTensor(_Counted(self, name), shape, dtype)
+        return VirtualTensor(_Counted(self, 0, name), shape, dtype)
 
     def bind_empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, name: str

@@ -91,15 +91,6 @@ def test_waits_are_the_edges_of_the_race_checker(seed: int) -> None:
     assert known
 
 
-def test_a_slice_is_a_unit_and_an_operation() -> None:
-    timeline = planned().timeline()
-    units = {s.operation: s.unit for s in timeline.on("all-gather")}
-    assert [s.unit for s in timeline.on("all-gather")] == [*BLOCKS, *reversed(BLOCKS)]
-    assert units.keys() == {"all-gather"}
-    assert [s.unit for s in timeline.on("reduce") if s.operation == "reduce-scatter"] == [*"210"]
-    assert {"forward", "backward", "optimizer"} <= {s.operation for s in timeline.on("compute")}
-
-
 def test_a_wait_lasts_until_what_it_is_behind_is_over() -> None:
     timeline = planned().timeline()
     stood = [w for w in timeline.waits if w.duration]
@@ -145,12 +136,6 @@ def test_a_summary_of_a_timeline_by_hand() -> None:
     assert "by hand" in text
     assert "compute 62.5 %, exposed communication 20.8 %, overlap 35.7 %" in text
     assert text.count("\n") == 11
-
-
-def test_exposed_time_is_the_plans() -> None:
-    found = summary(planned().timeline())
-    assert found.exposed == pytest.approx(planned().time.exposed * 1e6)
-    assert sum(row.exposed for row in found.units) == pytest.approx(found.exposed)
 
 
 def test_a_difference_goes_unit_by_unit() -> None:
