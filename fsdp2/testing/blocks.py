@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp2.core.layout.mesh import local_of as local
+from fsdp2.core.layout.mesh import local_of
+
+local = local_of
 
 
 @torch.no_grad()
