@@ -202,6 +202,9 @@ def _kernel(kind: str, reads: int, writes: int) -> Callable[..., None]:
 class _Counted(VirtualTransient):
     """Frees its allocation when nothing refers to it any more."""
 
+    def __init__(self, device: VirtualDevice, name: str) -> None:
+        super().__init__(device, 0, name)
+
     def __del__(self) -> None:
         self.release()
 
@@ -375,7 +378,7 @@ class VirtualDevice(Notes):
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> VirtualTensor:
         with self.on(HOST):
-            owner = _Counted(self, 0, "host gradient")
+            owner = _Counted(self, "host gradient")
         owner.pinned = pin
         return VirtualTensor(owner, shape, dtype)
 
@@ -390,7 +393,7 @@ class VirtualDevice(Notes):
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> VirtualTensor:
         """A new tensor on the current lane; freed when its last handle goes."""
-        return VirtualTensor(_Counted(self, 0, name), shape, dtype)
+        return VirtualTensor(_Counted(self, name), shape, dtype)
 
     def bind_empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, name: str
