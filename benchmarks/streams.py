@@ -39,13 +39,25 @@ class Block(nn.Module):
         return out
 
 
+class Stack(nn.Module):
+    """The blocks, one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks(x)
+        return out
+
+
 def schedule(copies: int = 2) -> Timeline:
     """A steady step of the blocks, on this number of replicas."""
     made = fsdp2.plan(
-        lambda: nn.Sequential(*(Block() for _ in range(BLOCKS))),
+        Stack,
         lambda: torch.zeros(TOKENS, WIDTH),
         units={Block},
-        mesh=(copies, 8),
+        mesh=(copies, 8) if copies > 1 else 8,
         precision=fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32),
     )
     return made.timeline()
