@@ -379,22 +379,14 @@ def read(name: str) -> Any:
 
 
 def planned_and_measured() -> Figure:
-    """Every planned step and peak of benchmarks/results/plan, over what was measured."""
-    steps: dict[str, list[tuple[float, float]]] = {}
-    for row in read("plan/2026-11-25-epyc-2core.json"):
-        words = row["options"].split()
-        ranks = int(words[words.index("--nproc") + 1])
-        series = f"{ranks} rank{'s' if ranks > 1 else ''}"
-        steps.setdefault(series, []).append((row["measured"] * 1e3, row["planned"] * 1e3))
+    """Every planned peak of benchmarks/results/plan, over what was measured."""
     peaks: dict[str, list[tuple[float, float]]] = {"no checkpointing": []}
     for row in read("plan/2026-11-25-epyc-2core-memory.json"):
         recomputed = row["model"].endswith("recomputed")
         series = "activation checkpointing" if recomputed else "no checkpointing"
         peaks.setdefault(series, []).append((row["measured"] / 1e6, row["planned"] / 1e6))
-    figure = _titled("Planned and measured, on two CPU cores", 7.6, 4.2)
-    left, right = figure.subplots(1, 2)
-    _scatter(left, "Time of a step (band: 10 %)", "ms", steps, 0.10)
-    _scatter(right, "Memory at the peak (band: 3 %)", "MB", peaks, 0.03)
+    figure = _titled("Planned and measured, on two CPU cores", 4.6, 4.2)
+    _scatter(figure.subplots(), "Memory at the peak (band: 3 %)", "MB", peaks, 0.03)
     return figure
 
 
@@ -508,9 +500,9 @@ OPERATIONS = {
 def unit_life() -> Figure:
     """One unit in a steady step of four, as fsdp2's scheduler orders it, and what it holds."""
     lanes = {"all-gather": 0, "reduce": 0, "compute": 1}
-    slices = [
-        s for s in streams.schedule(copies=1).slices if s.lane in lanes and s.operation != "copy"
-    ]
+    shown = [s for s in streams.schedule(copies=1).slices if s.lane in lanes]
+    shown = [s for s in shown if s.unit.startswith("blocks.") or s.operation == "optimizer"]
+    slices = [s for s in shown if s.operation != "copy"]
     end = max(s.end for s in slices)
     figure = _titled("One step of four units, 0 to 3: the life of unit 1", 7.6, 3.6)
     axes = figure.subplots()
@@ -528,7 +520,7 @@ def unit_life() -> Figure:
     own = [s for s in slices if s.unit == FOLLOWED]
     times = {name: [(s.start, s.end) for s in own if s.operation == name] for name in OPERATIONS}
     (gathered, again), (reduced,) = times["all-gather"], times["reduce-scatter"]
-    (forward,), (backward,), (step,) = times["forward"], times["backward"], times["optimizer"]
+    (forward,), (backward,) = times["forward"], times["backward"]
     for start, stop in ((gathered[0], forward[1]), (again[0], backward[1])):
         _box(axes, start, 3.2, stop - start, 1.1, "orange")
         axes.text((start + stop) / 2, 3.75, "unsharded", color=LIGHT["inverse"], ha="center")
@@ -542,7 +534,7 @@ def unit_life() -> Figure:
     changes = (
         *((gathered[0], "all-gather"), (forward[0], "forward"), (forward[1], "reshard")),
         *((again[0], "all-gather"), (backward[0], "backward")),
-        *((reduced[0], "reshard, reduce-scatter"), (step[0], "step")),
+        *((reduced[0], "reshard, reduce-scatter"), (first, "step")),
     )
     for place, (when, words) in enumerate(changes, 1):
         y = 2.2 + 0.35 * (words in ("forward", "backward", "step"))

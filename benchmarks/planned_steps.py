@@ -60,11 +60,9 @@ def calibrated(device: str, ranks: int) -> Hardware:
     threads = {} if ranks or kind == "cuda" else {"OMP_NUM_THREADS": "1"}
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(workers.ROOT)]))
     command = [sys.executable, "-m", "fsdp2", "calibrate", "--device", kind]
-    if ranks and kind == "cuda":
+    if ranks:
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command[2:2] = [*launcher, "-m"]
-    elif ranks:
-        command += ["--ranks", str(ranks)]
     with tempfile.TemporaryDirectory(prefix="fsdp2-machine-") as folder:
         file = Path(folder, "machine.json")
         done = subprocess.run(

@@ -1,10 +1,9 @@
-"""fsdp2's schedule, stream by stream, as a timeline on paper. No processes.
+"""fsdp2's schedule, stream by stream, as a planned step (`fsdp2.plan`). No processes.
 
     python benchmarks/streams.py --to streams.json      # and streams.html, to look at
 
-Four equal blocks in mixed precision over 8 ranks, and 2 copies (HSDP), in a steady step.
-Durations are made up, and in the proportion of a block of 200 M parameters on eight GPUs: the page
-is about what waits for what (docs/streams.md), not about speed.
+Four equal blocks of 200 M parameters in mixed precision over 8 ranks, and 2 copies (HSDP), on
+H100s. The page is about what waits for what (docs/streams.md), not about speed.
 """
 
 from __future__ import annotations
@@ -18,75 +17,50 @@ if __package__ in (None, ""):  # run as a script
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
+from torch import Tensor, nn
 
-from fsdp2.core.config import MixedPrecisionPolicy
-from fsdp2.record.notes import Allocation, Operation
-from fsdp2.testing.simulation import Node, Simulation
-from fsdp2.testing.timeline import timeline_of
-from fsdp2.testing.virtual import VirtualDevice
+import fsdp2
 from fsdp2.tracing import Timeline, show
 
-BLOCKS = 4
-PARAMS = 200e6
-
-MICROSECONDS = {
-    "forward": 2200.0,
-    "backward": 4400.0,
-    "all_gather": 1400.0,
-    "reduce_scatter": 2000.0,
-    "all_reduce": 900.0,
-    "copy": 150.0,
-    "step": 120.0,
-}
-"""What an operation of a block takes; all others take nothing."""
-
-GATHERED, REDUCED = round(2 * PARAMS), round(4 * PARAMS)
-BYTES = {
-    "gathered": ("gathered", GATHERED),
-    "gradient": ("gradients", GATHERED),
-    "reduce-scatter input": ("reduction buffers", REDUCED),
-    "reduce-scatter output": ("reduction buffers", REDUCED // 8),
-    "activation": ("activations", 256 << 20),
-}
-"""Category and bytes of a block's buffers, by how their names begin."""
+BLOCKS, WIDTH, TOKENS = 4, 10_240, 8192
+GATHERED = 2 * 2 * WIDTH**2
+"""Bytes of an unsharded block, in bf16."""
 
 
-def took(op: Operation) -> float:
-    """What an operation takes, in µs."""
-    kind, _, unit = op.kind.partition(" ")
-    return 0.0 if unit == "root" else MICROSECONDS.get(kind, 0.0)
+class Block(nn.Module):
+    """Two square matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(x).relu())
+        return out
 
 
-def size(buffer: Allocation) -> tuple[str, int]:
-    """Category and bytes of a buffer."""
-    for name, found in BYTES.items():
-        if buffer.name.startswith(name):
-            return found
-    return "temporary", 0
+class Stack(nn.Module):
+    """The blocks, one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.blocks(x)
+        return out
 
 
 def schedule(copies: int = 2) -> Timeline:
-    """A steady step of the blocks.
-
-    Args:
-        copies: ranks of the replicate axis.
-    """
-    names = [f"blocks.{number}" for number in range(BLOCKS)]
-    leaves = [Node(name, shapes=((8, 8),)) for name in names]
-    device = VirtualDevice()
-    root = Node("root", leaves, list(range(BLOCKS)), shapes=())
-    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    simulation = Simulation(root, device, 8, precision=precision, copies=copies)
-    simulation.iteration()
-    start = len(device.trace)
-    simulation.iteration()
-    return timeline_of(
-        device.trace[start:],
-        took,
-        size=size,
-        one_at_a_time=("all_gather", "reduce_scatter"),
-        metadata={"title": "a step of four blocks, on paper", "world_size": 8 * copies},
+    """A steady step of the blocks, on this number of replicas."""
+    made = fsdp2.plan(
+        Stack,
+        lambda: torch.zeros(TOKENS, WIDTH),
+        units={Block},
+        mesh=(copies, 8) if copies > 1 else 8,
+        precision=fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32),
     )
+    return made.timeline()
 
 
 def orders(timeline: Timeline) -> list[tuple[str, str, str, int]]:

@@ -53,11 +53,7 @@ class _Reduces(OwnMemory, ReduceScatter):
 
 
 class GroupMemory(OwnMemory):
-    """Buffers from a process group's allocator, or plain ones where its backend has none.
-
-    Args:
-        group: the process group.
-    """
+    """Buffers from a process group's allocator, or plain ones where its backend has none."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -82,11 +78,7 @@ class GroupReduceScatter(GroupMemory, _Reduces):
 
 
 class SymmetricMemory(OwnMemory):
-    """Buffers from torch's pool of symmetric memory, which are used again and again.
-
-    Args:
-        backend: "NCCL".
-    """
+    """Buffers from torch's pool of symmetric memory, which are used again and again."""
 
     def __init__(self, backend: str) -> None:
         # Here, as CPU builds need not have it.

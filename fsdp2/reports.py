@@ -23,7 +23,7 @@ from fsdp2.core.reduce.coded import codec_of
 from fsdp2.core.reduce.feedback import DTYPE as FEEDBACK_DTYPE
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import window_of
-from fsdp2.tracing.summaries import amount
+from fsdp2.tracing.summaries import amount, table
 
 WHOLE = "whole"
 """The transport of parameters that stay whole on every rank."""
@@ -147,16 +147,8 @@ class Report:
             ),
             "",
         )
-        lines = [header, *_alike(rows), total]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-        printed = []
-        for line in lines:
-            middle = [
-                cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:-1], strict=True)
-            ]
-            printed.append("  ".join([line[0].ljust(widths[0]), *middle, line[-1]]).rstrip())
-        rule = "  ".join("-" * width for width in widths)
-        return "\n".join([printed[0], rule, *printed[1:-1], rule, printed[-1]])
+        lines = table(header, [*_alike(rows), total], last=True)
+        return "\n".join([*lines[:-1], lines[1], lines[-1]])
 
 
 def _row(found: GroupReport) -> tuple[str, ...]:

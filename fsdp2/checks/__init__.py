@@ -7,7 +7,6 @@ For all users, at rare events:
     registered parameters that modules register and that belong to no unit
     presence   every rank of a process group runs fsdp2, or none communicates
     replicas   replicas begin with equal weights
-    layouts    log messages about a root's units
 
 Enabled by `fsdp2.debug`:
 
@@ -19,14 +18,14 @@ Enabled by `fsdp2.debug`:
 
 Owns: the settings and the agreement of this process. Core does not import it: core sends notices
 (`fsdp2.core.notices`), and reports parameters that will be sharded and new groups
-(`fsdp2.core.schedule.observers`). The first six are notified from the import of fsdp2 on. `groups`
+(`fsdp2.core.schedule.observers`). The first five are notified from the import of fsdp2 on. `groups`
 loads on request: by `debug`, or by the environment at the first call of `fully_shard`.
 """
 
-from fsdp2.checks import environment, explain, layouts, optimizers, presence, registered, replicas
+from fsdp2.checks import environment, explain, optimizers, presence, registered, replicas
 from fsdp2.core.schedule.observers import plan_checks
 
-__all__ = ["environment", "explain", "layouts", "optimizers", "presence", "registered", "replicas"]
+__all__ = ["environment", "explain", "optimizers", "presence", "registered", "replicas"]
 
 
 def _load_groups(*_: object) -> None:

@@ -48,13 +48,7 @@ _FAILURE, _OUTCOME = "failure", "outcome"
 
 @dataclass(frozen=True)
 class Intent:
-    """The next step of a rank.
-
-    Attributes:
-        what: for example ``"the all-gather of 'blocks.1' for its forward, iteration 3"``.
-        details: further facts that must be equal, by name.
-        fix: the remedy if the details differ.
-    """
+    """The next step of a rank."""
 
     what: str
     details: Mapping[str, str] = field(default_factory=dict)
@@ -92,12 +86,7 @@ _Wait = TypedDict("_Wait", {"turn": int, "for": list[tuple[int, str]], "at": str
 
 
 class Agreement:
-    """The steps of one rank, and those of the others as far as it must know them.
-
-    Args:
-        board: where notes are left.
-        clock: how many iterations this process has counted.
-    """
+    """The steps of one rank, and those of the others as far as it must know them."""
 
     def __init__(self, board: StoreBoard, clock: Callable[[], int]) -> None:
         self.board = board
@@ -125,16 +114,7 @@ class Agreement:
     # ---- agreeing
 
     def agree(self, ranks: tuple[int, ...], step: Intent, timeout: float) -> None:
-        """Return once all of ``ranks`` are about to take ``step``.
-
-        Args:
-            ranks: global ranks, this one among them.
-            step: the next step of this rank.
-            timeout: seconds to wait for silent ranks.
-
-        Raises:
-            RankMismatchError: a rank is about to do something else, has left or does not come.
-        """
+        """Return once all of ``ranks`` are about to take ``step``."""
         if len(ranks) == 1:
             return
         board = self.board

@@ -12,11 +12,7 @@ ENVIRONMENT = "FSDP2_DEBUG"
 
 @functools.cache
 def asks_for_ranks() -> bool:
-    """Whether ranks are to agree on each step.
-
-    Raises:
-        ValueError: ``FSDP2_DEBUG`` is neither 0 nor 1; it is read again by the next call then.
-    """
+    """Whether ranks are to agree on each step."""
     value = os.environ.get(ENVIRONMENT, "0")
     if value not in ("", "0", "1"):
         raise coded(

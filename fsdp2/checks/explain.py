@@ -1,14 +1,10 @@
 """torch's error for a parameter that was used while sharded or freed, explained in a sentence.
 
-    a forward raises RuntimeError("aten.mm.default got mixed torch.Tensor and DTensor …")
-      traceback ──> innermost frame that knows a module or a parameter ──> the sharded parameter
-      error.args = one sentence: the parameter, its unit, the ways out, and torch's message
-
 torch raises the error in C++, below any Python code that could catch it without a cost per
 operation on a DTensor. fsdp2 therefore explains it when it leaves a forward of a unit: torch also
 calls hooks that are registered with ``always_call`` for an exception. Code in this module runs only
-then. It also explains an error from a view of a gathered parameter that was kept and read after the
-parameter was freed.
+then. Its user is everyone whose code reads `model.head.weight` outside of a unit: torch's words
+name an operator, and neither the parameter nor the unit (tests/sharding/test_misuses.py).
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
-from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import reword
 from fsdp2.core.layout.mesh import local_of
@@ -51,19 +46,9 @@ _MOST = 3
 
 _Owned = tuple[ShardedParam, ParamGroup]
 
-_Known = dict[int, _Owned]
-"""By id of the registered object of a sharded parameter: the parameter and its group."""
-
 
 def explain(error: BaseException, units: Iterable[Unit]) -> None:
-    """Put torch's words on a parameter that is not gathered into a sentence, in place.
-
-    Nothing happens to other exceptions, nor if the parameter is none of ours.
-
-    Args:
-        error: the exception of a forward.
-        units: those below the root.
-    """
+    """Put torch's words on a parameter that is not gathered into a sentence, in place."""
     if _SEEN in error.__dict__:
         return  # it has left a forward inside of this one
     error.__dict__[_SEEN] = True
@@ -83,13 +68,14 @@ def explain(error: BaseException, units: Iterable[Unit]) -> None:
 
 
 def _explain_sharded(error: RuntimeError, units: Iterable[Unit]) -> None:
-    known: _Known = {}
-    for unit in units:
-        for group in unit.own_groups:
-            for param in group.params:
-                for form in param.forms():
-                    if form is not param.unsharded:
-                        known[id(form)] = param, group
+    known = {
+        id(form): (param, group)
+        for unit in units
+        for group in unit.own_groups
+        for param in group.params
+        for form in param.forms()
+        if form is not param.unsharded
+    }
     found = _find(error.__traceback__, known)
     if found:
         params = _either(param.name for param, _ in found)
@@ -102,37 +88,6 @@ def _explain_sharded(error: RuntimeError, units: Iterable[Unit]) -> None:
             f"register_fsdp_forward_method, call fully_shard on the module that reads it, or call "
             f"unshard() on the unit before and reshard() after backward (torch: {error})",
         )
-    elif (name := _buffer_of_shards(error.__traceback__, units)) is not None:
-        reword(
-            error,
-            "made-of-sharded-buffer",
-            f"buffer '{name}' is a DTensor, because it was computed from sharded parameters after "
-            f"fully_shard, for example by torch.nn.utils.prune; compute it before fully_shard or "
-            f"inside fsdp2.gathered() (torch: {error})",
-        )
-
-
-def _buffer_of_shards(trace: TracebackType | None, units: Iterable[Unit]) -> str | None:
-    """The name of a buffer in the code that failed that is a DTensor over a unit's ranks."""
-    units = list(units)
-    shards = [p.sharded for unit in units for group in unit.own_groups for p in group.params]
-    meshes = {shard.device_mesh for shard in shards if isinstance(shard, DTensor)}
-    found: dict[int, str] = {}
-    for unit in units:
-        record = record_of_unit(unit)
-        for module in () if record is None else record.modules:
-            for name, buffer in module.named_buffers():
-                if isinstance(buffer, DTensor) and buffer.device_mesh in meshes:
-                    found[id(buffer)] = f"{unit.name}.{name}" if unit.name else name
-    for frame, _ in _innermost_first(trace):
-        for value in frame.f_locals.values():
-            if id(value) in found:
-                return found[id(value)]
-            buffers = value._buffers.values() if isinstance(value, nn.Module) else ()
-            for own in buffers:
-                if id(own) in found:
-                    return found[id(own)]
-    return None
 
 
 def explain_backward(error: RuntimeError, nodes: Iterable[Node], units: Iterable[Unit]) -> None:
@@ -141,11 +96,6 @@ def explain_backward(error: RuntimeError, nodes: Iterable[Node], units: Iterable
 
     From then on side doors are recorded. The next forward resets the interrupted state, and a
     repeated run does not raise the error.
-
-    Args:
-        error: the exception.
-        nodes: those that it would run.
-        units: those of this process.
     """
     units = list(units)
     explain(error, units)
@@ -264,42 +214,34 @@ def _innermost_first(trace: TracebackType | None) -> list[tuple[FrameType, int]]
     return places[::-1]
 
 
-def _find(trace: TracebackType | None, known: _Known) -> list[_Owned]:
-    """The meaning of the innermost frame that has a module, or a parameter of fsdp2."""
+def _find(trace: TracebackType | None, known: dict[int, _Owned]) -> list[_Owned]:
+    """Those of the innermost frame that has one, or has a module and names one below it."""
     for frame, number in _innermost_first(trace):
         values: list[object] = list(frame.f_locals.values())
         for value in frame.f_locals.values():
             if isinstance(value, FunctionCtx):  # of a backward written in Python
                 values += vars(value).values()
-        for value in values:
-            if id(value) in known:
-                return [known[id(value)]]
+        held = [known[id(value)] for value in values if id(value) in known]
         modules = [value for value in values if isinstance(value, nn.Module)]
-        if modules:
+        if held or modules:
             code = frame.f_code
             line = set(re.findall(r"\w+", linecache.getline(code.co_filename, number)))
             anywhere = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
-            return _named(modules, line, known) or _named(modules, anywhere, known)
+            return held[:1] or _named(modules, line, known) or _named(modules, anywhere, known)
     return []
 
 
-def _named(modules: Sequence[nn.Module], words: set[str], known: _Known) -> list[_Owned]:
-    """Sharded parameters below ``modules`` whose names' parts are in the code:
-    ``blocks[1].weight``.
-
-    Without an explicit index, those of all indices.
-    """
-    exact: dict[int, _Owned] = {}
-    similar: dict[int, _Owned] = {}
-    for module in modules:
-        for name, param in module.named_parameters():
-            owned = known.get(id(param))
-            parts = name.split(".")
-            if owned is not None and words.issuperset(parts):
-                exact[id(param)] = owned
-            elif owned is not None and words.issuperset(p for p in parts if not p.isdigit()):
-                similar[id(param)] = owned
-    return list((exact or similar).values())
+def _named(modules: Sequence[nn.Module], words: set[str], known: dict[int, _Owned]) -> list[_Owned]:
+    """Sharded parameters whose names are in the code; without an index those of all indices."""
+    owned = [
+        (known[id(param)], name.split("."))
+        for module in modules
+        for name, param in module.named_parameters()
+        if id(param) in known
+    ]
+    exact = [found for found, parts in owned if words.issuperset(parts)]
+    alike = (each for each in owned if words.issuperset(p for p in each[1] if not p.isdigit()))
+    return exact or [found for found, _ in alike]
 
 
 def _either(names: Iterable[str]) -> str:

@@ -23,11 +23,7 @@ from fsdp2.core.params.param import ShardedParam, gathered_name
 
 
 class _Freed(torch.Tensor):
-    """The common part of the classes of freed parameters.
-
-    Attributes:
-        of: the class of the parameter while it has memory.
-    """
+    """The common part of the classes of freed parameters."""
 
     of: ClassVar[type[torch.Tensor]]
 

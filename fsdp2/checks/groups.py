@@ -90,12 +90,7 @@ class DebugSettings:
 
 
 class Contents(NamedTuple):
-    """Checksums of a group's parameters at some moment.
-
-    Attributes:
-        shards: this rank's rows.
-        registered: the registered tensors: unsharded parameters, or a smaller group's rows.
-    """
+    """Checksums of a group's parameters at some moment."""
 
     shards: list[str]
     registered: list[str]
@@ -105,15 +100,7 @@ _ContentsOf = weakref.WeakKeyDictionary[ParamGroup, Contents]
 
 
 class Checks:
-    """The checks of this process.
-
-    Attributes:
-        settings: the active checks; ``None`` until requested.
-        runs: how often the check of ranks was switched on: all ranks do so equally often.
-        compared: groups of which ranks have compared the replicas of their shards.
-        contents: of unsharded groups, checksums of each parameter at that time: of the shard, and
-            of the registered tensor.
-    """
+    """The checks of this process."""
 
     settings: DebugSettings | None = None
     runs = 0
@@ -339,11 +326,7 @@ def _compared_params(group: ParamGroup) -> list[ShardedParam]:
 
 
 def _refuse_written(group: ParamGroup, stays: bool = False) -> None:
-    """Raise on all ranks alike: each has its own rows.
-
-    Args:
-        stays: whether the unsharded parameters are used again, so that shards count too.
-    """
+    """Raise on all ranks alike: each has its own rows."""
     before = Checks.contents.get(group)
     if before is None or group.state not in (GroupState.UNSHARDED, GroupState.RESHARDED):
         return
@@ -370,14 +353,7 @@ def _refuse_written(group: ParamGroup, stays: bool = False) -> None:
 
 
 def _agree(group: ParamGroup, describe: Callable[[], Intent], *axes: Collectives | None) -> None:
-    """Return when all ranks of the axes are about to take a step.
-
-    Args:
-        group: the group.
-        describe: names the step, and the facts that ranks must share; called once, and only if any
-            axis communicates.
-        axes: the collectives of each axis; ``None`` where there is none.
-    """
+    """Return when all ranks of the axes are about to take a step."""
     present = [axis for axis in axes if axis is not None and axis.size > 1]
     if not present:
         return
@@ -499,13 +475,7 @@ def _refuse_non_finite(
 
 
 def _check_plans(name: str, plans: list[PlannedParam], options: GroupOptions) -> None:
-    """Raise on all ranks alike if they shard something else; before anything is changed.
-
-    Args:
-        name: of the modules, for the message.
-        plans: the plans of their parameters.
-        options: the user's options.
-    """
+    """Raise on all ranks alike if they shard something else; before anything is changed."""
     if not Checks.current().check_ranks:
         return
     for axes in axes_in(plans):

@@ -58,17 +58,7 @@ def _is_alone(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def _meet(group: ProcessGroup, device: torch.device, unit: str) -> None:
-    """Return when every rank of ``group`` has announced itself.
-
-    Args:
-        group: a process group that is used for the first time.
-        device: of its collectives.
-        unit: name of the unit that is about to use it, for messages.
-
-    Raises:
-        RankMismatchError: a rank has not within the group's time-out, or has another backend.
-        CommunicationError: the store is not reachable.
-    """
+    """Return when every rank of ``group`` has announced itself."""
     announce(group, device)
     if _is_alone(group, device):
         return

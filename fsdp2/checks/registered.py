@@ -21,11 +21,7 @@ from fsdp2.core.schedule.unit import Unit, all_units
 
 
 class Unmanaged:
-    """The treatment of a parameter that no unit manages.
-
-    Attributes:
-        leave: called with its name, if that is not an error; ``None`` (default): it is one.
-    """
+    """The treatment of a parameter that no unit manages."""
 
     leave: Callable[[str], None] | None = None
 

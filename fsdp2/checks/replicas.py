@@ -51,11 +51,7 @@ def _follow(group: ParamGroup) -> Observer | None:
 
 
 def _compare(first: ParamGroup) -> None:
-    """Compare all shards of the model that have the replicas of ``first``, once.
-
-    Raises:
-        RankMismatchError: they differ; on all ranks of the replicas and of the shard axis.
-    """
+    """Compare all shards of the model that have the replicas of ``first``, once."""
     scheduler = scheduler_of(unit_of(first))
     assert first.replicas is not None
     assert scheduler is not None

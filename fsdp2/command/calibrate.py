@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp2.command.options import DONE, Parser, complain, count, counts
+from fsdp2.command.options import DONE, Parser, complain
 from fsdp2.command.output import ProgressLine, print_json
 
 PROG = "fsdp2 calibrate"
@@ -14,30 +14,29 @@ SUMMARY = "measure this machine, for fsdp2 plan --hardware FILE"
 
 _DESCRIPTION = """Measure this machine: products, memory traffic, host time, and collectives.
 
-  fsdp2 calibrate --output this_machine.json     a CPU, and gloo between its processes: two minutes
+  fsdp2 calibrate --output this_machine.json
   torchrun --nproc-per-node 8 -m fsdp2 calibrate --device cuda --output node.json
 
-Run it on an idle machine, because other work changes the figures. On GPUs, collectives inside a
-node are measured if torchrun started several ranks; figures between nodes are taken from --base."""
+Run it on an idle machine, because other work changes the figures. Collectives inside a node are
+measured if torchrun started several ranks; figures between nodes are taken from --base."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code: 0 measured, 2 wrong usage."""
     given = parser().parse_args(arguments)
-    if not given.output.parent.is_dir():  # it is known before two minutes of measuring
+    if not given.output.parent.is_dir():  # it is known before measuring
         return complain(
             PROG,
             f"'{given.output.parent}' is not a folder; --output takes a file in a folder",
         )
-    from fsdp2.planning.calibrate import measure_cpu, measure_gpu
+    from fsdp2.planning.calibrate import measure
     from fsdp2.planning.hardware import load, write
 
     try:
         with ProgressLine("calibrate") as line:
-            if given.device == "cpu":
-                found, is_first = measure_cpu(given.ranks, given.rounds, line.say), True
-            else:
-                found, is_first = measure_gpu(load(given.base))
+            line.say(given.device)
+            base = given.base or ("epyc-2core" if given.device == "cpu" else "h100")
+            found, is_first = measure(load(base), given.device)
     except (ValueError, RuntimeError) as error:
         return complain(PROG, error)
     if is_first:
@@ -61,11 +60,6 @@ def parser() -> Parser:
     default = Path("this_machine.json")
     add("-o", "--output", type=Path, default=default, metavar="FILE", help=text)
     add("--device", choices=["cpu", "cuda"], default="cpu", help="the device to measure (cpu)")
-    text = "with --device cuda: the machine that other figures are taken from (h100)"
-    add("--base", default="h100", help=text)
-    text = "with --device cpu: numbers of processes that run at the same time (1,2,4)"
-    add("--ranks", type=counts, default=[1, 2, 4], metavar="N,N,…", help=text)
-    text = "with --device cpu: rounds, whose median is each figure (1)"
-    add("--rounds", type=count, default=1, metavar="N", help=text)
+    add("--base", help="the machine that other figures are taken from (h100; for a CPU epyc-2core)")
     made.add_json()
     return made

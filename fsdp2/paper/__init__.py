@@ -3,8 +3,6 @@
 null_group  process groups of any number of ranks that send nothing
 recording   the record: operations by lane, events, allocations; the recorder, which is the lanes
 operators   every operator that runs on ``meta``: its FLOPs, its bytes, its allocations
-scratch     allocations inside a CPU's kernels
-recurrent   LSTMs of a CPU, which are oneDNN's
 values      values that are known because they follow from constants
 devices     a device or an autocast that the model names itself
 stage       kernels and process groups that record their calls

@@ -54,11 +54,7 @@ Observer = Callable[[str, list[Tensor]], NullWork | None]
 
 
 class PythonGroup(dist.ProcessGroup):
-    """The names that c10d requires of a process group that is written in Python.
-
-    Attributes:
-        backend: the name that it is registered under.
-    """
+    """The names that c10d requires of a process group that is written in Python."""
 
     backend = ""
 

@@ -8,14 +8,14 @@ such as the step counters of an optimizer, are not recorded.
 
 On ``meta`` torch computes attention by its formula. `kernels_of` replaces it by the kernel that the
 device would run: flash or memory-efficient attention on a GPU; on a CPU torch's choice. An RMS norm
-is one kernel on a GPU, and a formula elsewhere; an LSTM is oneDNN's on a CPU.
+is one kernel on a GPU, and a formula elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -26,9 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from fsdp2.paper import recurrent
 from fsdp2.paper.recording import Recorder
-from fsdp2.paper.scratch import on_cpu
 from fsdp2.paper.values import Values, tensors_in
 from fsdp2.record.notes import HOST
 
@@ -40,50 +38,23 @@ _FACTORIES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 _SPARSE = {"embedding", "index", "index_select", "gather", "select_backward"}
 """They read no more than they write, however large what they read from."""
 
+_INSIDE: dict[str, Callable[[Sequence[Any], Sequence[torch.Tensor]], int]] = {
+    "convolution": lambda args, results: int(results[0].nbytes + args[1].nbytes),
+    "convolution_backward": lambda args, results: int(args[0].nbytes + args[1].nbytes),
+}
+"""Bytes that a CPU's kernel allocates: copies of tensors in oneDNN's format. Without them, plans of
+convolution models are up to 21 % too low (docs/guides/planning.md)."""
 
 _TAKE_INDICES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
-class _Known(NamedTuple):
-    """The results of an operator with arguments of some shapes: they are the same for equal shapes.
-
-    Attributes:
-        results: (shape, strides, dtype) of each result.
-        kind: type of the sequence that they were in; ``None`` for a single tensor.
-        flops: its arithmetic.
-        nbytes: read and written.
-    """
-
-    results: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
-    kind: type | None
-    flops: int
-    nbytes: int
-
-    def make(self) -> object:
-        """Results of these shapes."""
-        made = [
-            torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-            for shape, strides, dtype in self.results
-        ]
-        return made[0] if self.kind is None else self.kind(made)
-
-
 class Operators(TorchDispatchMode):
-    """Reports every operator in this context to a recorder.
-
-    The results of a pure operator are cached by the shapes of its arguments: a model's blocks are
-    alike, and torch's own arithmetic of shapes is slow.
-
-    Args:
-        recorder: records the operators.
-        values: the known values; the model may ask for them.
-    """
+    """Reports every operator in this context to a recorder."""
 
     def __init__(self, recorder: Recorder, values: Values) -> None:
         super().__init__()
         self._recorder = recorder
         self._values = values
-        self._known: dict[object, _Known] = {}
 
     def __torch_dispatch__(
         self,
@@ -97,22 +68,15 @@ class Operators(TorchDispatchMode):
         given = kwargs or {}
         if self._recorder.phase != "optimizer":
             args = self._on_device(func, args)
-        key = _key(func, args, given)
-        known = None if key is None else self._known.get(key)
         answer = self._values.answer(func, args, given)
-        if answer is not None:
-            result = answer[0]
-        elif known is not None:
-            result = known.make()
-        else:
-            result = _run(func, args, given)
+        result = _run(func, args, given) if answer is None else answer[0]
         results = tensors_in(result)
         if results and not results[0].is_meta:
             return result
         inputs = tensors_in((args, given.values()))
         if not results and not any(tensor.is_meta for tensor in inputs):
             return result
-        self._note(func, args, given, result, inputs, results, key, known)
+        self._note(func, args, given, result, inputs, results)
         if answer is None:
             self._values.follow(func, args, given, result)
         return result
@@ -142,8 +106,6 @@ class Operators(TorchDispatchMode):
         result: object,
         inputs: list[torch.Tensor],
         results: list[torch.Tensor],
-        key: object,
-        known: _Known | None,
     ) -> None:
         recorder = self._recorder
         seen = {recorder.storage(tensor) for tensor in inputs if tensor.is_meta}
@@ -154,30 +116,18 @@ class Operators(TorchDispatchMode):
         if name in _FACTORIES or (not func._schema.is_mutable and made <= seen):
             kind = "view"
         flops = nbytes = 0
-        if known is not None:
-            flops, nbytes = known.flops, known.nbytes
-        elif kind == "compute":
+        if kind == "compute":
             flops = _flops(func, args, kwargs, result)
             written = sum(map(_size, results)) or _mutated(args)
             nbytes = 2 * written if name in _SPARSE else written + sum(map(_size, inputs))
-            if key is not None and not made & seen and len(made) == len(results):
-                self._remember(key, result, results, flops, nbytes)
         dtype = next((t.dtype for t in (*results, *inputs) if t.is_meta), torch.float32)
         lane = HOST if host else recorder.lane
         many = len(args[0]) if args and isinstance(args[0], list | tuple) else 1
-        inside = 0 if recorder.recording.asynchronous else on_cpu(name, args, results)
-        with recorder.scratch(inside):
-            recorder.operation(lane, name, kind, flops, nbytes, dtype, max(many, 1))
-
-    def _remember(
-        self, key: object, result: Any, results: list[torch.Tensor], flops: int, nbytes: int
-    ) -> None:
-        kind = None if isinstance(result, torch.Tensor) else type(result)
-        if kind is not None and (kind not in (tuple, list) or len(result) != len(results)):
-            return
-        if all(tensor.nbytes == tensor.untyped_storage().nbytes() for tensor in results):
-            shapes = tuple((t.shape, t.stride(), t.dtype) for t in results)
-            self._known[key] = _Known(shapes, kind, flops, nbytes)
+        inside = 0
+        if name in _INSIDE and not recorder.asynchronous:
+            inside = recorder.hidden(_INSIDE[name](args, results))
+        recorder.operation(lane, name, kind, flops, nbytes, dtype, max(many, 1))
+        recorder.free(inside)
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
@@ -186,12 +136,7 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         return None  # a whole optimizer step in place
     if func is _aten._grouped_mm.default:
         return _grouped_product(*args, **kwargs)
-    if func._overloadpacket in _RECURRENT:
-        return recurrent.run(_RECURRENT[func._overloadpacket], args)
     return func(*args, **kwargs)
-
-
-_RECURRENT = {getattr(_aten, name): name for name in (recurrent.FORWARD, recurrent.BACKWARD)}
 
 
 def _grouped_product(
@@ -210,40 +155,6 @@ def _grouped_product(
     if a.dim() == b.dim() == 3:
         experts = (a.shape[0],)
     return a.new_empty((*experts, a.shape[-2], b.shape[-1]), dtype=out_dtype or a.dtype)
-
-
-def _key(func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-    """The values that results depend on; ``None`` if the results must not be cached."""
-    if func._schema.is_mutable or func.is_view:
-        return None
-    given, named = _shapes(args), _shapes(tuple(kwargs.items()))
-    return None if given is None or named is None else (func, given, named)
-
-
-def _shapes(values: Sequence[object]) -> tuple[object, ...] | None:
-    """``None`` where a value may count that is not in a shape."""
-    found: list[object] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if not value.is_meta:
-                return None
-            found.append((value.shape, value.stride(), value.dtype))
-        elif isinstance(value, list | tuple):
-            inside = _shapes(value)
-            if inside is None:
-                return None
-            found.append((type(value), inside))
-        elif isinstance(value, _PLAIN) or value is None:
-            found.append((type(value), value))
-        else:
-            return None
-    return tuple(found)
-
-
-_PLAIN = (
-    *(bool, int, float, complex, str),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
 
 
 def _size(tensor: torch.Tensor) -> int:
@@ -265,8 +176,6 @@ def _flops(
         a, b = args[:2]  # each row of one meets the matrix of its expert
         apart = b.shape[0] if a.dim() == b.dim() == 3 else 1
         return 2 * apart * int(a.shape[-2] * a.shape[-1] * b.shape[-1])
-    if func._overloadpacket in _RECURRENT:
-        return recurrent.flops(_RECURRENT[func._overloadpacket], args)
     count = flop_registry.get(func._overloadpacket)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
@@ -288,22 +197,18 @@ _rms_norm: Callable[..., torch.Tensor] = F.rms_norm
 
 @contextmanager
 def kernels_of(device_type: str) -> Iterator[None]:
-    """Let attention, RMS norm and LSTMs of ``torch.nn`` run inside what a device would.
+    """Let attention and RMS norm of ``torch.nn`` run inside what a device would.
 
     The functions are replaced in their module: a mode would not be there in backward, where
     checkpoints run forwards again.
-
-    Args:
-        device_type: of the device that is planned for: "cpu", or "cuda" for every accelerator.
     """
     F.scaled_dot_product_attention = _on_cpu if device_type == "cpu" else _on_gpu
-    with recurrent.onednns() if device_type == "cpu" else nullcontext():
-        if device_type != "cpu":
-            F.rms_norm = _rms_norm_on_gpu
-        try:
-            yield
-        finally:
-            F.scaled_dot_product_attention, F.rms_norm = _attend, _rms_norm
+    if device_type != "cpu":
+        F.rms_norm = _rms_norm_on_gpu
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention, F.rms_norm = _attend, _rms_norm
 
 
 @contextmanager

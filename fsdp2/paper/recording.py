@@ -39,15 +39,7 @@ from fsdp2.record.notes import (
 
 @dataclass
 class Recording:
-    """A rehearsed step.
-
-    Attributes:
-        notes: in the order of the host.
-        before: what was allocated when the step began.
-        categories: by number of storage, one of `CATEGORIES`.
-        groups: of the process groups that communicated, the global ranks of each.
-        asynchronous: whether lanes run apart from the host.
-    """
+    """A rehearsed step."""
 
     notes: list[Note] = field(default_factory=list)
     before: list[Allocation] = field(default_factory=list)
@@ -69,12 +61,7 @@ class _Life(NamedTuple):
 
 
 class Recorder(Notes):
-    """Notes a step.
-
-    Attributes:
-        recording: what is noted.
-        phase: of the step: "" before it begins, "forward", "backward", "optimizer".
-    """
+    """Notes a step."""
 
     captures: Callable[[], bool] | None = None
 
@@ -250,18 +237,6 @@ class Recorder(Notes):
         self.recording.categories[number] = TEMPORARY
         self.allocate(number, nbytes)
         return number
-
-    @contextmanager
-    def scratch(self, nbytes: int) -> Iterator[None]:
-        """Memory that an operator has inside while it runs."""
-        if not nbytes or not self._notes:
-            yield
-            return
-        number = self.hidden(nbytes)
-        try:
-            yield
-        finally:
-            self.free(number)
 
     def free(self, number: int) -> None:
         """Memory went; no-op where it had gone."""

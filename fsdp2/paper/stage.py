@@ -139,10 +139,6 @@ class _CopyingWork(NullWork):
     returns; the time at which it runs depends on the other ranks, and a plan assumes the worst. A
     tensor to reduce is cloned at the launch, and freed with the work, which is not kept after the
     wait.
-
-    Args:
-        recorder: records the copy.
-        nbytes: its size.
     """
 
     def __init__(self, recorder: Recorder, nbytes: int) -> None:
@@ -155,11 +151,7 @@ class _CopyingWork(NullWork):
 
 
 class _PaperGroup(NullGroup):
-    """Rank 0 of a group, which notes its collectives.
-
-    Attributes:
-        copies: whether it gathers into, and reduces, a copy of the whole tensor.
-    """
+    """Rank 0 of a group, which notes its collectives."""
 
     copies = False
 
@@ -284,16 +276,7 @@ def module_of_meta() -> Iterator[None]:
 
 @contextmanager
 def on_paper(recorder: Recorder, backend: str, world_size: int) -> Iterator[None]:
-    """Let groups that are made inside run on paper, as rank 0 of many.
-
-    Args:
-        recorder: who notes what they do.
-        backend: what the collectives would run on: "nccl", "nccl2" or "gloo".
-        world_size: ranks of the default process group, which is made and destroyed.
-
-    Raises:
-        RuntimeError: this process has a default process group.
-    """
+    """Let groups that are made inside run on paper, as rank 0 of many."""
     global _recorder
     if dist.is_initialized():
         raise coded(

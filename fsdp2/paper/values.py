@@ -213,11 +213,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 class Following(TorchDispatchMode):
-    """Knows values of what is made inside: a model, a batch.
-
-    Args:
-        values: what is known.
-    """
+    """Knows values of what is made inside: a model, a batch."""
 
     def __init__(self, values: Values) -> None:
         super().__init__()

@@ -5,10 +5,9 @@ rehearsal  the step itself, run on paper
 reasons    why a model cannot be rehearsed, in a sentence
 timing     when each operation runs on a machine
 memory     the memory allocated at each moment
-costs      the cost of an operation on a machine
 hardware   machines, from files in the folder of that name
 presets    Llama-like, mixture-of-experts and ViT models of known sizes
-calibrate  measures the machine that it runs on, with the probes of a process
+calibrate  measures the machine that it runs on
 picture    a plan as a timeline
 
 ``fsdp2 plan`` plans a preset, or a function of yours; ``fsdp2 calibrate`` measures the machine.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -23,49 +22,6 @@ from fsdp2.core.errors import coded
 from fsdp2.record.notes import Operation
 
 FOLDER = Path(__file__).with_name("hardware")
-
-Curve = list[tuple[float, float]]
-"""Bytes and seconds, the smallest first."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Measured times of operators and the host, with a number of ranks computing on the same cores.
-
-    Attributes:
-        ranks: of the machine, each with an equal part of its cores.
-        products: by operator, "mm" for those that are absent: FLOPs, bytes, FLOPs per second.
-        operators: by operator, "add" for those that are absent: bytes and seconds, without the time
-            of the smallest, which is the host's.
-        host: seconds per operator in "forward" and "backward"; per tensor of an operator of the
-            "optimizer"; of the engine itself per "collective", and each time that another "unit"
-            begins.
-        excess: for operators in "forward" and "backward", bytes and seconds: the additional time in
-            a step compared with a loop of the same operator, because caches then hold other data.
-    """
-
-    ranks: int
-    products: dict[str, list[tuple[float, float, float]]]
-    operators: dict[str, Curve]
-    host: dict[str, float]
-    excess: dict[str, Curve]
-
-
-@dataclass(frozen=True)
-class Contention:
-    """The additional time of sharded steps beyond their parts, because ranks wait for each other.
-
-    Attributes:
-        ranks: of the machine.
-        group: ranks that shard.
-        slower: slowdown factor of everything except collectives, compared with a single process.
-        wait: additional seconds per collective, compared with a loop of the same collective.
-    """
-
-    ranks: int
-    group: int
-    slower: float
-    wait: float
 
 
 @dataclass(frozen=True)
@@ -111,10 +67,6 @@ class Hardware:
         network_latency: seconds of a round between nodes.
         shared: whether the ranks of a node share its cores; all rates are then those of the node.
         sources: the sources of the figures, by name.
-        cores: the number of cores that the ranks of a node share; 0: they do not.
-        measured: tables, which replace rates if present.
-        gloo: by collective: ranks of the machine, ranks of the group, and the times.
-        contention: additional time of steps beyond tables and curves; empty: none.
         attained: the fractions of these rates that a training step attains.
     """
 
@@ -137,10 +89,6 @@ class Hardware:
     network_latency: float
     shared: bool = False
     sources: dict[str, str] = field(default_factory=dict)
-    cores: int = 0
-    measured: tuple[Measured, ...] = ()
-    gloo: dict[str, list[tuple[int, int, Curve]]] = field(default_factory=dict)
-    contention: tuple[Contention, ...] = ()
     attained: Attained = field(default_factory=Attained)
 
     @property
@@ -258,7 +206,7 @@ def load(which: str | Path | Hardware) -> Hardware:
             f"hardware={str(which)!r} is neither one of {', '.join(names())} nor the path of a "
             f".json file; write one with fsdp2 calibrate",
         )
-    found: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     known = {each.name for each in fields(Hardware)}
     wrong = sorted(found.keys() - known)
     optional = {each.name for each in fields(Hardware) if _has_default(each)}
@@ -270,17 +218,7 @@ def load(which: str | Path | Hardware) -> Hardware:
             f"{path.name} lacks {missing or 'nothing'} and has unknown {wrong or 'nothing'}; see "
             f"fsdp2/planning/hardware/h100.json for an example",
         )
-    return from_json(found)
-
-
-def from_json(found: Mapping[str, Any]) -> Hardware:
-    """A machine from the fields of a file."""
-    found = dict(found)
-    for name in ("memory", "reserved", "rounding", "node"):
-        found[name] = int(found[name])
-    found["measured"] = tuple(Measured(**table) for table in found.get("measured", ()))
     found["attained"] = Attained(**found.get("attained", {}))
-    found["contention"] = tuple(Contention(**each) for each in found.get("contention", ()))
     return Hardware(**found)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp2.core.pieces import round_up
 from fsdp2.paper.recording import Recording
@@ -66,12 +66,7 @@ class Memory:
 
 
 class Ledger:
-    """The memory allocated now, by category.
-
-    Args:
-        recording: a step.
-        rounding: the allocator's.
-    """
+    """The memory allocated now, by category."""
 
     def __init__(self, recording: Recording, rounding: int) -> None:
         self.totals: Counter[str] = Counter()
@@ -106,40 +101,24 @@ class Ledger:
 
 
 def follow(recording: Recording, rounding: int = 512) -> Memory:
-    """The peak of a step, and what is there without one.
-
-    Args:
-        recording: a step.
-        rounding: to a multiple of so many bytes the allocator rounds.
-    """
+    """The peak of a step, and what is there without one."""
     ledger = Ledger(recording, rounding)
     before = peak = ledger.moment(None, -1)
-    host = ledger.host
-    last: Operation | None = None
-    at: tuple[int, Operation | None] = (-1, None)
-    most = ledger.live
+    host, last = ledger.host, None
     for index, note in enumerate(recording.notes):
         if isinstance(note, Operation):
             last = note
             continue
         ledger.take(note)
         host = max(host, ledger.host)
-        if ledger.live > most:
-            most, at = ledger.live, (index, last)
-    if at[0] >= 0:
-        ledger = Ledger(recording, rounding)
-        for note in recording.notes[: at[0] + 1]:
-            ledger.take(note)
-        peak = ledger.moment(_next_or_last(recording, at[0], at[1]), at[0])
+        if ledger.live > peak.live:
+            peak = ledger.moment(last, index)
+    # The operation that needs an allocation is recorded after it.
+    rest = (note for note in recording.notes[peak.note + 1 :] if isinstance(note, Operation))
+    needs = next(rest, None) if peak is not before else None
+    if needs is not None:
+        peak = replace(peak, unit=needs.unit, phase=needs.phase, operation=needs.name)
     return Memory(peak, before, host)
-
-
-def _next_or_last(recording: Recording, index: int, last: Operation | None) -> Operation | None:
-    """The operation that needs an allocation is recorded after it."""
-    for note in recording.notes[index + 1 :]:
-        if isinstance(note, Operation):
-            return note
-    return last
 
 
 def samples(recording: Recording, rounding: int = 512) -> Iterator[tuple[int, dict[str, int]]]:

@@ -15,13 +15,7 @@ MICRO = 1e6
 
 
 def drawn(recording: Recording, timing: Timing, facts: Mapping[str, str | int]) -> Timeline:
-    """A planned step.
-
-    Args:
-        recording: what it did.
-        timing: when.
-        facts: for `Timeline.metadata`.
-    """
+    """A planned step."""
 
     def named(note: Operation) -> tuple[str, str]:
         name = note.name if note.kind == COLLECTIVE else COPY if note.kind == COPY else note.phase

@@ -25,12 +25,7 @@ _OWN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{
 
 @contextmanager
 def explaining(where: str, model: nn.Module | None = None) -> Iterator[None]:
-    """Raise a sentence in place of torch's own words about ``meta``.
-
-    Args:
-        where: who runs inside, for what is in no module, such as "loss".
-        model: whose modules are named.
-    """
+    """Raise a sentence in place of torch's own words about ``meta``."""
     try:
         yield
     except Exception as error:

@@ -90,18 +90,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Subject:
-    """The model to plan; see `plan`.
-
-    Attributes:
-        make_model: creates the model.
-        make_batch: creates a micro-batch of one rank.
-        units: which modules become units.
-        shard: the user's own calls of `fully_shard`, instead of ``units``.
-        loss: from the model and a micro-batch to a scalar.
-        optimizer: from parameters to an optimizer.
-        tokens: of a micro-batch; ``None``: counted.
-        rehearsals: the last ones, by settings and kind of machine.
-    """
+    """The model to plan; see `plan`."""
 
     make_model: MakeModel
     make_batch: Callable[..., Batch]
@@ -115,15 +104,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A recorded step.
-
-    Attributes:
-        recording: the step.
-        reports: the groups, as `group_reports` gives them.
-        parameters: number of elements, of all ranks.
-        tokens: of a micro-batch of one rank.
-        units: names of the units, in the order of the modules.
-    """
+    """A recorded step."""
 
     recording: Recording
     reports: tuple[GroupReport, ...]
@@ -133,18 +114,7 @@ class Rehearsal:
 
 
 def rehearse(subject: Subject, settings: Settings, device: str, backend: str) -> Rehearsal:
-    """Run a step on paper.
-
-    Args:
-        subject: the model, and the work of one step.
-        settings: how it is trained.
-        device: "cpu", or "cuda" for devices whose lanes are asynchronous to the host.
-        backend: the backend of the collectives.
-
-    Raises:
-        ValueError: the model reads a tensor's values, which do not exist on ``meta``.
-        RuntimeError: this process has a process group.
-    """
+    """Run a step on paper."""
     _check(settings)
     recorder = Recorder(asynchronous=device != "cpu")
     with ExitStack() as stack:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdp2.paper.recording import Recording
-from fsdp2.planning.costs import costs_of
 from fsdp2.planning.hardware import Hardware
 from fsdp2.record.notes import COLLECTIVE, HOST, VIEW, Operation
 from fsdp2.record.replay import Cost, Replay, replay
@@ -22,11 +21,7 @@ HOST_BANDWIDTH = 2.0e10
 
 @dataclass
 class Timing(Replay):
-    """A step in time, in seconds.
-
-    Attributes:
-        stragglers: how long ranks wait for the slowest besides.
-    """
+    """A step in time, in seconds."""
 
     stragglers: float = 0.0
 
@@ -91,29 +86,20 @@ class UnitTimes:
 
 
 def schedule(recording: Recording, hardware: Hardware, world: int) -> Timing:
-    """When everything runs.
-
-    Args:
-        recording: a step.
-        hardware: the machine.
-        world: ranks in all.
-    """
-    costs = costs_of(hardware, world)
-    last = ""  # the unit that the host was at
+    """When everything runs."""
 
     def cost(note: Operation) -> Cost:
-        nonlocal last
-        launch = costs.launch(note)
-        if note.unit != last:
-            launch, last = launch + costs.unit, note.unit
+        launch = hardware.host_collective if note.kind == COLLECTIVE else hardware.host_op
         if note.lane is HOST:
             return Cost(None, launch + note.nbytes / HOST_BANDWIDTH)
         if note.kind == VIEW:
             return Cost(None, launch)
         if note.kind == COLLECTIVE:
-            seconds = costs.collective(note, recording.groups[note.group])
-            return Cost(seconds, launch, note.group)
-        return Cost(costs.operator(note), launch)
+            ranks = recording.groups[note.group]
+            return Cost(
+                hardware.collective(note.name, note.nbytes, ranks, world), launch, note.group
+            )
+        return Cost(hardware.compute(note, world), launch)
 
     found = replay(recording.notes, cost, recording.asynchronous)
     return Timing(**vars(found), stragglers=found.end * hardware.waits_for_slowest(world))

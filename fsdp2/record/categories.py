@@ -15,16 +15,9 @@ TEMPORARY = "temporary"
 MODEL = "buffers"
 
 CATEGORIES = (
-    SHARDS,
-    GATHERED,
-    KEPT,
-    GRADIENTS,
-    REDUCTIONS,
-    ACTIVATIONS,
-    OPTIMIZER,
-    TEMPORARY,
-    MODEL,
+    *(SHARDS, OPTIMIZER, KEPT, GRADIENTS, GATHERED, REDUCTIONS, ACTIVATIONS, TEMPORARY, MODEL),
 )
+"""In stacking order, long-lived ones at the bottom. A timeline may have others, on top."""
 
 _OF_GATHERS = (
     "gathered ",

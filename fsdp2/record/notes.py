@@ -33,14 +33,7 @@ COMPUTE, COPY, COLLECTIVE, VIEW = "compute", "copy", "collective", "view"
 
 
 class Allocation(NamedTuple):
-    """An allocation of memory.
-
-    Attributes:
-        number: number of the storage, or of this life of it.
-        nbytes: its size; 0 if sizes are not counted.
-        lane: the lane whose allocator it is from; `HOST` for CPU memory next to a device's.
-        name: the engine's name for it; "" if it has none.
-    """
+    """An allocation of memory."""
 
     number: int
     nbytes: int = 0
@@ -58,13 +51,7 @@ class Allocation(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Memory that went.
-
-    Attributes:
-        number: of the allocation.
-        lane: where the host was when it went.
-        name: of the allocation.
-    """
+    """Memory that went."""
 
     number: int
     lane: Place = Lane.COMPUTE
@@ -116,13 +103,7 @@ class Operation(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """An event was recorded on a lane: it stands for what the lane has run by then.
-
-    Attributes:
-        lane: the lane.
-        event: number of the event.
-        label: what has happened then.
-    """
+    """An event was recorded on a lane: it stands for what the lane has run by then."""
 
     lane: Place
     event: int
@@ -134,14 +115,7 @@ class Signal(NamedTuple):
 
 
 class Await(NamedTuple):
-    """A lane waits for an event, or the host does.
-
-    Attributes:
-        lane: who waits; `HOST`: the host, and whatever it launches next.
-        event: number of the event.
-        label: the order that this makes.
-        iteration: number of the step, from 0.
-    """
+    """A lane waits for an event, or the host does."""
 
     lane: Place
     event: int
@@ -162,12 +136,7 @@ def operations(notes: Iterable[Note]) -> list[Operation]:
 
 
 class Notes:
-    """The notes of a step so far, and where the host is in it.
-
-    Attributes:
-        notes: what is noted, in the order of the host's calls.
-        lane: where what is called now runs.
-    """
+    """The notes of a step so far, and where the host is in it."""
 
     def __init__(self) -> None:
         self.notes: list[Note] = []

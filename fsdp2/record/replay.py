@@ -20,13 +20,7 @@ from fsdp2.record.notes import HOST, PLACES, Await, Note, Operation, Place, Sign
 
 
 class Cost(NamedTuple):
-    """The duration of an operation, in any unit.
-
-    Attributes:
-        seconds: time on its lane; ``None``: it takes only the host's time, and makes no span.
-        launch: the host's time before it begins.
-        channel: operations of one channel never overlap, on any lanes; ``None``: it has no channel.
-    """
+    """The duration of an operation, in any unit."""
 
     seconds: float | None
     launch: float = 0.0
@@ -34,13 +28,7 @@ class Cost(NamedTuple):
 
 
 class Span(NamedTuple):
-    """One operation, and when it runs.
-
-    Attributes:
-        operation: the operation.
-        start: when it begins; the record begins at 0.
-        end: when it is over.
-    """
+    """One operation, and when it runs."""
 
     operation: Operation
     start: float
@@ -48,17 +36,7 @@ class Span(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """A wait, however short.
-
-    Attributes:
-        lane: which waited.
-        on: the lane of the event.
-        label: the order that this makes.
-        start: when the lane came to it.
-        end: when it continued.
-        behind: index of the span of the last operation before the event; -1: none.
-        iteration: number of the step, from 0.
-    """
+    """A wait, however short."""
 
     lane: Place
     on: Place
@@ -71,15 +49,7 @@ class Stall(NamedTuple):
 
 @dataclass
 class Replay:
-    """A step in time.
-
-    Attributes:
-        spans: all operations that take a lane's time, in the order of the host.
-        stalls: all waits for events of this record; earlier ones are over when it begins.
-        times: for each note, how far `Lane.COMPUTE` is then.
-        host: when the host has launched all.
-        end: when all lanes and the host are done.
-    """
+    """A step in time."""
 
     spans: list[Span] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
@@ -91,13 +61,7 @@ class Replay:
 def replay(
     notes: Sequence[Note], cost: Callable[[Operation], Cost], asynchronous: bool = True
 ) -> Replay:
-    """When every operation runs.
-
-    Args:
-        notes: the notes of a step, or of a part of one.
-        cost: returns an operation's duration; called once for each, in the order of the host.
-        asynchronous: whether lanes run concurrently with the host. Default: they do.
-    """
+    """When every operation runs."""
     clock = _Clock(asynchronous)
     found = clock.found
     for note in notes:
@@ -113,12 +77,7 @@ def replay(
 
 
 def measured(notes: Sequence[Note], times: Sequence[tuple[float, float]]) -> Replay:
-    """When every operation ran, from measured times.
-
-    Args:
-        notes: the notes of a real step.
-        times: for each note, when it began and when it ended.
-    """
+    """When every operation ran, from measured times."""
     made = _Step()
     for note, (start, end) in zip(notes, times, strict=True):
         if isinstance(note, Operation):

@@ -2,7 +2,6 @@
 
 virtual     streams, memory and collectives on paper, and the checker of races
 simulation  a model's forward and backward on them
-timeline    when each operation of such a schedule runs, given the durations
 parameters  parameters on paper
 phases      units that refuse a change of phase that the table of phases does not allow
 null_group  a process group of any number of ranks that sends nothing, from `fsdp2.paper`

@@ -15,12 +15,10 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from fsdp2.core.layout.mesh import local_of
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor as it is. Shares the storage."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+local = local_of
 
 
 @torch.no_grad()
@@ -107,12 +105,7 @@ class Projections(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """The nine parameters of a Llama block: two norms, attention, and an MLP of three matrices.
-
-    Args:
-        width: of the residual stream; 64 shards evenly over 8 ranks, and its norms do, too.
-        hidden: of the MLP.
-    """
+    """The nine parameters of a Llama block: two norms, attention, and an MLP of three matrices."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -132,11 +125,6 @@ class MoeBlock(nn.Module):
     """The nine parameters of a block with experts in two tensors of three dims, and a router.
 
     Every token goes through every expert, so that no rank is without a gradient.
-
-    Args:
-        width: of the residual stream.
-        hidden: of each expert.
-        experts: how many there are; 8 shard evenly over 8 ranks.
     """
 
     def __init__(self, width: int, hidden: int, experts: int) -> None:
@@ -170,13 +158,7 @@ class LoraLinear(nn.Module):
 
 
 class LoraBlock(nn.Module):
-    """A frozen Llama block with adapters at q and v: 13 parameters, of which four are trained.
-
-    Args:
-        width: of the residual stream.
-        hidden: of the MLP.
-        rank: of the adapters; 8 shards evenly over 8 ranks.
-    """
+    """A frozen Llama block with adapters at q and v: 13 parameters, of which four are trained."""
 
     def __init__(self, width: int, hidden: int, rank: int) -> None:
         super().__init__()

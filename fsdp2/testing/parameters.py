@@ -21,13 +21,7 @@ from fsdp2.testing.virtual import VirtualDevice, VirtualTensor
 
 
 class PaperParam:
-    """The gradients of what stands where a `ShardedParam` does; tensors of any kind.
-
-    Attributes:
-        full_grad: what autograd left on the unsharded parameter.
-        gradient: what was reduced.
-        requires_grad: whether it is trained.
-    """
+    """The gradients of what stands where a `ShardedParam` does; tensors of any kind."""
 
     requires_grad = True
     full_grad: Any = None
@@ -38,11 +32,7 @@ class PaperParam:
 
 
 class PaperGradients:
-    """As `fsdp2.core.params.gradients.Gradients`, of `PaperParam`.
-
-    Args:
-        params: the parameters.
-    """
+    """As `fsdp2.core.params.gradients.Gradients`, of `PaperParam`."""
 
     def __init__(self, params: Sequence[PaperParam]) -> None:
         self.params = params
@@ -94,13 +84,7 @@ class PaperGradients:
 
 
 class VirtualParam(PaperParam):
-    """Stands where a `ShardedParam` does.
-
-    Attributes:
-        rows: its view of the flat shard.
-        gathered: its view of the gathered buffer.
-        hook: the user's post-accumulate-grad hook.
-    """
+    """Stands where a `ShardedParam` does."""
 
     is_meta = False
     exact = is_extended = False

@@ -127,30 +127,16 @@ class VirtualTensor:
         return VirtualTensor(self.owner, shape, self.dtype)
 
 
-class _Counted:
-    """Frees its allocation when nothing refers to it any more."""
-
-    allocation: Life | None = None  # until there is memory
-    pinned = False
-
-    def __init__(self, device: VirtualDevice, name: str) -> None:
-        self.device = device
-        self.allocation = device.allocate(name)
-
-    def __del__(self) -> None:
-        if self.allocation is not None:
-            self.device.free(self.allocation)
-
-
 class VirtualTransient:
     """A buffer that comes and goes; each life is an allocation of its own."""
+
+    allocation: Life | None = None  # until there is memory
 
     def __init__(self, device: VirtualDevice, nbytes: int, name: str) -> None:
         self.device = device
         self.name = name
         self.nbytes = nbytes
         self.pinned = False
-        self.allocation: Life | None = None
         self.acquire()
 
     def view(
@@ -195,6 +181,32 @@ class VirtualTransient:
     def references(self) -> int:
         """The number of references to its views: none here."""
         return 0
+
+
+Tensors = VirtualTensor | Sequence[VirtualTensor]
+
+
+def _listed(tensors: Tensors) -> Sequence[VirtualTensor]:
+    return [tensors] if isinstance(tensors, VirtualTensor) else tensors
+
+
+def _kernel(kind: str, reads: int, writes: int) -> Callable[..., None]:
+    """A method that runs an operation on its arguments at these places."""
+
+    def run(device: VirtualDevice, *args: Any) -> None:
+        device.run(kind, _listed(args[reads]), _listed(args[writes]))
+
+    return run
+
+
+class _Counted(VirtualTransient):
+    """Frees its allocation when nothing refers to it any more."""
+
+    def __init__(self, device: VirtualDevice, name: str) -> None:
+        super().__init__(device, 0, name)
+
+    def __del__(self) -> None:
+        self.release()
 
 
 class VirtualDevice(Notes):
@@ -414,26 +426,14 @@ class VirtualDevice(Notes):
         if not source.owner.pinned:
             self._come_back()
 
-    def copy(self, target: VirtualTensor, source: VirtualTensor) -> None:
-        self.run("copy", [source], [target])
-
-    def copy_many(self, targets: Sequence[VirtualTensor], sources: Sequence[VirtualTensor]) -> None:
-        self.run("copy", sources, targets)
-
-    copy_strided = copy_many
-
-    def split_copy(
-        self, source: VirtualTensor, sizes: Sequence[int], targets: Sequence[VirtualTensor]
-    ) -> None:
-        self.run("copy_out", [source], targets)
+    copy = copy_many = copy_strided = _kernel("copy", reads=1, writes=0)
+    split_copy = _kernel("copy_out", reads=0, writes=2)
+    divide = _kernel("divide", reads=0, writes=0)
 
     def chunk_cat(
         self, tensors: Sequence[VirtualTensor], dim: int, chunks: int, *, out: VirtualTensor
     ) -> None:
         self.run("chunk_cat", tensors, [out])
-
-    def divide(self, tensor: VirtualTensor, factor: float) -> None:
-        self.run("divide", [tensor], [tensor])
 
     def transform(
         self, function: Callable[..., None], target: VirtualTensor, source: VirtualTensor
@@ -476,26 +476,21 @@ class VirtualCollectives:
     def all_gather(self, output: VirtualTensor, input_: VirtualTensor) -> None:
         self._device.run("all_gather", [input_], [output])
 
-    def bind_all_gather(self, output: VirtualTensor, input_: VirtualTensor) -> Callable[[], None]:
-        return lambda: self.all_gather(output, input_)
+    def _bind(self, kind: str, outputs: Tensors, inputs: Tensors) -> Callable[[], None]:
+        return lambda: self._device.run(kind, _listed(inputs), _listed(outputs))
 
-    def bind_all_gather_many(
-        self, outputs: Sequence[VirtualTensor], inputs: Sequence[VirtualTensor]
-    ) -> Callable[[], None]:
-        return lambda: self._device.run("all_gather", inputs, outputs)
+    def bind_all_gather(self, outputs: Tensors, inputs: Tensors) -> Callable[[], None]:
+        return self._bind("all_gather", outputs, inputs)
 
-    def bind_all_to_all(self, output: VirtualTensor, input_: VirtualTensor) -> Callable[[], None]:
-        return lambda: self._device.run("all_to_all", [input_], [output])
+    bind_all_gather_many = bind_all_gather
 
-    def bind_reduce_scatter(
-        self, kind: ReduceKind
-    ) -> Callable[[VirtualTensor, VirtualTensor], None]:
-        return lambda output, input_: self._device.run("reduce_scatter", [input_], [output])
+    def bind_all_to_all(self, output: Tensors, input_: Tensors) -> Callable[[], None]:
+        return self._bind("all_to_all", output, input_)
 
-    def bind_reduce_scatter_many(
-        self, kind: ReduceKind
-    ) -> Callable[[Sequence[VirtualTensor], Sequence[VirtualTensor]], None]:
-        return lambda outputs, inputs: self._device.run("reduce_scatter", inputs, outputs)
+    def bind_reduce_scatter(self, kind: ReduceKind) -> Callable[[Tensors, Tensors], None]:
+        return lambda outputs, inputs: self._bind("reduce_scatter", outputs, inputs)()
+
+    bind_reduce_scatter_many = bind_reduce_scatter
 
     def custom_all_gather(
         self, comm: Callable[..., None], output: VirtualTensor, input_: VirtualTensor

@@ -14,11 +14,11 @@ context    ``with fsdp2.trace(path):`` around real steps
 names are imported: ``from fsdp2.tracing import Timeline``.
 """
 
+from fsdp2.record.categories import CATEGORIES
 from fsdp2.tracing.context import trace
 from fsdp2.tracing.page import show
 from fsdp2.tracing.summaries import Difference, Summary, UnitTimes, diff, summary
 from fsdp2.tracing.timeline import (
-    CATEGORIES,
     COLLECTIVES,
     LANES,
     Memory,

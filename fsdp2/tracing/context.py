@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -90,7 +89,7 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
                 f"exist; create it first",
             )
         if not records:
-            _check_file(self._path, _probe)
+            _check_file(self._path)
             return self
         if Tracer.current is not None:
             raise coded(
@@ -105,7 +104,7 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
                 "trace-not-sharded",
                 "fsdp2.trace found no sharded module in this process; call fully_shard before it",
             )
-        _check_file(self._path, _create)
+        _check_file(self._path)
         exits = contextlib.ExitStack()
         self._tracer = exits.enter_context(tracing())
         self._exits = exits
@@ -140,10 +139,14 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
                 raise
 
 
-def _check_file(path: str, attempt: Callable[[str], None]) -> None:
-    """Raise now rather than after the steps."""
+def _check_file(path: str) -> None:
+    """Raise now rather than after the steps; the file stays as it is."""
     try:
-        attempt(path)
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
+        except FileNotFoundError:
+            if not os.access(Path(os.path.realpath(path)).parent, os.W_OK | os.X_OK):
+                raise
     except OSError as error:
         raise coded(
             ValueError,
@@ -151,24 +154,6 @@ def _check_file(path: str, attempt: Callable[[str], None]) -> None:
             f"fsdp2.trace cannot write '{path}': {error.strerror}; pass a file that this process "
             f"may write",
         ) from error
-
-
-def _create(path: str) -> None:
-    """Open the file to write; what is in it stays until then."""
-    known = os.path.lexists(path)
-    with open(path, "ab"):
-        pass
-    if not known:
-        os.remove(path)
-
-
-def _probe(path: str) -> None:
-    """As `_create`, on ranks other than the recording one: they must not change its file."""
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_APPEND))
-    except FileNotFoundError:
-        if not os.access(Path(os.path.realpath(path)).parent, os.W_OK | os.X_OK):
-            raise
 
 
 def _warn(path: str, failed: Exception) -> None:

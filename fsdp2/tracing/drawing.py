@@ -65,20 +65,7 @@ def draw(
     asynchronous: bool = True,
     measured: bool = False,
 ) -> Timeline:
-    """A step as a timeline.
-
-    Args:
-        step: when its operations run, and what waits for what.
-        named: the names of an operation and of its unit.
-        memory: samples, in µs. Default: none.
-        metadata: facts for `Timeline.metadata`.
-        groups: the ranks of each process group that communicated.
-        scale: µs per unit of the step's times. Default: they are in µs.
-        asynchronous: whether lanes are asynchronous to the host. Otherwise, the host is also in a
-            unit between its operators.
-        measured: whether the times are a clock's. Otherwise, operations without duration leave no
-            slice.
-    """
+    """A step as a timeline."""
     slices: list[Slice] = []
     waits: list[Wait] = []
     place: list[int] = []  # of each span: its slice, or the one before it on its lane

@@ -41,12 +41,7 @@ _LANES = dict(
 
 
 class Clock:
-    """Moments of lanes and of the host, in µs from its making.
-
-    Args:
-        events: makes an event on a lane's stream, which knows its time; ``None``: all lanes are the
-            host's.
-    """
+    """Moments of lanes and of the host, in µs from its making."""
 
     def __init__(self, events: Callable[[Lane], torch.Event] | None) -> None:
         self._began = time.perf_counter_ns()
@@ -76,21 +71,7 @@ class Clock:
 
 
 class Tracer(Notes):
-    """The recording so far, and the running operations.
-
-    Args:
-        clock: of the lanes.
-        device: type of the device whose memory is counted.
-
-    Attributes:
-        current: the active tracer of this process, if any.
-        clock: of the lanes.
-        unit: the unit for which fsdp2 works.
-        word: the current name of a copy; "": copies are ignored.
-        entering: whether fsdp2 is entering a unit, whose compute follows.
-        iteration: number of the step, from 0; the next begins with the first forward after an
-            optimizer's step.
-    """
+    """The recording so far, and the running operations."""
 
     current: ClassVar[Tracer | None] = None
 
@@ -183,14 +164,7 @@ class Tracer(Notes):
         group: ProcessGroup,
         launch: Callable[[], Work | None],
     ) -> Work | None:
-        """Run a collective: over when its lane comes to its end, or when the host has waited.
-
-        Args:
-            name: what it is called.
-            moved: whole tensors.
-            group: of the ranks.
-            launch: launches it.
-        """
+        """Run a collective: over when its lane comes to its end, or when the host has waited."""
         lane = _LANES[name]
         start = self.clock.stamp(lane)
         work = launch()
@@ -199,14 +173,7 @@ class Tracer(Notes):
 
     @contextlib.contextmanager
     def hosting(self, operation: str, unit: str, word: str, lane: Lane) -> Iterator[None]:
-        """The host's work inside is one slice of its lane, and does not count as compute.
-
-        Args:
-            operation: its name.
-            unit: for which it works.
-            word: the name of copies.
-            lane: where they run, if they are not on streams.
-        """
+        """The host's work inside is one slice of its lane, and does not count as compute."""
         outer = self.unit, self.word, self.lane
         self.unit, self.word = unit, word
         if self.clock.events is None:
@@ -318,12 +285,7 @@ class Tracer(Notes):
             self._totals[category] = self._totals.get(category, 0) + change
 
     def count(self, group: ParamGroup, full_gradients: int = 0) -> None:
-        """Count a group's memory besides its buffers.
-
-        Args:
-            group: the group.
-            full_gradients: bytes of autograd's gradients that it reduces.
-        """
+        """Count a group's memory besides its buffers."""
         held = self._bytes_of(param.sharded.grad for param in group.params)
         shards = 0 if group.offload is not None else group.shard.nbytes
         self.hold(group, "shards", shards)

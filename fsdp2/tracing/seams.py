@@ -66,12 +66,7 @@ P = TypeVar("P")
 
 
 class Reporting:
-    """A plain object some of whose functions report what they run.
-
-    Args:
-        plain: streams, kernels, or collectives of an axis.
-        reports: what reports, by the function's name; everything else is as it is.
-    """
+    """A plain object some of whose functions report what they run."""
 
     def __init__(self, plain: object, reports: Mapping[str, Report]) -> None:
         self.plain = plain
@@ -252,11 +247,7 @@ def _records() -> Iterator[UnitRecord]:
 
 
 def _reporters(streams: DeviceStreams | None) -> Callable[[object], object]:
-    """A function from a plain object to its reporter; there is one per object.
-
-    Args:
-        streams: of one device, whose lanes are the trace's; ``None`` if there are none.
-    """
+    """A function from a plain object to its reporter; there is one per object."""
     made: dict[object, object] = {}
 
     def choose(plain: object) -> object:

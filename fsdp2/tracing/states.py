@@ -16,16 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.tracing.timeline import length, union
 
 
 class OptimizerStates:
-    """The optimizers that are known, and their bytes.
-
-    Args:
-        groups: whose parameters they step; others are known once they step.
-        device_type: of what is counted; other states may be offloaded.
-    """
+    """The optimizers that are known, and their bytes."""
 
     def __init__(self, groups: Iterable[ParamGroup], device_type: str) -> None:
         self._device = device_type
@@ -38,18 +32,12 @@ class OptimizerStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states; what several optimizers refer to is there once."""
-        tensors: list[torch.Tensor] = []  # a picture of states lives as long as this refers to it
-        for optimizer in self._known.values():
-            found = tree_leaves(list(optimizer.state.values()))
-            tensors += [local_of(each) for each in found if isinstance(each, torch.Tensor)]
-        parts: dict[int, list[tuple[float, float]]] = {}
-        for tensor in tensors:
-            if tensor.device.type == self._device:
-                begin = int(tensor.storage_offset()) * tensor.element_size()
-                storage = tensor.untyped_storage()._cdata
-                parts.setdefault(storage, []).append((begin, begin + tensor.nbytes))
-        return int(sum(length(union(each)) for each in parts.values()))
+        """Bytes of all states; memory that several refer to is there once."""
+        # A copy of states that an optimizer makes lives as long as this refers to it.
+        found = tree_leaves([list(each.state.values()) for each in self._known.values()])
+        tensors = [local_of(each) for each in found if isinstance(each, torch.Tensor)]
+        storages = [t.untyped_storage() for t in tensors if t.device.type == self._device]
+        return sum({storage._cdata: int(storage.nbytes()) for storage in storages}.values())
 
 
 def _optimizers() -> list[Optimizer]:

@@ -336,11 +336,7 @@ def amount(nbytes: float) -> str:
 
 
 def steps_told(times: Mapping[int, float]) -> str:
-    """How long steps take: the median, and those that differ most from it.
-
-    Args:
-        times: of each step, by its number.
-    """
+    """How long steps take: the median, and those that differ most from it."""
     least, most = (choose(times, key=lambda n: times[n]) for choose in (min, max))
     return (
         f"{len(times)} steps: median {milliseconds(statistics.median(times.values()))}, least "
@@ -350,22 +346,13 @@ def steps_told(times: Mapping[int, float]) -> str:
 
 
 def idle_told(idle: Mapping[str, float]) -> str:
-    """The causes of idle compute, longest first.
-
-    Args:
-        idle: µs by cause.
-    """
+    """The causes of idle compute, longest first."""
     causes = [f"{milliseconds(time)} {cause}" for cause, time in idle.items()]
     return f"Compute is idle for {milliseconds(sum(idle.values()))}: {', '.join(causes)}."
 
 
 def peak_told(peak: Peak, origin: float = 0.0) -> str:
-    """The reasons for the position of the peak: running operations, contents, and last additions.
-
-    Args:
-        peak: of a timeline.
-        origin: the time relative to which its time is given, in µs.
-    """
+    """Why the peak is there: running operations, contents, and last additions."""
     running = ["compute between units" if name == BETWEEN else name for name in peak.running]
     told = f"Peak of {amount(peak.total)} at {milliseconds(peak.time - origin)}"
     if running:
@@ -380,14 +367,18 @@ def peak_told(peak: Peak, origin: float = 0.0) -> str:
     return told
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of columns: the first ``left`` of them to the left, all others to the right."""
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, last: bool = False
+) -> list[str]:
+    """Lines of columns: the first ``left`` are words, and the ``last``; others are numbers."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    words = {*range(left), len(head) - 1} if last else {*range(left)}
     lines = []
     for row in (head, *rows):
-        sized = list(zip(row, widths, strict=True))
-        cells = [cell.ljust(width) for cell, width in sized[:left]]
-        cells += [cell.rjust(width) for cell, width in sized[left:]]
+        cells = [
+            cell.ljust(width) if place in words else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return lines

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2.core.errors import coded
+from fsdp2.record.categories import CATEGORIES
 
 HOST = "host"
 COMPUTE = "compute"
@@ -51,20 +52,6 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 
 BETWEEN = "between units"
 """Operation of compute outside units: the loss, data, clipping."""
-
-CATEGORIES = (
-    "shards",
-    "optimizer",
-    "kept rows",
-    "gradients",
-    "gathered",
-    "reduction buffers",
-    "activations",
-    "temporary",
-)
-"""Categories of memory in stacking order, long-lived ones at the bottom. Others are allowed, on
-top.
-"""
 
 VERSION = 1
 """Version of a file's ``args`` and ``otherData``; a later one raises an error."""

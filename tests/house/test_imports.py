@@ -217,7 +217,6 @@ def test_who_watches_core_is_there_after_the_import() -> None:
         "device.process_groups.first_use": ["fsdp2.checks.presence"],
         "modules.hooks.forward_raised": ["fsdp2.checks.explain"],
         "modules.engine.backward_raised": ["fsdp2.checks.explain"],
-        "modules.registry.started": ["fsdp2.checks.layouts"],
         "modules.registrations.gained": ["fsdp2.sharding.state_dicts"],
         "modules.optimizers.changed": ["fsdp2.checks.optimizers"],
         "modules.optimizers.steps": [],

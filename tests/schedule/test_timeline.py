@@ -7,7 +7,7 @@ import torch
 
 from fsdp2.core.device.streams import Lane
 from fsdp2.record.notes import HOST, Operation
-from fsdp2.testing.timeline import idle, replay
+from fsdp2.record.replay import Cost, idle, replay
 from fsdp2.testing.virtual import VirtualDevice
 
 pytestmark = pytest.mark.alone
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.alone
 TIMES = {"all_gather": 3.0, "reduce_scatter": 4.0, "compute": 5.0}
 
 
-def _took(op: Operation) -> float:
-    return TIMES.get(op.kind, 0.0)
+def _took(op: Operation) -> Cost:
+    return Cost(TIMES.get(op.kind, 0.0))
 
 
 def _run(device: VirtualDevice, lane: Lane, kind: str) -> None:
@@ -28,7 +28,7 @@ def test_lanes_run_beside_one_another() -> None:
     device = VirtualDevice()
     for lane, kind in ((Lane.ALL_GATHER, "all_gather"), (Lane.COMPUTE, "compute")) * 2:
         _run(device, lane, kind)
-    spans = replay(device.trace, _took)
+    spans = replay(device.trace, _took).spans
     assert [(span.start, span.end) for span in spans] == [(0, 3), (0, 5), (3, 6), (5, 10)]
     assert idle(spans, Lane.COMPUTE) == 0
     assert idle(spans, Lane.ALL_GATHER) == 4
@@ -41,7 +41,7 @@ def test_a_lane_waits_for_what_its_event_is_behind() -> None:
     _run(device, Lane.ALL_GATHER, "all_gather")
     device.wait(Lane.COMPUTE, first, "")
     _run(device, Lane.COMPUTE, "compute")
-    spans = replay(device.trace, _took)
+    spans = replay(device.trace, _took).spans
     assert [(span.start, span.end) for span in spans] == [(0, 3), (3, 6), (3, 8)]
     assert idle(spans, Lane.COMPUTE) == 3
 
@@ -51,17 +51,18 @@ def test_what_the_host_waits_for_holds_up_all_that_it_launches_next() -> None:
     _run(device, Lane.COMPUTE, "compute")
     device.synchronize(device.record(Lane.COMPUTE, ""), "")
     _run(device, Lane.ALL_GATHER, "all_gather")
-    spans = replay(device.trace, _took)
+    spans = replay(device.trace, _took).spans
     assert [(span.start, span.end) for span in spans] == [(0, 5), (5, 8)]
     assert idle(spans, HOST) == 8
 
 
-@pytest.mark.parametrize(("kinds", "end"), [((), 4.0), (("all_gather", "reduce_scatter"), 7.0)])
-def test_collectives_of_one_communicator(kinds: tuple[str, ...], end: float) -> None:
+@pytest.mark.parametrize(("channel", "end"), [(None, 4.0), ("communicator", 7.0)])
+def test_collectives_of_one_communicator(channel: str | None, end: float) -> None:
     device = VirtualDevice()
     _run(device, Lane.ALL_GATHER, "all_gather")
     _run(device, Lane.REDUCE, "reduce_scatter")
-    assert replay(device.trace, _took, kinds)[-1].end == end
+    spans = replay(device.trace, lambda op: Cost(_took(op).seconds, channel=channel)).spans
+    assert spans[-1].end == end
 
 
 def test_what_was_recorded_before_the_trace_is_over() -> None:
@@ -71,9 +72,9 @@ def test_what_was_recorded_before_the_trace_is_over() -> None:
     start = len(device.trace)
     device.wait(Lane.COMPUTE, event, "")
     _run(device, Lane.COMPUTE, "compute")
-    (span,) = replay(device.trace[start:], _took)
+    (span,) = replay(device.trace[start:], _took).spans
     assert (span.start, span.end) == (0, 5)
 
 
 def test_nothing_takes_no_time() -> None:
-    assert idle(replay([], _took), Lane.COMPUTE) == 0
+    assert idle(replay([], _took).spans, Lane.COMPUTE) == 0

@@ -238,14 +238,3 @@ def test_classes_after_a_parametrization_is_removed() -> None:
         remove_parametrizations(layer, name, leave_parametrized=False)
     assert type(layer) is type(fully_shard(nn.Linear(DIM, DIM)))
     layer(torch.ones(1, DIM)).sum().backward()
-
-
-@ranks(2)
-def test_a_buffer_made_of_shards() -> None:
-    """The mask is a DTensor, while forward computes with plain tensors."""
-    model = build(_nothing)
-    _shard(model, inner=False)
-    _prune_by_identity(model[1])
-    with raises("made-of-sharded-buffer") as error:
-        model(torch.ones(1, DIM))
-    assert "'1.linear.weight_mask'" in str(error.value)

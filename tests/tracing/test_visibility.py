@@ -113,7 +113,6 @@ def test_a_steady_step_neither_logs_nor_marks_nor_explains() -> None:
     assert counts["fsdp2.core.schedule.group.start_unshard"] == 4 + 3  # the root stays for backward
     extra = (
         "fsdp2.core.layout.logs",
-        "fsdp2.checks.layouts",
         "fsdp2.core.schedule.observers",
         "fsdp2.checks.explain",
         "fsdp2.core.notices",
@@ -207,23 +206,6 @@ def test_groups_whose_root_grows_when_the_profiler_is_gone() -> None:
 # ---- logging
 
 
-def test_the_layout_is_logged_once_a_root(caplog: pytest.LogCaptureFixture) -> None:
-    model = build()
-    with caplog.at_level(logging.INFO, logger="fsdp2"):
-        step(model)
-        step(model)
-    (record,) = caplog.records
-    assert (record.name, record.levelno) == ("fsdp2.layout", logging.INFO)
-    reports = fsdp2.group_reports(model)
-    assert record.getMessage() == (
-        f"FSDPModel: 4 units with 4 groups of {sum(r.num_params for r in reports)} parameters; a "
-        f"rank holds {sum(r.shard_bytes for r in reports)} bytes of shards, "
-        f"{sum(r.padding_bytes for r in reports)} of them padding; all groups gathered are "
-        f"{sum(r.unsharded_bytes for r in reports)} bytes, the largest is "
-        f"{max(r.unsharded_bytes for r in reports)}"
-    )
-
-
 def messages(caplog: pytest.LogCaptureFixture, name: str, run: Callable[[], Any]) -> list[str]:
     caplog.clear()
     with caplog.at_level(logging.DEBUG, logger="fsdp2"):
@@ -277,22 +259,6 @@ def test_what_is_given_up_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         model(TOKENS)
     (reset,) = messages(caplog, "fsdp2.schedule", model.reset_iter_state)
     assert reset.startswith("an iteration was given up, everything is freed: [Unit('(root)'")
-
-
-def test_groups_are_logged_with_the_layout_at_debug(caplog: pytest.LogCaptureFixture) -> None:
-    model = build()
-    summary, *groups = messages(caplog, "fsdp2.layout", lambda: step(model))
-    assert summary.startswith("FSDPModel: 4 units")
-    reports = {report.name: report for report in fsdp2.group_reports(model)}
-    assert len(groups) == len(reports)
-    for line in groups:
-        name, _, rest = line.partition(": ")
-        report = reports[name]
-        assert rest == (
-            f"{report.num_params} parameters (0 not on dim 0), "
-            f"{report.shard_bytes} bytes of shards, {report.padding_bytes} padding, "
-            f"{report.unsharded_bytes} gathered, {report.transport}"
-        )
 
 
 # ---- sharded parameters among plain tensors

@@ -3,8 +3,8 @@
     fsdp2.bind       DEBUG   a group bound its buffers, and why
     fsdp2.schedule   DEBUG   an unused prediction, an iteration that was given up
 
-`fsdp2.checks.layouts` logs layouts, once per root (``fsdp2.layout``). A step that repeats the
-previous one logs nothing.
+A step that repeats the previous one logs nothing: messages come from binding a group, or from rare
+events. ``logging`` formats the arguments if the level requests the message.
 """
 
 from __future__ import annotations

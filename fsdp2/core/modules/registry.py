@@ -26,10 +26,8 @@ from torch import nn
 from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.device.streams import Streams
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.layout.layout import GroupLayout
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.modules.dynamo import uncompiled
-from fsdp2.core.notices import Notice
 from fsdp2.core.params.param import ModuleEntries, ModuleEntry, ShardedParam
 from fsdp2.core.schedule.calls import Calls
 from fsdp2.core.schedule.scheduler import Scheduler
@@ -284,9 +282,6 @@ def modules_below(module: nn.Module) -> list[nn.Module]:
 
 # ---- roots
 
-started: Notice[[str, Sequence[tuple[str, Sequence[GroupLayout]]]]] = Notice()
-"""Called with a root's class, and the names of its units with the layouts of their groups."""
-
 noting: list[weakref.ref[Scheduler]] = []
 """The schedulers that note their units' calls; empty when all have learned that they need not."""
 
@@ -359,8 +354,6 @@ def start(record: UnitRecord) -> Scheduler:
         for module in top.modules:
             _name_parameters(module)
     note_calls(scheduler)
-    layouts = [(u.title, [g.layout for g in u.own_groups if g.layout]) for u in scheduler.units]
-    started(type(record.modules[0]).__name__, layouts)
     return scheduler
 
 

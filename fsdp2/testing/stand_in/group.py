@@ -47,11 +47,7 @@ class StreamWork(dist.Work):
 
 
 class StandInGroup(PythonGroup):
-    """Collectives on tensors of the device and of the CPU.
-
-    Attributes:
-        own_stream: whether those that are not asynchronous, too, run on a stream of their own.
-    """
+    """Collectives on tensors of the device and of the CPU."""
 
     backend = COALESCING
     own_stream = False
