@@ -7,8 +7,7 @@
     none of them                      ──>  (world,)
 
 The same arguments give the same mesh, so that wrappers share process groups. Dims of those that are
-made here have names of their own: no mesh of `fully_shard` equals them, and `operators` knows
-wrappers' tensors by their mesh.
+made here have names of their own: no mesh of `fully_shard` equals them.
 """
 
 from __future__ import annotations

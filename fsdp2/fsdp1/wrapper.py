@@ -45,7 +45,6 @@ from fsdp2.fsdp1.construction import (
     synchronise,
 )
 from fsdp2.fsdp1.flat_parameter import FlatParameter
-from fsdp2.fsdp1.operators import compute_beyond_rules
 from fsdp2.fsdp1.planned import (
     Given,
     ResolvedOptions,
@@ -181,7 +180,6 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
         self.process_group = mesh.get_group(mesh.ndim - 1)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self._hold(module)
-        compute_beyond_rules(self, mesh)
         clean_states(self)
         use_full_state_dicts(self._record)
         for below in self.fsdp_modules(self):

@@ -108,11 +108,12 @@ def install() -> None:
     Python processes that this one starts afterwards also install fsdp2, because ``install``
     prepends one of fsdp2's folders to ``PYTHONPATH``. A process with its own ``PYTHONPATH``, or
     without the environment (``python -E``), does not. If only some ranks have fsdp2, they raise at
-    the first forward. Workers of Ray install it by a setup hook, in any environment.
+    the first forward. For workers of Ray, pass ``runtime_env={"worker_process_setup_hook":
+    "fsdp2.install"}``.
 
     Warns:
         UserWarning: modules imported torch's ``fully_shard`` earlier, and still use it; the message
-            names them. Or ``ray.init()`` ran earlier.
+            names them.
 
     Example::
 
