@@ -32,7 +32,7 @@ from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import local_of, locals_of
 from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.params.param import gathered_name
-from fsdp2.optim.in_backward import InBackward, find_left, refuse_stepped
+from fsdp2.optim.in_backward import InBackward, refuse_stepped
 from fsdp2.ranks.transfers import sum_over
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
@@ -157,10 +157,7 @@ def _sharded(parameters: Tensors) -> list[torch.Tensor]:
 
 def _grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     with DisableTorchFunctionSubclass():  # faster access to DTensors
-        grads = [param.grad for param in params]
-    if InBackward.count:
-        find_left(params, grads)
-    return grads
+        return [param.grad for param in params]
 
 
 @torch.no_grad()

@@ -99,7 +99,7 @@ class Section:
         """
         states = {param: localized(state) for param, state in self.states().items()}
         states.update(loaded)
-        alike = functools.partial(_alike, states=states, given=self.given)
+        alike = functools.partial(_alike, states=states)
         cut = [list(map(self.placed, runs_of(self._own(group), places, alike))) for group in groups]
         self._inner = self._make_inner(
             [
@@ -121,10 +121,6 @@ class Section:
     def kept(self, state: ParamState) -> ParamState:
         """Earlier state of a run, on the device where it is stepped."""
         return state
-
-    def given(self, param: torch.Tensor) -> object:
-        """Which gradients a parameter has; neighbors must have the same to be in one run."""
-        return param.grad is not None
 
     def _own(self, group: ParamGroupOptions) -> list[torch.Tensor]:
         params = cast("list[torch.Tensor]", group["params"])
@@ -296,13 +292,10 @@ def _make_run(params: list[torch.Tensor], shard: FlatBuffer, begin: int) -> Flat
 
 
 def _alike(
-    before: torch.Tensor,
-    param: torch.Tensor,
-    states: Mapping[torch.Tensor, ParamState],
-    given: Callable[[torch.Tensor], object],
+    before: torch.Tensor, param: torch.Tensor, states: Mapping[torch.Tensor, ParamState]
 ) -> bool:
     """Whether two neighbors can be in one run: same dtype, earlier steps, and gradients now."""
-    if before.dtype != param.dtype or given(before) != given(param):
+    if before.dtype != param.dtype or (before.grad is None) != (param.grad is None):
         return False
     first, second = states.get(before), states.get(param)
     if first is None or second is None:
