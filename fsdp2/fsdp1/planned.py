@@ -70,16 +70,7 @@ class ResolvedOptions:
 
 @dataclass(frozen=True)
 class WrapperPlan:
-    """A wrapper to be.
-
-    Attributes:
-        module: what is to be wrapped.
-        given: the wrapper's arguments.
-        options: what they come to.
-        below: wrappers of modules below, those inside of others first.
-        places: where modules below register each of these modules.
-        apart: modules below that stay in full precision.
-    """
+    """A wrapper to be."""
 
     module: nn.Module
     given: Given
@@ -96,17 +87,7 @@ class WrapperPlan:
 
 
 def plan_wrapper(module: nn.Module, given: Given, completed: Completed) -> WrapperPlan:
-    """Resolve a wrapper's arguments for a module; changes nothing, except that it creates meshes.
-
-    Args:
-        module: the module to wrap.
-        given: the arguments.
-        completed: adds defaults to the arguments of a wrapper below.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: arguments are inconsistent with each other or with the module.
-    """
+    """Resolve a wrapper's arguments for a module; changes nothing but makes meshes."""
     _check_module(module)
     options = _resolved(module, given)
     if given["auto_wrap_policy"] is None:
@@ -126,12 +107,7 @@ def plan_wrapper(module: nn.Module, given: Given, completed: Completed) -> Wrapp
 
 
 def check_plan(plan: WrapperPlan) -> None:
-    """Raise what the wrappers would that are to be made; changes nothing.
-
-    Raises:
-        TypeError: as for `fully_shard`; ``param_init_fn`` cannot be called.
-        ValueError: as for `fully_shard`; a module cannot be initialized.
-    """
+    """Raise what the wrappers would that are to be made; changes nothing."""
     wrappers = list(plan.all())
     modules = {each.module for each in wrappers}
     for each in wrappers:

@@ -496,15 +496,7 @@ def register_with_torch(modules: Sequence[nn.Module], record: UnitHooks) -> None
 
 
 def check_untouched(module: nn.Module, inside: Sequence[nn.Module]) -> None:
-    """Raise if torch's ``fully_shard`` was applied to or below ``module``, or ``replicate`` to it.
-
-    Args:
-        module: the module.
-        inside: `modules_below` it.
-
-    Raises:
-        ValueError: it was; the message names the module and the function.
-    """
+    """Raise if torch's ``fully_shard`` was applied to or below a module, or ``replicate`` to it."""
     if not [below for below in inside if below.__dict__.get(REGISTRY_KEY)]:
         return
     for name, below in module.named_modules():

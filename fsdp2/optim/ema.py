@@ -289,20 +289,7 @@ class EMA:
 
 
 class _Average:
-    """The average of a run: of parameters that are adjacent in memory, or of one tensor.
-
-    Args:
-        run: the parameters, and the tensor over their rows.
-        dtype: of the average, if its weights are of a floating-point dtype.
-        device: of the average.
-
-    Attributes:
-        params: the parameters.
-        starts: the offset of each parameter's rows.
-        weights: the tensor over their rows.
-        average: the tensor of their averages.
-        lerps: whether it is averaged; for integers, it is a copy of the last values.
-    """
+    """The average of a run: of parameters that are adjacent in memory, or of one tensor."""
 
     def __init__(
         self, run: FlatRun, dtype: torch.dtype | None, device: torch.device | None

@@ -151,11 +151,7 @@ class InBackward:
         InBackward.count += 1
 
     def watch(self) -> None:
-        """Create sections of the units' parameters, and watch their gradients.
-
-        Raises:
-            ValueError: another optimizer takes the gradients of one of them.
-        """
+        """Create sections of the units' parameters, and watch their gradients."""
         optimizer = self.optimizer
         known = {param for unit in self._units for param in unit.params}
         if is_stepped(_params_of(optimizer) - known):

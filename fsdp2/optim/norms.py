@@ -239,13 +239,7 @@ class _Family:
 
 @dataclass(frozen=True)
 class _Members:
-    """The tensors of a norm.
-
-    Attributes:
-        owners: parameters, which define how a gradient is distributed, even if there is none.
-        tensors: the gradient of each, or ``None``; or the owners themselves.
-        rows: this rank's part of each of ``tensors``.
-    """
+    """The tensors of a norm."""
 
     owners: Sequence[torch.Tensor]
     tensors: Sequence[torch.Tensor | None]

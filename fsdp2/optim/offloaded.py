@@ -53,12 +53,7 @@ def travels(device: torch.device) -> bool:
 
 
 class _Slot:
-    """Host memory for one unit that is copied out, stepped and copied back.
-
-    Attributes:
-        memory: its bytes.
-        free: recorded after the copies that read it last.
-    """
+    """Host memory for one unit that is copied out, stepped and copied back."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -72,11 +67,7 @@ class _Slot:
 
 
 class Staging:
-    """Copies of units to the host and back: two lanes, and memory for a few units.
-
-    Args:
-        device: where the shards are.
-    """
+    """Copies of units to the host and back: two lanes, and memory for a few units."""
 
     def __init__(self, device: torch.device) -> None:
         self.streams: Streams = make_streams(device)
@@ -104,13 +95,7 @@ class Staging:
 
 
 class HostSection(Section):
-    """A unit's parameters, whose states are in CPU memory.
-
-    Args:
-        make_inner: as for `Section`.
-        members: the parameters.
-        staging: the copies, and their memory.
-    """
+    """A unit's parameters, whose states are in CPU memory."""
 
     def __init__(
         self,

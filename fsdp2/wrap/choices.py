@@ -244,11 +244,7 @@ def _by_keyword(policy: Any) -> Callable[[nn.Module, bool, int], bool]:
 
 
 def check_policy(policy: object) -> None:
-    """Raise an error if it is not a policy.
-
-    Raises:
-        TypeError: it is not a policy.
-    """
+    """Raise an error if it is not a policy."""
     _checked(policy)
 
 

@@ -317,11 +317,7 @@ class _Choice:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns)
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise if a pattern matches no name.
-
-        Raises:
-            ValueError: a pattern matches no name.
-        """
+        """Raise if a pattern matches no name."""
         for pattern in self._patterns:
             if not fnmatch.filter(names, pattern):
                 raise coded(
@@ -370,12 +366,7 @@ class _StateOfMatrix(MatrixState):
 
 
 class _Step:
-    """One step of an optimizer, for `_run`.
-
-    Args:
-        optimizer: the optimizer.
-        gradients: those of its members on this rank.
-    """
+    """One step of an optimizer, for `_run`."""
 
     def __init__(
         self, optimizer: MatrixOptimizer, gradients: Mapping[Member, torch.Tensor | None]

@@ -39,13 +39,7 @@ def specs_of(groups: Iterable[ParamGroupOptions]) -> Specs:
 
 @dataclass(eq=False)
 class StepPlan:
-    """Owners and messages.
-
-    Attributes:
-        members: all parameters with matrices.
-        specs: the facts on which it depends.
-        is_loaded: whether state was replaced since the last check.
-    """
+    """Owners and messages."""
 
     members: MatrixMembers
     specs: Specs
