@@ -174,7 +174,7 @@ def rekey_optim_state_dict(
     if kinds <= {str if to_names else int}:
         return optim_state_dict
     held = _held(model, optim, optim_input)
-    other: dict[object, Any] = dict(held.first_names) if to_names else dict(held.places)
+    other: Mapping[Any, Any] = held.first_names if to_names else held.places
     for key in keys:
         if key not in other:
             raise coded(
