@@ -4,8 +4,9 @@
                                  ``output`` [n]
     hook(state, grad)            NO_SHARD: sum the flat ``grad`` in place
 
-torch's default ones are under their names here. Their state, `DefaultState`, takes the process
-group to reduce over.
+torch's default ones are under their names here; its compressing ones call ``record_stream``, which
+tensors in CPU memory refuse, so that fsdp2 has its own. The state, `DefaultState`, takes the
+process group to reduce over.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
     DefaultState,
     LowPrecisionState,
     allreduce_hook,
-    bf16_compress_hook,
-    fp16_compress_hook,
     reduce_scatter_hook,
 )
 
@@ -39,6 +38,33 @@ __all__ = [
 
 Hook = Callable[..., object]
 """Called with its state, a flat gradient and, where parameters are sharded, an output."""
+
+
+def fp16_compress_hook(
+    state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
+    """Average in float16: half the bytes. Without ``output`` in place, as `allreduce_hook`."""
+    _compress(torch.float16, state, grad, output)
+
+
+def bf16_compress_hook(
+    state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None = None
+) -> None:
+    """Average in bfloat16: half the bytes. Without ``output`` in place, as `allreduce_hook`."""
+    _compress(torch.bfloat16, state, grad, output)
+
+
+def _compress(
+    dtype: torch.dtype, state: LowPrecisionState, grad: torch.Tensor, output: torch.Tensor | None
+) -> None:
+    small = grad.to(dtype)
+    if output is None:
+        allreduce_hook(state, small)
+        grad.data = small.to(state.parameter_type)
+        return
+    part = output.to(dtype)
+    reduce_scatter_hook(state, small, part)
+    output.data = part.to(state.parameter_type)
 
 
 class HookedReduceScatter(ReduceScatter):

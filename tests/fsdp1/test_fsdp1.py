@@ -430,7 +430,7 @@ def test_clipping(strategy: str, norm_type: float) -> None:
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_communication_hooks(strategy: str) -> None:
-    """torch's default ones reduce as without a hook; compressing ones in 16 bits."""
+    """Default ones reduce as without a hook; compressing ones in 16 bits."""
     sharded = strategy != "NO_SHARD"
     name = "reduce_scatter_hook" if sharded else "allreduce_hook"
 
