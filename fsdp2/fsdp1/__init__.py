@@ -11,6 +11,8 @@ grad_scaler   `ShardedGradScaler`
 state_dicts   the contents of ``state_dict()``: full or sharded tensors
 optimizer_states  state dicts of optimizers by names, and loading them
 
+Parameters are DTensors, with DTensor's operators (decision 26).
+
 Names, arguments, defaults and results match ``torch.distributed.fsdp``; docs/compat_fsdp1.md has a
 row for each, and a table of features that torch's does not support. It costs nothing unless it is
 imported.

@@ -144,7 +144,7 @@ def rekey_optim_state_dict(
         optim: the optimizer. Default ``None``.
 
     Raises:
-        TypeError: ``optim_state_key_type`` is no `OptimStateKeyType`.
+        TypeError: ``optim_state_key_type`` is not an `OptimStateKeyType`.
         ValueError: some states are by name and others by position, or one is not the model's.
 
     Example::
@@ -303,7 +303,7 @@ def scatter_full_optim_state_dict(
 
 @dataclass(frozen=True)
 class _View:
-    """The form of a state dict: full tensors, on the first rank alone, in CPU memory."""
+    """The form of a state dict: full tensors, only on the first rank, in CPU memory."""
 
     full: bool
     only_first: bool
@@ -495,7 +495,7 @@ class _Sent:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is loaded: states by position, states of no parameter, and groups."""
+    """The contents to load: states by position, states of no parameter, and groups."""
 
     states: dict[int, StateDict]
     others: dict[object, object]

@@ -64,12 +64,14 @@ TOUCHING: dict[str, set[str]] = {
 COMMUNICATING = {
     "core.device.collectives",
     "core.device.one_off",
+    "fsdp1.comm_hooks",
     "ranks.channels",
     "ranks.transfers",
 }
 """Modules that call collectives."""
 
 TORCHS_OWN = {
+    "fsdp1.comm_hooks": {"torch.distributed.algorithms._comm_hooks.default_hooks"},
     "interop.identity": {
         "torch.distributed.fsdp",
         "torch.distributed._composable.contract",

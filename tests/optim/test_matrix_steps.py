@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fsdp2
-from fsdp2.optim.matrices import base, exchange
+from fsdp2.optim.matrices import exchange, muon
 from tests.common import parity
 from tests.common.errors import raises
 from tests.common.workers import ranks
@@ -98,7 +98,7 @@ def test_whole_at_a_time(world_size: int) -> None:
     optimizer.step()
     whole: set[Any] = set()
     most = 0
-    start, finish = exchange.Wave.start, base._finished
+    start, finish = exchange.Wave.start, muon._finished
 
     def started(wave: Any, rows: Any) -> Any:
         nonlocal most
@@ -115,7 +115,7 @@ def test_whole_at_a_time(world_size: int) -> None:
     peaks = []
     with (
         mock.patch.object(exchange.Wave, "start", started),
-        mock.patch.object(base, "_finished", finished),
+        mock.patch.object(muon, "_finished", finished),
     ):
         for _ in range(5):
             with Live() as live:

@@ -1,7 +1,6 @@
 """Optimizers of whole matrices over shards: each matrix is gathered on one rank only, its owner.
 
 muon           Muon, with torch's arguments and results
-base           a step, wave by wave
 newton_schulz  the nearest orthogonal matrix to each of several
 members        parameters in a step: matrices, rows, gradients on which ranks agree
 blocks         boxes of elements: matrices in a weight, and the box of each rank
