@@ -46,7 +46,8 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from benchmarks import accuracy, stats, torchtitan_muon, workers
 from benchmarks import options as common
-from fsdp2.optim.matrices import base, exchange
+from fsdp2.optim.matrices import exchange
+from fsdp2.optim.matrices import muon as steps
 from fsdp2.optim.matrices.newton_schulz import COEFFICIENTS, EPS, STEPS, orthogonalized
 
 VARIANTS = ("everywhere", "torch", "fsdp2", "unbatched", "torchtitan")
@@ -142,7 +143,7 @@ def make_worker(spec: dict[str, Any]) -> workers.Handler:
 def facts_of(optimizer: fsdp2.optim.Muon) -> dict[str, float]:
     """What a step sends and has whole, and how even owners are: no times."""
     sent = whole = most = unit = 0
-    start, finish, send = exchange.Wave.start, base._finished, exchange.exchange_messages
+    start, finish, send = exchange.Wave.start, steps._finished, exchange.exchange_messages
 
     def started(wave: exchange.Wave, rows: Any) -> Any:
         nonlocal whole, most, unit
@@ -163,7 +164,7 @@ def facts_of(optimizer: fsdp2.optim.Muon) -> dict[str, float]:
 
     with (
         mock.patch.object(exchange.Wave, "start", started),
-        mock.patch.object(base, "_finished", finished),
+        mock.patch.object(steps, "_finished", finished),
         mock.patch.object(exchange, "exchange_messages", counted),
     ):
         optimizer.step()

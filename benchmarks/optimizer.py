@@ -10,7 +10,6 @@ The parameters' shards are tiny, so that a step's time is the host's. The varian
     none    the optimizer of torch.optim over plain tensors of the shards' shapes; torch's clipping
     torch   the same over the DTensors of torch's FSDP2; torch's clipping
     fsdp2   the same over the DTensors of fsdp2; `fsdp2.clip_grad_norm_`
-    shards  as fsdp2, with `fsdp2.optim.step_shards`
     flat    `fsdp2.optim.FlatOptimizer` of that class; `fsdp2.clip_grad_norm_`
 
     flat-offload   as flat with ``offload="cpu"``, on shards of `CPUOffloadPolicy`
@@ -51,9 +50,9 @@ from fsdp2.testing.blocks import local, tiny_blocks
 
 WARMUP_STEPS = 5
 COUNTED_STEPS = 2
-VARIANTS = ("none", "torch", "fsdp2", "shards", "flat")
+VARIANTS = ("none", "torch", "fsdp2", "flat")
 OFFLOADED = {"flat-offload": fsdp2, "torch-offload": torchs}
-OURS = ("fsdp2", "shards", "flat", "flat-offload")
+OURS = ("fsdp2", "flat", "flat-offload")
 SIZE = {"variants": ["none", "flat", *OFFLOADED], "blocks": 8, "dim": 1024, "steps": 10}
 """Of ``--offload``: 9.4 million parameters on each of 8 ranks."""
 COUNTED = ("clip", "step", "zero", "give")
@@ -102,8 +101,6 @@ def make_parts(spec: dict[str, Any]) -> tuple[dict[str, Callable[[], Any]], torc
         optimizer = fsdp2.optim.FlatOptimizer(model, optimizer_class, offload="cpu", **options)
     else:
         optimizer = optimizer_class(params, **options)
-    if spec["variant"] == "shards":
-        fsdp2.optim.step_shards(optimizer)
     ours = spec["variant"] in OURS
     clip = fsdp2.clip_grad_norm_ if ours else nn.utils.clip_grad_norm_
     grads = [param.grad for param in params]

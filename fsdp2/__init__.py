@@ -69,11 +69,9 @@ if TYPE_CHECKING:
         deferred,
         enable_wrap,
         lambda_auto_wrap_policy,
-        options_for,
         shard_model,
         size_based_auto_wrap_policy,
         transformer_auto_wrap_policy,
-        wrap_modules,
     )
 
 __version__ = "0.1.0"
@@ -127,7 +125,6 @@ __all__ = [
     "lambda_auto_wrap_policy",
     "load_from_rank0",
     "optim",
-    "options_for",
     "plan",
     "register_fsdp_forward_method",
     "repoint_optimizer",
@@ -141,7 +138,6 @@ __all__ = [
     "uninstall",
     "whole_below",
     "wire_state",
-    "wrap_modules",
     "xla",
 ]
 
@@ -193,8 +189,8 @@ _LATER = {
     "wrap": (
         *("Choice", "CustomPolicy", "ModuleWrapPolicy", "ShardReport", "UnitReport"),
         *("always_wrap_policy", "any_wrap_policy", "chosen_modules", "deferred", "enable_wrap"),
-        *("lambda_auto_wrap_policy", "options_for", "shard_model", "size_based_auto_wrap_policy"),
-        *("transformer_auto_wrap_policy", "wrap_modules"),
+        *("lambda_auto_wrap_policy", "shard_model", "size_based_auto_wrap_policy"),
+        "transformer_auto_wrap_policy",
     ),
 }
 """Public names that are loaded when they are first used, by the module that has them."""

@@ -101,11 +101,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def check_resets(members: Members) -> None:
-    """Raise if `reset` could not initialize modules; changes nothing.
-
-    Raises:
-        ValueError: a class has no ``reset_parameters()``.
-    """
+    """Raise if `reset` could not initialize modules; changes nothing."""
     for member, prefix in members:
         if not callable(getattr(member, "reset_parameters", None)):
             raise coded(
@@ -117,15 +113,7 @@ def check_resets(members: Members) -> None:
 
 
 def reset(members: Members, device: torch.device | str) -> None:
-    """Give modules memory and their initial values, by their ``reset_parameters()``.
-
-    Args:
-        members: which.
-        device: of the memory.
-
-    Raises:
-        ValueError: as `check_resets`; nothing is changed then.
-    """
+    """Give modules memory and their initial values, by their ``reset_parameters()``."""
     check_resets(members)
     for member, _ in members:
         resets: Any = member
@@ -135,15 +123,7 @@ def reset(members: Members, device: torch.device | str) -> None:
 
 
 def check_values(members: Members, ignored: Set[torch.Tensor] = frozenset()) -> None:
-    """See that an initialization has left nothing on the meta device.
-
-    Args:
-        members: which modules.
-        ignored: tensors that may be there.
-
-    Raises:
-        ValueError: a tensor is there; the message has its name.
-    """
+    """See that an initialization has left nothing on the meta device."""
     for member, prefix in members:
         for key, tensor in tensors_of(member):
             if tensor.is_meta and tensor not in ignored:
@@ -157,11 +137,7 @@ def check_values(members: Members, ignored: Set[torch.Tensor] = frozenset()) -> 
 
 
 def cast_buffers(members: Members, dtype: torch.dtype) -> dict[nn.Module, dict[str, torch.dtype]]:
-    """Cast modules' own floating-point buffers.
-
-    Returns:
-        The dtypes that buffers had before, of those that were cast, by module and name.
-    """
+    """Cast modules' own floating-point buffers."""
     found: dict[nn.Module, dict[str, torch.dtype]] = {}
     for member, _ in members:
         for name, buffer in member._buffers.items():

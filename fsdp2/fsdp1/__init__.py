@@ -8,10 +8,10 @@ construction  the work of a constructor before it shards
 comm_hooks    hooks that reduce gradients, and how units call them
 flat_parameter  the attributes of torch's flat parameter that clients read and write
 grad_scaler   `ShardedGradScaler`
-operators     loops and optimizers that use operators without a DTensor rule
-plain_tensors  which DTensors can be combined with plain tensors
 state_dicts   the contents of ``state_dict()``: full or sharded tensors
 optimizer_states  state dicts of optimizers by names, and loading them
+
+Parameters are DTensors, with DTensor's operators (decision 26).
 
 Names, arguments, defaults and results match ``torch.distributed.fsdp``; docs/compat_fsdp1.md has a
 row for each, and a table of features that torch's does not support. It costs nothing unless it is

@@ -243,11 +243,7 @@ class StateDictSettings:
 
 
 def checked_member(kind: type[E], value: object, argument: str) -> E:
-    """A member of fsdp2's enum for one of fsdp2's or torch's.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """A member of fsdp2's enum for one of fsdp2's or torch's."""
     for member in kind:
         if member == value:
             return member
@@ -259,11 +255,7 @@ def checked_member(kind: type[E], value: object, argument: str) -> E:
 
 
 def checked_precision(value: Any) -> MixedPrecision:
-    """A `MixedPrecision` for one of ours or torch's, or for ``None``.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """A `MixedPrecision` for one of ours or torch's, or for ``None``."""
     if value is None:
         return MixedPrecision()
     if type(value).__name__ != "MixedPrecision" or not hasattr(value, "cast_root_forward_inputs"):
@@ -287,11 +279,7 @@ def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
 
 
 def offload_of(value: object) -> CPUOffloadPolicy | None:
-    """A unit's offload policy for a `CPUOffload` of ours or torch's.
-
-    Raises:
-        TypeError: it is neither, nor ``None``.
-    """
+    """A unit's offload policy for a `CPUOffload` of ours or torch's."""
     if value is None:
         return None
     if not hasattr(value, "offload_params"):

@@ -39,15 +39,7 @@ def is_wrapper(module: nn.Module) -> bool:
 def own_modules(
     module: nn.Module, pending: Set[nn.Module] = frozenset()
 ) -> list[tuple[nn.Module, str]]:
-    """``module`` and those below it, breadth first, without what a wrapper or a unit has.
-
-    Args:
-        module: where to begin.
-        pending: modules below that are to be wrapped by themselves.
-
-    Returns:
-        A module, and what names of its parameters begin with.
-    """
+    """``module`` and those below it, breadth first, without what a wrapper or a unit has."""
 
     def leaves_out(below: nn.Module) -> bool:
         return below in pending or is_wrapper(below) or record_of(below) is not None
@@ -60,12 +52,7 @@ def own_modules(
 
 @dataclass(frozen=True)
 class Ignored:
-    """The modules and parameters that a wrapper does not manage.
-
-    Attributes:
-        modules: with all that is below them, except wrappers.
-        params: parameters of these modules, and those that were named themselves.
-    """
+    """The modules and parameters that a wrapper does not manage."""
 
     modules: frozenset[nn.Module]
     params: frozenset[nn.Parameter]
@@ -75,12 +62,7 @@ def ignored_of(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None,
 ) -> Ignored:
-    """The modules and parameters that the two arguments name.
-
-    Raises:
-        ValueError: both are given, or they name wrappers, or both parameters and modules.
-        TypeError: they name anything else.
-    """
+    """The modules and parameters that the two arguments name."""
     if ignored_modules is not None and ignored_states is not None:
         raise coded(
             ValueError,
@@ -125,11 +107,7 @@ def ignored_of(
 
 
 def check_nothing_wrapped(module: nn.Module) -> None:
-    """Raise if a policy would find wrappers below ``module``.
-
-    Raises:
-        ValueError: there are some; the message names the first.
-    """
+    """Raise if a policy would find wrappers below ``module``."""
     for name, below in module.named_modules():
         if is_wrapper(below) or record_of(below) is not None:
             raise coded(
@@ -149,18 +127,7 @@ def check_can_materialise(
     ignored: Ignored,
     pending: Set[nn.Module],
 ) -> None:
-    """Raise what `materialise` would before it calls anybody; changes nothing.
-
-    Args:
-        module: what is to be sharded.
-        init_fn: as there.
-        ignored: as there.
-        pending: modules that are to be wrapped by themselves.
-
-    Raises:
-        TypeError: ``init_fn`` cannot be called.
-        ValueError: a module has tensors on the meta device, and no ``reset_parameters()``.
-    """
+    """Raise what `materialise` would before it calls anybody; changes nothing."""
     if init_fn is not None and not callable(init_fn):
         raise coded(
             TypeError,
@@ -190,17 +157,7 @@ def materialise(
     device: torch.device,
     ignored: Ignored,
 ) -> None:
-    """Give memory and values to parameters and buffers on the meta device, if there are any.
-
-    Args:
-        module: what is about to be sharded.
-        init_fn: called with each module; ``None``: ``to_empty()`` and ``reset_parameters()``.
-        device: where ``to_empty()`` allocates.
-        ignored: what is left as it is.
-
-    Raises:
-        ValueError: some are still there when it was initialized.
-    """
+    """Give memory and values to parameters and buffers on the meta device, if there are any."""
     members = [each for each in own_modules(module) if each[0] not in ignored.modules]
     having = _to_materialise(members, ignored)
     if not having:
@@ -216,14 +173,7 @@ def materialise(
 def synchronise(
     module: nn.Module, groups: Iterable[ProcessGroup], device: torch.device, ignored: Ignored
 ) -> None:
-    """Give all ranks the first one's parameters and buffers, before they are sharded.
-
-    Args:
-        module: what is about to be sharded, alike on all ranks.
-        groups: to broadcast over, one after the other: copies first, then shards.
-        device: that the groups communicate on.
-        ignored: what is left as it is.
-    """
+    """Give all ranks the first one's parameters and buffers, before they are sharded."""
     tensors = {
         tensor: None
         for member, _ in own_modules(module)

@@ -17,11 +17,7 @@ from fsdp2.core.params.param import ShardedParam
 
 
 class FlatParameter:
-    """A unit's own parameters as one flat parameter.
-
-    Args:
-        module: the unit's module.
-    """
+    """A unit's own parameters as one flat parameter."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

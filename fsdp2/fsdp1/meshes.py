@@ -7,8 +7,7 @@
     none of them                      ──>  (world,)
 
 The same arguments give the same mesh, so that wrappers share process groups. Dims of those that are
-made here have names of their own: no mesh of `fully_shard` equals them, and `operators` knows
-wrappers' tensors by their mesh.
+made here have names of their own: no mesh of `fully_shard` equals them.
 """
 
 from __future__ import annotations
@@ -35,9 +34,6 @@ def device_of(
 
     It is the device that ``device_id`` says, else the one that parameters are on, else the
     accelerator if there is one that the process group serves, else the CPU.
-
-    Raises:
-        ValueError: ``device_id`` is not the current device of its kind.
     """
     if device_id is not None:
         return _chosen(device_id)
@@ -82,11 +78,6 @@ def mesh_of(
     """The mesh of a wrapper: (shard,), or (replicate, shard) where ``hybrid``.
 
     Makes process groups the first time where it is given none, which all ranks must do together.
-
-    Raises:
-        TypeError: an argument is of the wrong type.
-        ValueError: both are given, or the number of dims is not that of the strategy; or as for
-            `node_mesh`.
     """
     if process_group is not None and device_mesh is not None:
         raise coded(

@@ -1,14 +1,15 @@
 """An optimizer's state dicts by full names, full or sharded, and loading them.
 
     optim.state_dict()      {"state": {0: {"exp_avg": DTensor, "step": tensor}}, "param_groups": …}
-      by_name               {"state": {"blocks.0.weight": {…}}, "param_groups": names}
+      _by_name              {"state": {"blocks.0.weight": {…}}, "param_groups": names}
         full                rows ── made_whole ──> plain tensors, as of an unsharded model
         sharded             DTensors
-    loading                 plain tensors ── cut_rows ──> DTensors, by position in the optimizer
+    _to_load                plain tensors ── cut_rows ──> DTensors, by position in the optimizer
                             or ── scattered_rows ──> from the first rank, one tensor at a time
 
 A tensor of its parameter's shape is sharded like the parameter. Others are copies, on each rank: a
-step count, the row and column statistics of Adafactor.
+step count, the row and column statistics of Adafactor. torch's older functions are `_by_name` and
+`_to_load` with fixed settings.
 """
 
 from __future__ import annotations
@@ -17,37 +18,27 @@ import base64
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp2.core.device.process_groups import ProcessGroup
-from fsdp2.core.errors import RankMismatchError, coded
-from fsdp2.core.layout.mesh import local_of, wrap_local
+from fsdp2.core.errors import RankMismatchError, coded, resaid
+from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.names import clean_as_fsdp1
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.fsdp1.config import OptimStateKeyType, StateDictType
-from fsdp2.fsdp1.state_dicts import (
-    as_dtensor,
-    get_state_dict_type,
-    is_sharded_tensor,
-    rows_of_sharded_tensor,
-    wrong_rows,
-)
+from fsdp2.fsdp1.state_dicts import SHARDED_TENSOR, as_dtensor, get_state_dict_type
 from fsdp2.full.gathering import require_released
 from fsdp2.full.selection import MeshRanks, require_idle, selected_params, settle
 from fsdp2.full.unsharding import cut_rows, made_whole, scattered_rows
 
 StateDict = dict[str, Any]
 """An optimizer's: "state" and "param_groups"."""
-
-ParamState = dict[str, Any]
-"""An optimizer's state of one parameter."""
 
 OptimInput = list[dict[str, object]] | Iterable[nn.Parameter] | None
 """The constructor argument of an optimizer."""
@@ -88,13 +79,13 @@ def optim_state_dict(
     """
     settings = get_state_dict_type(model)
     config = settings.optim_state_dict_config
-    given = optim.state_dict() if optim_state_dict is None else optim_state_dict
     view = _View(
         full=settings.state_dict_type == StateDictType.FULL_STATE_DICT,
         only_first=bool(getattr(config, "rank0_only", False)),
         offload=config.offload_to_cpu,
     )
-    return _by_name(model, _positions(model, optim), given, view, group)
+    given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+    return _by_name(model, _held(model, optim), given, view, group)
 
 
 def full_optim_state_dict(
@@ -115,7 +106,7 @@ def full_optim_state_dict(
         group: as for `optim_state_dict`.
     """
     view = _View(full=True, only_first=rank0_only, offload=True)
-    return _by_name(model, _positions(model, optim, optim_input), optim.state_dict(), view, group)
+    return _by_name(model, _held(model, optim, optim_input), optim.state_dict(), view, group)
 
 
 def sharded_optim_state_dict(
@@ -130,7 +121,7 @@ def sharded_optim_state_dict(
         group: as for `optim_state_dict`.
     """
     view = _View(full=False, only_first=False, offload=True)
-    return _by_name(model, _positions(model, optim), optim.state_dict(), view, group)
+    return _by_name(model, _held(model, optim), optim.state_dict(), view, group)
 
 
 def rekey_optim_state_dict(
@@ -153,6 +144,7 @@ def rekey_optim_state_dict(
         optim: the optimizer. Default ``None``.
 
     Raises:
+        TypeError: ``optim_state_key_type`` is not an `OptimStateKeyType`.
         ValueError: some states are by name and others by position, or one is not the model's.
 
     Example::
@@ -181,13 +173,8 @@ def rekey_optim_state_dict(
         )
     if kinds <= {str if to_names else int}:
         return optim_state_dict
-    positions = _positions(model, optim, optim_input)
-    other: dict[object, Any] = {}
-    for position, names in enumerate(positions.names):
-        if to_names:
-            other[position] = names[0]
-        else:
-            other.update(dict.fromkeys(names, position))
+    held = _held(model, optim, optim_input)
+    other: Mapping[Any, Any] = held.first_names if to_names else held.places
     for key in keys:
         if key not in other:
             raise coded(
@@ -197,16 +184,12 @@ def rekey_optim_state_dict(
                 f"model and optimizer share; pass the model and the optimizer to which these "
                 f"states belong",
             )
-    rekeyed: StateDict = {
+    return {
         "state": {other[key]: state for key, state in optim_state_dict["state"].items()},
-        "param_groups": [],
+        "param_groups": [
+            _with(each, sorted(other[key] for key in each["params"])) for each in groups
+        ],
     }
-    for each in groups:
-        options = copy.deepcopy({key: value for key, value in each.items() if key != "params"})
-        rekeyed["param_groups"].append(
-            {**options, "params": sorted(other[key] for key in each["params"])}
-        )
-    return rekeyed
 
 
 # ---- into an optimizer
@@ -244,8 +227,8 @@ def optim_state_dict_to_load(
     settings = get_state_dict_type(model)
     full = settings.state_dict_type == StateDictType.FULL_STATE_DICT
     only_first = full and bool(getattr(settings.optim_state_dict_config, "rank0_only", False))
-    positions = _positions(model, optim, named=is_named_optimizer)
-    found = _to_load(model, positions, optim_state_dict, only_first, group)
+    held = _held(model, optim, named=is_named_optimizer)
+    found = _to_load(model, held, optim_state_dict, only_first, group)
     if load_directly:
         optim.load_state_dict(found)
     return found
@@ -269,8 +252,7 @@ def shard_full_optim_state_dict(
     Raises:
         ValueError: it does not fit the model and the optimizer.
     """
-    positions = _positions(model, optim, optim_input)
-    return _to_load(model, positions, full_optim_state_dict, False, None)
+    return _to_load(model, _held(model, optim, optim_input), full_optim_state_dict)
 
 
 def flatten_sharded_optim_state_dict(
@@ -286,7 +268,7 @@ def flatten_sharded_optim_state_dict(
     Raises:
         ValueError: it does not fit the model and the optimizer.
     """
-    return _to_load(model, _positions(model, optim), sharded_optim_state_dict, False, None)
+    return _to_load(model, _held(model, optim), sharded_optim_state_dict)
 
 
 def scatter_full_optim_state_dict(
@@ -313,8 +295,7 @@ def scatter_full_optim_state_dict(
         ValueError: it does not fit the model and the optimizer; on all ranks.
         RankMismatchError: the models of ranks differ.
     """
-    positions = _positions(model, optim, optim_input)
-    return _to_load(model, positions, full_optim_state_dict, True, group)
+    return _to_load(model, _held(model, optim, optim_input), full_optim_state_dict, True, group)
 
 
 # ---- which parameter is which
@@ -322,13 +303,7 @@ def scatter_full_optim_state_dict(
 
 @dataclass(frozen=True)
 class _View:
-    """The form of a state dict.
-
-    Attributes:
-        full: full tensors; otherwise DTensors.
-        only_first: ``{}`` on ranks other than the first.
-        offload: in CPU memory.
-    """
+    """The form of a state dict: full tensors, only on the first rank, in CPU memory."""
 
     full: bool
     only_first: bool
@@ -336,41 +311,46 @@ class _View:
 
 
 @dataclass(frozen=True)
-class _Positions:
-    """The parameters of an optimizer, in its order.
-
-    Attributes:
-        params: as a list.
-        names: the full names of each, the first registered first.
-        keys: what the optimizer's own state dicts name each by.
-        groups: how many each parameter group has; ``None`` if that is not known.
-        selection: those that units manage, by id.
-    """
+class _Held:
+    """The parameters of an optimizer, in its order, and what state dicts call them."""
 
     params: list[torch.Tensor]
-    names: list[list[str]]
-    keys: list[int | str]
-    groups: list[int] | None
-    selection: dict[int, ShardedParam]
+    names: list[list[str]]  # all full names of each, the first registered first
+    keys: list[int | str]  # of the optimizer's own state dicts
+    groups: list[int] | None  # the size of each parameter group, if that is known
+    units: dict[int, ShardedParam]  # by id, of those that units manage
+
+    @property
+    def places(self) -> dict[str, int]:
+        return {name: at for at, names in enumerate(self.names) for name in names}
+
+    @property
+    def first_names(self) -> dict[int | str, str]:
+        """By position, and by every name."""
+        found: dict[int | str, str] = {at: names[0] for at, names in enumerate(self.names)}
+        return found | {name: names[0] for names in self.names for name in names}
+
+    def ranks(self, group: ProcessGroup | None) -> MeshRanks:
+        managed = list(self.units.values())
+        if group is None or not managed:
+            return MeshRanks(managed)
+        return MeshRanks.of_group(group, managed[0].axes.device)
 
 
-def _positions(
+def _held(
     model: nn.Module,
     optim: torch.optim.Optimizer | None,
     optim_input: OptimInput = None,
     named: bool = False,
-) -> _Positions:
+) -> _Held:
     selection = selected_params(model, recurse=True)
     require_idle(selection, "optim_state_dict")
     require_released(selection, "optim_state_dict")
     settle(selection, with_grads=False)
-    names: dict[int, list[str]] = {}
-    raw: dict[int, str] = {}
-    registered = list(nn.Module.named_parameters(model, remove_duplicate=False))
-    for name, param in registered:
-        raw.setdefault(id(param), name)
-        if clean_as_fsdp1(name) not in names.setdefault(id(param), []):
-            names[id(param)].append(clean_as_fsdp1(name))
+    raw: dict[int, list[str]] = {}
+    for name, param in nn.Module.named_parameters(model, remove_duplicate=False):
+        raw.setdefault(id(param), []).append(name)
+    names = {key: list(dict.fromkeys(map(clean_as_fsdp1, each))) for key, each in raw.items()}
     for selected in selection:  # an optimizer may hold what another was registered in place of
         for former in selected.param.absorbed:
             names.setdefault(id(former.sharded), selected.names)
@@ -384,9 +364,9 @@ def _positions(
                 f"{type(model).__name__}; pass the model whose parameters the optimizer has, and "
                 f"create the optimizer after wrapping",
             )
-    keys: list[int | str] = [raw[id(p)] for p in params] if named else list(range(len(params)))
-    managed = {id(selected.param.sharded): selected.param for selected in selection}
-    return _Positions(params, [names[id(each)] for each in params], keys, groups, managed)
+    keys: list[int | str] = [raw[id(p)][0] for p in params] if named else list(range(len(params)))
+    units = {id(selected.param.sharded): selected.param for selected in selection}
+    return _Held(params, [names[id(each)] for each in params], keys, groups, units)
 
 
 def _params_of(
@@ -395,55 +375,42 @@ def _params_of(
     """An optimizer's parameters, and the number in each group."""
     if optim_input is None and optim is None:
         return list(model.parameters()), None
-    given: list[Any] = list(optim.param_groups) if optim_input is None and optim else []
-    if optim_input is not None:
-        given = list(optim_input)
-    if given and isinstance(given[0], dict):
-        members = [
-            [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
-            for group in given
-        ]
-        lists = [list(each) for each in members]
-        return [param for each in lists for param in each], [len(each) for each in lists]
-    return given, [len(given)]
+    given: list[Any] = list(
+        optim.param_groups if optim_input is None and optim else optim_input or ()
+    )
+    if not given or not isinstance(given[0], dict):
+        return given, [len(given)]
+    lists = [
+        [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        for group in given
+    ]
+    return [param for each in lists for param in each], [len(each) for each in lists]
+
+
+def _with(group: Mapping[str, Any], params: Sequence[object]) -> StateDict:
+    """A copy of a parameter group's options, with other keys of parameters."""
+    options = {key: value for key, value in group.items() if key != "params"}
+    return {**copy.deepcopy(options), "params": list(params)}
 
 
 # ---- out of an optimizer
 
 
-_ROWS, _COPY, _VALUE = "rows", "copy", "value"
-
-
-def _kind(value: object, param: torch.Tensor, managed: ShardedParam | None) -> str:
-    """Whether a state is cut as its parameter, a tensor that each rank has, or no tensor."""
-    if not isinstance(value, torch.Tensor):
-        return _VALUE
-    if managed is None or value.dim() == 0:
-        return _COPY
+def _is_rows(value: object, param: torch.Tensor, managed: ShardedParam | None) -> bool:
+    """Whether a state is sharded like its parameter."""
+    if not isinstance(value, torch.Tensor) or managed is None or value.dim() == 0:
+        return False
     if isinstance(value, DTensor):
-        same = value.shape == param.shape and value.placements == param.placements  # type: ignore[attr-defined]  # managed: a DTensor
-        return _ROWS if same else _COPY
-    return _ROWS if value.shape == local_of(param).shape else _COPY
-
-
-def _facts(states: Mapping[object, ParamState], positions: _Positions) -> Iterator[object]:
-    """The facts that must be equal on all ranks and are not compared elsewhere."""
-    for name, param, state in _with_state(states, positions):
-        managed = positions.selection.get(id(param))
-        kinds = []
-        for key in sorted(state, key=str):
-            value = state[key]
-            kind = _kind(value, param, managed)
-            kinds.append((str(key), kind, str(value.dtype) if kind != _VALUE else ""))
-        yield name, kinds
+        return value.shape == param.shape and value.placements == param.placements  # type: ignore[attr-defined]  # managed: a DTensor
+    return value.shape == local_of(param).shape
 
 
 def _with_state(
-    states: Mapping[object, ParamState], positions: _Positions
-) -> Iterator[tuple[str, torch.Tensor, ParamState]]:
+    states: Mapping[object, StateDict], held: _Held
+) -> Iterator[tuple[str, torch.Tensor, StateDict]]:
     """(name, parameter, state), in the optimizer's order; of those that have state."""
     by_name = {clean_as_fsdp1(key): state for key, state in states.items() if isinstance(key, str)}
-    for at, (param, names) in enumerate(zip(positions.params, positions.names, strict=True)):
+    for at, (param, names) in enumerate(zip(held.params, held.names, strict=True)):
         state = states.get(at)
         for name in names if state is None else ():
             state = by_name.get(name, state)
@@ -453,323 +420,263 @@ def _with_state(
 
 @torch.no_grad()
 def _by_name(
-    model: nn.Module,
-    positions: _Positions,
-    given: StateDict,
-    view: _View,
-    group: ProcessGroup | None,
+    model: nn.Module, held: _Held, given: StateDict, view: _View, group: ProcessGroup | None
 ) -> StateDict:
-    ranks = _agreement(positions, group)
-    states = given["state"]
-    if not ranks.is_alike((view, list(_facts(states, positions)))):
+    ranks, states = held.ranks(group), given["state"]
+    facts = [
+        (
+            name,
+            key,
+            _is_rows(state[key], param, held.units.get(id(param))),
+            type(state[key]),
+            getattr(state[key], "dtype", None),
+        )
+        for name, param, state in _with_state(states, held)
+        for key in sorted(state, key=str)
+    ]
+    if not ranks.is_alike((view, facts)):
         raise coded(
             RankMismatchError,
             "optim-state-ranks",
             "ranks called optim_state_dict() with different settings, or on optimizers whose "
             "states differ; set the same type on all ranks, and step all optimizers alike",
         )
-    kept = not view.only_first or ranks.is_first
     found: dict[object, object] = {}
-    for name, param, state in _with_state(states, positions):
-        managed = positions.selection.get(id(param))
-        converted = {key: _shown(v, param, managed, view) for key, v in state.items()}
-        if kept:
-            found[name] = converted
-    if not kept:
+    for name, param, state in _with_state(states, held):
+        managed = held.units.get(id(param))
+        found[name] = {key: _shown(value, param, managed, view) for key, value in state.items()}
+        if view.only_first and not ranks.is_first:
+            found.clear()
+    if view.only_first and not ranks.is_first:
         return {}
-    known = {name for names in positions.names for name in names}
+    first = held.first_names
     for key, value in states.items():
-        if key in range(len(positions.params)) or (
-            isinstance(key, str) and clean_as_fsdp1(key) in known
-        ):
-            continue
-        warnings.warn(
-            f"the optimizer's state {key!r} belongs to no parameter of {type(model).__name__}; it "
-            f"is copied as it is",
-            stacklevel=3,
-        )
-        found[key] = value
-    result: StateDict = {"state": found}
-    if "param_groups" in given:
-        result["param_groups"] = _named_groups(given["param_groups"], positions)
-    return result
-
-
-def _agreement(positions: _Positions, group: ProcessGroup | None) -> MeshRanks:
-    managed = list(positions.selection.values())
-    if group is None or not managed:
-        return MeshRanks(managed)
-    return MeshRanks.of_group(group, managed[0].axes.device)
+        if (clean_as_fsdp1(key) if isinstance(key, str) else key) not in first:
+            warnings.warn(
+                f"the optimizer's state {key!r} belongs to no parameter of "
+                f"{type(model).__name__}; it is copied as it is",
+                stacklevel=3,
+            )
+            found[key] = value
+    if "param_groups" not in given:
+        return {"state": found}
+    groups = []
+    for each in given["param_groups"]:
+        keys = [clean_as_fsdp1(key) if isinstance(key, str) else key for key in each["params"]]
+        groups.append(_with(each, [first[key] for key in keys]))
+    return {"state": found, "param_groups": groups}
 
 
 def _shown(value: object, param: torch.Tensor, managed: ShardedParam | None, view: _View) -> object:
     """A state as a state dict has it; ``None`` in place of a whole tensor where it is not kept."""
     if not isinstance(value, torch.Tensor):
         return value
-    made: torch.Tensor | None
-    if managed is not None and _kind(value, param, managed) == _ROWS:
+    made: torch.Tensor | None = value
+    if managed is not None and _is_rows(value, param, managed):
         if view.full:
             made = made_whole(managed, local_of(value), everywhere=not view.only_first)
-        else:
-            made = value if isinstance(value, DTensor) else as_dtensor(managed, value)
-    elif isinstance(value, DTensor) and view.full:
-        made = value.full_tensor()
-    else:
-        made = value
-    if made is not None and view.full and made is value:
-        made = made.detach().clone()
+        elif not isinstance(value, DTensor):
+            made = as_dtensor(managed, value)
+    elif view.full:
+        made = value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
     return made.cpu() if made is not None and view.offload else made
-
-
-def _named_groups(groups: Sequence[Mapping[str, Any]], positions: _Positions) -> list[StateDict]:
-    by_key: dict[object, str] = {key: names[0] for key, names in enumerate(positions.names)}
-    by_key.update({name: names[0] for names in positions.names for name in names})
-    named = []
-    for each in groups:
-        options = copy.deepcopy({key: value for key, value in each.items() if key != "params"})
-        keys = [clean_as_fsdp1(key) if isinstance(key, str) else key for key in each["params"]]
-        named.append({**options, "params": [by_key[key] for key in keys]})
-    return named
 
 
 # ---- into an optimizer
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A tensor that the first rank sends separately."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The contents to load: states by position, states of no parameter, and groups."""
+
+    states: dict[int, StateDict]
+    others: dict[object, object]
+    groups: list[StateDict] | None
+
+    def told(self) -> _Plan:
+        """As other ranks get it: without tensors of more than one number."""
+        states = {
+            at: {
+                key: _Sent(tuple(value.shape), value.dtype) if _is_sent(value) else value
+                for key, value in state.items()
+            }
+            for at, state in self.states.items()
+        }
+        return _Plan(states, self.others, self.groups)
+
+
+def _is_sent(value: object) -> bool:
+    return isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and value.dim() > 0)
+
+
 @torch.no_grad()
 def _to_load(
     model: nn.Module,
-    positions: _Positions,
+    held: _Held,
     given: StateDict | None,
-    only_first: bool,
-    group: ProcessGroup | None,
+    only_first: bool = False,
+    group: ProcessGroup | None = None,
 ) -> StateDict:
-    ranks = _agreement(positions, group) if only_first else None
-    if ranks is None:
-        plan = _checked(_plan(given, positions, model))
-        return _assembled(plan, positions, lambda item: _own_part(item, positions))
-    names = [positions.names, [str(tuple(param.shape)) for param in positions.params]]
-    if not ranks.is_alike(names):
+    if not only_first:
+        plan = _planned(given, held, model)
+        states = {
+            held.keys[at]: {key: _own_part(value, at, held) for key, value in state.items()}
+            for at, state in plan.states.items()
+        }
+    else:
+        plan, states = _received(model, held, given, held.ranks(group))
+    states.update(plan.others)  # type: ignore[arg-type]  # of no parameter: any key, any value
+    found: StateDict = {"state": states}
+    return found if plan.groups is None else {**found, "param_groups": plan.groups}
+
+
+def _received(
+    model: nn.Module, held: _Held, given: StateDict | None, ranks: MeshRanks
+) -> tuple[_Plan, dict[int | str, StateDict]]:
+    """The first rank's plan, and this rank's parts of its states."""
+    if not ranks.is_alike([held.names, [str(tuple(param.shape)) for param in held.params]]):
         raise coded(
             RankMismatchError,
             "optim-scatter-ranks",
             "ranks scatter an optimizer's states into models that differ; build the same model and "
             "the same optimizer on all ranks",
         )
-    tensors: dict[tuple[int, str], torch.Tensor] = {}
-    plan = _StatesToLoad("", [], {}, None)
+    own: _Plan | None = None
+    answer: _Plan | str = ""
     if ranks.is_first:
-        plan = _plan(given, positions, model)
-        tensors = {(item.at, item.key): item.value for item in plan.items if item.travels}
-        plan = plan.without_tensors()
-    told = ranks.told(base64.b64encode(pickle.dumps(plan)).decode())
+        try:
+            own = _planned(given, held, model)
+            answer = own.told()
+        except ValueError as error:
+            answer = str(error)
     # What rank 0 of this very run has written.
-    plan = _checked(pickle.loads(base64.b64decode(told)))
-    return _assembled(
-        plan,
-        positions,
-        lambda item: _scattered(item, positions, tensors.get((item.at, item.key)), ranks),
-    )
+    told = ranks.told(base64.b64encode(pickle.dumps(answer)).decode())
+    plan: _Plan | str = pickle.loads(base64.b64decode(told))
+    if isinstance(plan, str):
+        raise resaid(ValueError, plan)
+    states: dict[int | str, StateDict] = {}
+    for at, state in plan.states.items():
+        for key, value in state.items():
+            if isinstance(value, _Sent):
+                whole = None if own is None else own.states[at][key]
+                value = _scattered(value, whole, at, held, ranks)
+            states.setdefault(held.keys[at], {})[key] = value
+    return plan, states
 
 
-@dataclass
-class _Item:
-    """One entry of a parameter's state.
-
-    Attributes:
-        at: the parameter's position in the optimizer.
-        key: name of the entry.
-        value: it, full or sharded; ``None`` for a tensor that is sent separately.
-        shape: of a tensor; otherwise ``None``.
-        dtype: of a tensor; otherwise ``None``.
-        travels: whether it is a tensor with more than one number, which is sent separately.
-    """
-
-    at: int
-    key: str
-    value: Any
-    shape: tuple[int, ...] | None
-    dtype: torch.dtype | None
-    travels: bool
-
-
-@dataclass
-class _StatesToLoad:
-    """The states to load, or the problem with them.
-
-    Attributes:
-        problem: in words; empty if there is none.
-        items: of all parameters, in the optimizer's order.
-        others: states that belong to no parameter.
-        groups: parameter groups by the optimizer's keys; ``None`` without any.
-        aliased: two entries that are one tensor; empty if there are none.
-    """
-
-    problem: str
-    items: list[_Item]
-    others: dict[object, object]
-    groups: list[StateDict] | None
-    aliased: str = ""
-
-    def without_tensors(self) -> _StatesToLoad:
-        """As it is told to other ranks."""
-        items = [
-            _Item(i.at, i.key, None if i.travels else i.value, i.shape, i.dtype, i.travels)
-            for i in self.items
-        ]
-        return _StatesToLoad(self.problem, items, self.others, self.groups, self.aliased)
-
-
-def _checked(plan: _StatesToLoad) -> _StatesToLoad:
-    if plan.aliased:
-        raise coded(
-            ValueError,
-            "optim-states-aliased",
-            f"the optimizer's state dict has one tensor as {plan.aliased}, so one of them is lost, "
-            f"as torch's FSDP1 writes it on a CPU with offload_to_cpu=True; save it again with "
-            f"offload_to_cpu=False",
-        )
-    if plan.problem:
-        raise coded(
-            ValueError,
-            "optim-not-loadable",
-            f"the optimizer's state dict cannot be loaded, because {plan.problem}; pass one with "
-            f"the parameter names of this model, as optim_state_dict() and "
-            f"rekey_optim_state_dict() return it",
-        )
-    return plan
-
-
-def _plan(given: object, positions: _Positions, model: nn.Module) -> _StatesToLoad:
+def _planned(given: object, held: _Held, model: nn.Module) -> _Plan:
     """Interpret a state dict by names for an optimizer; checks everything."""
-    wrong = _StatesToLoad("", [], {}, None)
     if not isinstance(given, Mapping) or "state" not in given:
-        wrong.problem = f"it is a {type(given).__name__} without 'state'"
-        return wrong
+        raise _not_loadable(f"it is a {type(given).__name__} without 'state'")
     states, groups = given["state"], given.get("param_groups")
-    by_position = [key for key in states if isinstance(key, int)]
-    if by_position or any(isinstance(key, int) for g in groups or () for key in g["params"]):
-        wrong.problem = "it is by positions and not by names"
-        return wrong
-    at_of = {name: at for at, names in enumerate(positions.names) for name in names}
-    known = {
-        clean_as_fsdp1(name)
-        for name, _ in nn.Module.named_parameters(model, remove_duplicate=False)
-    }
-    found: dict[int, ParamState] = {}
+    if any(
+        isinstance(key, int) for key in (*states, *(k for g in groups or () for k in g["params"]))
+    ):
+        raise _not_loadable("it is by positions and not by names")
+    places = held.places
+    named = nn.Module.named_parameters(model, remove_duplicate=False)
+    known = {clean_as_fsdp1(name) for name, _ in named}
+    found: dict[int, StateDict] = {}
     others: dict[object, object] = {}
     for name, state in states.items():
-        if name in at_of:
-            found.setdefault(at_of[name], state)
+        if name in places:
+            found.setdefault(places[name], state)
         elif name not in known:
             others[name] = copy.copy(state)
-    items = []
     for at in sorted(found):
-        for key, value in found[at].items():
-            wrong.problem = _mismatch(f"{positions.names[at][0]}.{key}", value, at, positions)
-            if wrong.problem:
-                return wrong
-            items.append(_item(at, key, value))
-        wrong.aliased = _aliased(positions.names[at][0], found[at])
-        if wrong.aliased:
-            return wrong
-    placed, wrong.problem = _placed_groups(groups, at_of, positions)
-    return wrong if wrong.problem else _StatesToLoad("", items, others, placed)
+        _check_state(held.names[at][0], found[at], held.params[at])
+        found[at] = {
+            key: value.detach().cpu()
+            if isinstance(value, torch.Tensor) and not _is_sent(value)
+            else value
+            if _is_sent(value)
+            else copy.copy(value)
+            for key, value in found[at].items()
+        }
+    ordered = {at: found[at] for at in sorted(found)}
+    return _Plan(ordered, others, None if groups is None else _placed(groups, held))
 
 
-def _item(at: int, key: str, value: Any) -> _Item:
-    if not isinstance(value, torch.Tensor) and not is_sharded_tensor(value):
-        return _Item(at, key, copy.copy(value), None, None, False)
-    shape = tuple(value.size())
-    single = not shape and not isinstance(value, DTensor)
-    return _Item(at, key, value.detach().cpu() if single else value, shape, value.dtype, not single)
-
-
-def _mismatch(name: str, value: object, at: int, positions: _Positions) -> str:
-    """The problem with one entry; a dim may have length 1, or be absent, if a mean was taken."""
-    param = positions.params[at]
-    if is_sharded_tensor(value):
-        managed = positions.selection.get(id(param))
-        if managed is None or rows_of_sharded_tensor(managed, value) is None:
-            return wrong_rows(name).replace("; ", ", ")
-        return ""
-    if not isinstance(value, torch.Tensor) or value.dim() < param.dim() or value.numel() == 1:
-        return ""
-    fits = value.dim() == param.dim() and all(
-        own in (1, wanted) for own, wanted in zip(value.shape, param.shape, strict=True)
+def _not_loadable(problem: str) -> ValueError:
+    return coded(
+        ValueError,
+        "optim-not-loadable",
+        f"the optimizer's state dict cannot be loaded, because {problem}; pass one with the "
+        f"parameter names of this model, as optim_state_dict() and rekey_optim_state_dict() "
+        f"return it",
     )
-    if fits:
-        return ""
-    return f"'{name}' is of shape {tuple(value.shape)}, and its parameter {tuple(param.shape)}"
 
 
-def _aliased(name: str, state: ParamState) -> str:
-    """Two entries of a parameter that are one memory."""
+def _check_state(name: str, state: StateDict, param: torch.Tensor) -> None:
+    """Raise if an entry has another shape, or if two are one tensor."""
     first: dict[object, str] = {}
     for key, value in state.items():
-        if type(value) is not torch.Tensor or value.numel() < 2:  # rows of a rank are its own
+        if hasattr(value, "local_shards"):
+            raise _not_loadable(f"'{name}.{key}' is {SHARDED_TENSOR}".replace("; ", ", "))
+        if not isinstance(value, torch.Tensor) or value.numel() < 2:
             continue
-        if value.layout is torch.strided:
-            place = value.untyped_storage()._cdata, value.storage_offset()
-            if first.setdefault(place, key) != key:
-                return f"'{first[place]}' and '{key}' of '{name}'"
-    return ""
+        pairs = zip(value.shape, param.shape, strict=False)
+        # A dim may have length 1, or be absent, if a mean was taken.
+        fits = value.dim() < param.dim() or all(own in (1, wanted) for own, wanted in pairs)
+        if value.dim() > param.dim() or not fits:
+            raise _not_loadable(
+                f"'{name}.{key}' is of shape {tuple(value.shape)}, and its parameter "
+                f"{tuple(param.shape)}"
+            )
+        if type(value) is not torch.Tensor or value.layout is not torch.strided:
+            continue  # rows of a rank are its own
+        place = value.untyped_storage()._cdata, value.storage_offset()
+        if first.setdefault(place, key) != key:
+            raise coded(
+                ValueError,
+                "optim-states-aliased",
+                f"the optimizer's state dict has one tensor as '{first[place]}' and '{key}' of "
+                f"'{name}', so one of them is lost, as torch's FSDP1 writes it on a CPU with "
+                f"offload_to_cpu=True; save it again with offload_to_cpu=False",
+            )
 
 
-def _placed_groups(
-    groups: Sequence[Mapping[str, Any]] | None, at_of: Mapping[str, int], positions: _Positions
-) -> tuple[list[StateDict] | None, str]:
-    """Parameter groups by the optimizer's keys, and the problem with them."""
-    if groups is None:
-        return None, ""
-    placed = []
-    start = 0
+def _placed(groups: Sequence[Mapping[str, Any]], held: _Held) -> list[StateDict]:
+    """Parameter groups by the optimizer's keys."""
+    if held.groups is not None and len(groups) != len(held.groups):
+        raise _not_loadable(
+            f"it has {len(groups)} parameter groups, and the optimizer {len(held.groups)}"
+        )
+    placed, places, start = [], held.places, 0
     for number, each in enumerate(groups):
         for name in each["params"]:
-            if name not in at_of:
-                return None, f"'{name}' of its parameter group {number} is not in the optimizer"
-        members = sorted({at_of[name] for name in each["params"]})
-        if positions.groups is not None and number < len(positions.groups):
-            wanted = list(range(start, start + positions.groups[number]))
-            start += len(wanted)
-            for at in sorted({*members} ^ {*wanted}):
-                return None, (
-                    f"'{positions.names[at][0]}' is in another parameter group than in the "
-                    f"optimizer"
+            if name not in places:
+                raise _not_loadable(
+                    f"'{name}' of its parameter group {number} is not in the optimizer"
                 )
-        options = copy.deepcopy({key: value for key, value in each.items() if key != "params"})
-        placed.append({**options, "params": [positions.keys[at] for at in members]})
-    if positions.groups is not None and len(placed) != len(positions.groups):
-        return None, (
-            f"it has {len(placed)} parameter groups, and the optimizer {len(positions.groups)}"
-        )
-    return placed, ""
+        members = sorted({places[name] for name in each["params"]})
+        if held.groups is not None:
+            wanted = set(range(start, start := start + held.groups[number]))
+            for at in sorted(wanted ^ {*members}):
+                raise _not_loadable(
+                    f"'{held.names[at][0]}' is in another parameter group than in the optimizer"
+                )
+        placed.append(_with(each, [held.keys[at] for at in members]))
+    return placed
 
 
-def _assembled(
-    plan: _StatesToLoad, positions: _Positions, part_of: Callable[[_Item], object]
-) -> StateDict:
-    states: dict[object, Any] = {}
-    for item in plan.items:
-        states.setdefault(positions.keys[item.at], {})[item.key] = part_of(item)
-    states.update(plan.others)
-    if plan.groups is None:
-        return {"state": states}
-    return {"state": states, "param_groups": plan.groups}
-
-
-def _own_part(item: _Item, positions: _Positions) -> object:
+def _own_part(value: Any, at: int, held: _Held) -> object:
     """This rank's part of a tensor that every rank has."""
-    value, param = item.value, positions.params[item.at]
-    managed = positions.selection.get(id(param))
-    if not item.travels or managed is None:
+    param = held.params[at]
+    managed = held.units.get(id(param))
+    if managed is None or not _is_sent(value):
         return value.detach().clone() if isinstance(value, torch.Tensor) else value
     device = managed.local.device
-    if is_sharded_tensor(value):
-        rows = rows_of_sharded_tensor(managed, value)
-        assert rows is not None  # `_mismatch` has looked
-        return as_dtensor(managed, rows.to(device, copy=True))
     if isinstance(value, DTensor):
-        if _kind(value, param, managed) == _ROWS and value.device_mesh == param.device_mesh:  # type: ignore[attr-defined]  # managed: a DTensor
+        if _is_rows(value, param, managed) and value.device_mesh == param.device_mesh:  # type: ignore[attr-defined]  # managed: a DTensor
             return as_dtensor(managed, local_of(value).to(device, copy=True))
         value = value.full_tensor()
     if value.shape == param.shape:
@@ -778,23 +685,19 @@ def _own_part(item: _Item, positions: _Positions) -> object:
 
 
 def _scattered(
-    item: _Item, positions: _Positions, value: torch.Tensor | None, ranks: MeshRanks
-) -> object:
+    sent: _Sent, value: torch.Tensor | None, at: int, held: _Held, ranks: MeshRanks
+) -> torch.Tensor:
     """This rank's part of a tensor that the first rank has."""
-    if not item.travels:
-        return item.value
-    assert item.shape is not None
-    assert item.dtype is not None
-    param = positions.params[item.at]
-    managed = positions.selection.get(id(param))
-    if managed is not None and item.shape == tuple(param.shape):
-        rows = scattered_rows(managed, value, item.dtype)
+    param = held.params[at]
+    managed = held.units.get(id(param))
+    if managed is not None and sent.shape == tuple(param.shape):
+        rows = scattered_rows(managed, value, sent.dtype)
         return as_dtensor(managed, rows.to(managed.local.device, copy=True))
-    sent = ranks.scratch(item.shape, item.dtype)
+    memory = ranks.scratch(sent.shape, sent.dtype)
     if value is not None:
-        sent.copy_(value)
-    ranks.spread(sent)
-    return _copied(sent.to(local_of(param).device, copy=True), param)
+        memory.copy_(value)
+    ranks.spread(memory)
+    return _copied(memory.to(local_of(param).device, copy=True), param)
 
 
 def _copied(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -802,5 +705,4 @@ def _copied(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if not isinstance(param, DTensor) or value.dim() == 0:
         return value
     mesh = param.device_mesh
-    meta = TensorMeta(value.shape, value.stride(), value.dtype)
-    return wrap_local(value, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta))
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)

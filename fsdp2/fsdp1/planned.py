@@ -1,8 +1,8 @@
 """The plan of a wrapper and of those below it, made before anything is changed.
 
     the arguments      ──> ResolvedOptions      checked; the device, the mesh
-    auto_wrap_policy   ──> WrapperPlan.below    the same of modules below, innermost first
-    check_plan         ──> plans each one's call of fully_shard and checks each one's
+    auto_wrap_policy   ──> chosen_below         modules below, innermost first, with arguments
+    check_plans        ──> plans each one's call of fully_shard and checks each one's
                            initialization; raises every error that can be found before it starts
 
 Wrappers are then made one after the other, so that only one at a time has full memory and values.
@@ -12,7 +12,7 @@ Errors that only ``param_init_fn`` or ``reset_parameters()`` can show are raised
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,13 +46,10 @@ from fsdp2.interop import CPUOffloadPolicy
 from fsdp2.module import sharded_class
 from fsdp2.sharding.meshes import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.wrap import any_wrap_policy, chosen_modules
-from fsdp2.wrap.choices import Policy
+from fsdp2.wrap.choices import Choice, Policy
 
 Given = Mapping[str, Any]
 """All arguments of a wrapper but the module, by name."""
-
-Completed = Callable[..., Given]
-"""Called with a module and some arguments: all of them, with their defaults."""
 
 
 @dataclass(frozen=True)
@@ -70,74 +67,26 @@ class ResolvedOptions:
 
 @dataclass(frozen=True)
 class WrapperPlan:
-    """A wrapper to be.
-
-    Attributes:
-        module: what is to be wrapped.
-        given: the wrapper's arguments.
-        options: what they come to.
-        below: wrappers of modules below, those inside of others first.
-        places: where modules below register each of these modules.
-        apart: modules below that stay in full precision.
-    """
+    """A wrapper to be."""
 
     module: nn.Module
     given: Given
     options: ResolvedOptions
-    below: tuple[WrapperPlan, ...]
-    places: Mapping[nn.Module, list[tuple[nn.Module, str]]]
-    apart: tuple[nn.Module, ...]
-
-    def all(self) -> Iterator[WrapperPlan]:
-        """Those below, then this one: the order in which wrappers are made."""
-        for plan in self.below:
-            yield from plan.all()
-        yield self
 
 
-def plan_wrapper(module: nn.Module, given: Given, completed: Completed) -> WrapperPlan:
-    """Resolve a wrapper's arguments for a module; changes nothing, except that it creates meshes.
-
-    Args:
-        module: the module to wrap.
-        given: the arguments.
-        completed: adds defaults to the arguments of a wrapper below.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: arguments are inconsistent with each other or with the module.
-    """
+def plan_wrapper(module: nn.Module, given: Given) -> WrapperPlan:
+    """Resolve a wrapper's arguments for a module; changes nothing but makes meshes."""
     _check_module(module)
-    options = _resolved(module, given)
-    if given["auto_wrap_policy"] is None:
-        return WrapperPlan(module, given, options, (), {}, ())
-    chosen, apart = _chosen_below(module, given["auto_wrap_policy"], options, given)
-    below = [
-        plan_wrapper(member, completed(member, **chosen[member]), completed)
-        for member, _ in walk((module,), order="children first")
-        if member in chosen
-    ]
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for parent, _ in walk((module,)):
-        for name, child in parent._modules.items():
-            if child is not None and child in chosen:
-                places.setdefault(child, []).append((parent, name))
-    return WrapperPlan(module, given, options, tuple(below), places, tuple(apart))
+    return WrapperPlan(module, given, _resolved(module, given))
 
 
-def check_plan(plan: WrapperPlan) -> None:
-    """Raise what the wrappers would that are to be made; changes nothing.
-
-    Raises:
-        TypeError: as for `fully_shard`; ``param_init_fn`` cannot be called.
-        ValueError: as for `fully_shard`; a module cannot be initialized.
-    """
-    wrappers = list(plan.all())
-    modules = {each.module for each in wrappers}
-    for each in wrappers:
+def check_plans(plans: Sequence[WrapperPlan]) -> None:
+    """Raise what the wrappers would that are to be made in this order; changes nothing."""
+    modules = {each.module for each in plans}
+    for each in plans:
         init_fn, options = each.given["param_init_fn"], each.options
         check_can_materialise(each.module, init_fn, options.ignored, modules)
-    plan_calls(((each.module, arguments_of(each.options)) for each in wrappers), ahead=True)
+    plan_calls(((each.module, arguments_of(each.options)) for each in plans), ahead=True)
 
 
 def arguments_of(options: ResolvedOptions) -> dict[str, Any]:
@@ -206,12 +155,12 @@ _INHERITED = (
 """Arguments that wrappers below get, unless their policy says otherwise."""
 
 
-def _chosen_below(
-    module: nn.Module, policy: Policy, options: ResolvedOptions, given: Given
-) -> tuple[dict[nn.Module, dict[str, Any]], list[nn.Module]]:
-    """The modules below that a policy selects, with arguments; and those that stay in full
-    precision.
-    """
+def chosen_below(plan: WrapperPlan) -> tuple[list[Choice], list[nn.Module]]:
+    """The modules below that a wrapper's policy selects, and those that stay in full precision."""
+    module, given, options = plan.module, plan.given, plan.options
+    policy: Policy | None = given["auto_wrap_policy"]
+    if policy is None:
+        return [], []
     check_nothing_wrapped(module)
     precision, ignored = options.precision, options.ignored
     apart: tuple[type[nn.Module], ...] = ()
@@ -232,12 +181,15 @@ def _chosen_below(
         ignored_params=ignored.params,
         options=inherited,
     )
-    chosen: dict[nn.Module, dict[str, Any]] = {c.module: dict(c.options) for c in choices}
-    precise = [
-        below
-        for below in module.modules()
-        if isinstance(below, apart) and below is not module and below not in ignored.modules
-    ]
-    for below in precise:
-        chosen[below] = {**inherited, **chosen.get(below, {}), "mixed_precision": None}
-    return chosen, precise
+    own = {choice.module: choice for choice in choices}
+    precise: list[nn.Module] = []
+    for below, prefix in walk((module,), order="children first") if apart else ():
+        if isinstance(below, apart) and below is not module and below not in ignored.modules:
+            precise.append(below)
+            chosen = own[below].options if below in own else inherited
+            options_of = {**chosen, "mixed_precision": None}
+            own[below] = Choice(prefix.removesuffix("."), below, options_of)
+    if precise:
+        walked = walk((module,), order="children first")
+        choices = [own[below] for below, _ in walked if below in own]
+    return choices, precise

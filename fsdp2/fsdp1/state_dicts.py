@@ -22,11 +22,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import RankMismatchError, coded
-from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
+from fsdp2.core.layout.mesh import with_dtype, wrap_local
 from fsdp2.core.modules.registrations import Owners
 from fsdp2.core.modules.registry import UnitRecord, managed_modules, records_below
 from fsdp2.core.params.param import ModuleEntry, ShardedParam, is_extended
-from fsdp2.core.pieces import piece_of
 from fsdp2.core.schedule.unit import all_units
 from fsdp2.fsdp1.config import (
     FullOptimStateDictConfig,
@@ -51,6 +50,11 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
+
+SHARDED_TENSOR = (
+    "a ShardedTensor of torch's FSDP1; load it with torch.distributed.checkpoint, or save it as "
+    "FULL_STATE_DICT"
+)
 
 _settings: weakref.WeakKeyDictionary[UnitRecord, StateDictSettings] = weakref.WeakKeyDictionary()
 _records: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnitRecord]]
@@ -255,16 +259,7 @@ def _record_of(module: nn.Module) -> UnitRecord | None:
 
 
 class _Call:
-    """One call of ``state_dict()``, from the first module with settings on.
-
-    Args:
-        module: that module.
-        prefix: of its names in the call.
-
-    Attributes:
-        owned: the managed parameters, by where they are registered.
-        whole: those that were made whole in this call already, tied ones once.
-    """
+    """One call of ``state_dict()``, from the first module with settings on."""
 
     current: _Call | None = None
 
@@ -272,7 +267,7 @@ class _Call:
         self._module, self._prefix = weakref.ref(module), prefix
         self._below = {id(member) for member in module.modules()}
         self.destination: object = None
-        self.whole: dict[ShardedParam, torch.Tensor | None] = {}
+        self.whole: dict[ShardedParam, torch.Tensor | None] = {}  # made whole: tied ones once
         selection = selected_params(module, recurse=True)
         require_idle(selection, "state_dict")
         ranks = MeshRanks(selected.param for selected in selection)
@@ -392,17 +387,13 @@ def _before_load(
             continue
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
-        rows: torch.Tensor | None
-        if is_sharded_tensor(value):
-            rows = rows_of_sharded_tensor(param, value)
-            if rows is None:
-                error_msgs.append(wrong_rows(prefix + name))
-                state_dict.pop(prefix + name)
-                continue
-        elif is_extended(param.local) or value.shape != registered.shape:
+        if hasattr(value, "local_shards"):
+            state_dict.pop(prefix + name)
+            error_msgs.append(f"'{prefix}{name}' is {SHARDED_TENSOR}")
+            continue
+        if is_extended(param.local) or value.shape != registered.shape:
             continue  # nn.Module says what is wrong
-        else:
-            rows = cut_rows(param, value)
+        rows = cut_rows(param, value)
         if local_metadata.get("assign_to_params_buffers", False):
             rows = rows.to(param.local.device).clone()
         state_dict[prefix + name] = as_dtensor(param, rows)
@@ -421,35 +412,3 @@ def as_dtensor(param: ShardedParam, rows: torch.Tensor) -> DTensor:
     """Rows of a parameter, or of a state that is shaped like it, as a DTensor sharded like it."""
     spec = param.sharded._spec  # type: ignore[attr-defined]  # a DTensor
     return wrap_local(rows, with_dtype(spec, rows.dtype))
-
-
-def is_sharded_tensor(value: object) -> bool:
-    """Whether it is the type in torch's FSDP1 sharded state dicts without a mesh."""
-    return hasattr(value, "local_shards") and hasattr(value, "metadata")
-
-
-def rows_of_sharded_tensor(param: ShardedParam, value: Any) -> torch.Tensor | None:
-    """This rank's rows in torch's ``ShardedTensor``; ``None`` if it has others."""
-    local = local_of(param.sharded)
-    if tuple(value.metadata().size) != tuple(param.sharded.shape) or param.cut.dims != (0,):
-        return None
-    shards = value.local_shards()
-    if not shards:
-        return local.new_empty(local.shape) if local.numel() == 0 else None
-    if len(shards) > 1 or param.parallel is not None:
-        return None
-    whole_rows, size, rank = param.sharded.shape[0], param.axes.size, param.axes.rank
-    first, _ = piece_of(whole_rows, size, rank)
-    start = tuple(shards[0].metadata.shard_offsets)
-    found: torch.Tensor = shards[0].tensor
-    if found.shape != local.shape or (found.numel() and start[0] != first):
-        return None
-    return found.detach()
-
-
-def wrong_rows(name: str) -> str:
-    """The sentence for one that has other rows."""
-    return (
-        f"'{name}' is a ShardedTensor of other rows than this rank's; load it with "
-        f"torch.distributed.checkpoint, or save it as FULL_STATE_DICT"
-    )

@@ -45,13 +45,12 @@ from fsdp2.fsdp1.construction import (
     synchronise,
 )
 from fsdp2.fsdp1.flat_parameter import FlatParameter
-from fsdp2.fsdp1.operators import compute_beyond_rules
 from fsdp2.fsdp1.planned import (
     Given,
     ResolvedOptions,
-    WrapperPlan,
     arguments_of,
-    check_plan,
+    check_plans,
+    chosen_below,
     plan_wrapper,
 )
 from fsdp2.fsdp1.state_dicts import (
@@ -64,7 +63,7 @@ from fsdp2.full import gathered
 from fsdp2.interop.wrapped import TorchWrapperIdentity
 from fsdp2.module import FSDPModule
 from fsdp2.optim.norms import clip_grad_norm_
-from fsdp2.wrap.choices import Policy
+from fsdp2.wrap.choices import Policy, wrap_chosen
 from fsdp2.wrapper_module import WrapperModule, flags_put_back
 
 ProcessGroups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
@@ -143,31 +142,24 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
             for name, value in locals().items()
             if name not in ("self", "module", "__class__")
         }
-        plan = plan_wrapper(module, given, _completed)
-        check_plan(plan)
-        self._make(plan)
-
-    def _make(self, plan: WrapperPlan) -> None:
-        """Become what was planned, with wrappers below."""
-        for below in plan.apart:
+        plan = plan_wrapper(module, given)
+        chosen, apart = chosen_below(plan)
+        inner = [plan_wrapper(c.module, _completed(c.module, **c.options)) for c in chosen]
+        check_plans([*inner, plan])
+        for below in apart:
             in_full_precision(below)
-        for inner in plan.below:
-            wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-            wrapper._make(inner)
-            for parent, name in plan.places[inner.module]:
-                setattr(parent, name, wrapper)
-        module, given, options = plan.module, plan.given, plan.options
+        wrap_chosen(module, chosen, FullyShardedDataParallel)
+        options = plan.options
         device, mesh = options.device, options.mesh
         nn.Module.__init__(self)
         self.compute_device, self._is_inner = device, False
-        self._use_orig_params = given["use_orig_params"]
-        self.forward_prefetch = given["forward_prefetch"]
-        self.limit_all_gathers = given["limit_all_gathers"]
-        materialise(module, given["param_init_fn"], device, options.ignored)
-        if given["sync_module_states"]:
+        self._use_orig_params = use_orig_params
+        self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
+        materialise(module, param_init_fn, device, options.ignored)
+        if sync_module_states:
             axes = [mesh.get_group(dim) for dim in range(mesh.ndim)]
             synchronise(module, axes, device, options.ignored)
-        if self._use_orig_params:
+        if use_orig_params:
             follow_original_parameters(module)
         _shard(module, options)
         self._take(module, options)
@@ -181,7 +173,6 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
         self.process_group = mesh.get_group(mesh.ndim - 1)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self._hold(module)
-        compute_beyond_rules(self, mesh)
         clean_states(self)
         use_full_state_dicts(self._record)
         for below in self.fsdp_modules(self):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +37,7 @@ from fsdp2.core.modules.registry import UnitRecord, modules_below, record_of, st
 from fsdp2.core.params.param import ShardedParam, compute_dtype
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.schedule.unit import Phase
+from fsdp2.core.schedule.unit import Phase, Unit
 
 _state: Any = _fsdp_state
 TORCHS: Any = fsdp.FSDPModule
@@ -49,15 +49,18 @@ TORCHS_NAMES: dict[str, object] = {name: getattr(fsdp, name) for name in fsdp._f
 _API: object = getattr(fsdp.fully_shard, "__wrapped__", fsdp.fully_shard)  # the key of its states
 
 
-def _of(path: str, settable: bool = False) -> Any:  # as the attribute that it reads is typed
-    """A property of a stand-in: the attribute at a path below it."""
-    owner, _, name = path.rpartition(".")
-    read = operator.attrgetter(path)
+def _of(
+    read: str | Callable[[Any], object], write: bool | Callable[[Any, Any], None] = False
+) -> Any:
+    """A property of a stand-in: a path below it or a function of it; writable, or by a function."""
+    if callable(read):
+        return property(read, write if callable(write) else None)
+    owner, _, name = read.rpartition(".")
 
-    def write(self: object, value: object) -> None:
+    def put(self: object, value: object) -> None:
         setattr(operator.attrgetter(owner)(self), name, value)
 
-    return property(read, write if settable else None)
+    return property(operator.attrgetter(read), put if write else None)
 
 
 class _StandIn:
@@ -68,13 +71,8 @@ class _StandIn:
     """
 
     _stands_for = ""
-    _held: frozenset[str] = frozenset()
-    """The values in its own attributes."""
-
-    @property
-    def _title(self) -> str:
-        """The sharded object, for messages."""
-        return "the model"
+    _held: frozenset[str] = frozenset()  # the values in its own attributes
+    _title = _of(lambda self: "the model")  # the sharded object, for messages
 
     def __getattr__(self, name: str) -> NoReturn:
         raise coded(
@@ -109,73 +107,45 @@ class ParamStandIn(_StandIn):
         self._group = group
         self._param = param
 
-    _title = _of("_param.name")
-    sharded_param = _of("_param.sharded")
-
-    @property
-    def unsharded_param(self) -> nn.Parameter:
-        """Empty while it is not gathered."""
-        if self._param.unsharded is None:
-            self.__getattr__("unsharded_param")
-        assert self._param.unsharded is not None
-        return self._param.unsharded
-
-    @property
-    def _module_info(self) -> object:
-        """The entries in which it is registered: the first, and those tied to it."""
-        (module, name), *shared = self._param.entries
-        names = [other for _, other in shared]
-        return _param.ParamModuleInfo(module, name, [member for member, _ in shared], names)
-
-    @property
-    def _sharded_local_tensor(self) -> torch.Tensor:
-        """The tensor on which a client may put all-gather hooks, found at the next bind."""
-        return self._param.local
-
     def _init_extensions(self) -> None:
         """Let the group look for all-gather hooks."""
         self._group._group.rebind()
 
-    @property
-    def _orig_size(self) -> torch.Size:
-        shape = torch.empty(self._param.shape, device="meta")
-        return self._param.as_seen(shape).shape
+    def _unsharded(self) -> nn.Parameter:
+        if self._param.unsharded is None:  # while it is not gathered
+            self.__getattr__("unsharded_param")
+        assert self._param.unsharded is not None
+        return self._param.unsharded
 
-    @property
-    def sharded_size(self) -> torch.Size:
-        return self._param.local.size()
+    def _places(self) -> object:
+        (module, name), *shared = self._param.entries
+        modules, names = [member for member, _ in shared], [other for _, other in shared]
+        return _param.ParamModuleInfo(module, name, modules, names)
 
-    orig_dtype = _of("_param.dtype")
-
-    @property
-    def param_dtype(self) -> torch.dtype | None:
-        """``None`` if it is gathered in its own dtype."""
+    def _computed_in(self) -> torch.dtype | None:
         chosen = compute_dtype(self._group._group.options, self._param)
         return None if chosen == self._param.dtype else chosen
 
+    def _seen_size(self) -> torch.Size:
+        return self._param.as_seen(torch.empty(self._param.shape, device="meta")).shape
+
+    _title = _param_fqn = _of("_param.name")
+    sharded_param = _of("_param.sharded")
+    unsharded_param = _of(_unsharded)
+    _module_info = _of(_places)  # the entries in which it is registered, and those tied to it
+    _sharded_local_tensor = _of("_param.local")  # clients put all-gather hooks on it
+    _orig_size = _of(_seen_size)
+    sharded_size = _of(lambda self: self._param.local.size())
+    orig_dtype = _of("_param.dtype")
+    param_dtype = _of(_computed_in)
     reduce_dtype = _of("_group.mp_policy.reduce_dtype")
-
-    @property
-    def fsdp_placement(self) -> Shard:
-        return Shard(self._param.cut.dim)
-
-    @property
-    def is_dtensor(self) -> bool:
-        return self._param.parallel is not None
-
-    _param_fqn = _of("_param.name")
+    fsdp_placement = _of(lambda self: Shard(self._param.cut.dim))
+    is_dtensor = _of(lambda self: self._param.parallel is not None)
     mesh_info = _of("_group.mesh_info")
     post_forward_mesh_info = _of("_group.post_forward_mesh_info")
     sharded_state = _of("_group._sharded_state")
-
-    @property
-    def offload_to_cpu(self) -> bool:
-        return self._group._group.offload is not None
-
-    @property
-    def pin_memory(self) -> bool:
-        offload = self._group._group.offload
-        return offload is not None and offload.pin_memory
+    offload_to_cpu = _of(lambda self: self._group._group.offload is not None)
+    pin_memory = _of(lambda self: getattr(self._group._group.offload, "pin_memory", False))
 
 
 class GroupStandIn(_StandIn):
@@ -191,132 +161,6 @@ class GroupStandIn(_StandIn):
         self._mesh_info: object = None
         self.comm_ctx = state._comm_ctx
 
-    @property
-    def _title(self) -> str:
-        return self._group.name or "(root)"
-
-    _record = _of("_state._record")
-
-    # ---- what it is made of
-
-    @property
-    def fsdp_params(self) -> list[ParamStandIn]:
-        return [ParamStandIn(self, param) for param in self._group.params]
-
-    modules = _of("_record.modules")
-    device = _of("_group.device")
-    mp_policy = _of("_record.unit.options.precision")
-
-    @property
-    def offload_policy(self) -> config.OffloadPolicy:
-        return self._record.arguments.offload or OffloadPolicy()
-
-    @property
-    def _module_fqn(self) -> str | None:
-        """Known from the first forward on."""
-        return None if self._record.scheduler is None else self._record.unit.name
-
-    @property
-    def mesh_info(self) -> object:
-        if self._mesh_info is None:
-            axes = self._group.params[0].axes
-            if axes.levels:  # torch knows no such kind: the dim that is gathered over
-                self._mesh_info = _common.FSDPMeshInfo(axes.mesh, shard_mesh_dim=1)
-            elif axes.replicas is None:
-                self._mesh_info = _common.FSDPMeshInfo(axes.mesh, shard_mesh_dim=0)
-            elif axes.group is None:
-                self._mesh_info = _common.DDPMeshInfo(axes.mesh, replicate_mesh_dim=0)
-            else:
-                self._mesh_info = _common.HSDPMeshInfo(axes.mesh, 1, 0)
-        return self._mesh_info
-
-    @property
-    def _is_hsdp(self) -> bool:
-        return self._group.replicas is not None
-
-    _all_gather_process_group = _of("_group.collectives.group")
-    _reduce_scatter_process_group = _of("_group.reducers.group")
-
-    @property
-    def _all_reduce_process_group(self) -> object:
-        return None if self._group.replicas is None else self._group.replicas.group
-
-    # ---- where it is
-
-    _training_state = _of("_state._training_state", settable=True)
-
-    @property
-    def _sharded_state(self) -> object:
-        if self.is_unsharded:
-            return _param.ShardedState.UNSHARDED
-        between = self.is_sharded_post_forward
-        states = _param.ShardedState
-        return states.SHARDED_POST_FORWARD if between else states.SHARDED
-
-    @property
-    def is_sharded(self) -> bool:
-        return not self.is_unsharded and not self.is_sharded_post_forward
-
-    @property
-    def is_sharded_post_forward(self) -> bool:
-        return self._group.state is GroupState.RESHARDED
-
-    is_unsharded = _of("_group.is_unsharded")
-
-    # ---- what is chosen
-
-    @property
-    def post_forward_mesh_info(self) -> object:
-        """The mesh on which forward leaves the parameters: ``None`` if it keeps them unsharded."""
-        if not self._record.unit.frees_after_forward:
-            return None
-        smaller = self._group.smaller_group
-        return self.mesh_info if smaller is None else _common.HSDPMeshInfo(smaller.mesh, 1, 0)
-
-    @post_forward_mesh_info.setter
-    def post_forward_mesh_info(self, value: object) -> None:
-        size = getattr(value, "shard_mesh_size", None)
-        module: Any = self._record.modules[0]  # an `FSDPModule`, which stands on this room
-        if value is None or size == self._group.collectives.size:
-            module._choose_reshard(value is not None)
-        elif isinstance(size, int):
-            module._choose_reshard(size)
-        else:
-            raise self._wrong("post_forward_mesh_info", value)
-
-    _reshard_after_forward = _of("_record.unit.frees_after_forward")
-
-    @property
-    def _use_post_forward_mesh(self) -> bool:
-        return self._reshard_after_forward and self._group.smaller_group is not None
-
-    reshard_after_backward = _of("_record.unit.reshard_after_backward", settable=True)
-    unshard_in_backward = _of("_record.unit.unshard_in_backward", settable=True)
-
-    @property
-    def reduce_grads(self) -> bool:
-        return self._record.unit.sync
-
-    @reduce_grads.setter
-    def reduce_grads(self, value: bool) -> None:
-        self._record.unit.sync = value
-        if not value:
-            self._group.accumulate()
-
-    all_reduce_grads = _of("_record.unit.all_reduce", settable=True)
-    gradient_divide_factor = _of("_group.options.divide_factor")
-    reduce_scatter_unused_params = _of("_group.options.reduce_unused")
-    force_sum_reduction_for_comms = _of("_group.options.sum_only")
-
-    @property
-    def unshard_async_op(self) -> bool:
-        """All-gathers are always issued ahead; nothing else may be chosen."""
-        return True
-
-    @unshard_async_op.setter
-    def unshard_async_op(self, value: bool) -> None:
-        pass
-
     # ---- what may be called
 
     def lazy_init(self) -> None:
@@ -330,6 +174,87 @@ class GroupStandIn(_StandIn):
         record = self._record
         if record.scheduler is not None:
             record.scheduler.finalize_unit(record.unit)
+
+    # ---- what may be read
+
+    def _mesh(self) -> object:
+        if self._mesh_info is None:
+            axes = self._group.params[0].axes
+            if axes.levels:  # torch knows no such kind: the dim that is gathered over
+                self._mesh_info = _common.FSDPMeshInfo(axes.mesh, shard_mesh_dim=1)
+            elif axes.replicas is None:
+                self._mesh_info = _common.FSDPMeshInfo(axes.mesh, shard_mesh_dim=0)
+            elif axes.group is None:
+                self._mesh_info = _common.DDPMeshInfo(axes.mesh, replicate_mesh_dim=0)
+            else:
+                self._mesh_info = _common.HSDPMeshInfo(axes.mesh, 1, 0)
+        return self._mesh_info
+
+    def _state_of_shards(self) -> object:
+        states = _param.ShardedState
+        if self._group.is_unsharded:
+            return states.UNSHARDED
+        between = self._group.state is GroupState.RESHARDED
+        return states.SHARDED_POST_FORWARD if between else states.SHARDED
+
+    def _mesh_between(self) -> object:
+        """The mesh on which forward leaves the parameters: ``None`` if it keeps them unsharded."""
+        if not self._record.unit.frees_after_forward:
+            return None
+        smaller = self._group.smaller_group
+        return self.mesh_info if smaller is None else _common.HSDPMeshInfo(smaller.mesh, 1, 0)
+
+    def _choose_mesh_between(self, value: object) -> None:
+        size = getattr(value, "shard_mesh_size", None)
+        module: Any = self._record.modules[0]  # an `FSDPModule`, which stands on this room
+        if value is None or size == self._group.collectives.size:
+            module._choose_reshard(value is not None)
+        elif isinstance(size, int):
+            module._choose_reshard(size)
+        else:
+            raise self._wrong("post_forward_mesh_info", value)
+
+    def _choose_reduction(self, value: bool) -> None:
+        self._record.unit.sync = value
+        if not value:
+            self._group.accumulate()
+
+    _title = _of(lambda self: self._group.name or "(root)")
+    _record = _of("_state._record")
+    fsdp_params = _of(lambda self: [ParamStandIn(self, param) for param in self._group.params])
+    modules = _of("_record.modules")
+    device = _of("_group.device")
+    mp_policy = _of("_record.unit.options.precision")
+    offload_policy = _of(lambda self: self._record.arguments.offload or OffloadPolicy())
+    _module_fqn = _of(  # known from the first forward on
+        lambda self: None if self._record.scheduler is None else self._record.unit.name
+    )
+    mesh_info = _of(_mesh)
+    _is_hsdp = _of(lambda self: self._group.replicas is not None)
+    _all_gather_process_group = _of("_group.collectives.group")
+    _reduce_scatter_process_group = _of("_group.reducers.group")
+    _all_reduce_process_group = _of(lambda self: getattr(self._group.replicas, "group", None))
+    _training_state = _of("_state._training_state", write=True)
+    _sharded_state = _of(_state_of_shards)
+    is_sharded = _of(lambda self: self._sharded_state is _param.ShardedState.SHARDED)
+    is_sharded_post_forward = _of(
+        lambda self: self._sharded_state is _param.ShardedState.SHARDED_POST_FORWARD
+    )
+    is_unsharded = _of("_group.is_unsharded")
+    post_forward_mesh_info = _of(_mesh_between, write=_choose_mesh_between)
+    _reshard_after_forward = _of("_record.unit.frees_after_forward")
+    _use_post_forward_mesh = _of(
+        lambda self: self._reshard_after_forward and self._group.smaller_group is not None
+    )
+    reshard_after_backward = _of("_record.unit.reshard_after_backward", write=True)
+    unshard_in_backward = _of("_record.unit.unshard_in_backward", write=True)
+    reduce_grads = _of(lambda self: self._record.unit.sync, write=_choose_reduction)
+    all_reduce_grads = _of("_record.unit.all_reduce", write=True)
+    gradient_divide_factor = _of("_group.options.divide_factor")
+    reduce_scatter_unused_params = _of("_group.options.reduce_unused")
+    force_sum_reduction_for_comms = _of("_group.options.sum_only")
+    # All-gathers are always issued ahead; nothing else may be chosen.
+    unshard_async_op = _of(lambda self: True, write=lambda self, value: None)
 
 
 class CommContext(_StandIn):
@@ -351,9 +276,6 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
 
     A torch root above an fsdp2 module records that it is its root. From then on it finds no
     parameter groups here, which it would otherwise drive.
-
-    Args:
-        record: the module's unit, and the functions around its forward.
     """
 
     _stands_for = "FSDP state"
@@ -377,130 +299,7 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
             _groups={},
         )
 
-    _title = _of("_record.unit.title")
-
-    # ---- what it is made of
-
-    @property
-    def _fsdp_param_groups(self) -> list[GroupStandIn]:
-        if self._adopted_by is not None:
-            return []
-        groups = self._record.unit.own_groups
-        self._groups = {g: self._groups.get(g) or GroupStandIn(self, g) for g in groups}
-        return list(self._groups.values())
-
-    @property
-    def _fsdp_param_group(self) -> GroupStandIn | None:
-        groups = self._fsdp_param_groups
-        if len(groups) > 1:
-            raise coded(
-                ValueError,
-                "several-torch-groups",
-                f"'{self._title}' has parameters on several meshes, so it has no single "
-                f"_fsdp_param_group; use _fsdp_param_groups ({len(groups)} groups)",
-            )
-        return groups[0] if groups else None
-
-    _modules = _of("_record.modules")
-    _device = _of("_record.arguments.axes.device")
-    _mp_policy = _of("_record.unit.options.precision")
-
-    # ---- where it is
-
-    @property
-    def _is_root(self) -> bool | None:
-        """``None`` until the first forward."""
-        if self._adopted_by is not None:
-            return False
-        return None if self._record.scheduler is None else self._record.unit.is_root
-
-    @_is_root.setter
-    def _is_root(self, value: bool) -> None:
-        if value:
-            raise self._wrong("_is_root", value)
-        self._adopted_by = self._adopted_by or self
-
-    @property
-    def _training_state(self) -> object:
-        states, phase = _common.TrainingState, self._record.unit.phase
-        if phase is Phase.FORWARD:
-            return states.FORWARD
-        if phase is Phase.BACKWARD:
-            return states.PRE_BACKWARD
-        return states.POST_BACKWARD if phase is Phase.REDUCED else states.IDLE
-
-    @_training_state.setter
-    def _training_state(self, value: object) -> None:
-        """Accept IDLE if the unit is idle: clients set it before they move a model."""
-        scheduler = self._record.scheduler
-        busy = scheduler is not None and scheduler.is_running
-        if self._adopted_by is None and (busy or value is not _common.TrainingState.IDLE):
-            raise self._wrong("_training_state", value)
-
-    @property
-    def _modules_to_run_forward(self) -> set[nn.Module]:
-        """The modules that a torch root would complete: none."""
-        return set()
-
-    # ---- what is chosen
-
-    @property
-    def _auto_reshard_after_forward(self) -> bool:
-        return self._record.unit.reshard_after_forward is None
-
-    @_auto_reshard_after_forward.setter
-    def _auto_reshard_after_forward(self, value: bool) -> None:
-        unit = self._record.unit
-        unit.reshard_after_forward = None if value else unit.frees_after_forward
-
-    @property
-    def _states_to_forward_prefetch(self) -> tuple[StateStandIn, ...]:
-        return tuple(_STAND_INS[id(unit)] for unit in self._record.unit.forward_prefetch)
-
-    @property
-    def _states_to_backward_prefetch(self) -> tuple[StateStandIn, ...]:
-        return tuple(_STAND_INS[id(unit)] for unit in self._record.unit.backward_prefetch)
-
-    # ---- the root's
-
-    @property
-    def _state_ctx(self) -> object:
-        return self if self._adopted_by in (None, self) else self._adopted_by
-
-    @_state_ctx.setter
-    def _state_ctx(self, value: object) -> None:
-        self._adopted_by = value
-
-    @property
-    def all_states(self) -> list[StateStandIn]:
-        """Those of the root's units; before the first forward there are none."""
-        scheduler = self._record.scheduler
-        return [] if scheduler is None else [_STAND_INS[id(unit)] for unit in scheduler.units]
-
-    @property
-    def iter_forward_root(self) -> StateStandIn | None:
-        scheduler = self._record.scheduler
-        root = None if scheduler is None else scheduler.iteration.forward_root
-        return None if root is None else _STAND_INS[id(root)]
-
-    @property
-    def is_last_backward(self) -> bool:
-        scheduler = self._record.scheduler
-        return scheduler is None or scheduler.is_last_backward
-
-    @property
-    def manual_backward_finalization(self) -> bool:
-        scheduler = self._record.scheduler
-        return scheduler is not None and scheduler.manual
-
     # ---- what may be called
-
-    @property
-    def _finalize_backward(self) -> Callable[[], None]:
-        """A root of torch 2.11 calls this on each state: there is nothing to do."""
-        if self._adopted_by is None:
-            self.__getattr__("_finalize_backward")
-        return lambda: None
 
     def _lazy_init(self) -> None:
         """Make the module the root of the units below it, as its first forward would."""
@@ -512,9 +311,101 @@ class StateStandIn(_StandIn, _state.FSDPState):  # typed as Any
         if scheduler is not None:
             scheduler.finalize(wait=True)
 
+    # ---- what may be read
+
+    def _stand_ins_of_groups(self) -> list[GroupStandIn]:
+        if self._adopted_by is not None:
+            return []
+        groups = self._record.unit.own_groups
+        self._groups = {g: self._groups.get(g) or GroupStandIn(self, g) for g in groups}
+        return list(self._groups.values())
+
+    def _only_group(self) -> GroupStandIn | None:
+        groups = self._stand_ins_of_groups()
+        if len(groups) > 1:
+            raise coded(
+                ValueError,
+                "several-torch-groups",
+                f"'{self._title}' has parameters on several meshes, so it has no single "
+                f"_fsdp_param_group; use _fsdp_param_groups ({len(groups)} groups)",
+            )
+        return groups[0] if groups else None
+
+    def _root(self) -> bool | None:
+        """``None`` until the first forward."""
+        if self._adopted_by is not None:
+            return False
+        return None if self._record.scheduler is None else self._record.unit.is_root
+
+    def _be_adopted(self, root: bool) -> None:
+        if root:
+            raise self._wrong("_is_root", root)
+        self._adopted_by = self._adopted_by or self
+
+    def _phase(self) -> object:
+        states, phase = _common.TrainingState, self._record.unit.phase
+        if phase is Phase.FORWARD:
+            return states.FORWARD
+        if phase is Phase.BACKWARD:
+            return states.PRE_BACKWARD
+        return states.POST_BACKWARD if phase is Phase.REDUCED else states.IDLE
+
+    def _accept_phase(self, value: object) -> None:
+        """Accept IDLE if the unit is idle: clients set it before they move a model."""
+        scheduler = self._record.scheduler
+        busy = scheduler is not None and scheduler.is_running
+        if self._adopted_by is None and (busy or value is not _common.TrainingState.IDLE):
+            raise self._wrong("_training_state", value)
+
+    def _choose_auto(self, value: bool) -> None:
+        unit = self._record.unit
+        unit.reshard_after_forward = None if value else unit.frees_after_forward
+
+    def _root_of_forward(self) -> StateStandIn | None:
+        scheduler = self._record.scheduler
+        root = None if scheduler is None else scheduler.iteration.forward_root
+        return None if root is None else _STAND_INS[id(root)]
+
+    def _finalizer(self) -> Callable[[], None]:
+        """A root of torch 2.11 calls this on each state: there is nothing to do."""
+        if self._adopted_by is None:
+            self.__getattr__("_finalize_backward")
+        return lambda: None
+
+    _title = _of("_record.unit.title")
+    _fsdp_param_groups = _of(_stand_ins_of_groups)
+    _fsdp_param_group = _of(_only_group)
+    _modules = _of("_record.modules")
+    _device = _of("_record.arguments.axes.device")
+    _mp_policy = _of("_record.unit.options.precision")
+    _is_root = _of(_root, write=_be_adopted)
+    _training_state = _of(_phase, write=_accept_phase)
+    _modules_to_run_forward = _of(lambda self: set())  # that a torch root would complete: none
+    _auto_reshard_after_forward = _of(
+        lambda self: self._record.unit.reshard_after_forward is None, write=_choose_auto
+    )
+    _states_to_forward_prefetch = _of(lambda self: _of_units(self._record.unit.forward_prefetch))
+    _states_to_backward_prefetch = _of(lambda self: _of_units(self._record.unit.backward_prefetch))
+    _state_ctx = _of(
+        lambda self: self if self._adopted_by in (None, self) else self._adopted_by,
+        write=lambda self, value: setattr(self, "_adopted_by", value),
+    )
+    _finalize_backward = _of(_finalizer)
+    # The root's; before the first forward there are no states.
+    all_states = _of(lambda self: list(_of_units(getattr(self._record.scheduler, "units", ()))))
+    iter_forward_root = _of(_root_of_forward)
+    is_last_backward = _of(lambda self: getattr(self._record.scheduler, "is_last_backward", True))
+    manual_backward_finalization = _of(
+        lambda self: getattr(self._record.scheduler, "manual", False)
+    )
+
 
 _STAND_INS: weakref.WeakValueDictionary[int, StateStandIn] = weakref.WeakValueDictionary()
 """By ``id`` of the unit, which lives as long."""
+
+
+def _of_units(units: Iterable[Unit]) -> tuple[StateStandIn, ...]:
+    return tuple(_STAND_INS[id(unit)] for unit in units)
 
 
 def _refused_method(name: str) -> property:
@@ -605,15 +496,7 @@ def register_with_torch(modules: Sequence[nn.Module], record: UnitHooks) -> None
 
 
 def check_untouched(module: nn.Module, inside: Sequence[nn.Module]) -> None:
-    """Raise if torch's ``fully_shard`` was applied to or below ``module``, or ``replicate`` to it.
-
-    Args:
-        module: the module.
-        inside: `modules_below` it.
-
-    Raises:
-        ValueError: it was; the message names the module and the function.
-    """
+    """Raise if torch's ``fully_shard`` was applied to or below a module, or ``replicate`` to it."""
     if not [below for below in inside if below.__dict__.get(REGISTRY_KEY)]:
         return
     for name, below in module.named_modules():

@@ -7,7 +7,6 @@
     torch.distributed.pipelining.stage, .schedules     torch's   ours         torch's
     torch.distributed.fsdp.fully_sharded_data_parallel torch's   ours         torch's
     torch.distributed.fsdp.sharded_grad_scaler         torch's   ours         torch's
-    torch.nn.utils[.clip_grad]                         torch's   ours         torch's
 
 While names are installed, a parameter that is added to a sharded module, and that no unit manages,
 is left as it is with a warning; torch leaves it without one. Frameworks reduce its gradients
@@ -18,10 +17,6 @@ launcher that starts ranks from within a script would mix two implementations in
 
 For FSDP1, the wrapper and its gradient scaler are replaced. Strategies, configurations and wrap
 policies remain torch's objects, and fsdp2's wrapper takes them: every importer has the same ones.
-
-``torch.nn.utils.clip_grad_norm_`` remains, and computes the norm with `fsdp2.optim.clipping`:
-torch's computation hangs if a rank's shard is empty and the order is ``inf``. This also applies to
-code that imported the function before.
 
 Two things remain torch's:
   - ``FSDPModule``, the base of fsdp2's class: ``isinstance`` holds for modules that either
@@ -56,7 +51,6 @@ from fsdp2.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fsdp2.optim.clipping import clip_grads_with_norm_, get_total_norm
 
 HOLDERS = (
     "torch.distributed.fsdp",
@@ -67,18 +61,10 @@ HOLDERS = (
     "torch.distributed.pipelining.schedules",
     "torch.distributed.fsdp.fully_sharded_data_parallel",
     "torch.distributed.fsdp.sharded_grad_scaler",
-    "torch.nn.utils",
-    "torch.nn.utils.clip_grad",
 )
 """Modules whose names are replaced. One that is imported later finds ours in the first."""
 
-_NORMS: dict[str, object] = {
-    name: public
-    for public in (clip_grads_with_norm_, get_total_norm)
-    for name in (public.__name__, f"_{public.__name__}")
-}
-
-OURS: dict[str, object] = _NORMS | {
+OURS: dict[str, object] = {
     public.__name__: public
     for public in (
         fully_shard,
@@ -108,11 +94,12 @@ def install() -> None:
     Python processes that this one starts afterwards also install fsdp2, because ``install``
     prepends one of fsdp2's folders to ``PYTHONPATH``. A process with its own ``PYTHONPATH``, or
     without the environment (``python -E``), does not. If only some ranks have fsdp2, they raise at
-    the first forward. Workers of Ray install it by a setup hook, in any environment.
+    the first forward. For workers of Ray, pass ``runtime_env={"worker_process_setup_hook":
+    "fsdp2.install"}``.
 
     Warns:
         UserWarning: modules imported torch's ``fully_shard`` earlier, and still use it; the message
-            names them. Or ``ray.init()`` ran earlier.
+            names them.
 
     Example::
 

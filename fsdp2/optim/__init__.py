@@ -2,30 +2,24 @@
 
 flat         FlatOptimizer: element-wise optimizers over the units' flat shards
 runs         stretches of flat shards that it steps as one tensor each
-asserted     its checks of classes that a user declares element-wise
 in_backward  steps of a unit's runs as soon as their gradients are delivered
 offloaded    steps of a unit's runs on the CPU, where the states are
-matrices     Muon, and MatrixOptimizer: optimizers of whole matrices, each on its owner
+matrices     Muon: whole matrices, each on its owner
 ema          EMA: averages of weights, sharded like the weights
-shards       step_shards: torch's optimizers over shards as plain tensors
 repoint      repoint_optimizer: optimizers that were created before `fully_shard`
 norms        clip_grad_norm_ and its parts
-clipping     torch's own functions of norms, on shards that may be empty: for `install`
 """
 
 from fsdp2.optim import norms
 from fsdp2.optim.ema import EMA
 from fsdp2.optim.flat import FlatOptimizer
-from fsdp2.optim.matrices import MatrixOptimizer, Muon
+from fsdp2.optim.matrices import Muon
 from fsdp2.optim.repoint import repoint_optimizer
-from fsdp2.optim.shards import step_shards
 
 __all__ = [
     "EMA",
     "FlatOptimizer",
-    "MatrixOptimizer",
     "Muon",
     "norms",
     "repoint_optimizer",
-    "step_shards",
 ]

@@ -1,8 +1,7 @@
-"""Averages of weights over steps, sharded like the weights: one tensor per run of a flat shard.
+"""Averages of weights over steps, sharded like the weights: one tensor per parameter's rows.
 
-    flat shard   [ a a a | b b | c | pad ]   rows of A, B and C on this rank
-    average      [ a a a   b b   c ]         one lerp; its rows are the averages of A, B and C
-    swapped()    average <── exchanged ──> flat shard
+    update()     averages ── one foreach lerp per dtype ──> averages
+    swapped()    average <── exchanged ──> this rank's rows
 
 No rank needs the rows of another, so an update communicates nothing and gathers nothing. Replicas
 average the same numbers.
@@ -12,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from operator import is_
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.device.buffers import separate
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
 from fsdp2.core.modules.dynamo import uncompiled
@@ -27,7 +25,6 @@ from fsdp2.core.names import clean
 from fsdp2.core.params.param import ShardedParam, is_extended
 from fsdp2.full.loading import require_writable, rewritten
 from fsdp2.full.selection import SelectedParam, selected_params
-from fsdp2.optim.runs import FlatRun, places_of, runs_of
 
 Decay = float | Callable[[int], float] | None
 """The decay, a function of the number of updates that returns it, or the plain mean."""
@@ -40,8 +37,8 @@ class EMA:
     """An exponential moving average of a sharded model's weights, or their plain mean (SWA).
 
     The first update copies the weights, as ``torch.optim.swa_utils.AveragedModel`` does. Each later
-    one makes ``average = decay * average + (1 - decay) * weight``, in one kernel for each run
-    of a flat shard. Nothing is gathered or sent. A rank keeps the averages of its own rows: one
+    one makes ``average = decay * average + (1 - decay) * weight``, in one kernel of many tensors
+    per dtype. Nothing is gathered or sent. A rank keeps the averages of its own rows: one
     more shard, in ``dtype`` on ``device``.
 
     Args:
@@ -103,9 +100,8 @@ class EMA:
         self._dtype, self._buffers = dtype, buffers
         self._device = None if device is None else torch.device(device)
         self._swapped = False
-        self._names: dict[str, torch.Tensor] = {}
         self._managed: list[tuple[ShardedParam, torch.Tensor]] = []
-        self._averages: list[_Average] = []
+        self._averages: dict[str, _Average] = {}
         self._cut()
 
     @torch.no_grad()
@@ -126,18 +122,18 @@ class EMA:
         """Add the weights to the average, with this share."""
         self._follow()
         together: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], ...]] = {}
-        for each in self._averages:
-            if weight == 1 or not each.lerps:
-                each.average.copy_(each.weights)
+        for each in self._averages.values():
+            weights, average = each.rows, each.average
+            if weight == 1 or not (weights.is_floating_point() or weights.is_complex()):
+                average.copy_(weights)  # integers are copies of the last values
             elif each.is_beside:
-                key = (each.average.dtype, each.average.device)
-                averages, weights = together.setdefault(key, ([], []))
-                averages.append(each.average)
-                weights.append(each.weights)
+                averages, rows = together.setdefault((average.dtype, average.device), ([], []))
+                averages.append(average)
+                rows.append(weights)
             else:
-                each.average.lerp_(each.weights.to(each.average), weight)
-        for averages, weights in together.values():
-            torch._foreach_lerp_(averages, weights, weight)
+                average.lerp_(weights.to(average), weight)
+        for averages, rows in together.values():
+            torch._foreach_lerp_(averages, rows, weight)
 
     @property
     def updates(self) -> int:
@@ -163,14 +159,14 @@ class EMA:
         require_writable(self.model, "EMA.swapped")
         self._follow()
         with rewritten(self.model), torch.no_grad():
-            for each in self._averages:
+            for each in self._averages.values():
                 each.swap_in()
         self._swapped = True
         try:
             yield self.model
         finally:
             with rewritten(self.model), torch.no_grad():
-                for each in self._averages:
+                for each in self._averages.values():
                     each.swap_out()
             self._swapped = False
 
@@ -188,14 +184,12 @@ class EMA:
         """
         self._require_apart("averages")
         self._follow()
-        parts = self._parts()
         found: dict[str, torch.Tensor] = {}
-        for name, param in self._names.items():
-            part = parts[id(param)]
+        for name, each in self._averages.items():
+            average, param = each.average, each.param
             if isinstance(param, DTensor):
-                found[name] = wrap_local(part, with_dtype(param._spec, part.dtype))
-            else:
-                found[name] = part
+                average = wrap_local(average, with_dtype(param._spec, average.dtype))
+            found[name] = average
         return found
 
     def state_dict(self) -> dict[str, object]:
@@ -256,101 +250,68 @@ class EMA:
             )
 
     def _follow(self) -> None:
-        """Cut averages again if parameters have moved or were replaced."""
+        """Follow parameters that have moved or were replaced."""
         replaced = any(param.sharded is not known for param, known in self._managed)
-        if replaced or not all(each.fits() for each in self._averages):
+        if replaced or any(local_of(e.param) is not e.rows for e in self._averages.values()):
             self._cut()
-
-    def _parts(self) -> dict[int, torch.Tensor]:
-        """This rank's rows of each average, by the id of the parameter or buffer."""
-        return {
-            id(param): separate(each.average, start, tuple(local_of(param).shape))
-            for each in self._averages
-            for param, start in zip(each.params, each.starts, strict=True)
-        }
 
     @torch.no_grad()
     def _cut(self) -> None:
-        """Create the averages again for the new positions of parameters, with their contents."""
-        former = {name: self._parts()[id(param)] for name, param in self._names.items()}
+        """Create the averages for the parameters as they are now, with their contents."""
         selection = selected_params(self.model, recurse=True)
         self._managed = [(selected.param, selected.param.sharded) for selected in selection]
-        names = _tensors_of(self.model, selection, self._buffers)
-        for name, tensor in names.items():
+        tensors = _tensors_of(self.model, selection, self._buffers)
+        for name, tensor in tensors.items():
             _check_averaged(name, tensor)
-        found = runs_of(names.values(), places_of(self.model), _of_one_dtype)
-        with torch.inference_mode(False):
-            averages = [_Average(run, self._dtype, self._device) for run in found]
-        self._averages, self._names = averages, names
-        parts = self._parts()
-        for name, part in former.items():
-            if name in names:
-                parts[id(names[name])].copy_(part)
+        former, self._averages = self._averages, {}
+        for name, tensor in tensors.items():
+            rows = local_of(tensor)
+            with torch.inference_mode(False):
+                made = torch.empty_like(
+                    rows,
+                    dtype=self._dtype if rows.is_floating_point() else None,
+                    device=self._device,
+                    requires_grad=False,
+                )
+            made.copy_(former[name].average if name in former else rows)
+            self._averages[name] = _Average(tensor, rows, made)
 
 
+@dataclass
 class _Average:
-    """The average of a run: of parameters that are adjacent in memory, or of one tensor.
+    """The average of one parameter's rows on this rank, or of a buffer."""
 
-    Args:
-        run: the parameters, and the tensor over their rows.
-        dtype: of the average, if its weights are of a floating-point dtype.
-        device: of the average.
-
-    Attributes:
-        params: the parameters.
-        starts: the offset of each parameter's rows.
-        weights: the tensor over their rows.
-        average: the tensor of their averages.
-        lerps: whether it is averaged; for integers, it is a copy of the last values.
-    """
-
-    def __init__(
-        self, run: FlatRun, dtype: torch.dtype | None, device: torch.device | None
-    ) -> None:
-        self.params, self.starts, self._rows = run.params, run.starts, run.rows
-        self.weights = weights = run.flat.detach()
-        self.lerps = weights.is_floating_point() or weights.is_complex()
-        chosen = dtype if weights.is_floating_point() else None
-        # It has the layout of the weights: permuted rows are averaged in the order of memory.
-        self.average = torch.empty_like(
-            weights,
-            dtype=chosen or weights.dtype,
-            device=device or weights.device,
-            memory_format=torch.contiguous_format,
-        )
-        self.average.copy_(weights)
-        self._kept: torch.Tensor | None = None
+    param: torch.Tensor
+    rows: torch.Tensor
+    average: torch.Tensor
+    _kept: torch.Tensor | None = None  # the weights, while the average is in their place
 
     @property
     def is_beside(self) -> bool:
         """Whether weights and average have the same dtype and device."""
-        weights, average = self.weights, self.average
-        return weights.dtype == average.dtype and weights.device == average.device
-
-    def fits(self) -> bool:
-        """Whether the parameters' rows have not moved."""
-        return all(map(is_, map(_rows_of, self.params), self._rows))
+        rows, average = self.rows, self.average
+        return rows.dtype == average.dtype and rows.device == average.device
 
     def swap_in(self) -> None:
         """Put the averages into the weights."""
         if self.is_beside:
-            _exchange(self.weights, self.average)
+            _exchange(self.rows, self.average)
             return
-        self._kept = self.weights.to(self.average.device, copy=True)
-        self.weights.copy_(self.average)
+        self._kept = self.rows.to(self.average.device, copy=True)
+        self.rows.copy_(self.average)
 
     def swap_out(self) -> None:
         """Put the weights back."""
         if self._kept is None:
-            _exchange(self.weights, self.average)
+            _exchange(self.rows, self.average)
             return
-        self.weights.copy_(self._kept)
+        self.rows.copy_(self._kept)
         self._kept = None
 
 
 def _exchange(first: torch.Tensor, second: torch.Tensor) -> None:
     """Exchange the contents of two tensors of the same shape, piece by piece."""
-    if not first.is_contiguous():
+    if not (first.is_contiguous() and second.is_contiguous()):
         kept = first.clone()
         first.copy_(second)
         second.copy_(kept)
@@ -360,14 +321,6 @@ def _exchange(first: torch.Tensor, second: torch.Tensor) -> None:
         kept = one.clone()
         one.copy_(other)
         other.copy_(kept)
-
-
-def _rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _of_one_dtype(before: torch.Tensor, param: torch.Tensor) -> bool:
-    return before.dtype == param.dtype
 
 
 def _tensors_of(

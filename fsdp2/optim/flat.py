@@ -25,8 +25,8 @@ from torch import nn
 
 from fsdp2.core.errors import coded
 from fsdp2.core.modules.dynamo import uncompiled
-from fsdp2.optim import asserted, offloaded
-from fsdp2.optim.in_backward import InBackward, LeaveInBackward, Sectioned, StepInBackward
+from fsdp2.optim import offloaded
+from fsdp2.optim.in_backward import InBackward, Sectioned
 from fsdp2.optim.runs import (
     ParamGroupOptions,
     ParamState,
@@ -49,6 +49,15 @@ ELEMENTWISE = (
     torch.optim.SGD,
 )
 """Optimizers of torch that update each element independently."""
+
+
+WHOLE = (
+    torch.optim.Adafactor,
+    torch.optim.LBFGS,
+    torch.optim.Muon,
+    torch.optim.SparseAdam,
+)
+"""Optimizers of torch that need several elements at a time, or gradients that are not dense."""
 
 
 class FlatOptimizer(Sectioned):
@@ -78,18 +87,12 @@ class FlatOptimizer(Sectioned):
             parameters are copied back. Pass ``fused=True`` if the class has it: these kernels are
             made for the CPU. Shards in CPU memory are stepped in place. Default ``None``:
             states are on the device of the shards.
-        leave_in_backward: with ``offload="cpu"``, whether gradients are copied to the host, and
-            dropped on the device, as soon as reductions have delivered them.
-            `fsdp2.clip_grad_norm_` finds them there, `step` uses them, and the optimizer's
-            `zero_grad` drops them; later reductions are added. This excludes code that reads
-            ``.grad``: torch's clipping, gradient scalers. Default ``False``: gradients are copied
-            when `step` is called.
         **options: passed to ``optimizer_class``: ``lr``, ``betas``, ``fused`` …
 
     Raises:
         TypeError: ``model`` is not a module, or ``optimizer_class`` is not known to be
             element-wise. With ``elementwise=True``: torch's class is known not to be element-wise,
-            an option becomes a tensor, or (in the first step) state has other tensors.
+            or (in the first step) state has other tensors.
         ValueError: there are no parameters, another optimizer steps one in backward, or
             ``offload`` is neither ``"cpu"`` nor ``None``.
 
@@ -113,11 +116,10 @@ class FlatOptimizer(Sectioned):
         elementwise: bool = False,
         step_in_backward: bool = False,
         offload: Literal["cpu"] | None = None,
-        leave_in_backward: bool = False,
         **options: object,
     ) -> None:
         _check(model, optimizer_class, params)
-        _check_offload(offload, leave_in_backward, step_in_backward)
+        _check_offload(offload)
         if optimizer_class not in ELEMENTWISE and not elementwise:
             name = getattr(optimizer_class, "__name__", optimizer_class)
             raise coded(
@@ -130,8 +132,7 @@ class FlatOptimizer(Sectioned):
         self._model = model
         self._make_inner = functools.partial(optimizer_class, **options)
         if optimizer_class not in ELEMENTWISE:
-            asserted.refuse_whole(optimizer_class)
-            self._make_inner = asserted.watched(self._make_inner)
+            self._make_inner = _watched(optimizer_class, self._make_inner)
         self._sections = [Section(self._make_inner)]
         self._loaded = {}
         self._in_backward: InBackward | None = None
@@ -142,8 +143,6 @@ class FlatOptimizer(Sectioned):
         devices = (param.device for group in self.param_groups for param in group["params"])
         device = next(devices, torch.device("cpu"))
         inner = self._make_inner([nn.Parameter(torch.empty(0, device=device))])
-        if optimizer_class not in ELEMENTWISE:
-            asserted.check_options(inner)
         self._class, self.defaults = type(inner), inner.defaults
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -151,9 +150,7 @@ class FlatOptimizer(Sectioned):
         devices = (param.device for group in self.param_groups for param in group["params"])
         self._offloads = offload is not None and any(map(offloaded.travels, devices))
         if step_in_backward:
-            self._in_backward = StepInBackward(self)
-        elif leave_in_backward and self._offloads:
-            self._in_backward = LeaveInBackward(self)
+            self._in_backward = InBackward(self)
         elif self._offloads:
             self.split()
 
@@ -215,7 +212,7 @@ class FlatOptimizer(Sectioned):
         """
         loss = None
         if closure is not None:
-            if isinstance(self._in_backward, StepInBackward):
+            if self._in_backward is not None:
                 raise coded(
                     ValueError,
                     "stepped-closure",
@@ -229,12 +226,6 @@ class FlatOptimizer(Sectioned):
         else:
             self.step_sections()
         return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``torch.optim.Optimizer.zero_grad``, also for gradients that have left the device."""
-        super().zero_grad(set_to_none)
-        if self._in_backward is not None:
-            self._in_backward.forget()
 
 
 def _check(model: object, optimizer_class: object, params: object) -> None:
@@ -263,7 +254,7 @@ def _check(model: object, optimizer_class: object, params: object) -> None:
         )
 
 
-def _check_offload(offload: object, leave_in_backward: bool, step_in_backward: bool) -> None:
+def _check_offload(offload: object) -> None:
     if offload not in (None, "cpu"):
         raise coded(
             ValueError,
@@ -271,14 +262,44 @@ def _check_offload(offload: object, leave_in_backward: bool, step_in_backward: b
             f"FlatOptimizer takes offload=None or 'cpu', not {offload!r}; states are kept on the "
             f"device of the shards, or in CPU memory",
         )
-    if leave_in_backward and (offload is None or step_in_backward):
+
+
+def _watched(
+    optimizer_class: Any, make_inner: Callable[..., torch.optim.Optimizer]
+) -> Callable[..., torch.optim.Optimizer]:
+    """Refuse classes that need whole parameters; let others raise for state of another kind."""
+    if optimizer_class in WHOLE:
         raise coded(
-            ValueError,
-            "leave-alone",
-            "FlatOptimizer(leave_in_backward=True) copies gradients to the CPU, where "
-            "offload='cpu' uses them in a later step; pass offload='cpu' too, and leave out "
-            "step_in_backward=True, which copies and steps",
+            TypeError,
+            "flat-whole",
+            f"{optimizer_class.__name__} needs whole parameters, so FlatOptimizer cannot step "
+            f"several as one tensor, even with elementwise=True; pass model.parameters() to the "
+            f"class, or use fsdp2.optim.Muon for Muon",
         )
+
+    def make(params: object) -> torch.optim.Optimizer:
+        inner = make_inner(params)
+        inner.register_step_post_hook(_check_states)
+        return inner
+
+    return make
+
+
+def _check_states(inner: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Raise for state that cannot be divided between parameters, such as scales of blocks."""
+    for param, state in inner.state.items():
+        for key, value in state.items():
+            by_element = value is None or isinstance(value, bool | int | float | complex | str)
+            if type(value) in (torch.Tensor, nn.Parameter):
+                by_element = value.shape == param.shape or value.numel() == 1
+            if not by_element:
+                raise coded(
+                    TypeError,
+                    "flat-state",
+                    f"{type(inner).__name__} keeps {_shown(value)} as state {key!r} of a tensor "
+                    f"{tuple(param.shape)}, which is not one value per element, so FlatOptimizer "
+                    f"cannot divide it between parameters; pass model.parameters() to the class",
+                )
 
 
 def _shown(given: object) -> str:

@@ -1,6 +1,6 @@
-"""Steps or copies of a unit's gradients as soon as a reduction has delivered them.
+"""Steps of a unit's parameters as soon as a reduction has delivered their gradients.
 
-    backward   unit 3 reduces ── deliver ── hooks ──> stepped, or sent to the host; .grad = None
+    backward   unit 3 reduces ── deliver ── hooks ──> stepped; .grad = None
                unit 2 reduces ── deliver ── hooks ──> …
     step()     the rest: parameters of no unit, and of units whose delivery was incomplete
 
@@ -8,37 +8,30 @@ A reduction delivers all of its gradients and then runs post-accumulate-grad hoo
 these hooks finds the unit complete. They run where the gradient is ready (on the lane of the
 reduction, or on the CPU), and COMPUTE waits for that lane before the next iteration.
 
-Each unit's parameters are a section of the optimizer with runs of its own.
-
-`StepInBackward` steps them. Clipping by the norm of all gradients, gradient scalers and several
-reductions before a step need gradients that are gone by then: `clip_grad_norm_` and a second
-reduction raise. `LeaveInBackward` sends gradients to the host, where `clip_grad_norm_` finds them
-and later reductions are added.
+Each unit's parameters are a section of the optimizer with runs of its own. Clipping by the norm of
+all gradients, gradient scalers and several reductions before a step need gradients that are gone by
+then: `clip_grad_norm_` and a second reduction raise.
 """
 
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.modules.optimizers import zeroed
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.unit import Unit, unit_of
+from fsdp2.core.schedule.unit import unit_of
 from fsdp2.optim import offloaded
 from fsdp2.optim.offloaded import LEAVING, HostSection, Staging, step_all
 from fsdp2.optim.runs import ParamGroupOptions, ParamState, Section, localized, places_of
-
-T = TypeVar("T")
 
 OUTSIDE = -1
 """Autograd's number of the running backward while none runs."""
@@ -119,12 +112,7 @@ class Sectioned(torch.optim.Optimizer):
 
 
 def refuse_stepped(params: Iterable[torch.Tensor], action: str) -> None:
-    """Raise if a parameter is stepped in backward, and so has no gradient when ``action`` asks.
-
-    Args:
-        params: the parameters.
-        action: the call that needs all gradients.
-    """
+    """Raise if a parameter is stepped in backward, and so has no gradient when ``action`` asks."""
     if is_stepped(params):
         raise coded(
             ShardingStateError,
@@ -137,73 +125,44 @@ def refuse_stepped(params: Iterable[torch.Tensor], action: str) -> None:
 
 def is_stepped(params: Iterable[torch.Tensor]) -> bool:
     """Whether an optimizer steps any of these in backward."""
-    return any(isinstance(_taker_of(param), StepInBackward) for param in params)
+    for param in params:
+        taker = getattr(param, "__dict__", {}).get(TAKEN)
+        if taker is not None and taker() is not None:
+            return True
+    return False
 
 
-def find_left(params: Sequence[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
-    """Put the gradient on the host in place of one that has left.
+class InBackward:
+    """Steps one optimizer's sections when reductions deliver.
 
-    Args:
-        params: the parameters.
-        grads: theirs.
-    """
-    for index, param in enumerate(params):
-        taker = _taker_of(param)
-        if grads[index] is None and isinstance(taker, LeaveInBackward):
-            grads[index] = taker.gradient_of(param)
-
-
-def _taker_of(param: torch.Tensor) -> InBackward | None:
-    taker: Callable[[], InBackward | None] | None
-    taker = getattr(param, "__dict__", {}).get(TAKEN)
-    return None if taker is None else taker()
-
-
-class InBackward(ABC):
-    """Uses the gradients of one optimizer's sections when reductions deliver.
-
-    Args:
-        optimizer: the optimizer, whose sections it makes.
-
-    Attributes:
-        count: how many exist in this process; code checks it before it asks parameters.
-        option: the optimizer's argument that requests it.
+    A thread steps sections on the host, while backward continues. One section may be stepped while
+    the next one is copied out; all have ended when backward ends.
     """
 
-    count = 0
-    option = ""
+    count = 0  # in this process; code checks it before it asks parameters
 
     def __init__(self, optimizer: Sectioned) -> None:
         self._optimizer: weakref.ref[Sectioned] = weakref.ref(optimizer)
         self._units: list[_UnitGradients] = []
+        self._written: list[ParamGroupOptions] = []
+        self._thread: ThreadPoolExecutor | None = None
+        self._running: deque[tuple[HostSection, Future[None]]] = deque()
         self.watch()
         InBackward.count += 1
 
     def watch(self) -> None:
-        """Create sections of the units' parameters, and watch their gradients.
-
-        Raises:
-            ValueError: another optimizer takes the gradients of one of them.
-        """
+        """Create sections of the units' parameters, and watch their gradients."""
         optimizer = self.optimizer
         known = {param for unit in self._units for param in unit.params}
-        own = _params_of(optimizer) - known
-        for param in own:
-            other = _taker_of(param)
-            if other is not None:
-                raise coded(
-                    ValueError,
-                    "stepped-twice-owner",
-                    f"another FlatOptimizer({other.option}=True) already takes the gradient of a "
-                    f"parameter of this one; create one optimizer with parameter groups",
-                )
+        if is_stepped(_params_of(optimizer) - known):
+            raise coded(
+                ValueError,
+                "stepped-twice-owner",
+                "another FlatOptimizer(step_in_backward=True) already takes the gradient of a "
+                "parameter of this one; create one optimizer with parameter groups",
+            )
         for group, section in optimizer.split():
-            if self.watches(section):
-                self._units.append(_UnitGradients(self, group, section))
-
-    def watches(self, section: Section) -> bool:
-        """Whether its gradients are used in backward."""
-        return True
+            self._units.append(_UnitGradients(self, group, section))
 
     @property
     def optimizer(self) -> Sectioned:
@@ -212,36 +171,8 @@ class InBackward(ABC):
         assert optimizer is not None  # it holds this
         return optimizer
 
-    @abstractmethod
     def use(self, unit: _UnitGradients, group: ParamGroup) -> None:
-        """Use a unit's gradients, which are complete, and drop them."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """The user's step: use incomplete deliveries, and step the remaining parameters."""
-
-    @abstractmethod
-    def forget(self) -> None:
-        """The user drops gradients."""
-
-
-class StepInBackward(InBackward):
-    """Steps sections.
-
-    A thread steps sections on the host, while backward continues. One section may be stepped while
-    the next one is copied out; all have ended when backward ends.
-    """
-
-    option = "step_in_backward"
-
-    def __init__(self, optimizer: Sectioned) -> None:
-        self._written: list[ParamGroupOptions] = []
-        self._thread: ThreadPoolExecutor | None = None
-        self._running: deque[tuple[HostSection, Future[None]]] = deque()
-        super().__init__(optimizer)
-
-    def use(self, unit: _UnitGradients, group: ParamGroup) -> None:
-        """Step it, unless it was stepped before."""
+        """Step a unit whose gradients are complete, unless it was stepped before."""
         given = unit.given()
         if given & unit.used:
             raise coded(
@@ -271,9 +202,6 @@ class StepInBackward(InBackward):
         self._step(optimizer.rest)
         for group, written in zip(optimizer.param_groups, self._written, strict=True):
             group.update(written)
-
-    def forget(self) -> None:
-        """Do nothing: no gradient is kept."""
 
     @torch.no_grad()
     def _step(self, section: Section) -> None:
@@ -306,80 +234,24 @@ class StepInBackward(InBackward):
             section.arrive()  # after the earlier ones
 
 
-class LeaveInBackward(InBackward):
-    """Sends gradients to the host, and steps there when the user calls ``step``."""
-
-    option = "leave_in_backward"
-
-    def __init__(self, optimizer: Sectioned) -> None:
-        self._sections: dict[torch.Tensor, HostSection] = {}
-        super().__init__(optimizer)
-        forget = _when_alive(weakref.WeakMethod(self._forget_units))
-        zeroed.add(forget)
-        weakref.finalize(self, zeroed.remove, forget)
-
-    def watches(self, section: Section) -> bool:
-        """Whether its gradients are on a device: those in CPU memory stay."""
-        if not isinstance(section, HostSection):
-            return False
-        assert section.members is not None
-        self._sections.update(dict.fromkeys(section.members, section))
-        return True
-
-    @torch.no_grad()
-    def use(self, unit: _UnitGradients, group: ParamGroup) -> None:
-        """Copy them out; they are added to those that have left since the last step."""
-        section = unit.section
-        assert isinstance(section, HostSection)
-        self.optimizer.prepare(section)
-        section.send_gradients()
-
-    def end(self) -> None:
-        """Step all sections, with gradients that have left and with others."""
-        for unit in self._units:
-            unit.end()
-        self.optimizer.step_sections()
-
-    def gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The copy on the host of a parameter's gradient; ``None`` if it has not left."""
-        section = self._sections.get(param)
-        return None if section is None else section.gradient_of(param)
-
-    def forget(self) -> None:
-        """Drop gradients that have left."""
-        for unit in self._units:
-            unit.forget()
-
-    def _forget_units(self, units: Sequence[Unit]) -> None:
-        """Drop gradients of these units that have left."""
-        for unit in self._units:
-            if unit.is_of(units):
-                unit.forget()
-
-
 class _UnitGradients:
-    """The gradients of one unit's group.
-
-    Args:
-        owner: the object that uses them.
-        group: the group.
-        section: the section of its parameters.
-
-    Attributes:
-        params: those of the section.
-        section: the section.
-        used: parameters whose gradients were used since the last step, for the owner.
-    """
+    """The gradients of one unit's group."""
 
     def __init__(self, owner: InBackward, group: ParamGroup, section: Section) -> None:
         assert section.members is not None
         self.params = list(section.members)
         self.section = section
-        self.used: set[torch.Tensor] = set()
+        self.used: set[torch.Tensor] = set()  # parameters that were stepped since the last step()
         self._owner = weakref.ref(owner)
         self._group = weakref.ref(group)
         self._waiting = 0  # hooks of this delivery that are still to run
-        hook = _when_alive(weakref.WeakMethod(self._delivered))
+        delivered = weakref.WeakMethod(self._delivered)
+
+        def hook(param: torch.Tensor) -> None:
+            method = delivered()
+            if method is not None:
+                method(param)
+
         for param in self.params:
             param.__dict__[TAKEN] = self._owner
             param.register_post_accumulate_grad_hook(hook)
@@ -417,29 +289,7 @@ class _UnitGradients:
             self._use(group)
         self.used.clear()
 
-    def is_of(self, units: Sequence[Unit]) -> bool:
-        """Whether these are gradients of one of ``units``."""
-        group = self._group()
-        return group is not None and unit_of(group) in units
-
-    def forget(self) -> None:
-        """The user drops gradients."""
-        self._waiting = 0
-        if isinstance(self.section, HostSection):
-            self.section.forget()
-
 
 def _params_of(optimizer: Sectioned) -> set[torch.Tensor]:
     groups = optimizer.param_groups
     return {param for group in groups for param in cast("list[torch.Tensor]", group["params"])}
-
-
-def _when_alive(method: weakref.ref[Callable[[T], None]]) -> Callable[[T], None]:
-    """Call the method while its object exists; do nothing afterwards."""
-
-    def run(given: T) -> None:
-        found = method()
-        if found is not None:
-            found(given)
-
-    return run

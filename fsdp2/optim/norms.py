@@ -32,10 +32,12 @@ from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import local_of, locals_of
 from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.params.param import gathered_name
-from fsdp2.optim.in_backward import InBackward, find_left, refuse_stepped
+from fsdp2.optim.in_backward import InBackward, refuse_stepped
 from fsdp2.ranks.transfers import sum_over
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
+
+Rows = Sequence[torch.Tensor | None]
 
 _DOUBLE = (torch.float64, torch.complex128)
 
@@ -93,7 +95,7 @@ def clip_grad_norm_(
         refuse_stepped(listed, "clip_grad_norm_()")
     grads = _grads_of(listed)
     rows = locals_of(grads)
-    total = _total_norm(_Members(listed, grads, rows), norm_type, error_if_nonfinite, foreach)
+    total = _total_norm(listed, grads, rows, norm_type, error_if_nonfinite, foreach)
     _clip(rows, max_norm, total, foreach)
     return total
 
@@ -157,10 +159,7 @@ def _sharded(parameters: Tensors) -> list[torch.Tensor]:
 
 def _grads_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     with DisableTorchFunctionSubclass():  # faster access to DTensors
-        grads = [param.grad for param in params]
-    if InBackward.count:
-        find_left(params, grads)
-    return grads
+        return [param.grad for param in params]
 
 
 @torch.no_grad()
@@ -200,8 +199,8 @@ def get_total_norm(
         norm = fsdp2.get_total_norm(grads)
     """
     listed = _listed(tensors)
-    members = _Members(listed, listed, locals_of(listed))
-    return _total_norm(members, norm_type, error_if_nonfinite, foreach)
+    rows = locals_of(listed)
+    return _total_norm(listed, listed, rows, norm_type, error_if_nonfinite, foreach)
 
 
 # ---- which tensors are sharded over which ranks
@@ -230,6 +229,9 @@ class _Layout:
     ranks: tuple[int, ...]  # all that hold different parts
 
 
+_Layouts = dict[tuple[DeviceMesh, tuple[Placement, ...]], _Layout]
+
+
 @dataclass
 class _Family:
     """Tensors that are reduced over the same axes."""
@@ -240,72 +242,40 @@ class _Family:
     tensors: list[torch.Tensor] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Members:
-    """The tensors of a norm.
-
-    Attributes:
-        owners: parameters, which define how a gradient is distributed, even if there is none.
-        tensors: the gradient of each, or ``None``; or the owners themselves.
-        rows: this rank's part of each of ``tensors``.
-    """
-
-    owners: Sequence[torch.Tensor]
-    tensors: Sequence[torch.Tensor | None]
-    rows: Sequence[torch.Tensor | None]
-
-
-class _Layouts:
-    """The layouts of DTensors, each computed once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[DeviceMesh, tuple[Placement, ...]], _Layout] = {}
-
-    def of(self, index: int, tensor: DTensor) -> _Layout:
-        key = (tensor._spec.mesh, tensor._spec.placements)
-        layout = self._known.get(key)
-        if layout is None:
-            layout = self._known[key] = self._resolve(index, tensor)
-        return layout
-
-    @staticmethod
-    def _resolve(index: int, tensor: DTensor) -> _Layout:
-        mesh = tensor.device_mesh
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            raise coded(
-                ValueError,
-                "norm-not-on-mesh",
-                f"this rank is not part of the mesh of {_named(index, tensor)}; pass only tensors "
-                f"of which it holds a part",
-            )
-        if any(placement.is_partial() for placement in tensor.placements):
-            raise coded(
-                ValueError,
-                "norm-partial",
-                f"{_named(index, tensor)} is not summed over the ranks yet (placements "
-                f"{tensor.placements}); redistribute it to Replicate() or Shard(…) first",
-            )
-        dims = tuple(i for i, p in enumerate(tensor.placements) if not p.is_replicate())
-        axes = tuple(
-            _Axis(_ranks(mesh, (dim,)), mesh.device_type, mesh.get_group(dim), coordinate[dim])
-            for dim in dims
-            if mesh.size(dim) > 1
-        )
-        return _Layout(mesh, dims, axes, _ranks(mesh, dims))
-
-
-def _ranks(mesh: DeviceMesh, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks along mesh dims through this rank, in ascending order."""
+def _layout_of(index: int, tensor: DTensor, known: _Layouts) -> _Layout:
+    """The layout of a DTensor, computed once per mesh and placements."""
+    mesh, placements = tensor._spec.mesh, tensor._spec.placements
+    if (mesh, placements) in known:
+        return known[mesh, placements]
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    return _ranks_through(mesh, dims, tuple(coordinate))
+    if coordinate is None:
+        raise coded(
+            ValueError,
+            "norm-not-on-mesh",
+            f"this rank is not part of the mesh of {_named(index, tensor)}; pass only tensors of "
+            f"which it holds a part",
+        )
+    if any(placement.is_partial() for placement in placements):
+        raise coded(
+            ValueError,
+            "norm-partial",
+            f"{_named(index, tensor)} is not summed over the ranks yet (placements {placements}); "
+            f"redistribute it to Replicate() or Shard(…) first",
+        )
+    dims = tuple(i for i, p in enumerate(placements) if not p.is_replicate())
+    place = tuple(coordinate)
+    axes = tuple(
+        _Axis(_ranks(mesh, (dim,), place), mesh.device_type, mesh.get_group(dim), place[dim])
+        for dim in dims
+        if mesh.size(dim) > 1
+    )
+    known[mesh, placements] = _Layout(mesh, dims, axes, _ranks(mesh, dims, place))
+    return known[mesh, placements]
 
 
 @functools.lru_cache(maxsize=64)  # reading a mesh takes longer than computing a norm
-def _ranks_through(
-    mesh: DeviceMesh, dims: tuple[int, ...], coordinate: tuple[int, ...]
-) -> tuple[int, ...]:
+def _ranks(mesh: DeviceMesh, dims: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks along mesh dims through this rank, in ascending order."""
     place = tuple(slice(None) if i in dims else coordinate[i] for i in range(mesh.ndim))
     return tuple(sorted(mesh.mesh[place].flatten().tolist()))
 
@@ -314,21 +284,20 @@ def _named(index: int, tensor: torch.Tensor) -> str:
     return f"tensor {index} of shape {tuple(tensor.shape)}"
 
 
-def _families(members: _Members) -> list[_Family]:
+def _families(owners: Sequence[torch.Tensor], tensors: Rows, rows_of: Rows) -> list[_Family]:
     """Group the tensors that count on this rank. The families are the same on all ranks."""
-    layouts = _Layouts()
+    layouts: _Layouts = {}
     families: dict[object, _Family] = {}
-    of_layout: dict[_Layout, _Family] = {}
     mesh = placements = None  # of the last owner: mostly the next one's, too
-    each = zip(members.owners, members.tensors, members.rows, strict=True)
-    for index, (owner, tensor, rows) in enumerate(each):
+    for index, (owner, tensor, rows) in enumerate(zip(owners, tensors, rows_of, strict=True)):
         if isinstance(owner, DTensor):
             spec = owner._spec
             if spec.placements is not placements or spec.mesh is not mesh:
                 mesh, placements = spec.mesh, spec.placements
-                layout = layouts.of(index, owner)
-                family = of_layout.get(layout) or _family_of(layout, families)
-                of_layout[layout] = family
+                layout = _layout_of(index, owner, layouts)
+                device = torch.device(mesh.device_type)
+                new = _Family(layout.axes, layout.ranks, device)
+                family = families.setdefault((layout.axes, device.type), new)
             if tensor is None:
                 continue
             if not isinstance(tensor, DTensor):
@@ -357,12 +326,6 @@ def _families(members: _Members) -> list[_Family]:
     return _with_fewest_axes(list(families.values()))
 
 
-def _family_of(layout: _Layout, families: dict[object, _Family]) -> _Family:
-    device = torch.device(layout.mesh.device_type)
-    new = _Family(layout.axes, layout.ranks, device)
-    return families.setdefault((layout.axes, device.type), new)
-
-
 def _with_fewest_axes(families: list[_Family]) -> list[_Family]:
     """Experts on a mesh ("ep", "efsdp"), the rest on ("dp",): all are reduced over "dp" at once."""
     single = {(axis.ranks, axis.device_type): axis for f in families for axis in f.axes}
@@ -379,7 +342,7 @@ def _counts_here(index: int, grad: DTensor, layout: _Layout, layouts: _Layouts) 
     A gradient may be replicated although its parameter is sharded (tensor-parallel embeddings);
     then the first rank of those mesh dims adds it.
     """
-    own = layouts.of(index, grad)
+    own = _layout_of(index, grad, layouts)
     if own is layout:
         return True
     if own.mesh != layout.mesh or not set(own.dims) <= set(layout.dims):
@@ -399,12 +362,14 @@ def _counts_here(index: int, grad: DTensor, layout: _Layout, layouts: _Layouts) 
 
 
 def _total_norm(
-    members: _Members,
+    owners: Sequence[torch.Tensor],
+    tensors: Rows,
+    rows: Rows,
     norm_type: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> torch.Tensor:
-    """The norm of the members' tensors, the same bits on all ranks."""
+    """The norm of tensors, or of owners' gradients, which may be ``None``; as this rank's rows."""
     p = float(norm_type)
     if p == 0 or math.isnan(p):
         raise coded(
@@ -413,15 +378,15 @@ def _total_norm(
             f"norm_type={norm_type!r} is not a norm over all elements; pass 2, 1, inf or another "
             f"nonzero number",
         )
-    if not members.owners:
+    if not owners:
         return torch.tensor(0.0)
     with DisableTorchFunctionSubclass():
-        double = not {owner.dtype for owner in members.owners}.isdisjoint(_DOUBLE)
+        double = not {owner.dtype for owner in owners}.isdisjoint(_DOUBLE)
     dtype = torch.float64 if double else torch.float32
-    families = _families(members)
+    families = _families(owners, tensors, rows)
     parts = [_local_power(family, p, dtype, foreach) for family in families]
     _reduce(families, parts, p)
-    device = local_of(members.owners[0]).device
+    device = local_of(owners[0]).device
     total = _root(_join(torch.stack([part.to(device) for part in parts]), p), p)
     if error_if_nonfinite and not total.isfinite():
         raise coded(

@@ -10,23 +10,17 @@ While one unit is copied to the host, the unit before it is stepped, and the one
 copied back. The staging memory on the host is page-locked and holds three units. Parameters are
 copied in every step together with their gradients, because code may have written them since the
 last step without a trace (decision 25), so that an older copy on the host could differ. The same
-holds for gradients until `step`: those that leave in backward are dropped on the device (decision
-30).
-
-    backward     3            2            1           reductions
-    OUT             gradients    gradients    gradients      of `LeaveInBackward`; no parameters
+holds for gradients (decision 30).
 
 Shards in CPU memory (`CPUOffloadPolicy`, or a mesh of CPUs) are stepped in place.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp2.core.device.kernels import Kernels, kernels_for
 from fsdp2.core.device.streams import (
@@ -37,7 +31,6 @@ from fsdp2.core.device.streams import (
     Streams,
     make_streams,
 )
-from fsdp2.core.layout.mesh import local_of, wrap_local
 from fsdp2.core.pieces import round_up
 from fsdp2.optim.runs import FlatRun, ParamGroupOptions, ParamState, Section
 
@@ -48,7 +41,7 @@ SLOTS = 3
 """Units in staging memory: one is copied out, one is stepped, one is copied back."""
 
 LEAVING = 2
-"""Units whose gradients leave or are stepped in backward, in addition to the one being reduced."""
+"""Units that are stepped in backward, in addition to the one being reduced."""
 
 ALIGNMENT = 64
 """Alignment of tensors in staging memory, in bytes, for the CPU's vector registers."""
@@ -60,12 +53,7 @@ def travels(device: torch.device) -> bool:
 
 
 class _Slot:
-    """Host memory for one unit that is copied out, stepped and copied back.
-
-    Attributes:
-        memory: its bytes.
-        free: recorded after the copies that read it last.
-    """
+    """Host memory for one unit that is copied out, stepped and copied back."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -79,18 +67,13 @@ class _Slot:
 
 
 class Staging:
-    """Copies of units to the host and back: two lanes, and memory for a few units.
-
-    Args:
-        device: where the shards are.
-    """
+    """Copies of units to the host and back: two lanes, and memory for a few units."""
 
     def __init__(self, device: torch.device) -> None:
         self.streams: Streams = make_streams(device)
         self.kernels: Kernels = kernels_for(device, self.streams.asynchronous)
         self._slots = [_Slot() for _ in range(SLOTS)]
         self._next = 0
-        self._leaving: deque[tuple[Event, list[torch.Tensor]]] = deque()
         self.back: Event = None  # recorded after the parameters that were copied back last
 
     def take(self, nbytes: int) -> _Slot:
@@ -106,35 +89,13 @@ class Staging:
         event = self.streams.record(COMPUTE, "gradients there")
         self.streams.wait(OUT, event, "copies out after compute")
 
-    def hold(self, left: Event, tensors: list[torch.Tensor]) -> None:
-        """Keep tensors until their copies have ended; the host waits for earlier units.
-
-        The host waits, and no lane: their copies have then ended, whichever lane gets the memory.
-        """
-        self.release(but=LEAVING - 1)
-        self._leaving.append((left, tensors))
-
-    def release(self, but: int = 0) -> None:
-        """Free tensors of all but the last ``but`` units; the host waits for their copies."""
-        while len(self._leaving) > but:
-            event, over = self._leaving.popleft()
-            self.streams.synchronize(event, "host frees gradients after copies out")
-            over.clear()
-
     def arrive(self) -> None:
-        """Let COMPUTE wait for all copies back; no copy to the host is pending after this."""
-        self.release()
+        """Let COMPUTE wait for all copies back."""
         self.streams.wait(COMPUTE, self.back, "compute after copies back")
 
 
 class HostSection(Section):
-    """A unit's parameters, whose states are in CPU memory.
-
-    Args:
-        make_inner: as for `Section`.
-        members: the parameters.
-        staging: the copies, and their memory.
-    """
+    """A unit's parameters, whose states are in CPU memory."""
 
     def __init__(
         self,
@@ -146,7 +107,6 @@ class HostSection(Section):
         self._staging = staging
         self._slot: _Slot | None = None  # the memory that it uses during a step
         self._left: Event = None
-        self._gradients = LeftGradients(staging)
 
     def placed(self, run: FlatRun) -> FlatRun:
         """Represent the run by a parameter in CPU memory; a step gives it memory."""
@@ -161,41 +121,21 @@ class HostSection(Section):
             for key, value in state.items()
         }
 
-    def given(self, param: torch.Tensor) -> object:
-        """Include a gradient that has left."""
-        return super().given(param), param in self._gradients
-
-    # ---- gradients that leave ahead of parameters
-
-    def send_gradients(self) -> None:
-        """Copy the runs' gradients to the host, and drop them on the device."""
-        self._gradients.send(self.runs)
-
-    def gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The copy on the host of a parameter's gradient; ``None`` if it has not left."""
-        return self._gradients.of(param)
-
-    def forget(self) -> None:
-        """Drop gradients that have left."""
-        self._gradients.drop()
-        self._staging.release()
-
-    # ---- a step
-
     def leave(self) -> None:
-        """Copy parameters to the host, and gradients that have not left."""
+        """Copy parameters and gradients to the host."""
         staging = self._staging
-        runs = [run for run in self.runs if run.flat.grad is not None or self._has_left(run)]
+        runs = [run for run in self.runs if run.flat.grad is not None]
         self._slot = slot = staging.take(sum(map(_bytes_of, runs)))
         staging.begin_out()
         with staging.streams.on(OUT):
             for run, param, grad in _views(runs, slot.memory):
                 staging.kernels.to_host(param, run.flat.detach())
                 run.stepped.data = param
-                if grad is not None:
-                    assert run.flat.grad is not None
-                    staging.kernels.to_host(grad, run.flat.grad)
-                    _give(run, grad)
+                assert run.flat.grad is not None
+                staging.kernels.to_host(grad, run.flat.grad)
+                if grad.dtype != run.stepped.dtype:
+                    run.stepped.grad_dtype = grad.dtype
+                run.stepped.grad = grad
         self._left = staging.streams.record(OUT, "unit on the host")
 
     def step(self, groups: Sequence[ParamGroupOptions]) -> None:
@@ -203,8 +143,6 @@ class HostSection(Section):
         staging, slot, streams = self._staging, self._slot, self._staging.streams
         assert slot is not None
         streams.synchronize(self._left, "host after copies out")
-        for run in filter(self._has_left, self.runs):
-            _give(run, self._gradients.flat(run))
         gone = [run for run in self.runs if run.stepped.grad is not None]
         super().step(groups)
         with streams.on(BACK):
@@ -213,86 +151,11 @@ class HostSection(Section):
         slot.free = staging.back = streams.record(BACK, "unit back")
         for run in gone:
             run.stepped.grad = None
-        self._gradients.drop()
         self._slot = None
 
     def arrive(self) -> None:
         """Let COMPUTE wait for parameters of all sections that were stepped."""
         self._staging.arrive()
-
-    def _has_left(self, run: FlatRun) -> bool:
-        return run.params[0] in self._gradients
-
-
-class LeftGradients:
-    """Gradients of a section that are on the host ahead of its parameters.
-
-    Args:
-        staging: the copies, and their memory.
-    """
-
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
-        self._rows: dict[torch.Tensor, DTensor] = {}
-        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradient, added to
-        self._event = staging.streams.make_event()  # its own, because the wait for it is late
-        self._under_way = False
-
-    def __contains__(self, param: torch.Tensor) -> bool:
-        return param in self._rows
-
-    def of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """A DTensor whose rows are in CPU memory."""
-        self._settle()
-        return self._rows.get(param)
-
-    def flat(self, run: FlatRun) -> torch.Tensor:
-        """The gradients of a run as one tensor."""
-        self._settle()
-        rows = [local_of(self._rows[param]) for param in run.params]
-        return rows[0] if len(rows) == 1 else run.side_by_side(rows)
-
-    def send(self, runs: Sequence[FlatRun]) -> None:
-        """Copy the gradients of runs to the host, and add them to those that left before."""
-        self._settle()
-        staging, streams = self._staging, self._staging.streams
-        grads = [(run, run.flat.grad) for run in runs if run.flat.grad is not None]
-        staging.begin_out()
-        with streams.on(OUT):
-            for run, grad in grads:
-                shape, pin = tuple(grad.shape), streams.asynchronous
-                host = staging.kernels.host_empty(shape, grad.dtype, pin)
-                staging.kernels.to_host(host, grad)
-                self._place(run, host.view(-1))
-        self._event = streams.record(OUT, "gradients on the host", self._event)
-        self._under_way = True
-        staging.hold(self._event, [grad for _, grad in grads])
-        for run, _ in grads:
-            run.drop_gradient()
-
-    def drop(self) -> None:
-        """Forget them."""
-        self._settle()
-        self._rows.clear()
-
-    def _place(self, run: FlatRun, host: torch.Tensor) -> None:
-        for param, rows, start in zip(run.params, run.rows, run.starts, strict=True):
-            grad, own = param.grad, host[start : start + rows.numel()].view(rows.shape)
-            assert isinstance(grad, DTensor)
-            if param in self._rows:
-                self._later.append((local_of(self._rows[param]), own))
-            else:
-                self._rows[param] = wrap_local(own, grad._spec)
-
-    def _settle(self) -> None:
-        """Wait on the host until they have arrived, and add them up."""
-        if not self._under_way:
-            return
-        self._under_way = False
-        self._staging.streams.synchronize(self._event, "host after gradients out")
-        for rows, more in self._later:
-            rows.add_(more)
-        self._later.clear()
 
 
 def step_all(sections: Sequence[HostSection], groups: Sequence[ParamGroupOptions]) -> None:
@@ -310,16 +173,10 @@ def step_all(sections: Sequence[HostSection], groups: Sequence[ParamGroupOptions
     section.arrive()
 
 
-def _give(run: FlatRun, grad: torch.Tensor) -> None:
-    """Give a gradient to the tensor that represents a run."""
-    if grad.dtype != run.stepped.dtype:
-        run.stepped.grad_dtype = grad.dtype
-    run.stepped.grad = grad
-
-
 def _leaves(run: FlatRun) -> list[torch.Tensor]:
-    """The tensors of a run to copy: the parameters, and a gradient that has not left."""
-    return [run.flat] if run.flat.grad is None else [run.flat, run.flat.grad]
+    """The tensors of a run to copy: the parameters and the gradient."""
+    assert run.flat.grad is not None
+    return [run.flat, run.flat.grad]
 
 
 def _bytes_of(run: FlatRun) -> int:
@@ -328,8 +185,8 @@ def _bytes_of(run: FlatRun) -> int:
 
 def _views(
     runs: Sequence[FlatRun], memory: torch.Tensor
-) -> Iterator[tuple[FlatRun, torch.Tensor, torch.Tensor | None]]:
-    """Places in host memory of each run's parameters, and of a gradient that has not left."""
+) -> Iterator[tuple[FlatRun, torch.Tensor, torch.Tensor]]:
+    """Places in host memory of each run's parameters and gradient."""
     start = 0
     for run in runs:
         views = []
@@ -337,4 +194,4 @@ def _views(
             flat = memory[start : start + tensor.nbytes].view(tensor.dtype)
             views.append(flat.view(tensor.shape))
             start = round_up(start + tensor.nbytes, ALIGNMENT)
-        yield run, views[0], views[1] if len(views) > 1 else None
+        yield run, views[0], views[1]

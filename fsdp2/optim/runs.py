@@ -39,17 +39,7 @@ ParamGroupOptions = dict[str, object]
 
 
 class Section:
-    """Runs that are stepped together: all of an optimizer's, or those of one unit's parameters.
-
-    Args:
-        make_inner: makes an optimizer of the class.
-        members: the parameters; ``None``: all of the optimizer's.
-
-    Attributes:
-        members: the argument.
-        runs: stretches of flat shards that are stepped as one tensor each.
-        stale: whether the runs must be created again.
-    """
+    """Runs that are stepped together: all of an optimizer's, or those of one unit's parameters."""
 
     def __init__(
         self,
@@ -90,16 +80,10 @@ class Section:
         places: Mapping[torch.Tensor, tuple[FlatBuffer, int]],
         loaded: Mapping[torch.Tensor, ParamState],
     ) -> None:
-        """Create the runs again, by the positions, states and gradients of parameters.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            places: the positions of parameters in flat shards.
-            loaded: localized state that belongs to no run yet.
-        """
+        """Create the runs again, by the positions, states and gradients of parameters."""
         states = {param: localized(state) for param, state in self.states().items()}
         states.update(loaded)
-        alike = functools.partial(_alike, states=states, given=self.given)
+        alike = functools.partial(_alike, states=states)
         cut = [list(map(self.placed, runs_of(self._own(group), places, alike))) for group in groups]
         self._inner = self._make_inner(
             [
@@ -121,10 +105,6 @@ class Section:
     def kept(self, state: ParamState) -> ParamState:
         """Earlier state of a run, on the device where it is stepped."""
         return state
-
-    def given(self, param: torch.Tensor) -> object:
-        """Which gradients a parameter has; neighbors must have the same to be in one run."""
-        return param.grad is not None
 
     def _own(self, group: ParamGroupOptions) -> list[torch.Tensor]:
         params = cast("list[torch.Tensor]", group["params"])
@@ -157,16 +137,7 @@ class Section:
 
 @dataclass
 class FlatRun:
-    """Parameters whose rows are adjacent in memory, and the one tensor over them.
-
-    Attributes:
-        params: the parameters, as in `param_groups`.
-        rows: this rank's rows of each, when the run was created.
-        flat: 1-D over all rows; for a single parameter its rows, in their own shape.
-        starts: the offset of each parameter's rows in ``flat``.
-        stepped: the tensor that the inner optimizer steps: ``flat``, or its copy on the host.
-        sharded: whether the parameters are DTensors; other parameters have runs of their own.
-    """
+    """Parameters whose rows are adjacent in memory, and the one tensor over them."""
 
     params: Sequence[torch.Tensor]
     rows: list[torch.Tensor]
@@ -252,13 +223,7 @@ def runs_of(
     places: Mapping[torch.Tensor, tuple[FlatBuffer, int]],
     alike: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> Iterator[FlatRun]:
-    """Cut parameters into runs.
-
-    Args:
-        params: the parameters.
-        places: the positions of those that are in flat shards.
-        alike: whether two neighbors may be in one run.
-    """
+    """Cut parameters into runs."""
     alone: list[torch.Tensor] = []
     managed: dict[FlatBuffer, list[tuple[int, torch.Tensor]]] = {}
     for param in params:
@@ -296,13 +261,10 @@ def _make_run(params: list[torch.Tensor], shard: FlatBuffer, begin: int) -> Flat
 
 
 def _alike(
-    before: torch.Tensor,
-    param: torch.Tensor,
-    states: Mapping[torch.Tensor, ParamState],
-    given: Callable[[torch.Tensor], object],
+    before: torch.Tensor, param: torch.Tensor, states: Mapping[torch.Tensor, ParamState]
 ) -> bool:
     """Whether two neighbors can be in one run: same dtype, earlier steps, and gradients now."""
-    if before.dtype != param.dtype or given(before) != given(param):
+    if before.dtype != param.dtype or (before.grad is None) != (param.grad is None):
         return False
     first, second = states.get(before), states.get(param)
     if first is None or second is None:

@@ -27,13 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Members:
-    """The ranks that take part in a call, and the position of this rank among them.
-
-    Attributes:
-        rank: the rank of this process in the process group.
-        ranks: their global ranks, in the order of the group.
-        group: the process group; ``None``: the default one, or no other process.
-    """
+    """The ranks that take part in a call, and the position of this rank among them."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -54,12 +48,7 @@ class Members:
 
 
 def members_of(group: dist.ProcessGroup | None) -> Members | None:
-    """The ranks of a process group; ``None`` if this rank is not in it.
-
-    Args:
-        group: the result of ``new_group``, also on ranks outside the group. ``None``: the default
-            group, or only this process if there is none.
-    """
+    """The ranks of a process group; ``None`` if this rank is not in it."""
     if group is None or (dist.is_initialized() and group is current_world()):
         rank, size = rank_and_size()
         return Members(rank, tuple(range(size)))
@@ -108,22 +97,14 @@ class SideChannel:
         self._group = _beside_training(members)
 
     def collect(self, value: T) -> list[T | LostRankError] | None:
-        """The value of each rank, on rank 0; ``None`` on other ranks. Values must be picklable.
-
-        Raises:
-            LostRankError: rank 0 is gone.
-        """
+        """The value of each rank, on rank 0; ``None`` on other ranks. Values must be picklable."""
         if self.rank:
             self._send(value, 0)
             return None
         return [value, *(self._receive_or_lost(rank) for rank in range(1, self.size))]
 
     def spread(self, values: Sequence[T] | None) -> T:
-        """This rank's value of those that rank 0 passes; other ranks pass ``None``.
-
-        Raises:
-            LostRankError: rank 0 is gone.
-        """
+        """This rank's value of those that rank 0 passes; other ranks pass ``None``."""
         if values is None:
             received: T = self._receive(0)
             return received
@@ -188,11 +169,7 @@ class Vote:
         self._asked: tuple[torch.Tensor, Work] | None = None
 
     def ask(self, yes: bool) -> bool:
-        """Whether any rank said yes in an earlier call, or with one rank in this call; never reset.
-
-        Raises:
-            LostRankError: a rank is gone.
-        """
+        """Whether any rank said yes in an earlier call, or the only rank in this one."""
         if self._group is None:
             self._is_yes |= yes
         elif not self._is_yes and not self._heard():
@@ -220,13 +197,6 @@ class StoreBoard:
     """Notes that ranks leave for each other in the default store, without collectives.
 
     No method waits for another rank.
-
-    Args:
-        prefix: in front of every key.
-
-    Attributes:
-        rank: this process's global rank.
-        store: the default process group's store.
     """
 
     def __init__(self, prefix: str) -> None:

@@ -27,15 +27,7 @@ def exchange_messages(
     sent: Sequence[int],
     group: dist.ProcessGroup,
 ) -> dist.Work | None:
-    """Start an all-to-all of messages, one after the other in flat tensors; wait before reading.
-
-    Args:
-        output: what the ranks of ``group`` send to this one, in their order.
-        input_: what this one sends to each.
-        received: elements from each.
-        sent: elements to each.
-        group: the process group.
-    """
+    """Start an all-to-all of messages, one after the other in flat tensors; wait before reading."""
     return dist.all_to_all_single(
         output, input_, list(received), list(sent), group=group, async_op=True
     )
@@ -44,13 +36,7 @@ def exchange_messages(
 def gather_to_first(
     group: dist.ProcessGroup, outputs: Sequence[torch.Tensor] | None, input_: torch.Tensor
 ) -> None:
-    """Gather flat tensors of one size on the first rank of ``group``; no other receives any.
-
-    Args:
-        group: the process group.
-        outputs: on its first rank, one tensor [n] for each rank; ``None`` elsewhere.
-        input_: [n], this rank's.
-    """
+    """Gather flat tensors of one size on the first rank of ``group``; no other receives any."""
     own = _reachable(group, input_)
     if outputs is None:
         dist.gather(own, None, group=group, group_dst=0)

@@ -18,7 +18,7 @@ Example::
 """
 
 from fsdp2.wrap.annotations import enable_wrap, wrap
-from fsdp2.wrap.choices import Choice, chosen_modules, options_for, wrap_modules
+from fsdp2.wrap.choices import Choice, chosen_modules
 from fsdp2.wrap.deferring import deferred
 from fsdp2.wrap.policies import (
     CustomPolicy,
@@ -44,10 +44,8 @@ __all__ = [
     "deferred",
     "enable_wrap",
     "lambda_auto_wrap_policy",
-    "options_for",
     "shard_model",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "wrap",
-    "wrap_modules",
 ]

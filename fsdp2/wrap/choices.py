@@ -101,22 +101,7 @@ def options_for(
     numel: int | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Options | None:
-    """Return whether a policy selects one module without an enclosing model, and its options.
-
-    Args:
-        module: the module.
-        policy: as for `chosen_modules`.
-        numel: its elements outside the units below it. Default: all.
-        options: those of the model.
-
-    Returns:
-        The options to wrap it with; ``None`` if it is not selected.
-
-    Example::
-
-        if (options := options_for(block, policy)) is not None:
-            fully_shard(block, **options)
-    """
+    """The options to wrap one module with; ``None`` if a policy does not select it."""
     checked, root_options = _checked(policy), dict(options or {})
     if checked is None:
         return None
@@ -130,46 +115,8 @@ def options_for(
     return root_options if _by_keyword(checked)(module, False, left) else None
 
 
-def wrap_modules(
-    model: nn.Module,
-    policy: Policy | None,
-    wrapper: Wrapper,
-    *,
-    ignored_modules: Iterable[nn.Module] = (),
-    ignored_params: Iterable[nn.Parameter] = (),
-    **options: object,
-) -> list[Choice]:
-    """Wrap the modules that a policy selects, in place; the caller wraps the model itself.
-
-    Args:
-        model: the model.
-        policy: as for `chosen_modules`.
-        wrapper: called with each selected module and its options. Its result replaces the module
-            wherever the model registers it.
-        ignored_modules: as for `chosen_modules`.
-        ignored_params: as for `chosen_modules`.
-        **options: for ``wrapper``.
-
-    Returns:
-        The selection; ``module`` is the module inside its wrapper.
-
-    Example::
-
-        wrap_modules(model, {Block}, checkpoint_wrapper)
-    """
-    choices = chosen_modules(
-        model,
-        policy,
-        ignored_modules=ignored_modules,
-        ignored_params=ignored_params,
-        options=options,
-    )
-    wrap_chosen(model, choices, wrapper)
-    return choices
-
-
 def wrap_chosen(model: nn.Module, choices: Iterable[Choice], wrapper: Wrapper) -> None:
-    """Wrap modules of a model that were chosen, in place; as `wrap_modules`."""
+    """Replace chosen modules of a model by their wrappers, wherever they are registered."""
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     for parent in list(model.modules()):
         for key, child in parent._modules.items():
@@ -244,11 +191,7 @@ def _by_keyword(policy: Any) -> Callable[[nn.Module, bool, int], bool]:
 
 
 def check_policy(policy: object) -> None:
-    """Raise an error if it is not a policy.
-
-    Raises:
-        TypeError: it is not a policy.
-    """
+    """Raise an error if it is not a policy."""
     _checked(policy)
 
 

@@ -101,13 +101,7 @@ def deferred(
 
 
 class _Construction:
-    """The modules under construction, and the units created from them.
-
-    Args:
-        policy: the selection of units and their options.
-        init_fn: of the user.
-        arguments: of `fully_shard`.
-    """
+    """The modules under construction, and the units created from them."""
 
     def __init__(
         self,

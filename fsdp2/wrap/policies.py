@@ -196,22 +196,7 @@ class _SizeBased:
         force_leaf_modules: set[type[nn.Module]] | None = None,
         exclude_wrap_modules: set[type[nn.Module]] | None = None,
     ) -> bool:
-        """Selects a module with at least ``min_num_params`` elements outside the units below it.
-
-        Args:
-            module: the module in question.
-            recurse: whether the question is to descend into ``module``, or to make it a unit.
-            nonwrapped_numel: elements of ``module`` that no unit has yet.
-            min_num_params: the minimum number of elements of a unit. Default 100 million.
-            force_leaf_modules: classes below whose instances nothing becomes a unit. Default: the
-                attribute ``FORCE_LEAF_MODULES``, ``{nn.MultiheadAttention}``.
-            exclude_wrap_modules: classes whose instances never become units. Default: the attribute
-                ``EXCLUDE_WRAP_MODULES``, ``{nn.ModuleList, nn.ModuleDict}``.
-
-        Example::
-
-            policy = functools.partial(size_based_auto_wrap_policy, min_num_params=20_000_000)
-        """
+        """Selects a module with at least ``min_num_params`` elements outside the units below it."""
         if nonwrapped_numel < min_num_params:
             return False
         leaves, excluded = force_leaf_modules, exclude_wrap_modules

@@ -215,12 +215,7 @@ def _write(target: Path, value: object) -> None:
 
 
 def check_ranks(metadata: Mapping[str, ShardMetadata], pattern: str) -> None:
-    """One file of each rank, all of the same number of ranks.
-
-    Raises:
-        FileNotFoundError: there is none, or that of a rank is missing.
-        ValueError: they are not of one run.
-    """
+    """One file of each rank, all of the same number of ranks."""
     seen: dict[int, str] = {}
     (first, told), *others = metadata.items()
     size = told["world_size"]
@@ -255,11 +250,7 @@ def check_ranks(metadata: Mapping[str, ShardMetadata], pattern: str) -> None:
 def check_models(
     models: Sequence[StateDict], names: Sequence[str], metadata: Sequence[ShardMetadata]
 ) -> None:
-    """All ranks describe one model, and every state dict is what they say.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """All ranks describe one model, and every state dict is what they say."""
     _check_alike(metadata, names)
     _check_models(models, names, metadata[0])
 

@@ -30,16 +30,7 @@ class ShardInfo(TypedDict):
 
 
 class ShardMetadata(TypedDict):
-    """The result of `XlaFullyShardedDataParallel.get_shard_metadata`: only plain values.
-
-    Attributes:
-        format: `FORMAT`.
-        rank: the owner of these rows: a position in the sharding group.
-        world_size: ranks of the sharding group.
-        shard_info: of each sharded parameter, by its name in the unwrapped model.
-        buffer_info: dtypes of buffers before ``buffer_dtype``, as "float32".
-        flatten_info: empty: parameters keep their shapes and names.
-    """
+    """The result of `XlaFullyShardedDataParallel.get_shard_metadata`: only plain values."""
 
     format: str
     rank: int
@@ -62,15 +53,7 @@ def local_shape(info: ShardInfo, world_size: int, rank: int) -> tuple[int, ...]:
 
 
 def describe(params: Iterable[tuple[str, torch.Tensor]], world_size: int) -> dict[str, ShardInfo]:
-    """The metadata that identifies the rows of a state dict.
-
-    Args:
-        params: sharded parameters by name; others are left out.
-        world_size: ranks of the sharding group.
-
-    Raises:
-        ValueError: a parameter is sharded over other ranks, or on more than one dim.
-    """
+    """The metadata that identifies the rows of a state dict."""
     found: dict[str, ShardInfo] = {}
     for name, param in params:
         if not isinstance(param, DTensor):
@@ -97,16 +80,7 @@ def local(value: object) -> object:
 
 
 def whole(name: str, value: object, param: torch.Tensor) -> object:
-    """The value to load into ``param``: a DTensor over ``value``, if that holds this rank's rows.
-
-    Args:
-        name: of the parameter, for messages.
-        value: the entry of a state dict.
-        param: the current parameter.
-
-    Raises:
-        ValueError: ``value`` has another shape than this rank's rows.
-    """
+    """The value to load into ``param``: a DTensor over ``value``, this rank's rows."""
     if not isinstance(param, DTensor) or not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, DTensor):
@@ -131,15 +105,7 @@ def whole(name: str, value: object, param: torch.Tensor) -> object:
 
 
 def check_metadata(metadata: object, where: str) -> ShardMetadata:
-    """``metadata`` itself, if `describe` made it.
-
-    Args:
-        metadata: what a file or a caller says that it is.
-        where: the file, for messages.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """``metadata`` itself, if `describe` made it."""
     found = metadata.get("format") if isinstance(metadata, Mapping) else None
     if found != FORMAT:
         raise coded(

@@ -62,14 +62,14 @@ def _say_once(argument: str, words: str) -> None:
 
 
 @dataclass(frozen=True)
-class _UnitOptions:
-    """The options of `fully_shard` and its unit, applied when it shards."""
+class _Plan:
+    """A unit to be: the arguments of `fully_shard`, and what else it is given."""
 
-    reshard_after_forward: bool | None
-    precision: MixedPrecisionPolicy
+    module: nn.Module
+    arguments: dict[str, Any]
     buffer_dtype: torch.dtype | None
-    on_dim_0: bool
     pack_below: int | None
+    init_fn: Callable[[nn.Module], object] | None
 
 
 class XlaFullyShardedDataParallel(WrapperModule):
@@ -176,16 +176,14 @@ class XlaFullyShardedDataParallel(WrapperModule):
             if name not in ("self", "module", "__class__")
         }
         super().__init__()
-        _check_module(module)
+        self._plan = _planned(module, given)
+        self._mesh: DeviceMesh = self._plan.arguments["mesh"]
         _say_what_is_meaningless(given)
-        self._settings = _settings(given)
-        self._mesh = _mesh(sharding_groups, sharding_rank, sharding_world_size)
         self._buffer_dtypes: dict[str, str] = {}
-        self._init_fn = param_init_fn
         chosen = _chosen_below(module, auto_wrap_policy, given)
         if chosen and execute_sharding_on_init and auto_wrapper_callable is None:
             inner = [_planned(choice.module, choice.options) for choice in chosen]
-            _check_ahead([*inner, self._plan(module)])
+            _check_ahead([*inner, self._plan])
         wrap_chosen(module, chosen, auto_wrapper_callable or type(self))
         self._hold(module)
         self.register_load_state_dict_pre_hook(_rows_become_whole)
@@ -216,21 +214,18 @@ class XlaFullyShardedDataParallel(WrapperModule):
             and not isinstance(each._wrapped, FSDPModule)
         ]
         wrappers.append(self)
-        _check_ahead([each._plan(each._wrapped) for each in wrappers])
+        _check_ahead([each._plan for each in wrappers])
         for each in wrappers:
             each._shard()
 
-    def _plan(self, module: nn.Module) -> _Planned:
-        return _Planned(module, self._settings, self._mesh, self._init_fn)
-
     def _shard(self) -> None:
-        _materialize(self._wrapped, self._init_fn, self._mesh.device_type)
-        chosen = self._settings
-        fully_shard(self._wrapped, **_arguments(chosen, self._mesh))
-        if chosen.pack_below is not None:
-            self._unit.set_packing_threshold(chosen.pack_below, recurse=False)
-        if chosen.buffer_dtype is not None:
-            self._cast_buffers(chosen.buffer_dtype)
+        plan = self._plan
+        _materialize(self._wrapped, plan.init_fn, self._mesh.device_type)
+        fully_shard(self._wrapped, **plan.arguments)
+        if plan.pack_below is not None:
+            self._unit.set_packing_threshold(plan.pack_below, recurse=False)
+        if plan.buffer_dtype is not None:
+            self._cast_buffers(plan.buffer_dtype)
 
     def _cast_buffers(self, dtype: torch.dtype) -> None:
         members = list(_own_modules(self._wrapped))
@@ -523,7 +518,9 @@ def _say_what_is_meaningless(given: _Given) -> None:
         )
 
 
-def _settings(given: _Given) -> _UnitOptions:
+def _planned(module: nn.Module, given: _Given) -> _Plan:
+    """The unit that a wrapper would create from a module with these arguments."""
+    _check_module(module)
     reshard: bool | None = bool(given["reshard_after_forward"])
     if reshard and given["disable_reshard_on_root"]:
         reshard = None
@@ -535,33 +532,18 @@ def _settings(given: _Given) -> _UnitOptions:
             f"reduce_scatter_bucket_size_mb={megabytes!r} is not a number of MiB; pass 0 or more",
         )
     reduce = torch.float32 if given["fp32_reduce_scatter"] else compute
-    return _UnitOptions(
-        reshard,
-        MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
-        given["buffer_dtype"] or compute,
-        bool(given["shard_param_on_dim_0"]),
-        int(megabytes * (1 << 20)) if megabytes else None,
-    )
+    arguments = {
+        "mesh": _mesh(*(given[f"sharding_{name}"] for name in ("groups", "rank", "world_size"))),
+        "reshard_after_forward": reshard,
+        "shard_placement_fn": _on_dim_0 if given["shard_param_on_dim_0"] else None,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
+    }
+    pack_below = int(megabytes * (1 << 20)) if megabytes else None
+    buffers = given["buffer_dtype"] or compute
+    return _Plan(module, arguments, buffers, pack_below, given["param_init_fn"])
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """A unit to be, and what initializes its parameters."""
-
-    module: nn.Module
-    settings: _UnitOptions
-    mesh: DeviceMesh
-    init_fn: Callable[[nn.Module], object] | None
-
-
-def _planned(module: nn.Module, given: _Given) -> _Planned:
-    """The unit that a wrapper would create from a module with these arguments."""
-    _check_module(module)
-    ranks = (given[f"sharding_{name}"] for name in ("groups", "rank", "world_size"))
-    return _Planned(module, _settings(given), _mesh(*ranks), given["param_init_fn"])
-
-
-def _check_ahead(plans: Sequence[_Planned]) -> None:
+def _check_ahead(plans: Sequence[_Plan]) -> None:
     """Raise errors that are known before units are created in this order; changes nothing.
 
     Each is planned again once its parameters have memory and values.
@@ -571,17 +553,7 @@ def _check_ahead(plans: Sequence[_Planned]) -> None:
     for plan in plans:
         if plan.init_fn is None:
             wrapper_module.check_resets(_without_memory(plan.module, pending))
-    plan_calls(((plan.module, _arguments(plan.settings, plan.mesh)) for plan in plans), ahead=True)
-
-
-def _arguments(settings: _UnitOptions, mesh: DeviceMesh) -> dict[str, Any]:
-    """The arguments of a wrapper's call of `fully_shard`."""
-    return {
-        "mesh": mesh,
-        "reshard_after_forward": settings.reshard_after_forward,
-        "shard_placement_fn": _on_dim_0 if settings.on_dim_0 else None,
-        "mp_policy": settings.precision,
-    }
+    plan_calls(((plan.module, plan.arguments) for plan in plans), ahead=True)
 
 
 def _mesh(groups: Sequence[Sequence[int]] | None, rank: int | None, size: int | None) -> DeviceMesh:

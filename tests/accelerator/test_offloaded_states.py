@@ -51,7 +51,6 @@ def _step(model: nn.Module, optimizer: Any, mesh: Any, step: int, clips: bool = 
 
 MODES: dict[str, dict[str, Any]] = {
     "whole": {"offload": "cpu"},
-    "leaves": {"offload": "cpu", "leave_in_backward": True},
     "steps": {"offload": "cpu", "step_in_backward": True},
 }
 
@@ -71,7 +70,7 @@ def test_on_one_rank(mode: str) -> None:
     _check(mode, "mixed", (1,))
 
 
-@pytest.mark.parametrize("mode", ["leaves", "steps"])
+@pytest.mark.parametrize("mode", MODES)
 @workers.ranks(4)
 def test_replicas(mode: str) -> None:
     """Hooks run behind all-reduces, on their lane."""
@@ -179,8 +178,6 @@ def test_parameters_that_are_written_by_hand_are_stepped_as_written() -> None:
     [
         ("whole", "copies out after compute"),
         ("whole", "compute after copies back"),
-        ("leaves", "copies out after compute"),
-        ("leaves", "host frees gradients after copies out"),
         ("steps", "copies out after compute"),
         ("steps", "compute after copies back"),
         ("steps", "host after copies out"),

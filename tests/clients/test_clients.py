@@ -186,7 +186,7 @@ def test_torchft(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["actors", "trainer"])
 def test_ranks_that_ray_starts(case: str) -> None:
-    """With a ``runtime_env`` that sets ``PYTHONPATH``, which hides what others are told by."""
+    """With a ``runtime_env`` whose setup hook installs fsdp2 in each worker."""
     _needs("ray")
     check_started("with_ray.py", case)
 

@@ -20,7 +20,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchsScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
@@ -431,7 +430,7 @@ def test_clipping(strategy: str, norm_type: float) -> None:
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_communication_hooks(strategy: str) -> None:
-    """Ours and torch's default ones reduce as without a hook; compressing ones in 16 bits."""
+    """Default ones reduce as without a hook; compressing ones in 16 bits."""
     sharded = strategy != "NO_SHARD"
     name = "reduce_scatter_hook" if sharded else "allreduce_hook"
 
@@ -445,8 +444,7 @@ def test_communication_hooks(strategy: str) -> None:
 
     group = dist.group.WORLD
     expected = grads()
-    for module in (comm_hooks, default_hooks):
-        parity.assert_equal(grads(getattr(module, name), module.DefaultState(group)), expected)
+    parity.assert_equal(grads(getattr(comm_hooks, name), comm_hooks.DefaultState(group)), expected)
     calls: list[tuple[Any, ...]] = []
 
     def mine(state: list[Any], grad: Tensor, *output: Tensor) -> None:

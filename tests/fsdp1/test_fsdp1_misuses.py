@@ -23,7 +23,6 @@ from fsdp2.fsdp1 import (
     MixedPrecision,
     ShardedGradScaler,
     ShardingStrategy,
-    comm_hooks,
 )
 from fsdp2.testing.null_group import init_null_group
 from tests.common import errors
@@ -195,11 +194,6 @@ def _() -> None:
     strategy = ShardingStrategy.HYBRID_SHARD
     model = FSDP(linear(), sharding_strategy=strategy, device_mesh=mesh)
     model.register_comm_hook(None, print)
-
-
-@misuse("fsdp1-hook-state")
-def _() -> None:
-    comm_hooks.DefaultState(None)  # type: ignore[arg-type]
 
 
 @misuse("fsdp1-scaler")

@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 import torch.distributed.fsdp as torchs
 from torch import nn
-from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import fsdp2
 from fsdp2 import fsdp1
-from fsdp2.fsdp1 import comm_hooks
 from fsdp2.wrapper_module import WrapperModule
 
 pytestmark = pytest.mark.alone
@@ -137,11 +135,6 @@ def test_the_scaler_takes_torchs_arguments() -> None:
     for name in ("scale", "unscale_", "update", "step"):
         ours = getattr(fsdp1.ShardedGradScaler, name)
         assert _parameters(ours) == _parameters(getattr(ShardedGradScaler, name))
-
-
-@pytest.mark.parametrize("name", [*HOOKS, "DefaultState", "LowPrecisionState"])
-def test_hooks_take_torchs_arguments(name: str) -> None:
-    assert _parameters(getattr(comm_hooks, name)) == _parameters(getattr(default_hooks, name))
 
 
 # ---- the page

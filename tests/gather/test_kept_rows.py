@@ -13,7 +13,7 @@ import fsdp2
 from fsdp2.core.config import GroupOptions, Wire
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather import kept_rows
-from fsdp2.optim import FlatOptimizer, step_shards
+from fsdp2.optim import FlatOptimizer
 from fsdp2.record.notes import Await, Operation, Signal
 from fsdp2.testing.null_group import CallLog, init_null_group
 from fsdp2.testing.simulation import Node, Simulation
@@ -60,16 +60,9 @@ def both(model: nn.Module) -> None:
     forward(model).backward()
 
 
-def _stepped_by_shards(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step_shards(optimizer)
-    return optimizer
-
-
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "torch": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
     "flat": lambda model: FlatOptimizer(model, torch.optim.SGD, lr=0.1),
-    "shards": _stepped_by_shards,
 }
 
 

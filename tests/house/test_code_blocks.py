@@ -227,8 +227,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 """,
     "fsdp2.any_wrap_policy": "by_class = by_size = fsdp2.always_wrap_policy",
     "fsdp2.lambda_auto_wrap_policy": "chosen = set()",
-    "fsdp2.options_for": "policy = ModuleWrapPolicy({Block})",
-    "fsdp2.wrap_modules": "checkpoint_wrapper = lambda module: module",
     "fsdp2.wrap.wrap[0]": "self, Block = nn.Module(), lambda dim: nn.Linear(dim, dim)",
     "fsdp2.plan": _PLANNED,
     "fsdp2.Plan": _PLANNED + "plan = fsdp2.plan(make_model, make_batch, units={Block}, mesh=4)",

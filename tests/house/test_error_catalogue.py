@@ -20,6 +20,7 @@ MINIMUM = 60
 NOT_CATALOGUED = {
     "AssertionError('one rank has nobody to communicate with')": "an assertion",
     "resaid(CheckpointError, str(error))": "what `fsdp2.xla` says of its files",
+    "resaid(ValueError, plan)": "what the first rank has said: a message of `fsdp1`",
     "resaid(CheckpointError, sentence)": "what a rank has said: a message of `checkpoint`",
     "MemoryError(str(error))": "the system's; reworded by `checkpoint.consensus`",
     "OSError(errno.EINVAL, os.strerror(errno.EINVAL))": "as files raise it; zipfile expects it",
@@ -44,7 +45,7 @@ NOT_CATALOGUED = {
 }
 """What is raised besides, and why the catalogue does not have it."""
 
-HELPERS = {"_wrong", "communication_error", "refused", "tracing_error"}
+HELPERS = {"_not_loadable", "_wrong", "communication_error", "refused", "tracing_error"}
 """Functions that return the exception to raise; what they return is looked at in their place."""
 
 

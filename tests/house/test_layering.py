@@ -64,12 +64,14 @@ TOUCHING: dict[str, set[str]] = {
 COMMUNICATING = {
     "core.device.collectives",
     "core.device.one_off",
+    "fsdp1.comm_hooks",
     "ranks.channels",
     "ranks.transfers",
 }
 """Modules that call collectives."""
 
 TORCHS_OWN = {
+    "fsdp1.comm_hooks": {"torch.distributed.algorithms._comm_hooks.default_hooks"},
     "interop.identity": {
         "torch.distributed.fsdp",
         "torch.distributed._composable.contract",
@@ -316,7 +318,6 @@ def test_only_tests_of_benchmarks_import_benchmarks() -> None:
     ("name", "others"),
     [
         ("reports", ["fsdp2.tracing.summaries"]),
-        ("optim/clipping", ["fsdp2.optim", "fsdp2.optim.norms"]),
         ("optim/norms", ["fsdp2.ranks", "fsdp2.optim.in_backward"]),
         ("optim/runs", []),
         ("optim/in_backward", ["fsdp2.optim.offloaded", "fsdp2.optim.runs"]),
@@ -413,7 +414,7 @@ def test_the_room_of_torchs_clients_says_what_lives_there() -> None:
             "interop/installing",
             [
                 *("checks.registered", "api", "fsdp1"),
-                *("interop", "interop.startup", "interop.wrapped", "module", "optim.clipping"),
+                *("interop", "interop.startup", "interop.wrapped", "module"),
             ],
         ),
         ("run", ["interop.installing"]),

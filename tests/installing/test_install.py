@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2.interop import TORCHS_NAMES
 from fsdp2.interop.installing import HOLDERS, OURS
-from fsdp2.interop.startup import FOLDER, ray_workers, sitecustomize
+from fsdp2.interop.startup import FOLDER, sitecustomize
 from fsdp2.run import main
 from fsdp2.testing.null_group import init_null_group, null_mesh
 
@@ -294,61 +294,6 @@ def test_what_a_childs_import_triggers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _unimportable(name: str) -> NoReturn:
     raise ImportError(name)
-
-
-# -- Ray ------------------------------------------------------------------------------------------
-
-
-def _in_workers(**runtime_env: Any) -> Any:
-    """The setup hook of a ``ray.init(runtime_env=…)``, found as Ray finds it."""
-    path, _, name = os.environ[ray_workers.VARIABLE].rpartition(".")
-    found = getattr(importlib.import_module(path), name)(runtime_env)
-    assert {**found, "worker_process_setup_hook": None} == {
-        **runtime_env,
-        "worker_process_setup_hook": None,
-    }
-    return found["worker_process_setup_hook"]
-
-
-def test_workers_of_ray_install_whatever_their_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Ray sends is of no module, as a worker may not find fsdp2; the user's runs first."""
-    monkeypatch.delenv(ray_workers.VARIABLE, raising=False)
-    _install()
-    ran: list[str] = []
-    hook = _in_workers(worker_process_setup_hook=lambda: ran.append("theirs"))
-    other = _in_workers(env_vars={"PYTHONPATH": "mine"})
-    assert hook.__module__ not in sys.modules
-    assert hook.__globals__.keys() == {"__builtins__", "__name__"}
-    monkeypatch.setattr(sys, "meta_path", [])
-    monkeypatch.setattr(importlib, "import_module", lambda name: ran.append(name))
-    hook()
-    assert ran == ["theirs", "fsdp2"]  # as torch's FSDP has been imported here already
-    assert type(sys.meta_path[0]).__name__ == "Watch"
-    with pytest.raises(AttributeError, match="install"):  # not here: Ray says what is raised
-        other(None, "/nowhere")
-    fsdp2.uninstall()
-    assert ray_workers.VARIABLE not in os.environ
-
-
-def test_a_hook_of_the_users_for_ray_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("users_hook")
-    module.hook = lambda env: {**env, "seen": True}  # type: ignore[attr-defined]  # the user's
-    monkeypatch.setitem(sys.modules, "users_hook", module)
-    monkeypatch.setenv(ray_workers.VARIABLE, "users_hook.hook")
-    _install()
-    _install()
-    assert ray_workers.in_workers(None)["seen"]
-    fsdp2.uninstall()
-    assert os.environ[ray_workers.VARIABLE] == "users_hook.hook"
-
-
-def test_rays_workers_from_before_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = ModuleType("ray")
-    ray.is_initialized = lambda: True  # type: ignore[attr-defined]  # the function of Ray's
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    with pytest.warns(UserWarning, match=r"ray.init\(\) ran before fsdp2.install\(\)"):
-        fsdp2.install()
-    fsdp2.uninstall()
 
 
 # -- python -m fsdp2.run --------------------------------------------------------------------------

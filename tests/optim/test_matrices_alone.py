@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -237,35 +237,3 @@ def test_gradients_that_are_refused() -> None:
     param.grad = torch.eye(2).to_sparse()
     with raises("muon-gradient"):
         fsdp2.optim.Muon([param]).step()
-
-
-def test_a_base_without_an_update() -> None:
-    param = nn.Parameter(torch.zeros(2, 2))
-    param.grad = torch.eye(2)
-    with raises("matrix-update"):
-        fsdp2.optim.MatrixOptimizer([param], {"lr": 1.0}).step()
-
-
-class Doubled(fsdp2.optim.MatrixOptimizer):
-    """Has a count of its own for each matrix."""
-
-    def update(self, gradient: Tensor, state: Any, group: Any) -> Tensor:
-        state["count"] = state.get("count", 0) + 1
-        assert len(state) == 1
-        assert list(state) == ["count"]
-        return gradient * state["count"]
-
-
-def test_state_of_a_matrix() -> None:
-    """It is in that of the parameter, and goes through a state dict."""
-    param = nn.Parameter(torch.zeros(2, 2, 2))
-    param.grad = torch.ones(2, 2, 2)
-    optimizer = Doubled([param], {"lr": 1.0}, split=lambda name, w: w)
-    optimizer.step()
-    optimizer.step()
-    assert param.eq(-3).all()
-    assert optimizer.state[param] == {"matrix0.count": 2, "matrix1.count": 2}
-    other = Doubled([param], {"lr": 1.0}, split=lambda name, w: w)
-    other.load_state_dict(optimizer.state_dict())
-    other.step()
-    assert param.eq(-6).all()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fsdp2
-from fsdp2.optim.matrices import base, exchange
+from fsdp2.optim.matrices import exchange, muon
 from tests.common import parity
 from tests.common.errors import raises
 from tests.common.workers import ranks
@@ -50,11 +50,20 @@ class Blocks(nn.Module):
 UNIT_BYTES = 9 * DIM * DIM * 4
 
 
-class Same(fsdp2.optim.MatrixOptimizer):
+class Same(fsdp2.optim.Muon):
     """Gradient descent, by way of owners."""
 
-    def update_stack(self, gradients: Any, states: Any, group: Any) -> Any:
-        return gradients
+    def orthogonalized(self, stack: Any, group: Any) -> Any:
+        return stack
+
+    def momentum_of(self, grads: Any, states: Any, group: Any) -> Any:
+        return list(grads)
+
+    def step_size(self, shape: Any, group: Any) -> float:
+        return 0.1
+
+    def _dtype_of_messages(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
 
 
 class Live(TorchDispatchMode):
@@ -85,11 +94,11 @@ class Live(TorchDispatchMode):
 def test_whole_at_a_time(world_size: int) -> None:
     """Of two units at most something is whole, and a bound of bytes, messages of rows included."""
     model = Blocks().sharded()
-    optimizer = Same(model, {"lr": 0.1})
+    optimizer = Same(model, weight_decay=0.0)
     optimizer.step()
     whole: set[Any] = set()
     most = 0
-    start, finish = exchange.Wave.start, base._finished
+    start, finish = exchange.Wave.start, muon._finished
 
     def started(wave: Any, rows: Any) -> Any:
         nonlocal most
@@ -106,7 +115,7 @@ def test_whole_at_a_time(world_size: int) -> None:
     peaks = []
     with (
         mock.patch.object(exchange.Wave, "start", started),
-        mock.patch.object(base, "_finished", finished),
+        mock.patch.object(muon, "_finished", finished),
     ):
         for _ in range(5):
             with Live() as live:
@@ -146,7 +155,7 @@ def test_messages(world_size: int) -> None:
 def test_more_ranks_than_matrices() -> None:
     """Units travel together then, so that no rank has nothing to do."""
     model = Blocks(units=8, matrices=1).sharded()
-    optimizer = Same(model, {"lr": 0.1})
+    optimizer = Same(model, weight_decay=0.0)
     optimizer.step()
     (owners,) = optimizer.owners()
     assert owners.waves == 2

@@ -168,7 +168,7 @@ def test_replicas_own_matrices_too() -> None:
     model, whole = both(Weights)
     sharded(model, meshes.hsdp_mesh(2, 2))
     ours = fsdp2.optim.Muon(model, elementwise_options=HEAD)
-    with mock.patch.object(ours, "update_stack", side_effect=ours.update_stack) as updates:
+    with mock.patch.object(ours, "orthogonalized", side_effect=ours.orthogonalized) as updates:
         check(model, ours, whole, torchs(whole), steps=2)
     computed = torch.tensor(sum(len(call.args[0]) for call in updates.call_args_list))
     dist.all_reduce(computed)

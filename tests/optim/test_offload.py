@@ -32,10 +32,9 @@ pytestmark = pytest.mark.ranks
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "foreach": True}
 MODES: dict[str, dict[str, Any]] = {
     "whole": {"offload": "cpu"},
-    "leaves": {"offload": "cpu", "leave_in_backward": True},
     "steps": {"offload": "cpu", "step_in_backward": True},
 }
-CLIPPED = ["whole", "leaves"]
+CLIPPED = ["whole"]
 PLAIN: dict[str, Any] = {}
 Before = Callable[[Any, Any, int], object]
 
@@ -326,7 +325,7 @@ def test_a_step_that_is_left_out_for_its_nans(mode: str, zeroes: str) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("mode", ["leaves", "steps"])
+@pytest.mark.parametrize("mode", MODES)
 def test_state_is_exchanged_with_the_plain_optimizer(mode: str, back: bool) -> None:
     """torch's own, over DTensors."""
 
@@ -353,28 +352,9 @@ def test_state_is_exchanged_with_the_plain_optimizer(mode: str, back: bool) -> N
 
 
 @ranks(2)
-def test_gradients_that_have_left_are_nowhere_on_the_device() -> None:
-    """From the first step on; `zero_grad` drops what is on the host."""
-    with apart():
-        model = parity.shard(parity.OURS, mlp())
-        plain = parity.shard(parity.OURS, mlp())
-        optimizer = flat(model, **MODES["leaves"])
-        for sharded in (model, plain):
-            parity.regression_loss(sharded, parts()[0]).backward()
-        assert all(param.grad is None for param in model.parameters())
-        expected = fsdp2.clip_grad_norm_(plain.parameters(), 1.0)
-        assert torch.equal(fsdp2.clip_grad_norm_(model.parameters(), 1.0), expected)
-        optimizer.zero_grad()
-        assert fsdp2.clip_grad_norm_(model.parameters(), 1.0) == 0.0
-        before = parity.full_params(model)
-        optimizer.step()
-        parity.assert_equal(parity.full_params(model), before)
-
-
-@ranks(2)
-@pytest.mark.parametrize(("mode", "most"), [("", 6), ("whole", 6), ("leaves", 3), ("steps", 3)])
+@pytest.mark.parametrize(("mode", "most"), [("", 6), ("whole", 6), ("steps", 3)])
 def test_gradients_of_few_units_exist_at_a_time(mode: str, most: int) -> None:
-    """Of two that leave, and of the one that was reduced last."""
+    """Of two that are stepped, and of the one that was reduced last."""
     with apart():
         model = nn.Sequential(*(nn.Linear(models.DIM, models.DIM, bias=False) for _ in range(6)))
         alive: list[Any] = []
@@ -430,12 +410,8 @@ def test_a_backward_that_raises_is_followed_by_others() -> None:
 @ranks(2)
 def test_what_gradients_in_backward_exclude() -> None:
     model = parity.shard(parity.OURS, mlp())
-    with raises("leave-alone"):
-        flat(model, leave_in_backward=True)
-    with raises("leave-alone"):
-        flat(model, offload="cpu", leave_in_backward=True, step_in_backward=True)
     with apart():
-        optimizer = flat(model, **MODES["leaves"])
+        optimizer = flat(model, **MODES["steps"])
         with raises("stepped-twice-owner"):
             flat(model, step_in_backward=True)
         scaler = torch.amp.GradScaler("cpu")

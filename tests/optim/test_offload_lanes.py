@@ -95,7 +95,7 @@ def told(kernels: NotedKernels, numbers: dict[Section, int]) -> ExitStack:
         return call
 
     exits = ExitStack()
-    for owner, name in ((HostSection, "leave"), (HostSection, "send_gradients"), (Section, "step")):
+    for owner, name in ((HostSection, "leave"), (Section, "step")):
         exits.enter_context(mock.patch.object(owner, name, telling(owner, name)))
     return exits
 
@@ -118,12 +118,12 @@ def build(streams: NotedStreams) -> tuple[nn.Module, Callable[[], None]]:
     return model, backward
 
 
-def in_time(early: bool, step: float) -> Replay:
+def in_time(step: float) -> Replay:
     """A steady iteration, whose copies take 1 and whose backward takes 3 per unit."""
     durations = {"out": 1.0, "back": 1.0, "backward": 3.0, "step": step}
     with null_world(2), noted() as (streams, kernels):
         model, backward = build(streams)
-        options: dict[str, Any] = {"lr": 0.1, "offload": "cpu", "leave_in_backward": early}
+        options: dict[str, Any] = {"lr": 0.1, "offload": "cpu"}
         optimizer = fsdp2.optim.FlatOptimizer(model, torch.optim.SGD, **options)
         sections = [each for each in optimizer._sections if isinstance(each, HostSection)]
         assert len(sections) == UNITS
@@ -150,7 +150,7 @@ def overlap(a: Span, b: Span) -> float:
 
 
 def test_a_unit_leaves_while_one_is_stepped_and_one_goes_back() -> None:
-    found = in_time(early=False, step=2.0)
+    found = in_time(step=2.0)
     out, step, back = (spans_of(found, name) for name in ("out", "step", "back"))
     lanes = {span.operation.name: span.operation.lane for span in found.spans}
     assert lanes == {"backward": COMPUTE, "out": OUT, "step": HOST, "back": BACK}
@@ -160,22 +160,6 @@ def test_a_unit_leaves_while_one_is_stepped_and_one_goes_back() -> None:
         assert overlap(back[unit + 1][0], stepped) == 1.0
     # Behind backward nothing but the first copies, all steps, and the last copy shows.
     assert found.end == 3.0 * UNITS + 2.0 + 2.0 * UNITS + 1.0
-
-
-@pytest.mark.parametrize("step", [2.0, 1.0, 0.5])
-def test_gradients_leave_during_backward(step: float) -> None:
-    """At `step` there are parameters alone to copy: half, which shows where copies take longest."""
-    found = in_time(early=True, step=step)
-    out, backward = spans_of(found, "out"), spans_of(found, "backward")
-    over = backward[0][0].end
-    for unit in range(1, UNITS):
-        gradient, parameters = out[unit]
-        assert overlap(gradient, backward[unit - 1][0]) == 1.0
-        assert parameters.start >= over
-    # The gradient that was reduced last, then the longer of copies and steps, and the last ones.
-    assert found.end - over == 2.0 + (UNITS - 1) * max(1.0, step) + step + 1.0
-    late = in_time(early=False, step=step)
-    assert late.end - over == 2.0 + (UNITS - 1) * max(2.0, step) + step + 1.0
 
 
 def test_backward_goes_on_while_a_unit_is_stepped() -> None:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp2
-from fsdp2.optim.asserted import WHOLE
-from fsdp2.optim.flat import FlatOptimizer
+from fsdp2.optim.flat import WHOLE, FlatOptimizer
 from tests.common import models, parity
 from tests.common.errors import raises
 from tests.common.gradients import mlp
@@ -168,8 +167,6 @@ def test_classes_that_look_at_whole_parameters_are_refused_whatever_is_said(
     model = parity.shard(parity.OURS, even())
     with raises("flat-whole"):
         FlatOptimizer(model, optimizer_class, elementwise=True)
-    with raises("not-steppable-by-shard"):
-        fsdp2.optim.step_shards(optimizer_class([model.head.weight]))
 
 
 class _Keeps(torch.optim.SGD):
@@ -226,18 +223,3 @@ def test_numbers_and_tensors_by_element_are_kept() -> None:
     plain = parity.shard(parity.OURS, even())
     expected = _train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
     parity.assert_equal(_train(model, optimizer), expected)
-
-
-class _TensorRate(torch.optim.SGD):
-    """As torchao's: it steps with the tensor that it made of ``lr``, and asks for that."""
-
-    def add_param_group(self, param_group: Any) -> None:
-        super().add_param_group(param_group)
-        self.param_groups[-1]["lr"] = torch.tensor(self.param_groups[-1]["lr"])
-
-
-@ranks(2)
-def test_options_that_become_tensors_are_refused() -> None:
-    model = parity.shard(parity.OURS, even())
-    with raises("flat-option"):
-        FlatOptimizer(model, _TensorRate, elementwise=True, lr=0.1)

@@ -11,7 +11,8 @@ import torch.distributed.fsdp.wrap as torchs
 from torch import nn
 
 import fsdp2.wrap as ours
-from fsdp2.wrap import Choice, chosen_modules, options_for, wrap_modules
+from fsdp2.wrap import Choice, chosen_modules
+from fsdp2.wrap.choices import options_for, wrap_chosen
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
@@ -196,7 +197,9 @@ def test_xlas_functions_are_asked_by_their_name() -> None:
 def test_a_shared_module_is_one_choice_and_is_replaced_everywhere() -> None:
     shared = nn.Linear(8, 8)
     model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
-    assert [c.name for c in wrap_modules(model, {nn.Linear}, Wrapper, of="root")] == ["0.0"]
+    choices = chosen_modules(model, {nn.Linear}, options={"of": "root"})
+    wrap_chosen(model, choices, Wrapper)
+    assert [c.name for c in choices] == ["0.0"]
     first, second = model[0][0], model[1][0]  # type: ignore[index]
     assert first is second
     assert isinstance(first, Wrapper)
@@ -206,7 +209,8 @@ def test_a_shared_module_is_one_choice_and_is_replaced_everywhere() -> None:
 
 def test_wrapped_modules_are_inside_of_wrapped_ones() -> None:
     model = Model(1)
-    choices = wrap_modules(model, {Block, nn.Linear}, Wrapper)
+    choices = chosen_modules(model, {Block, nn.Linear})
+    wrap_chosen(model, choices, Wrapper)
     assert [c.name for c in choices][-2:] == ["blocks.0", "head"]
     outer: Any = model.blocks[0]
     assert isinstance(outer, Wrapper)

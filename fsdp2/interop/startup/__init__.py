@@ -3,15 +3,15 @@
     install_children()     PYTHONPATH=<this folder>:…   their Python imports `sitecustomize` first
     uninstall_children()   PYTHONPATH=…                 as it was
 
-`sitecustomize` installs fsdp2 where such a process imports torch's FSDP, and does nothing else.
-Processes that are forked have what this one has. Workers of Ray are told by `ray_workers`.
+It serves launchers inside a script: Lightning's without torchrun, ``torch.multiprocessing.spawn``,
+accelerate's ``notebook_launcher``. Without it, their child ranks would run torch's FSDP, and rank 0
+would wait for them. `sitecustomize` installs fsdp2 where such a process imports torch's FSDP, and
+costs other processes two comparisons per import. Processes that are forked have what this one has.
 """
 
 from __future__ import annotations
 
 import os
-
-from fsdp2.interop.startup.ray_workers import install_workers, uninstall_workers
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 _VARIABLE = "PYTHONPATH"
@@ -20,12 +20,10 @@ _VARIABLE = "PYTHONPATH"
 def install_children() -> None:
     """Let processes that are started from now on install fsdp2."""
     os.environ[_VARIABLE] = os.pathsep.join([FOLDER, *_others()])
-    install_workers()
 
 
 def uninstall_children() -> None:
     """Let them be without again."""
-    uninstall_workers()
     if FOLDER not in os.environ.get(_VARIABLE, "").split(os.pathsep):
         return
     others = _others()

@@ -1,6 +1,5 @@
 """Optimizers of whole matrices over shards: each matrix is gathered on one rank only, its owner.
 
-base           MatrixOptimizer: a step, and the methods that a subclass implements
 muon           Muon, with torch's arguments and results
 newton_schulz  the nearest orthogonal matrix to each of several
 members        parameters in a step: matrices, rows, gradients on which ranks agree
@@ -14,8 +13,7 @@ momentum rows ──all-to-all──> whole matrices, each on its owner
 parameter rows <──all-to-all── updates
 """
 
-from fsdp2.optim.matrices.base import MatrixOptimizer
 from fsdp2.optim.matrices.muon import Muon
 from fsdp2.optim.matrices.owners import MatrixOwners
 
-__all__ = ["MatrixOptimizer", "MatrixOwners", "Muon"]
+__all__ = ["MatrixOwners", "Muon"]

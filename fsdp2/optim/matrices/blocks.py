@@ -29,12 +29,7 @@ Split = Callable[[str, torch.Tensor], "torch.Tensor | Iterable[torch.Tensor] | N
 
 @dataclass(frozen=True)
 class Box:
-    """Contiguous indices in each dim of a tensor.
-
-    Attributes:
-        starts: the first index of each dim.
-        lengths: the number of indices of each dim.
-    """
+    """Contiguous indices in each dim of a tensor."""
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -77,13 +72,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix in a parameter.
-
-    Attributes:
-        box: its elements.
-        shape: its rows and columns.
-        transposed: whether the dims of its columns precede those of its rows.
-    """
+    """A matrix in a parameter."""
 
     box: Box
     shape: tuple[int, int]
@@ -101,17 +90,7 @@ class Matrix:
 
 
 def matrices_of(name: str, shape: torch.Size, split: Split | None) -> tuple[Matrix, ...]:
-    """The matrices of a parameter; none, if it is to be stepped element by element.
-
-    Args:
-        name: the parameter's name.
-        shape: the parameter's full shape.
-        split: the user's choice. If it is or returns ``None``: the parameter itself, if it has two
-            dims.
-
-    Raises:
-        ValueError: the result of ``split`` does not cut the weight into boxes.
-    """
+    """The matrices of a parameter; none, if it is to be stepped element by element."""
     whole = torch.empty(shape, device="meta")
     chosen = None if split is None else split(name, whole)
     if chosen is None:
@@ -206,14 +185,7 @@ def _runs(whole: torch.Tensor, part: torch.Tensor) -> list[dict[int, int]] | Non
 
 @dataclass(frozen=True)
 class Spread:
-    """How a parameter is distributed over ranks.
-
-    Attributes:
-        ranks: all ranks of its mesh, in the mesh's order; only this rank for a plain parameter.
-        boxes: the box of each rank.
-        copies: for each rank, the number of the replica to which its box belongs.
-        position: the position of this rank among them.
-    """
+    """How a parameter is distributed over ranks."""
 
     ranks: tuple[int, ...]
     boxes: tuple[Box, ...]
@@ -232,17 +204,7 @@ def plain_spread(shape: torch.Size) -> Spread:
 
 
 def spread_of(name: str, spec: DTensorSpec, rows: torch.Size) -> Spread:
-    """How a DTensor is distributed.
-
-    Args:
-        name: the parameter's name, for messages.
-        spec: its spec.
-        rows: the shape of this rank's local tensor.
-
-    Raises:
-        ValueError: this rank is not part of its mesh, or `fully_shard` does not create such
-            placements.
-    """
+    """How a DTensor is distributed."""
     spread = _spread(spec.mesh, spec.placements, spec.shape)
     if spread is None or spread.own.lengths != tuple(rows):
         raise coded(

@@ -21,12 +21,7 @@ States = Mapping[torch.Tensor, ParamState]
 
 
 class Elementwise:
-    """Steps groups of parameters with a torch optimizer.
-
-    Args:
-        optimizer_class: a class that updates each element independently.
-        options: its options.
-    """
+    """Steps groups of parameters with a torch optimizer."""
 
     def __init__(
         self,

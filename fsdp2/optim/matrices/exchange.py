@@ -24,13 +24,7 @@ from fsdp2.ranks.transfers import exchange_messages
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A matrix of a member, and the position of its owner.
-
-    Attributes:
-        member: the parameter.
-        number: the number of the matrix in the parameter.
-        owner: a position in the member's `Spread`.
-    """
+    """A matrix of a member, and the position of its owner."""
 
     member: Member
     number: int
@@ -61,12 +55,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class Stack:
-    """This rank's matrices of one shape in a wave, that are updated by one call.
-
-    Attributes:
-        items: the matrices.
-        blocks: [items, *lengths of a box].
-    """
+    """This rank's matrices of one shape in a wave, that are updated by one call."""
 
     items: Sequence[Item]
     blocks: torch.Tensor
@@ -115,13 +104,7 @@ class Message:
 
 
 class Wave:
-    """Matrices that are exchanged in one message per direction.
-
-    Args:
-        items: in the order of members; the same on all ranks of ``line``.
-        line: the ranks.
-        stacked: whether matrices of equal shape are updated by one call.
-    """
+    """Matrices that are exchanged in one message per direction."""
 
     def __init__(self, items: Sequence[Item], line: Line, stacked: bool) -> None:
         me = line.position
@@ -149,11 +132,7 @@ class Wave:
         self.all_nbytes = sum(item.matrix.box.numel for item in items) * line.dtype.itemsize
 
     def start(self, rows: Mapping[Member, torch.Tensor]) -> Message:
-        """Send this rank's rows to owners.
-
-        Args:
-            rows: what is sent for each member, in the shape of its rows.
-        """
+        """Send this rank's rows to owners."""
         message = Message(self.line, self._to_owners, self._to_me)
         message.fill(lambda piece: _own(piece).of(rows[piece.item.member]))
         message.start()

@@ -39,16 +39,7 @@ WORD = 62
 
 @dataclass(eq=False)
 class Line:
-    """Ranks that exchange rows.
-
-    Attributes:
-        group: their process group; ``None`` if there is no other rank.
-        order: for each rank of the group, the position in `Spread`.
-        position: the position of this rank in `Spread`.
-        ranks: global ranks, by position.
-        dtype: the dtype of messages.
-        device: the device of messages.
-    """
+    """Ranks that exchange rows."""
 
     group: ProcessGroup | None
     order: tuple[int, ...]
@@ -60,17 +51,7 @@ class Line:
 
 @dataclass(eq=False)
 class Member:
-    """A parameter with matrices.
-
-    Attributes:
-        param: the parameter.
-        name: its name in the user's model; empty if the optimizer got no names.
-        group: the index of its parameter group.
-        unit: its unit; ``None`` if it has none.
-        matrices: the matrices in it.
-        spread: its distribution over ranks.
-        line: the ranks that exchange its rows.
-    """
+    """A parameter with matrices."""
 
     param: torch.Tensor
     name: str
@@ -86,11 +67,7 @@ class Member:
         return local_of(self.param)
 
     def gradient(self) -> torch.Tensor | None:
-        """This rank's elements of the gradient.
-
-        Raises:
-            TypeError: it is not a tensor like the parameter.
-        """
+        """This rank's elements of the gradient."""
         grad, param = self.param.grad, self.param
         if grad is None:
             return None
@@ -109,12 +86,7 @@ class Member:
 
 
 class MatrixMembers:
-    """The members of an optimizer, in its order.
-
-    Args:
-        split: the user's choice of matrices.
-        travels_as: a function from the dtype of gradients to that of messages.
-    """
+    """The members of an optimizer, in its order."""
 
     def __init__(
         self, split: Split | None, travels_as: Callable[[torch.dtype], torch.dtype]

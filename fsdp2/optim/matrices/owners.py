@@ -43,13 +43,7 @@ class MatrixOwners:
 
 @dataclass
 class Tally:
-    """Work of ranks so far.
-
-    Attributes:
-        flops: per rank.
-        nbytes: per rank.
-        matrices: per rank.
-    """
+    """Work of ranks so far."""
 
     flops: list[float]
     nbytes: list[int]
@@ -89,10 +83,6 @@ def join_units(units: Sequence[Sequence[Weight]], ranks: int) -> list[range]:
 
     In a run of several units, a rank owns at most half of the bytes of the largest unit, or the
     bytes of the largest matrix.
-
-    Args:
-        units: the matrices of each unit.
-        ranks: the number of ranks that may own them.
     """
     largest = max((sum(w[1] for w in unit) for unit in units), default=0)
     bound = max(largest // 2, max((w[1] for unit in units for w in unit), default=0))

@@ -6,7 +6,6 @@ owners     assigned at a matrix's first gradient, so that frozen matrices do not
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -39,17 +38,10 @@ def specs_of(groups: Iterable[ParamGroupOptions]) -> Specs:
 
 @dataclass(eq=False)
 class StepPlan:
-    """Owners and messages.
-
-    Attributes:
-        members: all parameters with matrices.
-        specs: the facts on which it depends.
-        is_loaded: whether state was replaced since the last check.
-    """
+    """Owners and messages."""
 
     members: MatrixMembers
     specs: Specs
-    is_loaded: bool = True
     _items: dict[Member, list[Item]] = field(default_factory=dict)
     _loads: dict[Line, Tally] = field(default_factory=dict)
     _known: dict[tuple[bool, ...], list[Wave]] = field(default_factory=dict)
@@ -92,17 +84,12 @@ class StepPlan:
                 joined = [member for index in run for member in units[index]]
                 fresh = [m for m in joined if m not in self._items]
                 if fresh:
-                    self.is_loaded = True
                     keys = list(_matrices(fresh))
                     owners = assign([weigh(Item(*key, 0)) for key in keys], load)
                     for key, owner in zip(keys, owners, strict=True):
                         self._items.setdefault(key[0], []).append(Item(*key, owner))
                 waves.append(Wave([i for m in joined for i in self._items[m]], line, batched))
         return waves
-
-    def items(self) -> Iterator[Item]:
-        """Matrices that have owners, in the order in which they got them."""
-        return itertools.chain.from_iterable(self._items.values())
 
     def owners(self) -> list[MatrixOwners]:
         """The owners of matrices, for each mesh."""

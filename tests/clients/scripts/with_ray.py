@@ -45,8 +45,11 @@ def trainer(case):
 
 
 if __name__ == "__main__":
-    environment = {"PYTHONPATH": HERE}
-    ray.init(num_cpus=2 * RANKS, include_dashboard=False, runtime_env={"env_vars": environment})
+    environment = {
+        "env_vars": {"PYTHONPATH": os.pathsep.join([HERE, *filter(None, sys.path)])},
+        "worker_process_setup_hook": "fsdp2.install",
+    }
+    ray.init(num_cpus=2 * RANKS, include_dashboard=False, runtime_env=environment)
     globals()[sys.argv[1]](sys.argv[1])
     for rank in range(RANKS):
         with open(os.path.join(SCRATCH, f"worker{rank}")) as file:
