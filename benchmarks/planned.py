@@ -1,147 +1,430 @@
-"""Planned and measured steps of `train_lm` on this CPU, side by side, with every error.
+"""Plans of `fsdp2.plan` beside what was measured: time of steps, and memory at the peak.
 
-    python benchmarks/planned.py                              # 12 configurations, 3 rounds
-    python benchmarks/planned.py --rounds 5 --json FILE --machine this_machine.json
+    python -m benchmarks.planned                                    # decoders, one GPU
+    python -m benchmarks.planned --presets 1.1b,1.9b-moe --ranks 2  # two GPUs, over NCCL
+    python -m benchmarks.planned --train-lm                         # 12 configurations, on a CPU
+    python -m benchmarks.planned --memory                           # peaks on two ranks of a CPU
 
-In every round the machine is calibrated, and then each configuration is trained. The plan knows the
-median of each calibrated figure; a step's time is the median over rounds of a run's median. So both
-are of the same hour: what else runs changes both. With ``--use FILE`` an older calibration counts.
+**Decoders** are those of `benchmarks.step`. This machine is measured first (`fsdp2 calibrate`),
+unless ``--machine`` names a file. Then steps of fsdp2 take turns, and each is planned from the same
+model, loss and calls of `fully_shard`; nothing is fitted. Without ``--ranks`` the collectives are
+the null group's, which cost nothing in the plan, either: compute, the engine's copies, the host and
+memory are compared. A GPU's memory has the workspaces of libraries, which a plan does not know.
+
+**train_lm** (``--train-lm``): in each round the machine is calibrated, and then each configuration
+trains. The plan has the median of each calibrated figure; a step's time is the median over rounds
+of a run's median.
+
+**Peaks** (``--memory``): models train with AdamW, of one thread per rank. The peak is the most
+bytes that torch's CPU allocator has given out at once in eight steps, on both ranks. Gloo gathers
+into a copy of its own, at some time between the launch and the wait; a plan counts it for all of
+that time. "outside" compares with all peaks that this timing allows. It needs c++ and ninja.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import ctypes
+import dataclasses
+import gc
+import math
+import os
 import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-if __package__ in (None, ""):  # run as a script
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+import torch
+import torch.nn.functional as F
+import torch.utils.cpp_extension
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks import harness, models, variants
+from fsdp2 import MixedPrecisionPolicy
 from fsdp2.examples import train_lm
-from fsdp2.examples.options import parse
+from fsdp2.examples.options import parse as parse_train_lm
+from fsdp2.planning import Hardware, Plan, Settings, plan
 from fsdp2.planning.calibrate import measure_cpu, median_of
 from fsdp2.planning.hardware import load, write
+from fsdp2.planning.presets import Block, Shape
+from fsdp2.planning.rehearsal import policy_of, shard_as_planned
+from fsdp2.record.notes import Operation
+from fsdp2.testing.stand_in import device as stand_in
 
-RANKS = (1, 2, 4)
+RECOMPUTED = ", recomputed"
+
+
+def error(expected: float, seen: float) -> str:
+    return f"{expected / seen - 1:+.1%}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Decoders
+
+
+def calibrated(device: str, ranks: int) -> Hardware:
+    """This machine's figures, by processes that end before anything else runs."""
+    kind = "cuda" if device == "cuda" else "cpu"
+    threads = {} if ranks or kind == "cuda" else {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "fsdp2", "calibrate", "--device", kind]
+    if ranks and kind == "cuda":
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command[2:2] = [*launcher, "-m"]
+    elif ranks:
+        command += ["--ranks", str(ranks)]
+    with tempfile.TemporaryDirectory(prefix="fsdp2-machine-") as folder:
+        file = Path(folder, "machine.json")
+        command += ["-o", str(file)]
+        subprocess.run(command, cwd=harness.ROOT, env={**os.environ, **threads}, check=True)
+        return load(file)
+
+
+def as_measured(machine: Hardware, device: str, ranks: int) -> Hardware:
+    """The machine as the steps find it: its collectives and its allocator.
+
+    The null group's collectives take a call of the host, and no time of the device's; its process
+    shares the cores with no other.
+    """
+    changes: dict[str, Any] = {"backend": "gloo" if device == "cpu" and ranks else "nccl"}
+    if device == stand_in.NAME:
+        changes |= {"device": "cuda", "rounding": 1}
+    if not ranks:
+        changes |= {"link": math.inf, "network": math.inf, "shared": False}
+        changes |= {"link_latency": 0.0, "network_latency": 0.0}
+        changes |= {"host_collective": machine.host_op}
+    return dataclasses.replace(machine, **changes)
+
+
+class _None(torch.optim.Optimizer):
+    """The steps have no optimizer."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: object = None) -> None:
+        pass
+
+
+def planned_step(shape: Shape, spec: dict[str, Any], machine: Hardware) -> Plan:
+    """The step of `step.decoder_step`, on paper."""
+    logits: list[Tensor] = []  # the step's, which has them until it ends
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        tokens, targets = batch
+        logits[:] = []
+        logits.append(model(tokens).float())
+        return F.cross_entropy(logits[0].flatten(0, 1), targets.flatten())
+
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return plan(
+        lambda: models.Decoder(shape),
+        lambda: torch.zeros(2, 1, shape.seq, dtype=torch.long),
+        units={Block},
+        mesh=spec["ranks"] or spec["world_size"],
+        hardware=machine,
+        loss=loss,
+        optimizer=_None,
+        tokens=shape.seq,
+        checkpointing=spec["recompute"],
+        precision=mixed if spec["precision"] == "mixed" else None,
+    )
+
+
+def measure_decoders(options: argparse.Namespace) -> dict[str, Any]:
+    if options.device == stand_in.NAME:
+        stand_in.build()
+    machine = load(options.machine) if options.machine else None
+    machine = machine or calibrated(options.device, options.ranks)
+    specs = {}
+    for presets, recompute in ((options.presets, False), (options.recomputed, True)):
+        for preset in presets:
+            specs[preset + RECOMPUTED * recompute] = {
+                **{"model": preset, "variant": "fsdp2", "precision": options.precision},
+                **{"world_size": 8, "ranks": options.ranks, "device": options.device},
+                **{"shape": models.as_spec(models.PRESETS[preset]), "recompute": recompute},
+            }
+    lost: dict[str, str] = {}
+    request = {"steps": options.steps, "clock": "wall"}
+    found = harness.measure("step", specs, options.rounds, options.ranks, lost, **request)
+    rows: dict[str, dict[str, float]] = {}
+    there = as_measured(machine, options.device, options.ranks)
+    for name, each in found.items():
+        made = planned_step(models.shape_of(specs[name]["shape"]), specs[name], there)
+        duration = "device" if "device" in each else "wall"
+        row = {"planned ms": made.time.step * 1e3, "ms": statistics.median(each[duration])}
+        if "allocated" in each:
+            row["planned GB"] = made.memory.peak.rounded / 1e9
+            row["GB"] = statistics.median(each["allocated"])
+        rows[name] = row
+        said = [f"{name}: {row['planned ms']:.2f} ms planned, {row['ms']:.2f} measured"]
+        said.append(error(row["planned ms"], row["ms"]))
+        if "GB" in row:
+            said.append(f"{row['planned GB']:.4f} GB planned, {row['GB']:.4f} measured")
+            said.append(error(row["planned GB"], row["GB"]))
+        print(", ".join(said))
+    for name, why in lost.items():
+        print(f"{name}: {why}")
+    return {"options": vars(options), "machine": machine, "rows": rows, "lost": lost}
+
+
+# ---------------------------------------------------------------------------------------------
+# train_lm
+
 STEPS, STEPS_OF_MEDIUM = 80, 12
 """`train_lm` reports every tenth step of the former, and each of the latter."""
-
 CONFIGURATIONS = (
-    "--preset tiny --nproc 1",
-    "--preset tiny --nproc 2",
-    "--preset tiny --nproc 4",
-    "--preset small --nproc 1",
-    "--preset small --nproc 2",
-    "--preset small --nproc 4",
+    *(f"--preset {preset} --nproc {ranks}" for preset in ("tiny", "small") for ranks in (1, 2, 4)),
     "--preset small --nproc 2 --grad-accum 2",
     "--preset small --nproc 2 --activation-checkpointing",
     "--preset small --nproc 2 --reshard-after-forward never",
     "--preset small --nproc 4 --replicate 2",
-    "--preset medium --nproc 1 --batch-size 4 --seq-len 64",
-    "--preset medium --nproc 2 --batch-size 4 --seq-len 64",
+    *(f"--preset medium --nproc {ranks} --batch-size 4 --seq-len 64" for ranks in (1, 2)),
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One configuration.
-
-    Attributes:
-        options: of `train_lm`.
-        planned: seconds of a step.
-        measured: the same, the median over rounds.
-    """
-
-    options: str
-    planned: float
-    measured: float
-
-    @property
-    def error(self) -> float:
-        """Of the plan, as a part of what was measured."""
-        return self.planned / self.measured - 1
-
-
-def planned(options: str, machine: Path) -> float:
-    """Seconds of a step."""
-    return train_lm.plan_step(parse([*options.split(), "--plan", str(machine)], None)).time.step
-
-
-def measured(options: str) -> float:
+def measured_run(options: str) -> float:
     """Seconds of a step: the median over a run's reports but the first, which makes buffers."""
     steps = STEPS_OF_MEDIUM if "medium" in options else STEPS
     command = [sys.executable, "-m", train_lm.MODULE, *options.split(), "--steps", str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200)
     found = re.findall(r"^step .* ([\d,]+) tokens/s", done.stdout, flags=re.MULTILINE)
     assert len(found) > 2, done.stdout
-    settings = parse(options.split(), None)
+    settings = parse_train_lm(options.split(), None)
     tokens = settings.batch_size * settings.seq_len
     return statistics.median(tokens / float(rate.replace(",", "")) for rate in found[1:])
 
 
-def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's, of values without ties."""
-    count = len(pairs)
-    places = [
-        {value: place for place, value in enumerate(sorted(column))}
-        for column in zip(*pairs, strict=True)
-    ]
-    squares = sum((places[0][a] - places[1][b]) ** 2 for a, b in pairs)
-    return 1 - 6 * squares / (count * (count**2 - 1))
+def measure_train_lm(only: str, rounds: int, machine: str | None) -> list[dict[str, Any]]:
+    """A row of seconds for each configuration that has some words in it."""
+    seconds: dict[str, list[float]] = {each: [] for each in CONFIGURATIONS if only in each}
+    machines = []
+    for _ in range(rounds):
+        if machine is None:
+            machines.append(measure_cpu((1, 2, 4)))
+        for options, found in seconds.items():
+            found.append(measured_run(options))
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "machine.json")
+        write(load(machine) if machine else median_of(machines), file)
+        for options, found in seconds.items():
+            given = parse_train_lm([*options.split(), "--plan", str(file)], None)
+            expected, seen = train_lm.plan_step(given).time.step, statistics.median(found)
+            row = {"options": options, "planned": expected, "measured": seen, "rounds": found}
+            rows.append({**row, "error": expected / seen - 1})
+    return rows
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown."""
-    lines = ["| options | planned, ms | measured, ms | error |", "|---|---|---|---|"]
-    lines += [
-        f"| `{row.options}` | {row.planned * 1e3:.1f} | {row.measured * 1e3:.1f} "
-        f"| {row.error:+.0%} |"
+# ---------------------------------------------------------------------------------------------
+# Peaks
+
+RANKS, WARMUP, COUNTED = 2, 2, 8
+
+
+@cache
+def allocator() -> Any:
+    """An allocator around torch's own, which counts bytes of all threads; of C++, and compiled.
+
+    torch's profiler does not see what gloo's threads free.
+    """
+    source = Path(__file__).with_name("cpu_memory.cpp")
+    options: Any = {"is_python_module": False}
+    library = ctypes.CDLL(
+        torch.utils.cpp_extension.load("fsdp2_cpu_memory", [str(source)], **options)
+    )
+    library.fsdp2_peak.restype = ctypes.c_int64
+    return library
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is planned and trained: how to make it and a batch, its units, its loss."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Any]
+    unit: type[nn.Module]
+    loss: Callable[[nn.Module, Any], Tensor]
+
+
+class Residual(nn.Module):
+    """Two linear layers behind a norm."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        layers = nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        done: Tensor = x + self.layers(x)
+        return done
+
+
+class Convolution(nn.Sequential):
+    """A convolution, a batch norm and a ReLU."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__(nn.Conv2d(width, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU())
+
+
+def _squared(model: nn.Module, batch: Tensor) -> Tensor:
+    found: Tensor = model(batch).float().square().mean()
+    return found
+
+
+def _predicted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+
+def subjects() -> dict[str, Subject]:
+    """The models, by name."""
+
+    def decoder(ffn: int, experts: int) -> Subject:
+        shape = Shape(256, 4, ffn, 8, 4, 2048, 128, experts, 2)
+        tokens = (torch.arange(4 * 128) % 2048).view(4, 128)
+        make = lambda: models.Decoder(shape)  # noqa: E731  # as the others
+        return Subject(make, lambda: (tokens, tokens.clone()), Block, _predicted)
+
+    def encoder() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
+        return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+    def images() -> nn.Module:
+        blocks = [Convolution(3, 16), Convolution(16, 32), Convolution(32, 64)]
+        head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+        return nn.Sequential(*blocks, *head)
+
+    return {
+        "MLP": Subject(
+            lambda: nn.Sequential(*(Residual(256) for _ in range(6))),
+            *(lambda: torch.zeros(512, 256), Residual, _squared),
+        ),
+        "Llama": decoder(704, 0),
+        "mixture of experts": decoder(256, 8),
+        "transformer encoder": Subject(
+            encoder, lambda: torch.zeros(8, 128, 128), nn.TransformerEncoderLayer, _squared
+        ),
+        "conv net": Subject(
+            images,
+            lambda: (torch.zeros(16, 3, 32, 32), torch.arange(16) % 10),
+            *(Convolution, _predicted),
+        ),
+    }
+
+
+def make_worker(spec: dict[str, Any]) -> harness.Handler:
+    harness.join_ranks(spec, RANKS)
+    memory, known = allocator(), subjects()
+    memory.fsdp2_count()
+    mesh = init_device_mesh("cpu", (RANKS,))
+
+    def handle(request: dict[str, Any]) -> dict[str, Any]:
+        gc.collect()
+        subject = known[request["subject"]]
+        model = subject.make()
+        settings = Settings(mesh=(RANKS,), checkpointing=request["recompute"])
+        shard_as_planned(model, mesh, settings, policy_of((subject.unit,)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = subject.batch()
+        for number in range(WARMUP + COUNTED):
+            if number == WARMUP:
+                memory.fsdp2_peak()
+            subject.loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"peak": memory.fsdp2_peak()}
+
+    return handle
+
+
+def measure_memory(only: str, rounds: int) -> list[dict[str, Any]]:
+    """A row of bytes for each model that has some words in its name, and recomputed."""
+    machine = dataclasses.replace(load("epyc-2core"), memory=2**40, reserved=0)
+    allocator()  # compiled once
+    rows = []
+    with harness.pool("planned", {"ranks": {}}, RANKS, at_once=True) as pool:
+        for name, subject in subjects().items():
+            for recompute in (False, True) if only in name else ():
+                made = plan(
+                    *(subject.make, subject.batch),
+                    units={subject.unit},
+                    mesh=RANKS,
+                    hardware=machine,
+                    loss=subject.loss,
+                    checkpointing=recompute,
+                )
+                asked = {"subject": name, "recompute": recompute}
+                found = [pool["ranks"].ask(**asked)["peak"] for _ in range(rounds)]
+                expected, seen = made.memory.peak.live, statistics.median(found)
+                row = {"model": name + RECOMPUTED * recompute, "planned": expected}
+                row |= {"measured": seen, "rounds": found, "error": expected / seen - 1}
+                rows.append({**row, "outside": outside(expected, _largest_gather(made), seen)})
+    return rows
+
+
+def outside(expected: float, copy: float, seen: float) -> float:
+    """How far a peak is from all that timing allows: with gloo's copy, and without it."""
+    return abs(min(max(seen, expected - copy), expected) / seen - 1)
+
+
+def _largest_gather(made: Plan) -> int:
+    notes = made.rehearsal.recording.notes
+    gathers = (n for n in notes if isinstance(n, Operation) and n.name == "all-gather")
+    return max(note.nbytes for note in gathers)
+
+
+def print_rows(rows: list[dict[str, Any]], label: str, unit: str, scale: float) -> None:
+    """A table, and how many are how near."""
+    shown = [
+        (row[label], *(f"{row[k] * scale:.2f}" for k in ("planned", "measured")), row["error"])
         for row in rows
     ]
-    worst = max(abs(row.error) for row in rows)
-    within = sum(abs(row.error) <= 0.1 for row in rows)
-    lines.append("")
-    lines.append(f"{within} of {len(rows)} within 10 %; the worst is off by {worst:.0%}.")
-    if len(rows) > 1:
-        found = rank_correlation([(row.planned, row.measured) for row in rows])
-        lines.append(f"Rank correlation {found:.2f}.")
-    return "\n".join(lines)
+    cells = [(*row[:-1], f"{row[-1]:+.1%}") for row in shown]
+    print(harness.markdown((label, f"planned, {unit}", f"measured, {unit}", "error"), cells))
+    for limit in (0.03, 0.10):
+        within = sum(abs(row["error"]) <= limit for row in rows)
+        print(f"{within} of {len(rows)} within {limit:.0%}")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--use", type=Path, help="a file of fsdp2 calibrate")
-    parser.add_argument("--machine", type=Path, default=Path("this_machine.json"), help="written")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="configurations with these words")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args(argv)
-    seconds: dict[str, list[float]] = {
-        options: [] for options in CONFIGURATIONS if args.only in options
-    }
-    machines = []
-    for turn in range(args.rounds):
-        if args.use is None:
-            machines.append(measure_cpu(RANKS))
-        for options, found in seconds.items():
-            found.append(measured(options))
-        print(f"round {turn + 1} of {args.rounds}", file=sys.stderr, flush=True)
-    write(load(args.use) if args.use else median_of(machines), args.machine)
-    rows = [
-        Row(options, planned(options, args.machine), statistics.median(found))
-        for options, found in seconds.items()
-    ]
-    print(table(rows))
-    if args.json is not None:
-        data = [{**asdict(row), "error": row.error, "rounds": seconds[row.options]} for row in rows]
-        args.json.write_text(json.dumps(data, indent=2) + "\n")
+# ---------------------------------------------------------------------------------------------
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    devices = ("cuda", "cpu", stand_in.NAME)
+    parser = harness.make_parser(__doc__, rounds=5, steps=8, devices=devices)
+    known = harness.among(models.PRESETS)
+    parser.add_argument("--presets", type=known, default="1.1b,2.8b,1.9b-moe", help="comma list")
+    parser.add_argument("--recomputed", type=known, default=[], help="presets, recomputed, too")
+    parser.add_argument("--ranks", type=int, default=0, help="real ones; default: none are")
+    parser.add_argument("--precision", choices=variants.PRECISIONS, default="mixed")
+    parser.add_argument("--machine", help="a file of `fsdp2 calibrate`; default: calibrates")
+    parser.add_argument("--train-lm", action="store_true", help="steps of train_lm instead")
+    parser.add_argument("--memory", action="store_true", help="peaks of CPU models instead")
+    parser.add_argument("--only", default="", help="of the last two: those with these words")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    print(harness.describe(harness.environment(options.device)))
+    results: Any
+    if options.memory:
+        results = measure_memory(options.only, options.rounds)
+        print_rows(results, "model", "MB", 1e-6)
+    elif options.train_lm:
+        results = measure_train_lm(options.only, options.rounds, options.machine)
+        print_rows(results, "options", "ms", 1e3)
+    else:
+        results = measure_decoders(options)
+    harness.write_json(options.json, results, options.device)
+    if isinstance(results, dict) and results["lost"]:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """fsdp2's schedule, stream by stream, as a timeline on paper. No processes.
 
-    python benchmarks/streams.py --to streams.json      # and streams.html, to look at
+    python -m benchmarks.streams --to streams.json      # and streams.html, to look at
 
 Four equal blocks in mixed precision over 8 ranks, and 2 copies (HSDP), in a steady step.
 Durations are made up, and in the proportion of a block of 200 M parameters on eight GPUs: the page
@@ -12,10 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-
-if __package__ in (None, ""):  # run as a script
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 
@@ -66,11 +62,7 @@ def size(buffer: Allocation) -> tuple[str, int]:
 
 
 def schedule(copies: int = 2) -> Timeline:
-    """A steady step of the blocks.
-
-    Args:
-        copies: ranks of the replicate axis.
-    """
+    """A steady step of the blocks, over so many replicas."""
     names = [f"blocks.{number}" for number in range(BLOCKS)]
     leaves = [Node(name, shapes=((8, 8),)) for name in names]
     device = VirtualDevice()
