@@ -1,284 +1,221 @@
-"""Time of a load, that training stands still for a save, and until it is durable: ours and DCP's.
+"""Saves, loads and Hugging Face folders: fsdp2's beside those of torch's DCP.
 
-    python benchmarks/checkpoint.py                          # 2 ranks, 64, 128 and 256 MB of state
-    python benchmarks/checkpoint.py --sizes 512 1024 2048 --folder /mnt/disk
-    python benchmarks/checkpoint.py --variants load dcp-load --rounds 9
-    python benchmarks/checkpoint.py --json benchmarks/results/checkpoint/DATE.json
+    python -m benchmarks.checkpoint                       # 2 ranks, 256 MB of state
+    python -m benchmarks.checkpoint --sizes 512,1024 --folder /mnt/disk
+    python -m benchmarks.checkpoint --parameters 10000    # many small parameters, per rank
 
-State is parameters and both of AdamW's, of all ranks together; the model, the disk and the ranks
-are the same for all, and rounds are interleaved. The variants are
+State is parameters and both states of AdamW, of all ranks together. The variants are
 
-    save          `fsdp2.checkpoint.save`: checksums, synced, one rename
-    async         `fsdp2.checkpoint.async_save`
-    save-unsynced, async-unsynced   the same without any sync, which only this benchmark can
-    dcp           ``torch.distributed.checkpoint.save`` as it comes, which syncs, without checksums
-    dcp-unsynced  the same with ``FileSystemWriter(sync_files=False)``
-    dcp-async, dcp-async-unsynced   ``async_save``, over a process group of its own
-    load          `fsdp2.checkpoint.load` of model and optimizer
-    dcp-load      ``torch.distributed.checkpoint.load``, each of what its own `save` has written
+    save, async          `fsdp2.checkpoint.save` and `async_save`: checksums, synced, one rename
+    dcp, dcp-async       `torch.distributed.checkpoint.save` and `async_save`, which sync
+    load, dcp-load       of model and optimizer; each of what its own save has written
+    export, dcp-export   a folder for Hugging Face's libraries: `fsdp2.checkpoint.export`, and DCP's
+                         HuggingFaceStorageWriter, which rank 0 consolidates
+    pretrained, dcp-pretrained   `load_pretrained`, and DCP's HuggingFaceStorageReader
 
-Behind each call a training step runs. *stall* is the time of the call (torch's `get_state_dict`
-included, which DCP needs) and what the optimizer waits for the copy; that the step itself is slower
-beside a copy is not in it. *durable* is the time from the call until the save is over. Both are of
-the slowest rank, medians over rounds after one that warms up, with the lowest and the highest. A
-load has one time, that of the call, `set_state_dict` included; it reads what is in the system's
-memory still. *memory* is rank 0's peak of resident memory above what it was before, in any round
-but the first. A ratio to DCP is the median over rounds of the ratio in each round.
+*stall* is the time of the call, torch's `get_state_dict` included, which DCP needs. *durable* is
+the time from the call until the save is over; a training step runs meanwhile. DCP's Hugging Face
+writer does not sync. Both are of the slowest rank, with the rounds interleaved after one that warms
+up. Loads read what is in the system's memory. *MiB* is rank 0's peak of resident memory above what
+it was before; *cpu* its processor time.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
-
-if __package__ in (None, ""):  # run as a script
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 import fsdp2
-from benchmarks import stats
-from fsdp2.checkpoint import files, staging
+from benchmarks import harness
 
-VARIANTS = (
-    *("save", "dcp", "async", "dcp-async"),
-    *("save-unsynced", "dcp-unsynced", "async-unsynced", "dcp-async-unsynced"),
-    *("load", "dcp-load"),
-)
-KINDS = ("stall", "durable")  # of time; a load has the second alone
-WIDTH = 1024
-MIB = 1 << 20
-
-
-class Unsynced(files.Disk):
-    """Leaves all to the system."""
-
-    def sync(self, file: Any) -> None:
-        file.flush()
-
-    def sync_folder(self, path: Path) -> None:
-        pass
-
-    def start_writing(self, file: Any, start: int, length: int) -> None:
-        pass
+BASES = {
+    **{"save": "dcp", "async": "dcp-async", "load": "dcp-load"},
+    **{"export": "dcp-export", "pretrained": "dcp-pretrained"},
+}
+"""What each of ours is compared with."""
+VARIANTS = (*BASES, *BASES.values())
+FILES = {"load": "save", "dcp-load": "dcp", "pretrained": "export", "dcp-pretrained": "export"}
+"""Who writes what a load reads."""
+WIDTH, MIB = 1024, 1 << 20
 
 
-def make_model(megabytes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    blocks = max(1, round(megabytes * MIB / (3 * 4 * WIDTH * WIDTH)))
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(blocks)))
-    for block in model:
-        fsdp2.fully_shard(block)
+def make_model(megabytes: int, parameters: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    if parameters:
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(parameters // 2)))
+        for start in range(0, len(model), 50):
+            fsdp2.fully_shard(list(model[start : start + 50]))
+    else:
+        blocks = max(1, round(megabytes * MIB / (3 * 4 * WIDTH * WIDTH)))
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(blocks)))
+        for block in model:
+            fsdp2.fully_shard(block)
     fsdp2.fully_shard(model)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+class Calls:
+    """The variants, over one model; a call returns what to wait for, if anything."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.group = dist.new_group(backend="gloo")  # DCP's threads have one of their own
+
+    def train_step(self) -> None:
+        width = next(self.model.parameters()).shape[-1]
+        self.model(torch.ones(2, width)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self, variant: str, folder: Path) -> Any:
+        ours: dict[str, Callable[[], Any]] = {
+            "save": lambda: fsdp2.checkpoint.save(folder, self.model, self.optimizer, step=1),
+            "async": lambda: fsdp2.checkpoint.async_save(
+                folder, self.model, self.optimizer, step=1
+            ),
+            "load": lambda: fsdp2.checkpoint.load(folder, self.model, self.optimizer),
+            "export": lambda: fsdp2.checkpoint.export(folder, self.model, shard_size=1 << 40),
+            "pretrained": lambda: fsdp2.checkpoint.load_pretrained(self.model, folder),
+        }
+        if variant not in ours:
+            return self._run_dcp(variant, folder)
+        found = ours[variant]()
+        return found if variant == "async" else None
+
+    def _run_dcp(self, variant: str, folder: Path) -> Any:
+        from torch.distributed.checkpoint import hf_storage
+
+        if variant == "dcp-export":
+            state = get_model_state_dict(self.model)
+            writer = hf_storage.HuggingFaceStorageWriter(
+                str(folder),
+                fqn_to_index_mapping=dict.fromkeys(state, 1),
+                save_distributed=True,
+                enable_consolidation=True,
+            )
+            dcp.save(state, storage_writer=writer)
+        elif variant == "dcp-pretrained":
+            reader = hf_storage.HuggingFaceStorageReader(str(folder))
+            dcp.load(get_model_state_dict(self.model), storage_reader=reader)
+        else:
+            own, states = get_state_dict(self.model, self.optimizer)
+            both = {"model": own, "optimizer": states}
+            if variant == "dcp-async":
+                return dcp.async_save(both, checkpoint_id=folder, process_group=self.group)
+            if variant == "dcp":
+                dcp.save(both, checkpoint_id=folder, process_group=self.group)
+            else:
+                dcp.load(both, checkpoint_id=folder)
+                model, optimizer = self.model, self.optimizer
+                set_state_dict(model, optimizer, model_state_dict=own, optim_state_dict=states)
+        return None
 
 
-@contextmanager
-def waits() -> Iterator[list[float]]:
-    """Seconds that writers have waited for copies."""
-    found: list[float] = []
-    original = staging.Copy.wait
+def make_worker(spec: dict[str, Any]) -> harness.Handler:
+    rank = harness.join_ranks(spec, spec["ranks"])
+    calls = Calls(*make_model(spec["size"], spec["parameters"]))
+    calls.train_step()
+    root = Path(spec["folder"])
 
-    def wait(copy: staging.Copy) -> None:
-        start = time.perf_counter()
-        original(copy)
-        found.append(time.perf_counter() - start)
+    def handle(request: dict[str, Any]) -> dict[str, Any]:
+        variant = request["variant"]
+        writes = variant not in FILES
+        folder = root / FILES.get(variant, variant)
+        dist.barrier()
+        if rank == 0 and writes:
+            shutil.rmtree(folder, ignore_errors=True)
+        missing = not writes and not folder.exists()
+        dist.barrier()
+        if missing:
+            calls.run(FILES[variant], folder)
+            dist.barrier()
+        before = _resident("VmRSS", reset=True)
+        start, cpu = time.perf_counter(), time.process_time()
+        pending = calls.run(variant, folder)
+        stall = durable = time.perf_counter() - start
+        if pending is not None:
+            calls.train_step()
+            pending.result()
+            durable = time.perf_counter() - start
+        used, peak = time.process_time() - cpu, _resident("VmHWM") - before
+        dist.barrier()
+        times = {"stall": stall, "durable": durable, "cpu": used}
+        return {name: seconds * 1e3 for name, seconds in times.items()} | {"MiB": peak}
 
-    with mock.patch.object(staging.Copy, "wait", wait):
-        yield found
+    return handle
 
 
-def resident(key: str) -> float:
-    """MiB: VmRSS now, or VmHWM, the peak since `reset_peak`; Linux."""
+def _resident(key: str, reset: bool = False) -> float:
+    """MiB: VmRSS now, or VmHWM, the peak since it was ``reset``; Linux."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) / 1024
     raise RuntimeError(f"/proc/self/status has no {key}")
 
 
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def load_once(
-    variant: str, root: Path, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[float, float, float]:
-    """As of `measure_once`; what is loaded is saved in the first call, which warms up."""
-    folder = root / f"saved-{variant}"
-    saved = folder.exists()
-    dist.barrier()  # all have looked
-    if not saved and variant == "load":
-        fsdp2.checkpoint.save(folder, model, optimizer, step=1)
-    elif not saved:
-        own, states = get_state_dict(model, optimizer)
-        dcp.save({"model": own, "optimizer": states}, checkpoint_id=folder)
-    dist.barrier()
-    reset_peak()
-    before, start = resident("VmRSS"), time.perf_counter()
-    if variant == "load":
-        fsdp2.checkpoint.load(folder, model, optimizer)
-    else:
-        own, states = get_state_dict(model, optimizer)
-        dcp.load({"model": own, "optimizer": states}, checkpoint_id=folder)
-        set_state_dict(model, optimizer, model_state_dict=own, optim_state_dict=states)
-    taken = time.perf_counter() - start
-    return taken, taken, resident("VmHWM") - before
-
-
-def measure_once(
-    variant: str,
-    root: Path,
-    number: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    group: Any,
-) -> tuple[float, float, float]:
-    """(stall, durable) in seconds, and the peak of memory in MiB."""
-    if variant in ("load", "dcp-load"):
-        return load_once(variant, root, model, optimizer)
-    synced = not variant.endswith("-unsynced")
-    kind = variant.removesuffix("-unsynced")
-    folder = root / f"{variant}-{number}"
-    dist.barrier()
-    reset_peak()
-    before = resident("VmRSS")
-    patched = nullcontext() if synced else mock.patch.object(files, "DISK", Unsynced())
-    with patched, waits() as waited:
-        start = time.perf_counter()
-        pending: Any = None
-        if kind == "save":
-            fsdp2.checkpoint.save(folder, model, optimizer, step=1)
-        elif kind == "async":
-            pending = fsdp2.checkpoint.async_save(folder, model, optimizer, step=1)
-        else:
-            own, states = get_state_dict(model, optimizer)
-            state = {"model": own, "optimizer": states}
-            writer = dcp.FileSystemWriter(folder, sync_files=synced)
-            if kind == "dcp":
-                dcp.save(state, storage_writer=writer, process_group=group)
-            else:
-                pending = dcp.async_save(state, storage_writer=writer, process_group=group)
-        stall = time.perf_counter() - start
-        durable = stall
-        if pending is not None:
-            train_step(model, optimizer)
-            pending.result()
-            durable = time.perf_counter() - start
-        stall += sum(waited)
-    peak = resident("VmHWM") - before
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder)
-    return stall, durable, peak
-
-
-def run_rank(rank: int, options: argparse.Namespace, root: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{root}/store", options.ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
-    group = dist.new_group(backend="gloo")
-    found: dict[str, Any] = {}
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """{"sizes": {size: rounds by variant}, "ratios": ...}."""
+    sizes: dict[str, harness.Rounds] = {}
+    ratios: dict[str, harness.Summary] = {}
     for size in options.sizes:
-        model, optimizer = make_model(size)
-        train_step(model, optimizer)
-        rows: dict[str, list[tuple[float, float, float]]] = {v: [] for v in options.variants}
-        for number in range(options.rounds + 1):
-            for variant in options.variants:
-                mine = measure_once(variant, Path(root), number, model, optimizer, group)
-                told: list[Any] = [None] * options.ranks
-                dist.all_gather_object(told, mine)
-                if number:
-                    slowest = max(t[0] for t in told), max(t[1] for t in told), told[0][2]
-                    rows[variant].append(slowest)
-        found[str(size)] = {
-            variant: {
-                "stall": [row[0] * 1e3 for row in kept],
-                "durable": [row[1] * 1e3 for row in kept],
-                "memory_mib": round(max(row[2] for row in kept), 1),
-            }
-            for variant, kept in rows.items()
-        }
-        del model, optimizer
-        dist.barrier()
-        if rank == 0:
-            for folder in Path(root).glob("saved-*"):
-                shutil.rmtree(folder)
-        dist.barrier()
-    if rank == 0:
-        Path(root, "found.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+        label = f"{options.parameters} parameters" if options.parameters else f"{size} MB"
+        rounds: harness.Rounds = {variant: {} for variant in options.variants}
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder))
+            spec = {"ranks": options.ranks, "parameters": options.parameters, "size": size}
+            specs = {label: {**spec, "folder": folder}}
+            ready = harness.pool("checkpoint", specs, options.ranks, at_once=True)
+            pool = stack.enter_context(ready)
+            for number in range(options.rounds + 1):
+                for variant in options.variants:
+                    for kind, value in pool[label].ask(variant=variant).items():
+                        if number:  # the first one warms up
+                            rounds[variant].setdefault(kind, []).append(value)
+        sizes[label] = rounds
+        for variant, base in BASES.items():
+            for kind in ("stall", "durable", "cpu"):
+                if {variant, base} <= rounds.keys():
+                    found = harness.ratio(rounds[variant][kind], rounds[base][kind])
+                    ratios[f"{label}: {variant} / {base}, {kind}"] = found
+    return {"options": vars(options), "sizes": sizes, "ratios": ratios}
 
 
-def base_of(variant: str, kind: str) -> str:
-    """DCP's variant that one of ours is compared with, in one kind of time."""
-    call = variant.removesuffix("-unsynced")
-    if call == "load":
-        return "dcp-load"
-    other = "dcp-async" if call == "async" and kind == "stall" else "dcp"
-    return other + variant.removeprefix(call)
-
-
-def ratios(found: dict[str, Any]) -> dict[str, stats.Summary]:
-    """Ours over DCP's: {"256 MB: save / dcp, durable": ...}."""
-    made = {}
-    for size, rows in found.items():
-        for variant in rows:
-            for kind in KINDS[variant.startswith("load") :]:
-                base = base_of(variant, kind)
-                if not variant.startswith("dcp") and base in rows:
-                    label = f"{size} MB: {variant} / {base}, {kind}"
-                    made[label] = stats.ratio(rows[variant][kind], rows[base][kind])
-    return made
-
-
-def report(found: dict[str, Any], made: dict[str, stats.Summary]) -> None:
-    header = ("", "stall, ms", "durable, ms", "MiB")
-    for size, rows in found.items():
-        print(f"\n{size} MB of state")
-        lines = [
-            (variant, *(stats.summarize(row[kind]) for kind in KINDS), row["memory_mib"])
-            for variant, row in rows.items()
-        ]
-        print(stats.table(header, lines))
-    stats.print_ratios(made)
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    default = ("save", "dcp", "async", "dcp-async", "load", "dcp-load")
+    parser = harness.make_parser(__doc__, variants=VARIANTS, default=default, rounds=9)
+    parser.add_argument("--sizes", type=harness.integers, default="256", help="MB, comma list")
+    parser.add_argument("--parameters", type=int, default=0, help="small ones, in place of a size")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--folder", help="on the disk to measure; default: temporary")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128, 256], help="in MB")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write results here, too")
-    options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(dir=options.folder) as root:
-        mp.spawn(run_rank, args=(options, root), nprocs=options.ranks)
-        found = json.loads(Path(root, "found.json").read_text())
-    made = ratios(found)
-    report(found, made)
-    about = {"ranks": options.ranks, "rounds": options.rounds}
-    stats.write_json(options.json, "cpu", {**about, "sizes": found, "ratios": made})
+    options = parse(arguments)
+    print(harness.describe(harness.environment()))
+    result = measure(options)
+    for label, rounds in result["sizes"].items():
+        print(f"\n{label}")
+        harness.print_rounds(rounds)
+    harness.print_ratios(result["ratios"])
+    harness.write_json(options.json, result)
 
 
 if __name__ == "__main__":

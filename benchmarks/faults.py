@@ -1,8 +1,8 @@
 """What goes wrong in a run of train_lm, how it goes on, and after how many seconds.
 
-    python benchmarks/faults.py                                     # all that this machine can have
-    python benchmarks/faults.py --faults "killed in forward,disk full during a save"
-    python benchmarks/faults.py --json FILE
+    python -m benchmarks.faults                                     # all that this machine can have
+    python -m benchmarks.faults --faults "a rank is killed in forward"
+    python -m benchmarks.faults --json FILE
 
 Two ranks train `STEPS` steps of a tiny model, which take a tenth of a second more than they need,
 and save every `EVERY`. In the middle, something happens to a rank, to a node or to what is between
@@ -22,6 +22,7 @@ that agents wait for a node; a process group waits `TIMEOUT` seconds for a rank 
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
 import os
 import re
@@ -29,6 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,15 +38,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # run as a script
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-from benchmarks import namespaces, stats
-from benchmarks.printed import PATIENCE, Printed
+from benchmarks import harness, namespaces
 
 STEPS, EVERY, AT = 30, 5, 12
 """How long the run is, how often it saves, and after which step faults from outside come."""
 TIMEOUT = 10.0
+PATIENCE = 300.0  # seconds, after which a run that has not ended hangs
 TRAIN = "tests.common.killed_train_lm"
 RUN = (
     *("--preset", "tiny", "--device", "cpu", "--threads", "1", "--seed", "1", "--seq-len", "16"),
@@ -66,13 +65,9 @@ RESUMED = re.compile(r"(?:\[\w+\]:)?resumed from \S+ at step (\d+);")
 
 @dataclass(frozen=True)
 class Seen:
-    """Lines that all processes of a run have printed, in their order.
+    """Lines that all processes of a run have printed, and the exit codes of those not killed.
 
-    Attributes:
-        lines: (seconds, line).
-        fault: when it happened; ``None``: there was no moment, as a clock is off all the time.
-        codes: exit codes of commands that nobody has killed.
-        hung: whether one of them had to be.
+    ``fault`` is when it happened; ``None``: there was no moment, as a clock is off all the time.
     """
 
     lines: list[tuple[float, str]]
@@ -121,13 +116,50 @@ def judge(seen: Seen, losses: Mapping[int, str]) -> Row:
     )
 
 
-class Job(Printed):
-    """One start of the run."""
+class Job:
+    """One start of the run, in a session of its own; its lines are read as it prints them."""
 
     def __init__(self, command: Sequence[str], folder: Path, **environment: str) -> None:
         self.was_killed = False
-        save = ("--checkpoint", str(folder / "run"), "--resume")
-        super().__init__([*command, *RUN, *save], {**ENVIRONMENT, **environment})
+        self.lines: list[tuple[float, str]] = []
+        path = os.pathsep.join(filter(None, [str(harness.ROOT), os.environ.get("PYTHONPATH")]))
+        self.process = subprocess.Popen(
+            [*command, *RUN, "--checkpoint", str(folder / "run"), "--resume"],
+            cwd=harness.ROOT,
+            env={**os.environ, "PYTHONPATH": path, **ENVIRONMENT, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+        atexit.register(self._end_session)  # Ctrl-C does not reach another session
+
+    def _end_session(self) -> None:
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.rstrip("\n")))
+
+    def wait_for(self, pattern: str) -> float:
+        """When a line was printed that has ``pattern`` in it."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            is_over = self.process.poll() is not None and not self.reader.is_alive()
+            for at, line in list(self.lines):
+                if re.search(pattern, line):
+                    return at
+            if is_over:
+                break
+            time.sleep(0.01)
+        last = "\n".join(line for _, line in self.lines[-60:])
+        raise SystemExit(f"no {pattern!r} was printed:\n{last}")
 
     def pids(self) -> dict[int, int]:
         """Processes of ranks, by rank."""
@@ -318,9 +350,9 @@ def _cut_for_a_while(folder: Path) -> Seen:
         made.start(0)
         made.start(1)
         fault = made.trained()
-        made.network.cut(1)
+        made.network.set_link(1, "down")
         time.sleep(5)
-        made.network.mend(1)
+        made.network.set_link(1, "up")
         return ended(made.jobs, fault)
 
 
@@ -329,7 +361,7 @@ def _cut_for_ever(folder: Path) -> Seen:
     with nodes(folder) as made:
         _, lost = made.start(0), made.start(1)
         fault = made.trained()
-        made.network.cut(1)
+        made.network.set_link(1, "down")
         made.start(2)
         made.jobs[0].process.wait(PATIENCE)
         lost.kill()
@@ -422,28 +454,22 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> tuple[tuple[str, ...], list[
 
 def page_table(results: Mapping[str, Any]) -> str:
     """The table in Markdown."""
-    return "\n\n" + stats.markdown(*table(results["rows"]))
+    return "\n\n" + harness.markdown(*table(results["rows"]))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What goes wrong, and after how many seconds.")
+    parser = harness.make_parser(__doc__, rounds=None)
+    words = "; ".join(FAULTS)
+    kind = harness.among(FAULTS, ";")
     parser.add_argument(
-        "--faults",
-        type=lambda text: text.split(","),
-        default=list(FAULTS),
-        help=f"of: {', '.join(FAULTS)}",
+        "--faults", type=kind, default=list(FAULTS), help=f"with ; between: {words}"
     )
-    parser.add_argument("--json", metavar="FILE")
-    options = parser.parse_args(arguments)
-    unknown = [name for name in options.faults if name not in FAULTS]
-    if unknown:
-        parser.error(f"no such fault: {', '.join(unknown)}")
-    return options
+    return parser.parse_args(None if arguments is None else list(arguments))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    print(f"{stats.describe(stats.environment('cpu'))}\n")
+    print(f"{harness.describe(harness.environment())}\n")
     rows: dict[str, dict[str, Any]] = {}
     for name in options.faults:
         reason = missing(name)
@@ -452,8 +478,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         rows[name] = asdict(run(name))
         print("  ".join(table({name: rows[name]})[1][0]), flush=True)
-    print(f"\n{stats.table(*table(rows))}")
-    stats.write_json(options.json, "cpu", {"rows": rows})
+    print(f"\n{harness.table(*table(rows))}")
+    harness.write_json(options.json, {"rows": rows}, timed=False)
 
 
 if __name__ == "__main__":

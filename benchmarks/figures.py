@@ -27,8 +27,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from benchmarks import scaling, stats, strategy_memory, streams, targets
-from benchmarks.files import RESULTS, ROOT, newest
+from benchmarks import harness, memory, models, report, streams
+from benchmarks.harness import RESULTS, ROOT
+from benchmarks.report import newest
 
 FOLDER = ROOT / "docs" / "figures"
 COLORS = {
@@ -75,9 +76,7 @@ LOOKS = {
     "fsdp2": "blue",
     "fsdp2, coalesced": "blue",
     "fsdp2, packed": "teal",
-    "fsdp2, step_shards": "purple",
     "fsdp2, FlatOptimizer": "green",
-    "fsdp2, two dims allowed": "green",
 }
 """One color for each variant in all figures; other series have those of `SERIES`."""
 TITLES = {
@@ -85,7 +84,6 @@ TITLES = {
     "torch": "torch FSDP2",
     "fsdp2": "fsdp2",
     "packed": "fsdp2, packed",
-    "shards": "fsdp2, step_shards",
     "flat": "fsdp2, FlatOptimizer",
 }
 MILLISECONDS = "milliseconds (shorter is better)"
@@ -128,7 +126,6 @@ class Plot:
         unit: of the values.
         runs: whose results it shows.
         bars: from their results to the bars.
-        log: whether the axis is logarithmic above 1.
         dots: whether medians are dots: ratios that may be below 0.
     """
 
@@ -136,12 +133,11 @@ class Plot:
     unit: str
     runs: Sequence[str]
     bars: Callable[..., Bars]
-    log: bool = False
     dots: bool = False
 
 
 def _bar(values: Sequence[float]) -> Bar:
-    found = stats.summarize(values)
+    found = harness.summarize(values)
     return (found.median, found.min, found.max)
 
 
@@ -150,14 +146,14 @@ def _on_path(variant: str) -> str:
     return "fsdp2, coalesced" if variant == "fsdp2" else TITLES[variant]
 
 
-def _host_cost(fp32: Any, mixed: Any) -> Bars:
+def _host_cost(results: Any) -> Bars:
     """Host time of a step of real blocks."""
     bars: Bars = {}
-    for precision, results in (("fp32", fp32), ("mixed precision", mixed)):
-        for case, rounds in results["rounds"].items():
-            for variant, values in rounds.items():
-                label = f"{targets.BLOCKS[case]}, {precision}"
-                bars.setdefault(_on_path(variant), {})[label] = _bar(values)
+    for label, figures in results["rounds"].items():
+        case, precision, variant = label.split(", ")
+        words = {"fp32": "fp32", "mixed": "mixed precision"}[precision]
+        group = f"{report.BLOCKS[case]}, {words}"
+        bars.setdefault(_on_path(variant), {})[group] = _bar(figures["host"])
     return bars
 
 
@@ -166,7 +162,7 @@ CASES = {
     "128x9": "128 blocks of 9 parameters",
     "32x100": "32 blocks of 100 parameters",
     "300x1-3": "300 units of 1 to 3 parameters",
-    **{case: f"32 blocks: {name}" for case, name in targets.BLOCKS.items()},
+    **{case: f"32 blocks: {name}" for case, name in report.BLOCKS.items()},
 }
 
 
@@ -174,23 +170,23 @@ def _scaling(times: Any, blocks: Any, counts: Any) -> Bars:
     """What is added, of torch's, in time and in instructions, by model and path."""
     bars: Bars = {}
     for series, results in (("time", (times, blocks)), ("instructions", (counts,))):
-        for path, variant in targets.VARIANTS.items():
+        for path in report.VARIANTS:
             shown = bars.setdefault(f"{series}, {path}", {})
-            for case in scaling.CASES:
+            for case in CASES:
                 for each in results:
-                    label = f"{case}: {targets.ADDED.format(variant)}"
-                    if label in each["ratios"]:
-                        found = targets.as_summary(each["ratios"][label])
+                    ratio = each["ratios"].get(report.added(case, "fp32", path))
+                    if ratio is not None:
+                        found = report.as_summary(ratio)
                         shown[CASES[case]] = (found.median, found.min, found.max)
     return bars
 
 
 def _ranks(results: Any) -> Bars:
     bars: Bars = {}
-    for label, kinds in results[0]["rounds"].items():
-        variant, _, ranks = label.partition("@")
+    for label, figures in results["rounds"].items():
+        variant, _, ranks = label.split(", ")[2].partition("@")
         group = f"{int(ranks):,} ranks" if ranks else "one process"
-        bars.setdefault(_on_path(variant), {})[group] = _bar(kinds["host"])
+        bars.setdefault(_on_path(variant), {})[group] = _bar(figures["host"])
     return bars
 
 
@@ -204,20 +200,19 @@ def _kinds(names: dict[str, str], results: Any) -> Bars:
 
 def _optimizer(results: Any) -> Bars:
     names = {"clip": "clipping", "step": "optimizer step", "both": "both"}
-    found = _kinds(names, results[0])
+    found = _kinds(names, results)
     return {
         "plain tensors" if name == "not sharded" else name: bars for name, bars in found.items()
     }
 
 
-def _compile(small: Any, large: Any) -> Bars:
+def _compile(results: Any) -> Bars:
     bars: Bars = {}
-    for results in (small, large):
-        config = results["config"]
-        model = f"{config['layers']} blocks of width {config['dim']}"
-        for label, values in results["rounds"].items():
-            variant, _, mode = label.partition(" ")
-            bars.setdefault(TITLES[variant], {})[f"{model}, {mode}"] = _bar(values["wall"])
+    for label, figures in results["rounds"].items():
+        name, _, variant, *compiled = label.split(", ")
+        shape = models.PRESETS[name]
+        group = f"{shape.layers} blocks of width {shape.dim}, {'compiled' if compiled else 'eager'}"
+        bars.setdefault(TITLES[variant], {})[group] = _bar(figures["wall"])
     return bars
 
 
@@ -245,23 +240,11 @@ def _memory(results: Any) -> Bars:
     return bars
 
 
-def _padding(results: Any) -> Bars:
-    series = {"ours": "fsdp2", "two_dims": "fsdp2, two dims allowed", "torch": "torch FSDP2"}
-    return {
-        title: {
-            f"{each['ranks']:,} ranks": (100 * each[kind],) * 3
-            for each in results
-            if each["model"] == "GPT-OSS-120B"
-        }
-        for kind, title in series.items()
-    }
-
-
 PLOTS = {
     "host_cost": Plot(
         "Host time of one training step: 32 blocks of width 64",
         MILLISECONDS,
-        ["blocks", "blocks-mixed"],
+        ["blocks"],
         _host_cost,
     ),
     "scaling": Plot(
@@ -289,7 +272,7 @@ PLOTS = {
     "compile": Plot(
         "One training step on a CPU, eager and with compiled blocks",
         MILLISECONDS,
-        ["compile", "compile-kernels"],
+        ["compile"],
         _compile,
     ),
     "startup": Plot(
@@ -303,13 +286,6 @@ PLOTS = {
         MILLISECONDS,
         ["gloo"],
         partial(_kinds, {"step": "training step"}),
-    ),
-    "padding": Plot(
-        "Padding of GPT-OSS-120B by number of ranks",
-        "padding, % of the model's bytes (logarithmic above 1)",
-        ["padding"],
-        _padding,
-        log=True,
     ),
 }
 """The plots of docs/benchmarks.md."""
@@ -356,9 +332,6 @@ def drawn(plot: Plot, found: Bars) -> Figure:
     axes.tick_params("y", length=0)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(plot.unit)
-    if plot.log:
-        axes.set_xscale("symlog", linthresh=1)
-        axes.xaxis.set_major_formatter("{x:g}")
     if len(found) > 1:
         _legend(figure, looks)
     return figure
@@ -417,12 +390,12 @@ def _scatter(
 
 
 STRATEGY_LOOKS = {
-    strategy_memory.PARAMETERS: "grey",
-    strategy_memory.STATES: "teal",
-    strategy_memory.UNSHARDED: "orange",
-    strategy_memory.GRADIENTS: "purple",
-    strategy_memory.ACTIVATIONS: "blue",
-    strategy_memory.TEMPORARY: "olive",
+    memory.PARAMETERS: "grey",
+    memory.STATES: "teal",
+    memory.UNSHARDED: "orange",
+    memory.GRADIENTS: "purple",
+    memory.ACTIVATIONS: "blue",
+    memory.TEMPORARY: "olive",
 }
 """The lowest first."""
 

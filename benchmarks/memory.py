@@ -1,313 +1,406 @@
-"""Memory that a step allocates, on a GPU or without one: the same model under each runtime.
+"""Memory: of a step beside torch's FSDP2, of whole tensors beside their bounds, and as planned.
 
-    python benchmarks/memory.py                            # both models, four variants, 6 settings
-    python benchmarks/memory.py --preset 2.8b --holders    # and what is alive at each peak
-    python benchmarks/memory.py --preset 2.8b --device cuda
+    python -m benchmarks.memory                              # both models, all settings
+    python -m benchmarks.memory --presets 2.8b --device cuda
+    python -m benchmarks.memory --whole                      # full_parameters and the like, 2 ranks
+    python -m benchmarks.memory --strategies                 # ZeRO's stages, planned
 
-Collectives move nothing; rank 0 of 8. Each figure is of a process of its own, one at a time.
+**A step.** Collectives move nothing; rank 0 of 8; each figure is of a process of its own. On the
+stand-in device (`fsdp2/testing/stand_in`, needs a C++ compiler and ninja) fsdp2 and torch's FSDP2
+use streams and storages as on a GPU, and every allocation is counted at the requested size. On a
+GPU figures are the allocator's, which rounds. The models are those of `benchmarks.step` with every
+width and the tokens divided by ``--shrink``: weights, activations and logits all are products of
+two of these, so bytes shrink by its square, and are printed multiplied by it.
 
-On the stand-in device (`fsdp2/testing/stand_in`, needs a C++ compiler and ninja) fsdp2 and torch's
-FSDP2 use streams, events and transient storages as on a GPU, and every allocation is counted at the
-size that was asked for. ``reserved`` is what torch's caching allocator would hold for the same
-allocations, streams and frees at full scale (`benchmarks/caching.py`). On a GPU all figures are the
-allocator's, which rounds. "packed" is fsdp2 over an engine that does not coalesce, where a unit's
-parameters travel in one buffer.
+    forward, backward   the most at once until the loss is there, and after it
+    eval                the most at once in a forward under no_grad
+    loss                the rest when the loss is there
+    reserved            GPU: the most that the allocator holds, from an empty cache on
 
-The models are those of `benchmarks/step.py` with every width and the number of tokens divided by
-``--shrink``, on a GPU by 1 (heads keep their number). Weights, activations and logits all are
-products of two of these, so bytes shrink by its square, and are printed multiplied by it. RMSNorm
-is one operator on CUDA alone; on the stand-in LayerNorm without bias takes its place, which saves
-as much.
+**Whole tensors** (``--whole``). Each of two gloo ranks counts the bytes of all storages that are
+alive, at every operator. Its bound is what the documentation promises.
 
-    forward   the most at once until the loss is there, GB (10^9 bytes)
-    backward  the most at once from there on
-    eval      the most at once in a forward under no_grad
-    loss      what is left when the loss is there
-    reserved  the most of steps that begin with an empty cache: rounding, fragments, streams' pools
-    reserved, loss    GPU: until the first step's loss
+**Strategies** (``--strategies``). A plan of a Llama of 1.5 billion parameters on 8 ranks of an H100
+node, one sequence of 1,024 tokens each: fp32 shards and AdamW, bf16 compute. Of each of `SAMPLES`
+equal parts of the step the fullest moment counts.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import sys
-from pathlib import Path
-from typing import Any, Protocol
-
-if __package__ in (None, ""):  # run as a script
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fsdp2
-from benchmarks import options as common
-from benchmarks import stats, variants, workers
-from benchmarks.caching import CachingAllocator
-from benchmarks.models import PRESETS, Llama, LlamaConfig, recompute_blocks
+from benchmarks import harness, models, variants
 from fsdp2.core.config import PACK_BELOW
+from fsdp2.planning import presets
+from fsdp2.record import categories
+from fsdp2.testing.blocks import LlamaBlock, llama_blocks
 from fsdp2.testing.stand_in import device as stand_in
 
-KINDS = ("forward", "backward", "eval", "loss")
-RESERVED_LOSS, RESERVED = "reserved, loss", "reserved"
-COMPARED = {  # with torch's FSDP2: the largest of these
-    "forward / torch's": ("forward",),
-    "step / torch's": ("forward", "backward"),
-    "reserved / torch's": (RESERVED,),
-}
+KINDS = ("forward", "backward", "eval", "loss", "reserved")
 STEPS = 3  # the order of units is known after the first
 RESHARD = {"default": None, "always": True, "never": False}
 VARIANTS = ("none", "torch", "fsdp2", "packed")
 WORLD_SIZE = 8
-SHOWN = 6  # of those that hold memory at a peak
+MIB = 2**20
 
 
 # ---------------------------------------------------------------------------------------------
-# In a worker
+# A step
 
 
-class Meter(Protocol):
-    """A device's account of its memory, in bytes."""
-
-    def live(self) -> int:
-        """What is allocated."""
-
-    def peak(self) -> int:
-        """The most that was allocated at once since the last call."""
-
-    def holders(self) -> dict[str, int]:
-        """What held it, where that is known."""
+def make_worker(spec: dict[str, Any]) -> harness.Handler:
+    return _whole_worker(spec) if "cases" in spec else _step_worker(spec)
 
 
-class StandInMeter:
-    """Of the stand-in."""
+def _step_worker(spec: dict[str, Any]) -> harness.Handler:
+    on_gpu = spec["device"] == "cuda"
+    device = variants.prepare_process(spec["device"], WORLD_SIZE)
+    shape = models.shape_of(spec["shape"])
+    with torch.device("meta"):
+        model: nn.Module = models.Decoder(shape)
+    if not on_gpu:  # RMSNorm is one operator on CUDA alone; LayerNorm saves as much
+        for module in list(model.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, nn.RMSNorm):
+                    norm = nn.LayerNorm(child.normalized_shape, bias=False, device="meta")
+                    setattr(module, name, norm)
+    if spec["checkpoints"]:
+        models.recompute_blocks(model)
+    reshard = RESHARD[spec["reshard"]]
+    arguments = {} if reshard is None else {"reshard_after_forward": reshard}
+    model = variants.place(model, spec["variant"], "mixed", WORLD_SIZE, device, **arguments)
+    if spec["variant"] == "fsdp2":  # which parameters are small goes by their full scale
+        model.set_packing_threshold(PACK_BELOW // spec["scale"])  # type: ignore[operator]
+    tokens, targets = models.tokens_of(shape, 1, device)
 
-    live = staticmethod(stand_in.live_bytes)
-    peak = staticmethod(stand_in.peak_bytes)
-    holders = staticmethod(stand_in.at_peak)
+    def live() -> int:
+        return torch.cuda.memory_allocated() if on_gpu else stand_in.live_bytes()
 
-
-class GpuMeter:
-    """Of torch's caching allocator."""
-
-    def live(self) -> int:
-        return torch.cuda.memory_allocated()
-
-    def peak(self) -> int:
+    def peak() -> int:
+        """The most bytes since the last call."""
+        if not on_gpu:
+            return stand_in.peak_bytes()
         found = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return found
 
-    def holders(self) -> dict[str, int]:
-        return {}
-
-
-def make_worker(spec: dict[str, Any]) -> workers.Handler:
-    on_gpu = spec["device"] == "cuda"
-    device = variants.prepare_process(spec["device"], WORLD_SIZE)
-    config = LlamaConfig(**spec["config"])
-    with torch.device("meta"):
-        model = Llama(config)
-    if not on_gpu:
-        _replace_norms(model)
-    if spec["checkpoints"]:
-        recompute_blocks(model)
-    reshard = RESHARD[spec["reshard"]]
-    arguments = {} if reshard is None else {"reshard_after_forward": reshard}
-    model = variants.place(model, spec["variant"], "mixed", WORLD_SIZE, device, **arguments)
-    if isinstance(model, fsdp2.FSDPModule):  # which parameters are small goes by their full scale
-        packed = spec["variant"] == "packed"
-        threshold = variants.ALL_PACKED if packed else PACK_BELOW // spec["scale"]
-        model.set_packing_threshold(threshold)
-    tokens, targets = torch.randint(config.vocab, (2, config.batch, config.seq)).to(device)
-    meter: Meter = GpuMeter() if on_gpu else StandInMeter()
-
     def handle(request: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if on_gpu:
+            torch.cuda.empty_cache()
         for _ in range(STEPS):
-            found = measure_step(model, tokens, targets, meter)
-        measured = measure_reserved if on_gpu else replay_reserved
-        found.update(measured(model, tokens, targets, spec["scale"]))
-        meter.peak()
+            peak()
+            loss = F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
+            found["loss"], found["forward"] = live(), peak()
+            loss.backward()
+            del loss
+            found["backward"] = peak()
+            model.zero_grad(set_to_none=True)
+        if on_gpu:
+            found["reserved"] = torch.cuda.memory_reserved()
         with torch.no_grad():
             model(tokens)
-        found["eval"] = meter.peak()
-        return found
+        found["eval"] = peak()
+        return {name: nbytes * spec["scale"] for name, nbytes in found.items()}
 
     return handle
 
 
-def _replace_norms(model: nn.Module) -> None:
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.RMSNorm):
-                norm = nn.LayerNorm(child.normalized_shape, bias=False, device="meta")
-                setattr(module, name, norm)
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row of bytes at full scale for each model, setting and variant."""
+    if options.device == stand_in.NAME:
+        stand_in.build()
+    rows = []
+    settings = itertools.product(options.presets, (False, True), RESHARD, options.variants)
+    for preset, checkpoints, reshard, variant in settings:
+        if variant == "none" and reshard != "default":  # it has nothing to reshard
+            continue
+        by, full = options.shrink, models.PRESETS[preset]
+        smaller = {name: getattr(full, name) // by for name in ("dim", "ffn", "vocab", "seq")}
+        setting = {"variant": variant, "reshard": reshard, "checkpoints": checkpoints}
+        shape = models.as_spec(replace(full, **smaller))
+        spec = {**setting, "device": options.device, "shape": shape, "scale": by**2}
+        found = harness.measure("memory", {variant: spec}, 1)[variant]
+        rows.append({"preset": preset, **setting, "bytes": {k: v[0] for k, v in found.items()}})
+    return rows
 
 
-def _loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+def table(rows: list[dict[str, Any]]) -> str:
+    """GB of each row, and the step's peak over that of torch's FSDP2."""
+    kinds = [kind for kind in KINDS if kind in rows[0]["bytes"]]
+    names = ("preset", "checkpoints", "reshard")
 
+    def most(row: dict[str, Any]) -> int:
+        return max(row["bytes"]["forward"], row["bytes"]["backward"])
 
-def measure_step(
-    model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, meter: Meter
-) -> dict[str, Any]:
-    """Bytes at each peak of one step, and what held them."""
-    meter.peak()
-    loss = _loss(model, tokens, targets)
-    found: dict[str, Any] = {"holders": {"forward": meter.holders()}}
-    found["loss"], found["forward"] = meter.live(), meter.peak()
-    loss.backward()
-    found["holders"]["backward"] = meter.holders()
-    found["backward"] = meter.peak()
-    model.zero_grad(set_to_none=True)
-    return found
-
-
-def replay_reserved(
-    model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, scale: int
-) -> dict[str, int]:
-    """What a GPU's allocator would come to hold, for sizes that are ``scale`` times as large."""
-    stand_in.start_log()
-    for _ in range(STEPS):
-        _loss(model, tokens, targets).backward()
-        model.zero_grad(set_to_none=True)
-    allocator = CachingAllocator(scale)
-    allocator.replay(stand_in.end_log())
-    return {RESERVED: allocator.reserved // scale}
-
-
-def measure_reserved(
-    model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, scale: int
-) -> dict[str, int]:
-    """What a GPU's allocator comes to hold, when it begins with what is alive between steps."""
-    assert scale == 1
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    found = {}
-    for _ in range(STEPS):
-        loss = _loss(model, tokens, targets)
-        found.setdefault(RESERVED_LOSS, torch.cuda.max_memory_reserved())
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-    found[RESERVED] = torch.cuda.max_memory_reserved()
-    return found
+    torchs = {tuple(r[n] for n in names): most(r) for r in rows if r["variant"] == "torch"}
+    shown = []
+    for row in rows:
+        base = torchs.get(tuple(row[name] for name in names))
+        ratio = f"{most(row) / base:.3f}" if base else ""
+        sizes = [f"{row['bytes'][kind] / 1e9:.3f}" for kind in kinds]
+        shown.append((*(row[name] for name in names), row["variant"], *sizes, ratio))
+    header = ("model", "recomputes", "reshard", "variant", *kinds, "step / torch's")
+    return harness.table(header, shown)
 
 
 # ---------------------------------------------------------------------------------------------
-# In the parent
+# Whole tensors
+
+SLACK = 0.02
+"""By how much of the bound small tensors may exceed it: norms, indices, padding."""
 
 
-def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    if options.device == stand_in.NAME:
-        stand_in.build()
-    settings = itertools.product(options.presets, (False, True), RESHARD, options.variants)
-    return [
-        measure_one(options.device, preset, checkpoints, reshard, variant, options.shrink)
-        for preset, checkpoints, reshard, variant in settings
-        if variant != "none" or reshard == "default"  # it has nothing to reshard
-    ]
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operators return, until they are gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._ranges: dict[int, int] = {}  # begin and end of each storage's memory
+
+    def add(self, tensor: Tensor) -> None:
+        """Count a tensor's storage once; shards are storages over parts of a group's."""
+        if tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        begin, size = storage.data_ptr(), storage.nbytes()
+        if not size or any(b <= begin < end for b, end in self._ranges.items()):
+            return
+        self._ranges[begin] = begin + size
+        weakref.finalize(storage, self._gone, begin)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _gone(self, begin: int) -> None:
+        self.live -= self._ranges.pop(begin) - begin
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if type(leaf) is Tensor:
+                self.add(leaf)
+        return result
 
 
-def measure_one(
-    device: str, preset: str, checkpoints: bool, reshard: str, variant: str, shrink: int
-) -> dict[str, Any]:
-    """Bytes of one variant and setting at full scale, and who holds them."""
-    spec = {
-        "device": device,
-        "variant": variant,
-        "reshard": reshard,
-        "checkpoints": checkpoints,
-        "config": dataclasses.asdict(shrunk(PRESETS[preset], shrink)),
-        "scale": shrink**2,
+def _bounds(ranks: int, blocks: int, dim: int) -> dict[str, tuple[int, int]]:
+    """Bytes that each function may hold on rank 0, and on the others."""
+    sizes = [param.numel() * 4 for param in llama_blocks(1, dim).parameters()]
+    block, tensor = sum(sizes), max(sizes)
+    model, piece = blocks * block, tensor // ranks
+    shards = model // ranks
+    return {
+        "whole": (model + block,) * 2,
+        "deferred": (shards + block + tensor,) * 2,
+        "load_from_rank0": (tensor + shards + model, tensor + shards),
+        "full_parameters": (shards + block + tensor,) * 2,
+        "full_parameters rank0_only": (shards + block + tensor, shards + piece),
+        "gathered": (shards + model,) * 2,
+        "gathered rank0_only": (2 * piece + shards + model, 2 * piece + shards),
     }
-    with workers.pool("memory", {variant: spec}) as pool:
-        found = pool[variant].ask()
-    holders = {phase: _scaled(each, shrink) for phase, each in found.pop("holders").items()}
-    return {**spec, "preset": preset, "bytes": _scaled(found, shrink), "holders": holders}
 
 
-def _scaled(sizes: dict[str, int], shrink: int) -> dict[str, int]:
-    return {name: nbytes * shrink**2 for name, nbytes in sizes.items()}
+def _whole_worker(spec: dict[str, Any]) -> harness.Handler:
+    ranks = spec["ranks"]
+    rank = harness.join_ranks(spec, ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+
+    def make() -> Any:
+        return llama_blocks(spec["blocks"], spec["dim"])
+
+    def sharded(model: Any) -> Any:
+        for block in model.blocks:
+            fsdp2.fully_shard(block, mesh=mesh)
+        return fsdp2.fully_shard(model, mesh=mesh)
+
+    def deferred() -> Any:
+        with fsdp2.deferred(mesh, {LlamaBlock}):
+            return make()
+
+    def load() -> Any:
+        with torch.device("meta"):
+            model = make()
+        weights = make().state_dict() if rank == 0 else None
+        return fsdp2.load_from_rank0(sharded(model), weights)
+
+    def run(case: str, count: LiveBytes) -> Any:
+        made = {"whole": lambda: sharded(make()), "deferred": deferred, "load_from_rank0": load}
+        if case in made:
+            return made[case]()
+        name, _, rank0_only = case.partition(" ")
+        model = deferred()
+        count.peak = count.live
+        if name == "gathered":
+            with fsdp2.gathered(model, rank0_only=bool(rank0_only)):
+                return model
+        for _ in fsdp2.full_parameters(model, rank0_only=bool(rank0_only)):
+            pass
+        return model
+
+    def handle(request: dict[str, Any]) -> dict[str, Any]:
+        with LiveBytes() as count:
+            model = run(request["case"], count)
+        del model
+        by_rank: list[Any] = [None] * ranks
+        torch.distributed.all_gather_object(by_rank, count.peak)
+        return {"peaks": by_rank}
+
+    return handle
 
 
-def shrunk(config: LlamaConfig, by: int) -> LlamaConfig:
-    """With widths, vocabulary and tokens divided by ``by``."""
-    smaller = {name: getattr(config, name) // by for name in ("dim", "ffn", "vocab", "seq")}
-    return dataclasses.replace(config, **smaller)
-
-
-def report(results: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-    """Header and rows of the table."""
-    kinds = [kind for kind in (*KINDS, RESERVED_LOSS, RESERVED) if kind in results[0]["bytes"]]
-    compared = [label for label, each in COMPARED.items() if set(each) <= set(kinds)]
-    torchs = {_setting(each): each["bytes"] for each in results if each["variant"] == "torch"}
+def measure_whole(ranks: int, blocks: int, dim: int) -> list[dict[str, Any]]:
+    """The peak of each rank beside its bound, in bytes, for each function."""
+    spec = {"ranks": ranks, "blocks": blocks, "dim": dim, "cases": True}
     rows = []
-    for each in results:
-        base = torchs.get(_setting(each)) if each["variant"] in variants.OURS else None
-        rows.append(
-            (
-                *_setting(each),
-                each["variant"],
-                *(f"{each['bytes'][kind] / 1e9:.3f}" for kind in kinds),
-                *("" if base is None else _over(each["bytes"], base, label) for label in compared),
-            )
-        )
-    return ("model", "recomputes", "reshard", "variant", *kinds, *compared), rows
+    with harness.pool("memory", {"ranks": spec}, ranks, at_once=True) as pool:
+        for case, (first, other) in _bounds(ranks, blocks, dim).items():
+            peaks = pool["ranks"].ask(case=case)["peaks"]
+            rows.append({"case": case, "peaks": peaks, "bounds": [first] + [other] * (ranks - 1)})
+    return rows
 
 
-def _setting(result: dict[str, Any]) -> tuple[str, str, str]:
-    return (
-        result["preset"],
-        "yes" if result["checkpoints"] else "no",
-        result["reshard"] if result["variant"] != "none" else "",
+def print_whole(rows: list[dict[str, Any]]) -> bool:
+    """Print peaks and bounds; whether all are within."""
+    within = True
+    for row in rows:
+        pairs = list(zip(row["peaks"], row["bounds"], strict=True))
+        shown = "   ".join(f"{peak / MIB:7.2f} / {bound / MIB:7.2f}" for peak, bound in pairs)
+        is_within = all(peak <= bound * (1 + SLACK) for peak, bound in pairs)
+        print(f"{row['case']:28s} {shown}{'' if is_within else '   OVER'}")
+        within = within and is_within
+    return within
+
+
+# ---------------------------------------------------------------------------------------------
+# Strategies, planned
+
+PRESET, SEQ, SAMPLES = "llama-1b", 1024, 160
+STRATEGIES = ("replicated", "zero1", "zero2", "zero3")
+PARAMETERS, STATES, GRADIENTS = "parameters", "optimizer states", "gradients"
+UNSHARDED, ACTIVATIONS, TEMPORARY = "unsharded units", "activations", "temporary results"
+SHOWN = {
+    **{categories.SHARDS: PARAMETERS, categories.OPTIMIZER: STATES},
+    **{categories.GRADIENTS: GRADIENTS, categories.REDUCTIONS: GRADIENTS},
+    **{categories.GATHERED: UNSHARDED, categories.KEPT: UNSHARDED},
+    **{categories.ACTIVATIONS: ACTIVATIONS},
+    **{categories.TEMPORARY: TEMPORARY, categories.MODEL: TEMPORARY},
+}
+"""The categories of a plan, by the names that a newcomer knows."""
+
+
+def planned(strategy: Any) -> fsdp2.planning.Plan:
+    """A step with this strategy."""
+    shape = replace(presets.PRESETS[PRESET], seq=SEQ)
+    precision = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+        fsdp2.shard_model(model, {presets.Block}, strategy=strategy, mesh=mesh, mp_policy=precision)
+
+    return fsdp2.plan(
+        lambda: presets.Model(shape),
+        lambda: presets.make_batch(shape, 1),
+        shard=shard,
+        loss=presets.loss,
+        mesh=(WORLD_SIZE, 1) if strategy == "replicated" else WORLD_SIZE,
+        hardware="h100",
     )
 
 
-def _over(sizes: dict[str, int], base: dict[str, int], label: str) -> str:
-    mine, other = (max(each[kind] for kind in COMPARED[label]) for each in (sizes, base))
-    return f"{mine / other:.3f}"
+def course(plan: fsdp2.planning.Plan) -> dict[str, Any]:
+    """Milliseconds and megabytes of a plan: its end, phases, peak, and moments."""
+    end = plan.time.step * 1e3
+    fullest: list[Counter[str]] = [Counter() for _ in range(SAMPLES)]
+    last, reached = Counter[str](), 0
+    for moment in plan.timeline().memory:
+        part = min(int(moment.time / 1e3 / end * SAMPLES), SAMPLES - 1)
+        for between in range(reached, part + 1):
+            fullest[between] = max(fullest[between], last, key=Counter.total)
+        last, reached = _shown(moment.bytes), part
+        fullest[part] = max(fullest[part], last, key=Counter.total)
+    fullest[reached + 1 :] = [last] * (SAMPLES - 1 - reached)
+    moments = [[round(n * end / SAMPLES, 2), _megabytes(each)] for n, each in enumerate(fullest)]
+    begins: dict[str, float] = {}
+    for span in plan.timing.spans:
+        if span.operation.kind == "compute":
+            begins.setdefault(span.operation.phase, span.start * 1e3)
+    changed = [n for n, each in enumerate(moments) if not n or each[1] != moments[n - 1][1]]
+    return {
+        "end": round(end, 2),
+        "phases": {phase: round(when, 2) for phase, when in begins.items()},
+        "peak": _megabytes(_shown(plan.memory.peak.categories)),
+        "before": _megabytes(_shown(plan.memory.before.categories)),
+        "moments": [moments[n] for n in changed],
+    }
 
 
-def print_holders(results: list[dict[str, Any]]) -> None:
-    """For each peak, the operators whose results take most of it."""
-    for each in results:
-        setting = f"recomputes {each['checkpoints']}, reshard {each['reshard']}"
-        print(f"\n{each['preset']}, {each['variant']}, {setting}")
-        for phase, holders in each["holders"].items():
-            largest = sorted(holders.items(), key=lambda item: -item[1])[:SHOWN]
-            parts = ", ".join(f"{what} {nbytes / 1e9:.2f}" for what, nbytes in largest)
-            print(f"  {phase}: {parts}")
+def _shown(found: Mapping[str, int]) -> Counter[str]:
+    totals: Counter[str] = Counter()
+    for category, nbytes in found.items():
+        totals[SHOWN[category]] += nbytes
+    return totals
+
+
+def _megabytes(found: Mapping[str, int]) -> dict[str, int]:
+    return {name: round(nbytes / 1e6) for name, nbytes in found.items() if nbytes > 5e5}
+
+
+# ---------------------------------------------------------------------------------------------
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Memory that a step allocates.")
-    parser.add_argument("--preset", type=common.among(PRESETS), dest="presets", default="1.1b,2.8b")
-    parser.add_argument("--device", choices=(stand_in.NAME, "cuda"), default=stand_in.NAME)
-    parser.add_argument("--shrink", type=int, help="divide widths (default 8, on a GPU 1)")
-    common.add_variants(parser, VARIANTS)
-    parser.add_argument("--holders", action="store_true", help="what is alive at each peak")
-    parser.add_argument("--json", metavar="FILE")
+    devices = (stand_in.NAME, "cuda")
+    parser = harness.make_parser(__doc__, variants=VARIANTS, rounds=None, devices=devices)
+    known = harness.among(models.PRESETS)
+    parser.add_argument("--presets", type=known, default="1.1b,2.8b", help="comma list")
+    parser.add_argument("--shrink", type=int, help="divides widths: 8, on a GPU 1")
+    parser.add_argument("--whole", action="store_true", help="whole tensors, in place of a step")
+    parser.add_argument("--ranks", type=int, default=2, help="of --whole")
+    parser.add_argument("--blocks", type=int, default=16, help="of --whole")
+    parser.add_argument("--dim", type=int, default=256, help="width of a block, of --whole")
+    parser.add_argument("--strategies", action="store_true", help="plans, in place of a step")
     options = parser.parse_args(arguments)
     options.shrink = options.shrink or (1 if options.device == "cuda" else 8)
-    if options.holders and options.device == "cuda":
-        parser.error("--holders: a GPU's allocator does not say what holds its memory")
     return options
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    missing = stand_in.missing_tool()
-    if options.device == stand_in.NAME and missing is not None:
-        raise SystemExit(f"benchmarks/memory.py compiles a device and needs {missing}")
-    print(stats.describe(stats.environment(options.device)) + "\n")
-    results = measure(options)
-    print(stats.table(*report(results)))
-    if options.holders:
-        print_holders(results)
-    stats.write_json(options.json, options.device, results)
+    within, results = True, None
+    if options.whole:
+        print(f"{options.ranks} ranks, {options.blocks} blocks; MiB, peak / bound")
+        results = measure_whole(options.ranks, options.blocks, options.dim)
+        within = print_whole(results)
+    elif options.strategies:
+        results = {strategy: course(planned(strategy)) for strategy in STRATEGIES}
+        kinds = tuple(dict.fromkeys(SHOWN.values()))
+        rows = [
+            (name, *(found["peak"].get(kind, 0) for kind in kinds), sum(found["peak"].values()))
+            for name, found in results.items()
+        ]
+        print(harness.table(("at the peak, MB", *kinds, "all"), rows))
+    else:
+        missing = stand_in.missing_tool() if options.device == stand_in.NAME else None
+        if missing is not None:
+            raise SystemExit(f"memory: the stand-in is compiled and needs {missing}")
+        results = measure(options)
+        print(table(results))
+    harness.write_json(options.json, results, options.device, timed=False)
+    sys.exit(0 if within else 1)
 
 
 if __name__ == "__main__":

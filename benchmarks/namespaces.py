@@ -1,11 +1,11 @@
 """Nodes that are network namespaces of this machine, joined by a bridge in another one.
 
-    node 0  10.77.0.1 ── link ──┐
-                                ├── bridge
-    node 1  10.77.0.2 ── link ──┘
+    node 0  10.77.0.1 -- link --+
+                                +-- bridge
+    node 1  10.77.0.2 -- link --+
 
 It needs Linux, root, `ip` and `tc` (iproute2), makes the namespaces itself, and removes them at its
-end. Nothing of the machine's own network is touched. Files are those of the machine on all nodes.
+end. The machine's own network stays as it is. Files are those of the machine on all nodes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,9 @@ class Network:
     nodes: tuple[str, ...]
     switch: str
 
-    def cut(self, number: int) -> None:
-        """Take a node's link down: what is sent is lost, and nobody is told."""
-        _run("ip", "-n", self.switch, "link", "set", _port(number), "down")
-
-    def mend(self, number: int) -> None:
-        """Take it up again."""
-        _run("ip", "-n", self.switch, "link", "set", _port(number), "up")
+    def set_link(self, number: int, state: str) -> None:
+        """Take a node's link "down", so that what is sent is lost, or "up" again."""
+        _run("ip", "-n", self.switch, "link", "set", f"port{number}", state)
 
 
 def missing() -> str | None:
@@ -59,12 +55,12 @@ def missing() -> str | None:
 
 
 def address(number: int) -> str:
-    """Of a node."""
+    """The address of a node."""
     return f"10.77.0.{number + 1}"
 
 
 def inside(node: str) -> list[str]:
-    """What runs the command behind it in a node."""
+    """The start of a command that runs in a node."""
     return ["ip", "netns", "exec", node]
 
 
@@ -85,7 +81,7 @@ def network(nodes: int, mbit: float | None = None) -> Iterator[Network]:
         _run("ip", "-n", switch, "link", "set", "bridge", "up")
         names = []
         for number in range(nodes):
-            node, port = namespace(str(number)), _port(number)
+            node, port = namespace(str(number)), f"port{number}"
             _run("ip", "-n", node, "link", "add", INTERFACE, "type", "veth", "peer", "name", port)
             _run("ip", "-n", node, "link", "set", port, "netns", switch)
             _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
@@ -96,11 +92,6 @@ def network(nodes: int, mbit: float | None = None) -> Iterator[Network]:
                 _run("tc", "-n", where, "qdisc", "add", "dev", link, "root", "tbf", *limit)
             names.append(node)
         yield Network(tuple(names), switch)
-
-
-def _port(number: int) -> str:
-    """The end of a node's link that is in the bridge."""
-    return f"port{number}"
 
 
 def _run(*command: str) -> None:

@@ -1,7 +1,7 @@
 """Published throughputs and memory beside plans of the same configurations. No GPU, no processes.
 
-    python benchmarks/published.py              # tables: the errors of plans
-    python benchmarks/published.py --fit h100   # figures of a preset from the calibrating half
+    python -m benchmarks.published              # tables: the errors of plans
+    python -m benchmarks.published --fit h100   # figures of a preset from the calibrating half
 
 Presets of GPUs are calibrated with every second row of a published table of MPT models, and with
 nothing else. The other half is held back, and so are rows of another implementation (torchtitan).
@@ -12,14 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-if __package__ in (None, ""):  # run as a script
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +23,8 @@ from torch.nn import functional as F
 
 import fsdp2
 from fsdp2.planning.hardware import Attained, Hardware, load
-from fsdp2.planning.memory import Ledger
 from fsdp2.planning.planner import Plan
 from fsdp2.planning.presets import PRESETS, Block, Model, Shape, loss, make_batch
-from fsdp2.record.categories import GATHERED, GRADIENTS, OPTIMIZER, SHARDS
-from fsdp2.record.notes import Operation
 
 FOLDER = Path(__file__).parent / "results" / "plan"
 MIXED = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -93,18 +86,7 @@ class Mpt(nn.Module):
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration that somebody measured.
-
-    Attributes:
-        name: of the model.
-        hardware: a preset.
-        ranks: GPUs.
-        tokens: a second and GPU, as published.
-        plan: makes the plan.
-        calibrates: whether the preset's figures are fitted to it.
-        memory: GiB, as published; 0: not published.
-        differs: what is not the same.
-    """
+    """A configuration that somebody measured: tokens per second and GPU, memory in GiB."""
 
     name: str
     hardware: str
@@ -281,40 +263,6 @@ def fit(name: str) -> None:
         print(f"{least:.2%} { ({key: f'{value:.3g}' for key, value in now.items()}) }", flush=True)
 
 
-# ---- the stage table of ZeRO
-ZERO = Shape(4096, 36, 11008, 32, 32, 25216, 128)
-"""7.5 billion parameters."""
-STAGES = (
-    ("0", (64, 1), True, 120.0, "-"),
-    ("2", (64,), False, 16.6, "ours keeps fp32 shards and reduces in fp32, beside bf16 parameters"),
-    ("3", (64,), True, 1.9, "-"),
-)
-
-
-def zero_row(stage: str, mesh: tuple[int, ...], frees: bool, published: float, differs: str) -> str:
-    """States of the model when the optimizer steps, in GB of 10^9, of figure 1's 7.5 B column."""
-    made = fsdp2.plan(
-        lambda: Model(ZERO),
-        lambda count: make_batch(ZERO, count),
-        units={Block},
-        loss=loss,
-        mesh=mesh,
-        precision=MIXED,
-        reshard_after_backward=frees,
-    )
-    recording = made.rehearsal.recording
-    ledger = Ledger(recording, 1)
-    for note in recording.notes:
-        if isinstance(note, Operation) and note.phase == "optimizer":
-            break
-        ledger.take(note)
-    found = sum(ledger.totals[name] for name in (SHARDS, GATHERED, GRADIENTS, OPTIMIZER)) / 1e9
-    return (
-        f"| {stage} | {made.rehearsal.parameters / 1e9:.2f} B | {found:.1f} | {published} "
-        f"| {found / published - 1:+.0%} | {differs} |"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -326,10 +274,6 @@ def main() -> None:
     for rows in (mpt_rows("h100"), mpt_rows("a100"), titan_rows()):
         print_rows(rows)
         print()
-    print("| stage | parameters | planned, GB | published | error | differences in setup |")
-    print("|---|---|---|---|---|---|")
-    for stage in STAGES:
-        print(zero_row(*stage), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,22 +15,14 @@ them: the same way for both.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import math
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-if __package__ in (None, ""):  # run as a script
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 import torch.distributed as dist
@@ -42,16 +34,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from benchmarks import compile, stats, workers
-from benchmarks import options as common
-from benchmarks.models import Llama, LlamaConfig, recompute_blocks
+from benchmarks import harness, models, step
+from fsdp2.planning.presets import Shape
 from fsdp2.testing.counting import collectives
 
 APIS: dict[str, ModuleType] = {"fsdp2": fsdp2, "torch": torch.distributed.fsdp}
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 WARMUP = 3
 BATCHES, TOKENS = 3, 4  # of an evaluation; that are generated
-TIMEOUT = datetime.timedelta(minutes=2)  # of a collective, should another rank have died
+SHAPE, BATCH = Shape(128, 6, 384, 4, 2, 512, 64), 2
 
 Call = Callable[[], object]
 
@@ -171,16 +162,14 @@ def _full_tensor(subject: Subject) -> Call:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table.
+    """A line of the table: from a subject to what is timed, and what the model has.
 
     Attributes:
-        repeated: from a subject to what is timed.
         sharded: arguments of `fully_shard`.
-        mixed, offload, recompute, lora, compiled: what else the model has.
         by_hand: each unit is unsharded by the user, before.
         asks: torch's model makes the small all-reduce of each root forward with which fsdp2's
-            ranks agree that no shard was written: what the agreement costs, whoever makes it.
-        ranks: how many run it; four are two replicas of two shards.
+            ranks agree that no shard was written: the cost of the agreement, whoever makes it.
+        ranks: four are two replicas of two shards.
     """
 
     repeated: Callable[[Subject], Call]
@@ -238,29 +227,28 @@ ROWS: dict[str, Row] = {
 # In a worker
 
 
-def make_worker(spec: dict[str, Any]) -> workers.Handler:
-    workers.join_ranks(spec, spec["ranks"], TIMEOUT)
+def make_worker(spec: dict[str, Any]) -> harness.Handler:
+    harness.join_ranks(spec, spec["ranks"])
     torch.set_flush_denormal(True)
-    config = LlamaConfig(**spec["config"])
+    shape = models.shape_of(spec["shape"])
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
         row = ROWS[request["row"]]
-        built = {name: _subject(api, row, config, spec["compiler"]) for name, api in APIS.items()}
+        built = {name: _subject(api, row, shape, spec["compiler"]) for name, api in APIS.items()}
         calls = {name: row.repeated(subject) for name, subject in built.items()}
         for _ in range(WARMUP):
             for call in calls.values():
                 call()
-        with _without_stderr():  # the profiler writes there
-            counts = {name: dict(collectives(call)) for name, call in calls.items()}
+        counts = {name: dict(collectives(call)) for name, call in calls.items()}
         times = _bursts(calls, request["rounds"], request["seconds"])
         return {"collectives": counts, "rounds": times}
 
     return handle
 
 
-def _subject(api: ModuleType, row: Row, config: LlamaConfig, compiler: str) -> Subject:
+def _subject(api: ModuleType, row: Row, shape: Shape, compiler: str) -> Subject:
     torch.manual_seed(0)
-    model = Llama(config)
+    model: Any = models.Decoder(shape)
     model.reset_parameters()
     if row.lora:
         model.requires_grad_(False)
@@ -268,7 +256,7 @@ def _subject(api: ModuleType, row: Row, config: LlamaConfig, compiler: str) -> S
             for name in ("wq", "wk", "wv", "wo"):
                 setattr(block.attention, name, LoRA(getattr(block.attention, name)))
     if row.recompute:
-        recompute_blocks(model)
+        models.recompute_blocks(model)
     if row.compiled:
         for block in model.blocks:
             block.compile(backend=compiler)
@@ -289,7 +277,7 @@ def _subject(api: ModuleType, row: Row, config: LlamaConfig, compiler: str) -> S
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     torch.manual_seed(1 + dist.get_rank())
-    tokens, targets = torch.randint(config.vocab, (2, config.batch, config.seq))
+    tokens, targets = models.tokens_of(shape, BATCH)
     return Subject(model, optimizer, tokens, targets)
 
 
@@ -331,58 +319,42 @@ def _slowest(times: Sequence[float]) -> list[float]:
     return [float(each) for each in found]
 
 
-@contextmanager
-def _without_stderr() -> Iterator[None]:
-    """Drop output of C++ code to standard error."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
 # ---------------------------------------------------------------------------------------------
 # In the parent
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    config = {name: getattr(options, name) for name in SHAPES}
+    shape = replace(SHAPE, **dict(zip(("dim", "layers", "seq"), options.size, strict=True)))
     request = {"rounds": options.rounds, "seconds": options.seconds}
     found: dict[str, dict[str, Any]] = {}
     for ranks in sorted({ROWS[name].ranks for name in options.rows}):
-        spec = {"ranks": ranks, "config": config, "compiler": options.compiler}
-        with workers.rank_pools("users", {f"{ranks} ranks": spec}, ranks) as pools:
-            (pool,) = pools.values()
+        spec = {"ranks": ranks, "shape": models.as_spec(shape), "compiler": options.compiler}
+        with harness.pool("users", {"ranks": spec}, ranks, at_once=True) as pool:
             for name in (name for name in options.rows if ROWS[name].ranks == ranks):
-                found[name] = pool.ask(row=name, **request)
+                found[name] = pool["ranks"].ask(row=name, **request)
                 print(f"{name}: {_ratio(found[name])}", flush=True)
     rows = {name: found[name] for name in options.rows}
     ratios = {name: _ratio(row) for name, row in rows.items()}
-    return {"options": vars(options), "rows": rows, "ratios": ratios}
+    return {"options": {**vars(options), **asdict(shape)}, "rows": rows, "ratios": ratios}
 
 
-def worst(prefixes: Sequence[str], result: dict[str, Any]) -> stats.Summary:
+def worst(prefixes: Sequence[str], result: dict[str, Any]) -> harness.Summary:
     """The ratio that is the largest of the rows that begin with one of some words."""
     rows = [row for name, row in result["rows"].items() if name.startswith(tuple(prefixes))]
     return max(map(_ratio, rows), key=lambda found: found.median)
 
 
-def _ratio(row: dict[str, Any]) -> stats.Summary:
-    return stats.ratio(*(row["rounds"][name] for name in APIS))
+def _ratio(row: dict[str, Any]) -> harness.Summary:
+    return harness.ratio(*(row["rounds"][name] for name in APIS))
 
 
 def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
     """Header and rows."""
     rows: list[tuple[object, ...]] = []
     for name, row in result["rows"].items():
-        ours, torchs = (stats.summarize(row["rounds"][api]).median for api in APIS)
-        found = _ratio(row)
-        shown = f"{found.median:.2f} [{found.min:.2f} .. {found.max:.2f}]"
-        rows.append((name, f"{ours:.1f}", f"{torchs:.1f}", shown, *_counts(row["collectives"])))
+        ours, torchs = (harness.summarize(row["rounds"][api]).median for api in APIS)
+        shown = (f"{ours:.1f}", f"{torchs:.1f}", _ratio(row))
+        rows.append((name, *shown, *_counts(row["collectives"])))
     header = ("call", "ms", "torch's ms", "time / torch's")
     return (*header, "all-gathers", "reduce-scatters", "all-reduces", "others"), rows
 
@@ -403,7 +375,7 @@ def page_table(result: dict[str, Any]) -> str:
     shown = [tuple(row[at] for at in kept) for row in rows]
     what = f"{options['layers']} blocks of width {options['dim']}"
     return f"{what}, collectives of one repetition (torch FSDP2's in parentheses):\n\n" + (
-        stats.markdown([header[at] for at in kept], shown)
+        harness.markdown([header[at] for at in kept], shown)
     )
 
 
@@ -430,10 +402,6 @@ def extremes(prefixes: Sequence[str], result: dict[str, Any]) -> str:
     return f"{min(medians):.2f} to {max(medians):.2f}"
 
 
-SHAPES = ("dim", "layers", "ffn", "vocab", "heads", "kv_heads", "batch", "seq")
-_SIZES = (128, 6, 384, 512, 4, 2, 2, 64)
-
-
 def _rows(text: str) -> list[str]:
     """The rows that begin with one of some words."""
     words = tuple(text.split(","))
@@ -444,26 +412,25 @@ def _rows(text: str) -> list[str]:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="The calls of users: fsdp2 over torch's FSDP2.")
+    parser = harness.make_parser(__doc__, rounds=9)
     parser.add_argument(
         "--rows", type=_rows, default=list(ROWS), help="comma list of words that rows begin with"
     )
-    for name, size in zip(SHAPES, _SIZES, strict=True):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
+    size = ",".join(map(str, (SHAPE.dim, SHAPE.layers, SHAPE.seq)))
     parser.add_argument(
-        "--compiler", choices=compile.BACKENDS, default=compile.default_backend("cpu")
+        "--size", type=harness.integers, default=size, help="width, blocks and tokens"
     )
+    parser.add_argument("--compiler", default=step.default_compiler())
     parser.add_argument("--seconds", type=float, default=0.3, help="of a burst (default 0.3)")
-    common.add_timing(parser, rounds=9, device=None, clock=False)
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    print(f"{stats.describe(stats.environment('cpu'))}\n")
+    print(f"{harness.describe(harness.environment())}\n")
     result = measure(options)
-    print("\n" + stats.table(*table(result)))
-    stats.write_json(options.json, "cpu", result)
+    print("\n" + harness.table(*table(result)))
+    harness.write_json(options.json, result)
 
 
 if __name__ == "__main__":

@@ -27,22 +27,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
-if __package__ in (None, ""):  # run as a script
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 import torch.distributed
 from torch import nn
 
 import fsdp2
-from benchmarks import stats, variants
+from benchmarks import harness, variants
 from fsdp2.testing.blocks import llama_blocks
 from fsdp2.testing.counting import profile
 from fsdp2.testing.null_group import null_mesh, null_world
@@ -72,14 +68,7 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Visits:
-    """What one run entered.
-
-    Attributes:
-        calls: how often functions were entered.
-        functions: how many different ones.
-        files: in how many files.
-        entered: the functions' codes and how often each was entered.
-    """
+    """What one run entered: calls, different functions, their files, and how often each was."""
 
     calls: int
     functions: int
@@ -89,11 +78,7 @@ class Visits:
 
 @dataclass(frozen=True)
 class Walk:
-    """The rooms of a run, one after another.
-
-    Attributes:
-        calls: the room of each call.
-    """
+    """The rooms of a run's calls, one after another."""
 
     calls: tuple[str, ...]
 
@@ -211,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = {variant: counted(variant) for variant in PACKAGES}
     rows = [[part, *(_in_line(parts[part]) for parts in found.values())] for part in PARTS]
     print("calls / functions / files\n")
-    print(stats.table(["", *found], rows))
+    print(harness.table(["", *found], rows))
     walk = walked()
     print("\none parameter\n")
     for each in (walk, Walk(walk.calls[:FIRST])):
@@ -231,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for part in PARTS if options.functions else ():
         busiest = found["fsdp2"][part].entered.most_common(options.functions)
         names = [[f"{room_of(code)}: {code.co_name}", calls] for code, calls in busiest]
-        print(f"\n{stats.table([part, 'calls'], names)}")
+        print(f"\n{harness.table([part, 'calls'], names)}")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import strategy_memory
-from benchmarks.files import RESULTS, ROOT
+from benchmarks import memory
+from benchmarks.harness import RESULTS, ROOT
 
 pytestmark = pytest.mark.alone
 
@@ -43,7 +43,7 @@ def test_every_image_has_a_text_and_a_sentence_that_says_what_to_see() -> None:
 
 def test_memory_by_strategy_is_what_the_planner_says() -> None:
     kept = json.loads((RESULTS / "plan" / "strategies.json").read_text())["results"]["zero3"]
-    found = strategy_memory.course(strategy_memory.planned("zero3"))
+    found = memory.course(memory.planned("zero3"))
     for moment in ("before", "peak"):
         assert found[moment] == pytest.approx(kept[moment], rel=0.05)
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks import users
-from benchmarks.files import ROOT
+from benchmarks.harness import ROOT
 
 pytestmark = pytest.mark.extended
 
-SMALL = {"dim": 32, "layers": 2, "ffn": 48, "vocab": 32, "batch": 1, "seq": 8}
 QUESTIONS = {"evaluation": users.BATCHES, "generation": users.TOKENS, "accumulation": 2}
 """Forwards of a row that may begin with one small all-reduce: whether shards were written."""
 
@@ -23,8 +22,7 @@ QUESTIONS = {"evaluation": users.BATCHES, "generation": users.TOKENS, "accumulat
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Results of all rows: measured once."""
     path = tmp_path_factory.mktemp("users") / "found.json"
-    given = [f"--{name}={size}" for name, size in SMALL.items()]
-    given += ["--rounds=1", "--seconds=0.001", "--compiler=eager", f"--json={path}"]
+    given = ["--size=32,2,8", "--rounds=1", "--seconds=0.001", "--compiler=eager", f"--json={path}"]
     command = [sys.executable, "-m", "benchmarks.users", *given]
     subprocess.run(command, cwd=ROOT, check=True, timeout=600, stdout=subprocess.DEVNULL)
     return json.loads(path.read_text())["results"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import visits
-from benchmarks.workers import ROOT
+from benchmarks.harness import ROOT
 from tests.common import upper_bounds
 
 HERE = Path(__file__).parent
