@@ -59,13 +59,7 @@ class OnPurposeError(Exception):
 
 @dataclass
 class Run:
-    """What a forward is given besides its input.
-
-    Attributes:
-        caches: by piece, what it appends to and reads; ``None``: it keeps nothing.
-        raises: number of the piece whose forward raises.
-        catches: number of the pack that goes on without the part that has raised.
-    """
+    """What a forward is given besides its input."""
 
     caches: dict[int, list[Tensor]] | None = None
     raises: int | None = None
@@ -81,14 +75,7 @@ BOXES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 
 class Piece(nn.Module):
-    """A part of a model: an input and a `Run`, to an output in a box.
-
-    Attributes:
-        number: its place among all pieces.
-        box: what its output is returned in.
-        how: "reentrant" or "not" where it is checkpointed by its caller; else "".
-        aux: what it keeps of each forward, for the loss, if ``keeps_aux``.
-    """
+    """A part of a model: an input and a `Run`, to an output in a box."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -245,24 +232,14 @@ class Builder:
 
 @dataclass
 class Statement:
-    """One thing that a program does.
-
-    Attributes:
-        kind: name of the method of `Program` that does it.
-        options: its arguments.
-    """
+    """One thing that a program does."""
 
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
 
 
 class Program:
-    """A model, how it is sharded, and what is done with it: all from a seed.
-
-    Args:
-        seed: of everything but the values of parameters and inputs.
-        world: number of ranks.
-    """
+    """A model, how it is sharded, and what is done with it: all from a seed."""
 
     def __init__(self, seed: int, world: int) -> None:
         self.seed, self.world = seed, world
@@ -640,13 +617,7 @@ def _say(text: str) -> None:
 
 
 def run_many(seeds: range, ranks: int, show: Callable[[str], object] = _say) -> dict[str, Any]:
-    """Programs of many seeds, one after the other, in one pool; a failed one costs a new pool.
-
-    Args:
-        seeds: of the programs.
-        ranks: on how many.
-        show: is told what happens.
-    """
+    """Programs of many seeds, one after the other, in one pool; a failed one costs a new pool."""
     failed: dict[int, str] = {}
     statements: Counter[str] = Counter()
     started = time.monotonic()

@@ -89,13 +89,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Statement:
-    """A piece of source that both models run.
-
-    Attributes:
-        kind: what it does, in a word.
-        source: for the sharded model, and for the plain one unless ``plain`` is given.
-        plain: for the plain one; "" for nothing.
-    """
+    """A piece of source that both models run."""
 
     kind: str
     source: str
@@ -104,19 +98,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Script:
-    """A program.
-
-    Attributes:
-        seed: what it was made from.
-        world: number of ranks.
-        blocks: the model's.
-        shape: of the mesh.
-        units: what `fully_shard` is called on, in order, and its ``reshard_after_forward``.
-        optimizer: source that makes one.
-        statements: what is done.
-        reshards: whether units are resharded by hand after each of them, which takes away what a
-            failure may come from: a unit that stays unsharded.
-    """
+    """A program."""
 
     seed: int
     world: int
@@ -586,25 +568,13 @@ def _smaller(script: Script) -> Iterator[Script]:
 
 
 def written(seed: int, world: int, between: bool = False) -> Script:
-    """The program of a seed.
-
-    Args:
-        seed: of all that is chosen.
-        world: number of ranks.
-        between: whether weights are written between a forward and its backward, too.
-    """
+    """The program of a seed."""
     return Author(seed, world, between).write()
 
 
 @dataclass
 class Results:
-    """Of many programs.
-
-    Attributes:
-        failed: by seed, what is wrong, and the smallest program.
-        refused: by seed, the sentence.
-        kinds: how often each kind of statement was in a program.
-    """
+    """Of many programs."""
 
     failed: dict[int, str] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)
