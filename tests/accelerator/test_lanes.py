@@ -332,22 +332,6 @@ def test_optimizer_on_a_stream_of_the_users() -> None:
     _assert_ordered()
 
 
-@workers.ranks(2)
-def test_norms_and_flat_optimizer() -> None:
-    mesh = _mesh(device.NAME, group.COALESCING, (2,))
-    model = _build(mesh, "usual")
-    optimizer = fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW, lr=1e-2)
-    device.races()
-    norms = []
-    for step in range(STEPS):
-        model(_batch(step, mesh)).square().mean().backward()
-        norms.append(fsdp2.clip_grad_norm_(model.parameters(), 1.0).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    _assert_ordered()
-    assert all(norm > 0 for norm in norms)
-
-
 @pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "replicated"])
 @workers.ranks(2)
 def test_steps_in_backward(case: str) -> None:
@@ -369,29 +353,6 @@ def test_steps_in_backward(case: str) -> None:
             losses[-1].append(loss.item())
         _assert_ordered()
     assert losses[1] == losses[0]
-
-
-@workers.ranks(2)
-@pytest.mark.parametrize("case", ["mixed", "pinned"])
-def test_averages_of_weights(case: str) -> None:
-    """Updated, and swapped in for an evaluation between steps."""
-    seen = []
-    for kind in ("cpu", device.NAME):
-        mesh = _mesh(kind, group.COALESCING, (2,))
-        with coalescing():
-            model = _build(mesh, case)
-        ema = fsdp2.optim.EMA(model, 0.5)
-        device.races()
-        rows = []
-        for _ in range(2):
-            rows += _train(model, mesh)[-1]
-            ema.update()
-            with ema.swapped(), torch.no_grad():
-                rows.append(model(_batch(0, mesh)).float().cpu())
-        seen.append([*rows, *map(_local, ema.averages().values())])
-    _assert_ordered()
-    expected, found = seen
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("case", ["usual", "offloaded"])

@@ -21,7 +21,6 @@ from tests.accelerator import test_lanes as lanes
 from tests.common import workers
 
 pytestmark = lanes.pytestmark
-own_ranks = lanes.own_ranks
 
 STEPS = 3
 
@@ -155,22 +154,6 @@ def test_state_goes_to_an_optimizer_on_the_device_and_back(back: bool) -> None:
             optimizer.load_state_dict(saved)
         _step(model, optimizer, mesh, step)
     assert all(map(torch.equal, _seen(model, optimizer), _seen(whole, expected)))
-
-
-@workers.ranks(2)
-def test_parameters_that_are_written_by_hand_are_stepped_as_written() -> None:
-    """No copy on the host outlives a step."""
-    mesh = lanes._mesh(device.NAME, group.COALESCING, (2,))
-    seen = []
-    for options in ({}, {"offload": "cpu"}):
-        model = lanes._build(mesh, "usual")
-        optimizer = _optimizer(model, **options)
-        for step in range(STEPS):
-            _step(model, optimizer, mesh, step)
-            for param in model.parameters():
-                param.to_local().data.mul_(0.5)
-        seen.append(_seen(model, optimizer))
-    assert all(map(torch.equal, *seen))
 
 
 @pytest.mark.parametrize(

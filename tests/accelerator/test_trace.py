@@ -116,25 +116,3 @@ def test_inputs_of_reductions_are_counted_while_they_are_there() -> None:
     scattered = [s for s in timeline.slices if s.operation == "reduce-scatter"]
     assert 0 < max(counted) <= max(s.bytes for s in scattered)
     assert counted[-1] == 0
-
-
-@workers.ranks(2)
-def test_casts_run_on_their_lane() -> None:
-    policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    timeline, _ = _traced((2,), mp_policy=policy)
-    copies = [s.unit for s in timeline.on("copy-in")]
-    assert copies == [*"012", *"210"]
-    assert {(w.lane, w.on) for w in timeline.waits} >= {("all-gather", "copy-in")}
-
-
-@workers.ranks(2)
-def test_what_is_offloaded_is_not_counted() -> None:
-    """Shards, gradients and optimizer states are in the host's memory; memory is the device's."""
-    timeline, _ = _traced((2,), offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
-    assert timeline.metadata["device"] == device.NAME
-    loads = [s.unit for s in timeline.on("copy-in") if s.operation == "load from host"]
-    assert loads == [*"012", *"210"]
-    kept = {name: {m.bytes.get(name, 0) for m in timeline.memory} for name in timeline.categories}
-    assert kept.get("shards", {0}) == kept.get("optimizer", {0}) == {0}
-    assert timeline.memory[-1].bytes.get("gradients", 0) == 0
-    assert max(kept["gathered"]) > 0

@@ -24,7 +24,7 @@ from fsdp2.core.modules.registry import require_record
 from fsdp2.core.modules.saved import SavingUnitHooks
 from fsdp2.sharding.assembly import choose_reshard
 from fsdp2.testing.stand_in import device, group
-from tests.accelerator.test_lanes import CASES, _as_it_is, _build, _mesh, _train, _use_some
+from tests.accelerator.test_lanes import CASES, _as_it_is, _build, _mesh, _train
 from tests.common import tensors, workers
 from tests.common.errors import raises
 from tests.common.looped import coalescing
@@ -103,13 +103,6 @@ def test_what_the_device_can_do_is_tried() -> None:
 @workers.ranks(2)
 def test_same_bits_as_on_the_cpu(case: str, backend: str) -> None:
     _compare(case, backend)
-
-
-@workers.ranks(2)
-def test_accumulating_and_gradients_that_another_rank_has() -> None:
-    for case in ("usual", "offloaded"):
-        _compare(case, group.COALESCING, accumulate=3)
-        _compare(case, group.COALESCING, accumulate=2, change=_use_some)
 
 
 @workers.ranks(4)

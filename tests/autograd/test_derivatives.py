@@ -98,17 +98,6 @@ def test_several_losses(compute: gradients.Compute, reshard_after_forward: bool 
     )
 
 
-@ranks(2)
-def test_backward_of_one_head_leaves_the_other_alone() -> None:
-    model = parity.shard(parity.OURS, models.seeded(_TwoHeads))
-    left, right = _losses(model)
-    left.backward(retain_graph=True)
-    missing = {name for name, param in model.named_parameters() if param.grad is None}
-    assert missing == {"right.weight", "right.bias"}
-    right.backward()
-    assert all(param.grad is not None for param in model.parameters())
-
-
 # -- torch.autograd.grad --------------------------------------------------------------------------
 
 
@@ -131,27 +120,6 @@ def test_autograd_grad_of_inputs(reshard_after_forward: bool | None) -> None:
     plain = gradients.mlp()
     x = gradients.part(0)[0].requires_grad_()
     parity.assert_equal(grad, torch.autograd.grad(plain(x).square().sum(), x)[0], "unsharded")
-    gradients.assert_like_unsharded(
-        grads,
-        gradients.mlp(),
-        lambda m, rank: parity.regression_loss(m, gradients.part(0, rank)).backward(),
-    )
-
-
-@ranks(2)
-def test_autograd_grad_of_activations() -> None:
-    """Between two units: only the later one's backward runs."""
-
-    def run(api: Any) -> Any:
-        model = parity.shard(api, gradients.mlp(), reshard_after_forward=True)
-        kept = []
-        model.layers[1].register_forward_hook(lambda *args: kept.append(args[-1]))
-        loss = parity.regression_loss(model, gradients.part(0))
-        (grad,) = torch.autograd.grad(loss, kept[0], retain_graph=True)
-        loss.backward()
-        return [grad, parity.full_grads(model)]
-
-    _, grads = parity.same_as_torch(run)
     gradients.assert_like_unsharded(
         grads,
         gradients.mlp(),
@@ -363,17 +331,6 @@ def test_double_backward(loss: Any, reshard_after_forward: bool | None) -> None:
 
 
 @ranks(2)
-def test_double_backward_mixed() -> None:
-    model = parity.shard(parity.OURS, gradients.mlp(), mixed=True, reshard_after_forward=True)
-    _penalised(model, gradients.part(0)).backward()
-
-    def compute(plain: nn.Module, rank: int) -> None:
-        _penalised(parity.Bf16(plain), gradients.part(0, rank)).backward()
-
-    gradients.assert_like_unsharded(parity.full_grads(model), gradients.mlp(), compute)
-
-
-@ranks(2)
 def test_backward_that_creates_a_graph_reduces_its_gradients() -> None:
     """`loss.backward(create_graph=True)`: the gradients are there, those of a second add up."""
 
@@ -496,24 +453,3 @@ def test_checkpoint_wrapper_below_and_above_a_unit(impl: CheckpointImpl) -> None
     parity.assert_equal(below, plain, "wrapper inside the unit")
     parity.assert_equal(parity.same_as_torch(above), plain, "wrapper around the unit")
     assert len(models.units(models.seeded(partial(_Layers, None, False, wrap)))) == 4
-
-
-@ranks(2, extended=(4,))
-@pytest.mark.parametrize("reshard_after_forward", [None, True])
-def test_forwards_before_one_backward(reshard_after_forward: bool | None) -> None:
-    """Four forwards, one of them under no_grad, then one backward."""
-
-    def loss(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = part
-        outputs = [model(x), model(x.flip(1))]
-        with torch.no_grad():
-            target = model(2 * x)
-        outputs.append(model(outputs[0].repeat(1, 2)))
-        return sum((output - y - target).square().mean() for output in outputs)
-
-    parity.check_training(
-        gradients.mlp,
-        gradients.mlp_batches(),
-        loss=loss,
-        reshard_after_forward=reshard_after_forward,
-    )

@@ -27,7 +27,6 @@ Comparing
     combinations    values of arguments: each once by default, then all
     errors          the catalogue of errors: ``with raises("its-id")``
     page_scripts    whole scripts of pages, and what they print
-    prose           rules of plain technical English, and what breaks them
     upper_bounds    numbers that may only fall, in one table
     perfetto        trace events as Perfetto reads them
     browser         a headless Chromium for pages

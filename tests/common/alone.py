@@ -237,14 +237,7 @@ def _sharded(model: Any, case: str, mesh: DeviceMesh) -> Any:
 
 
 def train(case: str, device: torch.device, mesh: DeviceMesh | None, pause: Pause) -> list[Any]:
-    """Gradients, loss and parameters of every step.
-
-    Args:
-        case: one of `CASES`.
-        device: where it is trained.
-        mesh: of one rank; without one, nothing is sharded.
-        pause: what makes compute late.
-    """
+    """Gradients, loss and parameters of every step."""
     torch.manual_seed(0)
     model: Any = Model(pause).to(device)
     if mesh is not None:

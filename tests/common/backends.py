@@ -115,16 +115,7 @@ packs = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Launch:
-    """One collective of a step.
-
-    Attributes:
-        phase: "forward" or "backward".
-        unit: name of the unit that launched it; "-" for none.
-        collective: what c10d calls it, in the newer names.
-        tensors: that this rank gives.
-        nbytes: of those.
-        group: the process group's label.
-    """
+    """One collective of a step."""
 
     phase: str
     unit: str
@@ -139,14 +130,7 @@ class Launch:
 
 
 class Recorder:
-    """Writes down the launches of recorded groups.
-
-    Attributes:
-        kind: of groups that are made from now on.
-        phase: of the step.
-        unit: that communicates.
-        launches: all of them.
-    """
+    """Writes down the launches of recorded groups."""
 
     def __init__(self) -> None:
         self.kind = "gloo"
@@ -163,12 +147,7 @@ RECORDER = Recorder()
 
 
 class RecordedGroup(NullGroup):
-    """A null group that is of a kind.
-
-    Attributes:
-        label: of the group, in what is written down.
-        served_by: its backend object.
-    """
+    """A null group that is of a kind."""
 
     backend = "recorded"
 

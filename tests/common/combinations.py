@@ -20,9 +20,6 @@ def each_once(**values: Sequence[object] | Mapping[str, object]) -> pytest.MarkD
         def test_training(way: str, mixed: bool) -> None: ...
         # by default: plain-fp32, nested-mixed, tied-fp32
         # extended: plain-mixed, tied-mixed
-
-    Args:
-        values: the values of each argument; a mapping gives them names, for the test's id.
     """
     lists = [_named(each) for each in values.values()]
     lengths = [len(each) for each in lists]

@@ -76,12 +76,7 @@ class Stack(nn.Module):
 
 @dataclass
 class Compiler:
-    """How to compile, and what was: made anew for each model.
-
-    Attributes:
-        backend: a backend's name; ``"none"`` does not compile.
-        fullgraph: whether graph breaks raise.
-    """
+    """How to compile, and what was: made anew for each model."""
 
     backend: str = "aot_eager"
     fullgraph: bool = True
@@ -139,20 +134,7 @@ def sharded(
     root: Callable[[Any], None] | None = None,
     **arguments: Any,
 ) -> Any:
-    """Compiles and shards a `Stack`: its blocks, then the root.
-
-    Args:
-        api: has ``fully_shard``.
-        model: changed in place; blocks may be replaced by their wrappers.
-        way: one of `BLOCK_WAYS` or `ROOT_WAYS`.
-        compiler: how.
-        checkpoints: one of the wrappers of `CHECKPOINTS`.
-        root: called with the sharded model before the root is compiled.
-        arguments: of ``fully_shard``.
-
-    Returns:
-        What to call: the model, or its wrapper.
-    """
+    """Compiles and shards a `Stack`: its blocks, then the root."""
     compiles = compiler.backend != "none"
     for i, block in enumerate(model.blocks):
         if checkpoints == INSIDE_FSDP:

@@ -135,11 +135,7 @@ def process_group(ranks: int) -> Iterator[None]:
 
 
 def names(*, sharded: bool) -> dict[str, Any]:
-    """The names that examples use without making them.
-
-    Args:
-        sharded: whether the model is sharded already.
-    """
+    """The names that examples use without making them."""
     model = Model()
     if sharded:
         shard(model)

@@ -30,15 +30,7 @@ TINY = (
 
 
 class Run:
-    """One command, and the processes that it starts, wherever they are in the process tree.
-
-    Args:
-        command: in the repository's folder.
-        environment: added to this process's.
-
-    Attributes:
-        process: the command's.
-    """
+    """One command, and the processes that it starts, wherever they are in the process tree."""
 
     def __init__(self, *command: str, **environment: str) -> None:
         self.id = uuid.uuid4().hex

@@ -58,12 +58,7 @@ class LoopedCollectives(GroupCollectives):
 
 @contextmanager
 def coalescing(pack_below: int = 0) -> Iterator[None]:
-    """Groups that `fully_shard` makes inside have coalesced collectives.
-
-    Args:
-        pack_below: bytes of a piece below which parameters are packed for being small; tests'
-            parameters are all small, and by default stand for large ones.
-    """
+    """Groups that `fully_shard` makes inside have coalesced collectives."""
     options = partial(GroupOptions, pack_below=pack_below)
     with (
         mock.patch.object(assembly, "GroupCollectives", LoopedCollectives),

@@ -14,13 +14,7 @@ from fsdp2.core.schedule.unit import Unit, put_around
 
 
 def observe(units: Iterable[Unit], heard: Callable[[str, str], object]) -> None:
-    """Call ``heard`` behind each move of the groups of ``units``: what it was, the group's name.
-
-    Args:
-        units: the units.
-        heard: is told "all_gather" (where there is anything to gather), "finish", "reshard" (where
-            anything was gathered) and "reduce".
-    """
+    """Call ``heard`` behind each move of the groups of ``units``: what it was, the group's name."""
 
     def gather(group: ParamGroup, run: Callable[[], None]) -> None:
         run()

@@ -34,12 +34,7 @@ APIS = {"ours": parity.OURS, "torch": parity.TORCH}
 
 @dataclass(frozen=True)
 class Parallelism:
-    """A way to spread a model.
-
-    Attributes:
-        name: as in the table above.
-        dims: the mesh's size and names; empty for no sharding.
-    """
+    """A way to spread a model."""
 
     name: str
     dims: tuple[tuple[str, int], ...]

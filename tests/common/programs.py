@@ -11,24 +11,15 @@ Computation is in float64: sums in another order differ by some 1e-15 of their l
 term that is missing, taken twice or out of date by a share of it. `TOLERANCE` is in between.
 
 Left out: parameters tied between units, and units that not all ranks use.
-
-    python -m tests.common.programs --seeds 0..999 --ranks 2
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import platform
 import random
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,15 +30,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from tests.common import parity, workers
+from tests.common import parity
 
 WIDTH = 6
 ROWS = 3
-TIMEOUT = 60.0  # seconds for a program; most take a tenth of one
 TOLERANCE = parity.Tolerance(rtol=1e-8, atol=1e-10)
 """Some 1e-14 was seen. Adam divides a gradient by its size, so noise in a small one grows."""
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "programs"
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -59,13 +47,7 @@ class OnPurposeError(Exception):
 
 @dataclass
 class Run:
-    """What a forward is given besides its input.
-
-    Attributes:
-        caches: by piece, what it appends to and reads; ``None``: it keeps nothing.
-        raises: number of the piece whose forward raises.
-        catches: number of the pack that goes on without the part that has raised.
-    """
+    """What a forward is given besides its input."""
 
     caches: dict[int, list[Tensor]] | None = None
     raises: int | None = None
@@ -81,14 +63,7 @@ BOXES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 
 class Piece(nn.Module):
-    """A part of a model: an input and a `Run`, to an output in a box.
-
-    Attributes:
-        number: its place among all pieces.
-        box: what its output is returned in.
-        how: "reentrant" or "not" where it is checkpointed by its caller; else "".
-        aux: what it keeps of each forward, for the loss, if ``keeps_aux``.
-    """
+    """A part of a model: an input and a `Run`, to an output in a box."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -245,24 +220,14 @@ class Builder:
 
 @dataclass
 class Statement:
-    """One thing that a program does.
-
-    Attributes:
-        kind: name of the method of `Program` that does it.
-        options: its arguments.
-    """
+    """One thing that a program does."""
 
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
 
 
 class Program:
-    """A model, how it is sharded, and what is done with it: all from a seed.
-
-    Args:
-        seed: of everything but the values of parameters and inputs.
-        world: number of ranks.
-    """
+    """A model, how it is sharded, and what is done with it: all from a seed."""
 
     def __init__(self, seed: int, world: int) -> None:
         self.seed, self.world = seed, world
@@ -630,85 +595,3 @@ class Program:
 def run_program(seed: int) -> dict[str, int]:
     """One program, on this rank; returns how often each kind of statement ran."""
     return dict(Program(seed, dist.get_world_size()).run())
-
-
-# -- many of them ---------------------------------------------------------------------------------
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def run_many(seeds: range, ranks: int, show: Callable[[str], object] = _say) -> dict[str, Any]:
-    """Programs of many seeds, one after the other, in one pool; a failed one costs a new pool.
-
-    Args:
-        seeds: of the programs.
-        ranks: on how many.
-        show: is told what happens.
-    """
-    failed: dict[int, str] = {}
-    statements: Counter[str] = Counter()
-    started = time.monotonic()
-    try:
-        for count, seed in enumerate(seeds, 1):
-            try:
-                statements.update(
-                    workers.run_on_ranks(ranks, run_program, seed, timeout=TIMEOUT)[0]
-                )
-            except AssertionError as error:  # a RankError
-                failed[seed] = str(error)
-                said = str(error) if len(seeds) == 1 else _last_line(str(error))
-                show(f"seed {seed} on {ranks} ranks failed:\n{said}")
-            if count % 50 == 0:
-                show(f"{count} programs on {ranks} ranks, {len(failed)} failed: {[*failed]}")
-    finally:
-        workers.close_pools()
-    return {
-        "ranks": ranks,
-        "seeds": [seeds.start, seeds.stop - 1],
-        "programs": len(seeds),
-        "failed": sorted(failed),
-        "statements": dict(statements.most_common()),
-        "seconds": round(time.monotonic() - started, 1),
-    }
-
-
-def _last_line(text: str) -> str:
-    """What the first rank says of a failure that all of them may have met."""
-    first = text.split("---- rank")[1].split("-- what rank")[0] if "---- rank" in text else text
-    return first.strip().splitlines()[-1][:400]
-
-
-def main() -> int:
-    """Run what the command line says; returns how many programs failed."""
-    parser = argparse.ArgumentParser(description="Random programs against the unsharded model")
-    parser.add_argument("--seeds", default="0..99", help="the first and the last, as in 0..99")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument(
-        "--json", type=Path, help="where to write; default: benchmarks/results/programs"
-    )
-    arguments = parser.parse_args()
-    first, last = map(int, arguments.seeds.split(".."))
-    results = run_many(range(first, last + 1), arguments.ranks)
-    now = datetime.now(timezone.utc)
-    environment = {
-        "date": now.isoformat(timespec="seconds"),
-        "command": f"tests.common.programs --seeds {arguments.seeds} --ranks {arguments.ranks}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    path = arguments.json
-    if path is None:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        path = RESULTS / f"{now:%Y-%m-%d}-{arguments.ranks}ranks-{first}-{last}.json"
-    path.write_text(json.dumps({"environment": environment, "results": results}, indent=1) + "\n")
-    print(json.dumps(results))
-    return len(results["failed"])
-
-
-if __name__ == "__main__":
-    # As a module that ranks can import: they cannot import __main__.
-    from tests.common import programs
-
-    sys.exit(min(programs.main(), 1))

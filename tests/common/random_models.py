@@ -110,13 +110,7 @@ def by_columns(shape: tuple[int, ...], ranks: int) -> Cut:
 
 
 def random_tree(rng: random.Random, plain: bool = False, tied: bool = True) -> Node:
-    """A root with up to `MAX_NODES` nodes below.
-
-    Args:
-        rng: where they come from.
-        plain: whether all outputs and inputs are in use, and all parameters are sharded.
-        tied: whether some nodes may use parameters of others.
-    """
+    """A root with up to `MAX_NODES` nodes below."""
     budget = rng.randint(2, MAX_NODES)
     shapes = (*SHAPES, EMPTY) if rng.random() < 0.25 else SHAPES
     root = Node("n0", shapes=rng.choice(shapes))
@@ -235,15 +229,6 @@ class Watch:
     """Looks at a simulation after every step and notes what went wrong.
 
     Its settings are random but for those that are ``wanted``.
-
-    Attributes:
-        window: how many units a simulation gathers ahead, unless its scenario says so.
-        problems: a sentence each.
-        gathers: how often each unit was gathered, in this phase.
-        wasted: how many all-gathers were freed before anybody used them.
-        log: what the groups' observers and the simulation reported, in order.
-        interrupt_after: raise `InterruptError` once, after so many steps.
-        at_each_step: called after each, once it has been looked at.
     """
 
     window: ClassVar[int] = 1
@@ -509,10 +494,6 @@ class Watch:
 
         Gathered memory may stay where ``keep_storage`` says so, that of gradients where
         ``keep_gradients`` does, that of rows that are kept always.
-
-        Args:
-            padding: ``False`` where frozen parameters changed the reductions, which own it and
-                their marks.
         """
         live, wanted = self.live(), Counter(self._kept_for_good)
         del live[kept_rows.ROWS]

@@ -42,14 +42,7 @@ class Member(PaperParam):
 
 @dataclass(frozen=True)
 class Setup:
-    """A configuration of a reduction.
-
-    Attributes:
-        direct: whether the backend coalesces.
-        pack_below: bytes of a piece below which members are packed even then.
-        codec: name of the transport, if it is not the one that follows from all that.
-        result: the gradient's dtype where it is not the shard's.
-    """
+    """A configuration of a reduction."""
 
     direct: bool = False
     grad: torch.dtype = F32

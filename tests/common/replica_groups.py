@@ -33,15 +33,7 @@ class Done:
 
 
 class StandIn:
-    """A manager of replica groups.
-
-    Attributes:
-        sent: elements of each all-reduce of the step.
-        participates: whether this group's gradients count.
-        breaks: the all-reduce of this step, from 0, that fails; ``None``: none does.
-        step: how many counted.
-        begun: how many were begun.
-    """
+    """A manager of replica groups."""
 
     def __init__(self, exchange: Exchange = lambda tensor: [tensor], groups: int = 1) -> None:
         self._exchange, self._groups = exchange, groups

@@ -432,11 +432,7 @@ SCENARIOS: dict[str, Scenario] = {
 def staged_in_order(
     scenario: str, buffer: str, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> bool:
-    """Ten random models of a scenario, whose groups have these options: nothing may be wrong.
-
-    Returns:
-        Whether anything was written to a buffer of that name.
-    """
+    """Ten random models of a scenario, whose groups have these options: nothing may be wrong."""
     settings = random_models.random_settings
 
     def chosen(*args: Any) -> dict[str, Any]:

@@ -39,15 +39,7 @@ class _Meeting:
 
 
 class ThreadCollectives:
-    """Collectives of one rank.
-
-    Attributes:
-        size: number of ranks.
-        rank: this one's position.
-        coalesces: what the backend is said to do with many tensors.
-        premultiplies: whether it has a premultiplied sum.
-        calls: names of the collectives that this rank took part in.
-    """
+    """Collectives of one rank."""
 
     def __init__(
         self, meeting: _Meeting, size: int, rank: int, coalesces: bool, premultiplies: bool
@@ -122,13 +114,7 @@ class ThreadCollectives:
 
 
 class ThreadReplicas:
-    """All-reduces of one rank among its copies.
-
-    Attributes:
-        size: number of copies.
-        rank: which one this is.
-        calls: the kinds of the all-reduces that this rank took part in.
-    """
+    """All-reduces of one rank among its copies."""
 
     def __init__(self, meeting: _Meeting, size: int, rank: int) -> None:
         self._meeting = meeting

@@ -25,12 +25,7 @@ def bounds() -> dict[str, dict[str, int]]:
 
 
 def hold(name: str, **measured: int) -> None:
-    """Fail if any number is above its bound.
-
-    Args:
-        name: what is measured, a key of the table.
-        measured: the numbers that the table has of it.
-    """
+    """Fail if any number is above its bound."""
     table = bounds()
     bound = table[name]
     assert measured.keys() == bound.keys(), f"{name} has bounds of {', '.join(bound)}"

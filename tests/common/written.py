@@ -4,8 +4,7 @@
                │ fully_shard on every rank          │ writes, averages swapped in, checkpoints
                └ a plain copy on every rank         └ run by both, one by one, and compared
 
-A program is source, so that one that fails is printed as a program that a reader can run: the units
-and statements that are left when everything is dropped that the failure does not need.
+A program is source, so that one that fails is printed as a program that a reader can run.
 
 Nothing is resharded to be compared: a write that does not reach the next forward shows in what
 that returns. A write may be refused (`ShardingStateError`), by `fsdp2.debug(check_writes=True)`
@@ -13,24 +12,17 @@ too, and DTensor refuses unsharded parameters beside sharded ones where a backwa
 the program has unsharded units itself: it ends there, and counts as refused.
 
 Computation is in float64, as in `tests.common.programs`.
-
-    python -m tests.common.written --seeds 0..999 --ranks 2
-    python -m tests.common.written --seeds 17..17 --ranks 2 --keep 1,4
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import json
 import random
 import shutil
-import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,13 +81,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Statement:
-    """A piece of source that both models run.
-
-    Attributes:
-        kind: what it does, in a word.
-        source: for the sharded model, and for the plain one unless ``plain`` is given.
-        plain: for the plain one; "" for nothing.
-    """
+    """A piece of source that both models run."""
 
     kind: str
     source: str
@@ -104,19 +90,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Script:
-    """A program.
-
-    Attributes:
-        seed: what it was made from.
-        world: number of ranks.
-        blocks: the model's.
-        shape: of the mesh.
-        units: what `fully_shard` is called on, in order, and its ``reshard_after_forward``.
-        optimizer: source that makes one.
-        statements: what is done.
-        reshards: whether units are resharded by hand after each of them, which takes away what a
-            failure may come from: a unit that stays unsharded.
-    """
+    """A program."""
 
     seed: int
     world: int
@@ -564,114 +538,13 @@ def failure_of(script: Script) -> str:
     return said
 
 
-def shrunk(script: Script) -> Script:
-    """A program that fails as ``script``, of which nothing can be left out."""
-    for smaller in _smaller(script):
-        found = failure_of(smaller)
-        if found and REFUSED not in found and BROKEN not in found:
-            return shrunk(smaller)
-    return script
-
-
-def _smaller(script: Script) -> Iterator[Script]:
-    for at in reversed(range(len(script.statements))):
-        left = (*script.statements[:at], *script.statements[at + 1 :])
-        yield replace(script, statements=left)
-    for at in range(len(script.units) - 1):
-        yield replace(script, units=(*script.units[:at], *script.units[at + 1 :]))
-    for at, (unit, reshard) in enumerate(script.units):
-        if reshard is not None:
-            plain = (*script.units[:at], (unit, None), *script.units[at + 1 :])
-            yield replace(script, units=plain)
-
-
 def written(seed: int, world: int, between: bool = False) -> Script:
-    """The program of a seed.
-
-    Args:
-        seed: of all that is chosen.
-        world: number of ranks.
-        between: whether weights are written between a forward and its backward, too.
-    """
+    """The program of a seed."""
     return Author(seed, world, between).write()
 
 
-@dataclass
-class Results:
-    """Of many programs.
-
-    Attributes:
-        failed: by seed, what is wrong, and the smallest program.
-        refused: by seed, the sentence.
-        kinds: how often each kind of statement was in a program.
-    """
-
-    failed: dict[int, str] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
-    kinds: Counter[str] = field(default_factory=Counter)
-
-
-def check_many(
-    seeds: Iterable[int],
-    world: int,
-    *,
-    shrink: bool = True,
-    reshards: bool = False,
-    between: bool = False,
-    show: Callable[[str], object] = print,
-) -> Results:
-    """Run the programs of many seeds in one pool."""
-    results = Results()
-    for seed in seeds:
-        script = replace(written(seed, world, between), reshards=reshards)
-        results.kinds.update(statement.kind for statement in script.statements)
-        found = failure_of(script)
-        if REFUSED in found:
-            results.refused[seed] = found
-        elif found:
-            text = (shrunk(script) if shrink else script).text()
-            results.failed[seed] = f"{found}\n{text}"
-            show(f"seed {seed} on {world} ranks: {found}\n{text}\n")
-    return results
-
-
-def main() -> int:
-    """Run what the command line says; returns how many programs failed."""
-    parser = argparse.ArgumentParser(description="Weights written by hand, against the plain model")
-    parser.add_argument("--seeds", default="0..99", help="the first and the last, as in 0..99")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--keep", help="run these statements of one seed only, as in 0,3")
-    parser.add_argument("--whole", action="store_true", help="do not look for smaller programs")
-    parser.add_argument("--reshard", action="store_true", help="by hand, after each statement")
-    parser.add_argument("--between", action="store_true", help="forward and backward, too")
-    arguments = parser.parse_args()
-    first, last = map(int, arguments.seeds.split(".."))
-    try:
-        if arguments.keep:
-            script = written(first, arguments.ranks, arguments.between)
-            kept = [script.statements[int(at)] for at in arguments.keep.split(",")]
-            script = replace(script, statements=tuple(kept), reshards=arguments.reshard)
-            print(script.text(), failure_of(script) or "passes", sep="\n\n")
-            return 0
-        results = check_many(
-            range(first, last + 1),
-            arguments.ranks,
-            shrink=not arguments.whole,
-            reshards=arguments.reshard,
-            between=arguments.between,
-        )
-    finally:
-        workers.close_pools()
-    counts = {"programs": last + 1 - first, "ranks": arguments.ranks}
-    counts |= {"failed": len(results.failed), "refused": len(results.refused)}
-    print(json.dumps({**counts, "statements": dict(results.kinds.most_common())}))
-    for sentence, times in Counter(results.refused.values()).most_common(9):
-        print(times, sentence)
-    return len(results.failed)
-
-
-if __name__ == "__main__":
-    # As a module that ranks can import: they cannot import __main__.
-    from tests.common import written as module
-
-    sys.exit(min(module.main(), 1))
+def check(seed: int, world: int, *, reshards: bool = False, between: bool = False) -> None:
+    """Run the program of a seed; a failure shows it as a reader would run it."""
+    script = replace(written(seed, world, between), reshards=reshards)
+    found = failure_of(script)
+    assert not found or REFUSED in found, f"seed {seed} on {world} ranks: {found}\n{script.text()}"

@@ -10,7 +10,6 @@ from fsdp2.core.device.buffers import (
     SwappedBuffer,
     TransientBuffer,
     absent,
-    row_major,
     saved_in,
 )
 
@@ -35,44 +34,6 @@ def test_views_stay_valid_objects_over_many_lives() -> None:
         view.fill_(value)
         assert view.eq(value).all()
         assert (id(view), tuple(view.shape), view.stride()) == (identity, (2, 3), (3, 1))
-
-
-def test_views_made_before_and_after_a_release_see_the_same_memory() -> None:
-    buffer = TransientBuffer(32, CPU, "gathered")
-    first = buffer.view(torch.float32, 0, (8,))
-    buffer.release()
-    buffer.acquire()
-    second = buffer.view(torch.float32, 16, (4,))
-    second.fill_(5)
-    assert first.tolist()[4:] == [5] * 4
-    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-
-
-def test_no_view_of_memory_that_is_not_there() -> None:
-    buffer = TransientBuffer(32, CPU, "gathered block")
-    buffer.release()
-    with pytest.raises(AssertionError, match="gathered block is not allocated"):
-        buffer.view(torch.float32, 0, (8,))
-
-
-def test_acquire_and_release_twice_do_no_harm() -> None:
-    buffer = TransientBuffer(32, CPU, "gathered")
-    view = buffer.view(torch.float32, 0, (8,))
-    view.fill_(4)
-    buffer.acquire()
-    assert view.eq(4).all()
-    buffer.release()
-    buffer.release()
-    assert not buffer.allocated
-
-
-def test_empty_buffer_is_always_allocated() -> None:
-    buffer = TransientBuffer(0, CPU, "gathered")
-    view = buffer.view(torch.float32, 0, (0, 4))
-    buffer.release()
-    assert buffer.allocated
-    buffer.acquire()
-    assert tuple(view.shape) == (0, 4)
 
 
 # ---- both
@@ -153,27 +114,7 @@ def test_made_in_inference_mode_they_serve_training(make: type[FlatBuffer]) -> N
     assert parameter.grad.tolist() == [4] * 4
 
 
-def test_refilled_in_inference_mode() -> None:
-    buffer = TransientBuffer(16, CPU, "gathered")
-    view = buffer.view(torch.float32, 0, (4,))
-    buffer.release()
-    with torch.inference_mode():
-        buffer.acquire()
-        view.fill_(2)
-    assert view.tolist() == [2] * 4
-    assert not view.is_inference()
-
-
 # ---- FlatBuffer
-
-
-def test_flat_buffer_starts_with_zeros_in_one_storage() -> None:
-    buffer = FlatBuffer(64, CPU)
-    views = [buffer.view(torch.float32, offset, (4,)) for offset in range(0, 64, 16)]
-    assert all(view.eq(0).all() for view in views)
-    pointers = {view.untyped_storage().data_ptr() for view in views}
-    assert pointers == {buffer.storage.data_ptr()}
-    assert (buffer.nbytes, buffer.device) == (64, CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
@@ -191,21 +132,6 @@ def test_pieces_have_storages_of_their_own(dtype: torch.dtype) -> None:
     assert piece._version == before
     del buffer, whole
     assert piece.view(torch.uint8).eq(1).all(), "which the piece keeps alive"
-
-
-def test_pieces_without_memory() -> None:
-    piece = FlatBuffer(64, torch.device("meta")).piece(torch.float32, 16, (2, 2))
-    assert piece.is_meta
-    assert tuple(piece.shape) == (2, 2)
-    with torch.inference_mode():
-        piece = FlatBuffer(64, CPU).piece(torch.float32, 16, (2, 2))
-    assert not piece.is_inference()
-
-
-def test_flat_buffer_on_meta_has_shapes_only() -> None:
-    view = FlatBuffer(64, torch.device("meta")).view(torch.float32, 16, (2, 2))
-    assert view.is_meta
-    assert tuple(view.shape) == (2, 2)
 
 
 # ---- SwappedBuffer
@@ -266,58 +192,6 @@ def test_a_place_in_memory_that_comes_and_goes() -> None:
     assert torch.equal(found, param)
 
 
-def test_what_is_dead_or_not_over_it_does_not_follow() -> None:
-    buffer, view, param = _swapped()
-    other = torch.ones(4)
-    buffer.keep_valid(other)
-    del view
-    for _ in range(2):
-        buffer.release()
-        assert bool((other == 1).all())
-        buffer.acquire()
-    assert param.untyped_storage().data_ptr() == buffer.raw.data_ptr()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_what_is_absent_is_no_number(dtype: torch.dtype) -> None:
     assert bool(absent(dtype, CPU).float().isnan().all())
-
-
-def test_other_dtypes_that_are_absent() -> None:
-    assert absent(torch.int64, CPU).item() == -1
-    assert absent(torch.bool, CPU).item() is False
-
-
-@pytest.mark.parametrize("kind", [TransientBuffer, SwappedBuffer])
-def test_views_are_as_those_that_are_made_one_by_one(kind: type[TransientBuffer]) -> None:
-    buffer = kind(256, CPU, "test")
-    places = [row_major((2, 3), 0), row_major((4,), 6), ((2, 2), (1, 2), 10), row_major((0, 3), 14)]
-    many = buffer.views(torch.float32, 64, places)
-    for view, (shape, strides, start) in zip(many, places, strict=True):
-        one = buffer.view(torch.float32, 64 + 4 * start, shape, strides)
-        assert (view.shape, view.stride()) == (one.shape, one.stride())
-        assert view.storage_offset() == one.storage_offset()
-        assert view.untyped_storage()._cdata == one.untyped_storage()._cdata
-        assert not view._is_view()
-        assert view._version == 0
-    many[0].fill_(1.0)
-    assert [view._version for view in many] == [1, 0, 0, 0]  # a counter each (invariant I4)
-    buffer.release()
-    buffer.acquire()
-    many[0].fill_(2.0)
-    assert buffer.view(torch.float32, 64, (2, 3)).eq(2.0).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
-def test_pieces_have_storages_and_strides_of_their_own(dtype: torch.dtype) -> None:
-    buffer = FlatBuffer(256, CPU)
-    places = [(0, (1, 5)), (8, (3, 1)), (12, (0, 4)), (12, (2, 2))]
-    for piece, (start, shape) in zip(buffer.pieces(dtype, 16, 16, places), places, strict=True):
-        assert tuple(piece.shape) == shape
-        assert piece.stride() == torch.empty(shape).stride()
-        assert piece.untyped_storage().nbytes() == piece.numel() * dtype.itemsize
-        assert piece.storage_offset() == 0
-        assert piece._base is None
-        piece.fill_(1)
-        whole = buffer.view(dtype, 16 + start * dtype.itemsize, shape)
-        assert torch.equal(whole, piece)

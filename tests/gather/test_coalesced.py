@@ -64,40 +64,6 @@ def test_trains_like_torch(small: int, mixed: bool) -> None:
 
 
 @ranks(2)
-def test_one_launch_a_gather_and_one_a_reduction() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
-    with coalescing():
-        for layer in model:
-            fsdp2.fully_shard(layer)
-        fsdp2.fully_shard(model)
-    loss = model(torch.randn(4, DIM, requires_grad=True)).sum()
-    launches = [layer_launches(layer) for layer in model]
-    assert launches == [1, 1]
-    loss.backward()
-    # Gathered again for backward, then reduced.
-    assert [layer_launches(layer) for layer in model] == [3, 3]
-
-
-def layer_launches(layer: nn.Module) -> int:
-    record = record_of(layer)
-    assert record is not None
-    return record.unit.own_groups[0].collectives.launches
-
-
-@ranks(2)
-def test_a_first_forward_in_inference_mode() -> None:
-    """What is bound there is written to by a backward outside of it."""
-    layer = nn.Linear(DIM, DIM)
-    with coalescing():
-        fsdp2.fully_shard(layer)
-    with torch.inference_mode():
-        layer(torch.ones(4, DIM))
-    layer(torch.ones(4, DIM)).sum().backward()
-    assert layer.weight.grad is not None
-
-
-@ranks(2)
 def test_gradients_are_reduced_where_autograd_left_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -199,17 +199,6 @@ def test_one_collective_a_unit_whatever_it_holds() -> None:
     assert len(gather.ran) == 4 * 2  # steps, and both ways
 
 
-@ranks(2)
-def test_coalesced_gradients_travel_packed() -> None:
-    build = partial(models.seeded, partial(models.MLP, depth=2, out=8))
-    with coalescing():
-        model = parity.shard(parity.OURS, build())
-    scatter = Scatter()
-    ours = _train(_use(model, None, scatter), 8)
-    assert len(scatter.ran) == 4 * 3  # steps and units
-    parity.assert_equal(ours, _train(parity.shard(parity.OURS, build()), 8))
-
-
 @ranks(4)
 def test_replicas_and_smaller_groups() -> None:
     build = partial(models.seeded, partial(models.MLP, depth=2, out=8))
@@ -221,16 +210,6 @@ def test_replicas_and_smaller_groups() -> None:
         parity.assert_equal(ours, expected)
         assert gather.ran
         assert scatter.ran
-
-
-@ranks(2)
-def test_one_rank_calls_nothing() -> None:
-    gather, scatter = Gather(), Scatter()
-    mesh = meshes.mesh("outer", "inner", shape=(2, 1))
-    build = partial(models.seeded, partial(models.MLP, depth=1))
-    model = _use(parity.shard(parity.OURS, build(), mesh=mesh), gather, scatter)
-    parity.assert_equal(_train(model, 4), _train(parity.shard(parity.OURS, build(), mesh=mesh), 4))
-    assert gather.asked == scatter.asked == []
 
 
 @ranks(2)

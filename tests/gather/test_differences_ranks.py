@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import tempfile
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2.core.gather.differences import ReferenceRows
@@ -100,16 +95,6 @@ def test_replicas_have_equal_references(gather: str) -> None:
     train(model)
     assert_equal_on_ranks(model)
     near(model, gather)
-
-
-@ranks(2)
-@pytest.mark.parametrize("sync", [True, False])
-def test_micro_batches(sync: bool) -> None:
-    gather = "int4 differences"
-    model, exact = formats.sharded(gather, None), formats.sharded(None, None)
-    found, expected = train(model, micro=3, sync=sync)[0], train(exact, micro=3, sync=sync)[0]
-    torch.testing.assert_close(found, expected, rtol=0.01, atol=0)
-    assert_equal_on_ranks(model)
 
 
 class Averages:
@@ -198,28 +183,6 @@ def test_steps_by_hand(route: str, drops: str) -> None:
 
 
 @ranks(2)
-def test_recomputation_reads_the_same_rows() -> None:
-    """To the bit what a model without checkpoints computes."""
-
-    class Checkpointed(nn.Module):
-        def __init__(self, block: nn.Module) -> None:
-            super().__init__()
-            self.block = block
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.block, x, use_reentrant=False)
-
-    plain = formats.sharded("int4 differences", None)
-    wrapped = formats.build()
-    for index in range(2):
-        wrapped[index] = Checkpointed(wrapped[index])
-        fsdp2.fully_shard(wrapped[index])
-    fsdp2.fully_shard(wrapped)
-    formats.coded(wrapped, "int4 differences", None)
-    assert train(plain)[0] == train(wrapped)[0]
-
-
-@ranks(2)
 def test_parameters_that_are_made_late_and_frozen_or_tied() -> None:
     losses = []
     for format in ("int4 differences", None):
@@ -294,23 +257,6 @@ def references(model: nn.Module) -> list[ReferenceRows]:
 
 
 @ranks(2)
-def test_nan_is_seen_and_over_when_weights_are_restored() -> None:
-    model = formats.sharded("int8 differences", None)
-    x = formats.batch()
-    formats.loss_of(model, x)
-    weight = model[0].up.weight
-    kept = weight.to_local()[3, 3].item()
-    weight.to_local().detach()[3, 3] = float("nan")
-    with torch.no_grad():
-        assert formats.loss_of(model, x).isnan()
-    weight.to_local().detach()[3, 3] = kept
-    with torch.no_grad():
-        for _ in range(5):
-            loss = formats.loss_of(model, x)
-    assert loss.item() == pytest.approx(formats.loss_of(formats.build(), x).item(), rel=1e-4)
-
-
-@ranks(2)
 def test_ranks_are_checked() -> None:
     with fsdp2.debug(check_ranks=True, check_writes=True):
         train(formats.sharded("int4 differences", None), micro=2)
@@ -332,32 +278,3 @@ def test_all_gather_what_one_rank_has_freed() -> None:
                 model[0].reshard()
             formats.loss_of(model, formats.batch()).backward()
             assert_equal_on_ranks(model)
-
-
-@ranks(2)
-def test_a_timeline_of_one_rank_changes_nothing() -> None:
-    """It shows one message per optimizer step, and none of a second micro-batch."""
-    gather = "int4 differences"
-    model, other = formats.sharded(gather, None), formats.sharded(gather, None)
-    _, optimizer = train(model, 2)
-    _, untraced = train(other, 2)
-    sent = []
-    with tempfile.TemporaryDirectory() as folder:
-        for step in (2, 3):
-            traced = dist.get_rank() == 0 and step == 2
-            around = fsdp2.trace(Path(folder, "step.json")) if traced else contextlib.nullcontext()
-            with around as trace:
-                for micro in range(2):
-                    formats.loss_of(model, formats.batch(micro)).backward()
-            if trace is not None:
-                sent = [s.operation for s in trace.timeline.slices]
-            optimizer.step()
-            optimizer.zero_grad()
-            continued(other, untraced, range(0, 1))
-    units = 3
-    if dist.get_rank() == 0:
-        counts = Counter(sent)
-        coded = {"subtract": units, "encode": units, "add": units}
-        assert {name: counts[name] for name in coded} == coded
-        assert counts["all-gather"] == 2 * units  # messages, and exact ones
-    assert_equal_on_ranks(model)

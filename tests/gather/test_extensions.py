@@ -288,33 +288,6 @@ def test_outputs_are_released_on_request() -> None:
             layer.unshard()
 
 
-@ranks(2)
-def test_first_gather_in_inference_mode() -> None:
-    model = parity.shard(parity.OURS, _build(common_tensors.Scaled))
-    batch = torch.ones(2, 8)
-    with torch.inference_mode():
-        expected = model(batch).clone()
-    model.reshard()
-    output = model(batch)
-    parity.assert_equal(output.detach(), expected)
-    output.sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
-
-
-@ranks(2)
-def test_accumulation_and_kept_storage() -> None:
-    runs = []
-    for keep in (False, True):
-        model = parity.shard(parity.OURS, _build(common_tensors.Scaled))
-        model.set_keep_unsharded_storage(keep)
-        model.set_requires_gradient_sync(False)
-        for batch in parity.regression_batches(models.DIM, EVEN[-1], steps=2):
-            parity.regression_loss(model, parity.my_part(batch)).backward()
-        model.set_requires_gradient_sync(True)
-        runs.append(_steps(model, EVEN[-1], steps=2))
-    parity.assert_equal(runs[0], runs[1])
-
-
 # ---- other meshes, frozen weights, offload
 
 
@@ -397,21 +370,6 @@ class RowsOfTp(nn.Module):
 
 
 @ranks(2)
-def test_one_rank_of_two() -> None:
-    """A shard axis of one: the hooks run, nothing is gathered."""
-    mesh = meshes.mesh("copies", "shard", shape=(2, 1))
-    alone = _steps(parity.shard(parity.OURS, _build(common_tensors.Scaled), mesh=mesh), EVEN[-1])
-    both = _steps(parity.shard(parity.OURS, _build(common_tensors.Scaled)), EVEN[-1])
-    parity.assert_close(
-        [step[0] for step in alone], [step[0] for step in both], parity.REORDERED_FP32
-    )
-    model = parity.shard(parity.OURS, _build(common_tensors.Aliased), mesh=mesh)
-    _steps(model, EVEN[-1])
-    model.reshard()  # which frees outputs, not the shard
-    assert model.layers[0].weight.to_local()._data.untyped_storage().size() > 0
-
-
-@ranks(2)
 def test_offloaded_shards_are_copied_before_the_hook() -> None:
     """On a CPU mesh there is nothing to offload; here it is made to believe that there is."""
     expected = _steps(parity.shard(parity.OURS, _build(common_tensors.Scaled)), EVEN[-1])
@@ -419,12 +377,6 @@ def test_offloaded_shards_are_copied_before_the_hook() -> None:
         policy = fsdp2.CPUOffloadPolicy(pin_memory=False)
         model = parity.shard(parity.OURS, _build(common_tensors.Scaled), offload_policy=policy)
     parity.assert_equal(_steps(model, EVEN[-1]), expected)
-
-
-@ranks(2)
-def test_sharded_on_another_dim() -> None:
-    arguments = {"shard_placement_fn": lambda param: Shard(param.ndim - 1)}
-    _same_as_torch(partial(_build, common_tensors.Aliased), EVEN[-1], **arguments)
 
 
 # ---- mistakes

@@ -38,10 +38,6 @@ class Rules:
     forward, unless it is kept on request. It is freed when its forward ends, unless it is kept or
     also begins next; and when its backward ends, unless the forward that ended before is its own
     too. Whatever begins next is gathered ahead.
-
-    Attributes:
-        gathers: how often each unit is gathered.
-        exposed: how many of these gathers nobody could issue ahead.
     """
 
     def __init__(self, root: Node) -> None:

@@ -152,27 +152,6 @@ def test_rows_are_kept_on_request(log: CallLog) -> None:
     assert seen == [4 * UNITS] * 2 + [UNITS] * 2 + [4 * UNITS] * 2
 
 
-def test_micro_batches_whose_gradients_wait(log: CallLog) -> None:
-    model = build()
-    model.set_requires_gradient_sync(False)
-    both(model)
-    assert gathers(log) == UNITS
-    both(model)
-    assert gathers(log) == 0
-    losses = [forward(model) for _ in range(2)]  # a pipeline's
-    for loss in losses:
-        loss.backward()
-    assert gathers(log) == 0
-
-
-def test_reductions_that_are_not_waited_for(log: CallLog) -> None:
-    model = build(offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
-    model.set_is_last_backward(False)
-    for micro in range(3):
-        both(model)
-        assert gathers(log) == (UNITS if micro == 0 else 0)
-
-
 def test_hooks_on_gradients_may_step(log: CallLog) -> None:
     """Of one parameter; others' gradients stay."""
 

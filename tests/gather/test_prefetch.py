@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import fully_shard, group_reports
+from fsdp2 import fully_shard
 from fsdp2.core.modules.registry import require_record
 from tests.common import models, parity, running
 from tests.common.combinations import each_once
@@ -51,50 +51,6 @@ def test_explicit_prefetch(ahead: int, mixed: bool) -> None:
 
     ours = parity.same_as_torch(partial(run, prefetch=True), mixed=mixed)
     parity.assert_equal(ours, run(parity.OURS, prefetch=False), "without explicit prefetch")
-
-
-@ranks(2)
-def test_prefetch_of_units_that_do_not_run() -> None:
-    """A wrong guess costs a gather, never a wrong result, and the next iteration starts clean."""
-
-    def loss(choosing: Any, model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
-        model.active = next(choosing)
-        return parity.regression_loss(model, part)
-
-    choices = [("a",), ("a", "b", "c"), ("c",), ("b", "a")]
-    batches = parity.regression_batches(models.DIM, 2, steps=len(choices))
-    model = parity.shard(parity.OURS, models.seeded(models.Choosy))
-    units_by_name = dict(model.choices.items())
-    for unit in units_by_name.values():
-        others = [other for other in units_by_name.values() if other is not unit]
-        unit.set_modules_to_forward_prefetch(others)
-        unit.set_modules_to_backward_prefetch(others)
-    ours = parity.train_sharded(model, parity.adamw, partial(loss, iter(choices)), batches)
-    plain = parity.train_unsharded(
-        models.seeded(models.Choosy), parity.adamw, partial(loss, iter(choices)), batches
-    )
-    parity.assert_close(ours, plain, parity.FP32, "unsharded")
-
-
-@ranks(2)
-def test_order_of_units_changes_between_iterations() -> None:
-    """The recorded order of one iteration is a wrong prediction of the next."""
-    orders = [("a", "b", "c"), ("c", "b", "a"), ("b", "c"), ("a", "b", "c"), ("a", "c", "b")]
-
-    def loss(choosing: Any, model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
-        model.active = next(choosing)
-        return parity.regression_loss(model, part)
-
-    def train(api: Any) -> Any:
-        model = parity.shard(api, models.seeded(models.Choosy))
-        return parity.train_sharded(model, parity.adamw, partial(loss, iter(orders)), batches)
-
-    batches = parity.regression_batches(models.DIM, 2, steps=len(orders))
-    ours = parity.same_as_torch(train)
-    plain = parity.train_unsharded(
-        models.seeded(models.Choosy), parity.adamw, partial(loss, iter(orders)), batches
-    )
-    parity.assert_close(ours, plain, parity.FP32, "unsharded")
 
 
 class _Deep(nn.Module):
@@ -173,27 +129,6 @@ def test_windows(window: int, way: str, reshard_after_forward: bool | None, mixe
     assert counts[-1] <= expected[-1]
     if way != "twice":
         assert counts[-1] == expected[-1]
-
-
-@ranks(2)
-def test_the_largest_window_below_a_root_counts() -> None:
-    model: Any = parity.shard(parity.OURS, running.mlp())
-    assert {report.window for report in group_reports(model)} == {1}
-    model.layers[0].set_prefetch_window(3)
-    model(parity.my_part(running.mlp_batches()[0])[0])
-    scheduler = require_record(model).scheduler
-    assert scheduler is not None
-    assert scheduler.window == 3
-    assert {report.window for report in group_reports(model)} == {3}
-    model.set_prefetch_window(2)
-    assert scheduler.window == 2
-    model.set_prefetch_window(1, recurse=False)
-    assert scheduler.window == 2
-    model.set_prefetch_window(1)
-    assert scheduler.window == 1
-    for wrong, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
-        with pytest.raises(error, match="set_prefetch_window takes"):
-            model.set_prefetch_window(wrong)
 
 
 class _FreesItself(nn.Module):

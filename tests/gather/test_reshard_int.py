@@ -73,24 +73,6 @@ def test_with_copies() -> None:
 
 
 @ranks(4)
-def test_transformer_with_an_int_at_the_root_too() -> None:
-    build = partial(models.seeded, partial(models.Transformer, tied=True))
-    steps = [[batch] for batch in parity.language_batches(13, steps=3)]
-
-    def scenario(api: Any) -> Any:
-        model = parity.shard(api, build(), reshard_after_forward=2)
-        return meshes.train_micro(model, steps, loss=parity.language_loss)
-
-    ours = meshes.like_torch(scenario, parity.REORDERED_FP32)
-    parity.assert_close(
-        ours,
-        meshes.train_plain(build(), steps, loss=parity.language_loss),
-        parity.FP32,
-        "unsharded",
-    )
-
-
-@ranks(4)
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_uneven_rows(mixed: bool) -> None:
     """Rows that divide neither by the world nor by the smaller group."""
@@ -121,22 +103,6 @@ def test_other_shard_dims(width: int) -> None:
     ours = _train(parity.OURS, partial(models.seeded, build), steps, **arguments)
     parity.assert_close(
         ours, meshes.train_plain(models.seeded(build), steps), parity.FP32, "unsharded"
-    )
-
-
-@ranks(4)
-def test_called_several_times_and_two_forwards_before_one_backward() -> None:
-    """A unit that is with the smaller group may be needed by a forward again."""
-    build = partial(models.seeded, models.Repeated)
-    model, plain = parity.shard(parity.OURS, build(), reshard_after_forward=2), build()
-    first, second = parity.regression_batches(models.DIM, 2, steps=2)
-    loss = parity.regression_loss(model, parity.my_part(first)) + parity.regression_loss(
-        model, parity.my_part(second)
-    )
-    loss.backward()
-    (parity.regression_loss(plain, first) + parity.regression_loss(plain, second)).backward()
-    parity.assert_close(
-        parity.full_grads(model), parity.full_grads(plain), parity.FP32, "unsharded"
     )
 
 
@@ -191,24 +157,6 @@ def test_registered_parameters_between_forward_and_backward(mixed: bool) -> None
         parity.assert_equal(local, half.bfloat16() if mixed else half, name)
 
 
-@ranks(4)
-@pytest.mark.parametrize("rows", [1, 3, 5, 7])
-def test_uneven_contents_in_between(rows: int) -> None:
-    """Chunks of ceil(rows / 2), the last rank's shorter, or empty."""
-    layer = models.seeded(partial(nn.Linear, models.DIM, rows))
-    whole = layer.weight.detach().clone()
-    parity.OURS.fully_shard(layer, reshard_after_forward=2)
-    root = parity.OURS.fully_shard(nn.Sequential(layer))
-    loss = root(torch.ones(1, models.DIM)).sum()
-    chunk = -(-rows // 2)
-    mine = whole[dist.get_rank() % 2 * chunk :][:chunk]
-    assert isinstance(layer.weight, DTensor)
-    assert layer.weight.shape == whole.shape
-    parity.assert_equal(layer.weight.to_local().detach(), mine, "between")
-    loss.backward()
-    parity.assert_equal(parity.full_params(layer)["weight"], whole, "afterwards")
-
-
 @packs
 @ranks(4)
 def test_backward_gathers_over_the_smaller_group() -> None:
@@ -261,19 +209,6 @@ def test_something_in_between(what: str) -> None:
     parity.assert_close(
         parity.full_grads(model), parity.full_grads(plain), parity.FP32, "unsharded"
     )
-
-
-@ranks(4)
-def test_evaluation_ends_sharded() -> None:
-    """Without a backward to come there is nothing to keep."""
-    model: Any = parity.shard(parity.OURS, EVEN(), reshard_after_forward=2)
-    sharded = list(model.parameters())
-    with torch.no_grad():
-        model(torch.ones(1, models.DIM))
-    assert all(a is b for a, b in zip(model.parameters(), sharded, strict=True))
-    with torch.inference_mode():
-        model(torch.ones(1, models.DIM))
-    assert all(a is b for a, b in zip(model.parameters(), sharded, strict=True))
 
 
 @ranks(4)
@@ -345,21 +280,6 @@ def test_set_reshard_after_forward_afterwards(reshard: bool) -> None:
     )
 
 
-@ranks(4)
-def test_set_reshard_after_forward_in_between() -> None:
-    """The unit is with the smaller group; backward still gathers it from there."""
-    model: Any = parity.shard(parity.OURS, EVEN(), reshard_after_forward=2)
-    plain = EVEN()
-    for batch in parity.regression_batches(models.DIM, 8, steps=3):
-        loss = parity.regression_loss(model, parity.my_part(batch))
-        model.set_reshard_after_forward(True)
-        loss.backward()
-        parity.regression_loss(plain, batch).backward()
-    parity.assert_close(
-        parity.full_grads(model), parity.full_grads(plain), parity.FP32, "unsharded"
-    )
-
-
 class _Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -396,20 +316,6 @@ def test_recovery_from_an_exception() -> None:
     with pytest.raises(RuntimeError):
         model(torch.ones(1, models.DIM + 1))
     model.reset_iter_state()
-    parity.assert_close(
-        meshes.train_micro(model, steps),
-        meshes.train_plain(EVEN(), steps),
-        parity.FP32,
-        "unsharded",
-    )
-
-
-@ranks(4)
-def test_kept_storage() -> None:
-    """Gathered memory that stays allocated is filled from the smaller group's rows."""
-    model: Any = parity.shard(parity.OURS, EVEN(), reshard_after_forward=2)
-    model.set_keep_unsharded_storage(True)
-    steps = meshes.micro_batches(models.DIM, 8, steps=2)
     parity.assert_close(
         meshes.train_micro(model, steps),
         meshes.train_plain(EVEN(), steps),
@@ -455,19 +361,6 @@ def _two_linears() -> Any:
 
 
 @ranks(4)
-def test_gradients_are_dropped_between_forward_and_backward() -> None:
-    model = _two_linears()
-    sharded = dict(model.named_parameters())
-    model(torch.ones(2, models.DIM)).sum().backward()
-    wanted = parity.full_grads(model)
-    loss = model(torch.ones(2, models.DIM)).sum()
-    model.zero_grad()
-    assert all(param.grad is None for param in sharded.values())
-    loss.backward()
-    parity.assert_equal(parity.full_grads(model), wanted)
-
-
-@ranks(4)
 def test_a_parameter_frozen_between_forward_and_backward() -> None:
     """The object that is registered then is neither the shard nor the gathered parameter."""
     model = _two_linears()
@@ -486,24 +379,6 @@ def test_a_parameter_frozen_between_forward_and_backward() -> None:
         "1.weight": (True, True),
         "1.bias": (True, True),
     }
-
-
-@ranks(4)
-@pytest.mark.parametrize("freezes", [True, False])
-def test_parameters_frozen_or_thawed_between_iterations_stay_so(freezes: bool) -> None:
-    """What the last forward registered in between does not undo it."""
-    model = _two_linears()
-    weight = model[0].weight
-    weight.requires_grad_(freezes)
-    seen = []
-    for step in range(4):
-        model(torch.ones(2, models.DIM)).sum().backward()
-        weight = model[0].weight
-        seen.append((weight.requires_grad, weight.grad is not None))
-        model.zero_grad()
-        if step == 0:
-            weight.requires_grad_(not freezes)
-    assert seen == [(freezes, freezes)] + [(not freezes, not freezes)] * 3
 
 
 @ranks(4)

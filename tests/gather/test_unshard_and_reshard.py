@@ -5,7 +5,6 @@ Where torch's FSDP2 can do it too, both must give the same bits; else the unshar
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -86,13 +85,6 @@ def test_set_reshard_after_forward() -> None:
     assert states == [[True] * 4, [False] * 4, [True, False, False, False], [False] * 4]
 
 
-@ranks(2)
-def test_set_reshard_after_forward_wants_a_bool() -> None:
-    model = parity.shard(parity.OURS, running.mlp())
-    with pytest.raises(ValueError, match="bool"):
-        model.set_reshard_after_forward(2)
-
-
 # -- unshard and reshard by hand ------------------------------------------------------------------
 
 
@@ -147,25 +139,6 @@ def test_unshard_and_reshard(mixed: bool, async_op: bool) -> None:
 
 
 @ranks(2)
-def test_unshard_ahead_of_forward_is_not_repeated() -> None:
-    def run(api: Any) -> Any:
-        model = parity.shard(api, running.mlp())
-        results = []
-        for batch in running.mlp_batches():
-            handles = [module.unshard(async_op=True) for module in running.fsdp_modules(model)]
-            with parity.CountCollectives() as forward:
-                loss = parity.regression_loss(model, parity.my_part(batch))
-            assert forward.all_gathers == 0
-            loss.backward()
-            results.append([loss.detach(), parity.full_grads(model)])
-            model.zero_grad()
-            assert len(handles) == 4
-        return results
-
-    parity.same_as_torch(run)
-
-
-@ranks(2)
 def test_handle_that_is_never_waited_for() -> None:
     """reshard() takes back an unshard still in flight."""
     model = parity.shard(parity.OURS, running.mlp())
@@ -198,42 +171,6 @@ def test_whole_parameter_is_one_object(reshard_after_forward: bool) -> None:
         assert not isinstance(weight, DTensor)
         assert weight is seen[0][0]
         assert bias is seen[0][1]
-
-
-@ranks(2)
-def test_units_are_freed_as_the_iteration_moves_on() -> None:
-    """Two units on from a unit, in forward as in backward, it is sharded again."""
-    model = parity.shard(parity.OURS, models.seeded(partial(models.MLP, depth=5)))
-    layers = list(model.layers)
-    whole: list[list[int]] = []
-
-    def note(*_: Any) -> None:
-        whole.append([i for i, layer in enumerate(layers) if not running.is_sharded(layer)])
-
-    for layer in layers:
-        layer.register_forward_pre_hook(note)
-        layer.register_forward_hook(lambda _, __, output: output.register_hook(note) and None)
-    for batch in running.mlp_batches():
-        whole.clear()
-        loss = parity.regression_loss(model, parity.my_part(batch))
-        assert all(running.is_sharded(layer) for layer in layers), "at the loss"
-        loss.backward()
-        assert all(running.is_sharded(layer) for layer in layers), "after backward"
-        assert len(whole) == 10
-        # Layer i is about to run forward, then the gradient of layer i's output is there.
-        for i, there in zip([0, 1, 2, 3, 4, 4, 3, 2, 1, 0], whole, strict=True):
-            assert set(there) <= {i - 1, i, i + 1}, whole
-
-
-@ranks(2)
-def test_resharding_frees_the_whole_parameter() -> None:
-    """Its storage is emptied in place, so that a reference to it costs nothing."""
-    model = parity.shard(parity.OURS, running.mlp())
-    model.unshard()
-    whole = model.head.weight
-    assert whole.untyped_storage().nbytes() >= whole.numel() * whole.element_size()
-    model.reshard()
-    assert whole.untyped_storage().nbytes() == 0
 
 
 @ranks(2)

@@ -154,31 +154,6 @@ def test_the_largest_window_below_a_root_counts() -> None:
     assert sim.scheduler.window == 1
 
 
-@pytest.mark.parametrize("windows", [(1, 3), (3, 1), (3, 2), (2, 3)])
-def test_a_window_that_changes_in_the_middle(windows: tuple[int, int]) -> None:
-    """What is gathered by then is used, as far as the new window holds it."""
-    before, after = windows
-    sim = schedules.warm(schedules.chain("a", "b", "c", "d"), window=before)
-    a = schedules.unit_of(sim, "a")
-    sim.scheduler.begin_forward(sim.scheduler.units[0], True)
-    sim.scheduler.enter_forward(sim.scheduler.units[0])
-    sim.scheduler.enter_forward(a)
-    sim.active.append(a)
-    assert len(sim.gathered_ahead()) == before
-    choose(sim, after)
-    assert len(sim.gathered_ahead()) == min(before, after)
-    sim.active.remove(a)
-    sim.scheduler.exit_forward(a)
-    b = schedules.unit_of(sim, "b")
-    start = len(sim.device.trace)
-    sim.scheduler.enter_forward(b)
-    assert "b" not in gathers(sim, start)
-    sim.scheduler.reset()
-    assert sim.gathered_ahead() == []
-    sim.iteration()
-    assert sim.device.races == []
-
-
 def test_what_units_ask_for_combines() -> None:
     sim = schedules.warm(schedules.chain("a", "b", "c"))
     note_calls(sim.scheduler)

@@ -36,9 +36,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "schedule": ("device", "layout", "params", "gather", "reduce"),
     "modules": ("device", "layout", "params", "schedule"),
 }
-TESTING = ("device", "layout", "params", "gather", "reduce", "schedule", "modules")
-"""What `fsdp2.testing` may import of them."""
-
 C10D = "torch._C._distributed_c10d"
 
 TOUCHING: dict[str, set[str]] = {
@@ -64,14 +61,12 @@ TOUCHING: dict[str, set[str]] = {
 COMMUNICATING = {
     "core.device.collectives",
     "core.device.one_off",
-    "fsdp1.comm_hooks",
     "ranks.channels",
     "ranks.transfers",
 }
 """Modules that call collectives."""
 
 TORCHS_OWN = {
-    "fsdp1.comm_hooks": {"torch.distributed.algorithms._comm_hooks.default_hooks"},
     "interop.identity": {
         "torch.distributed.fsdp",
         "torch.distributed._composable.contract",
@@ -153,20 +148,6 @@ def _modules_of(path: Path) -> set[str]:
     return found - {ERRORS}
 
 
-def test_the_module_of_errors_stands_on_nothing() -> None:
-    assert not _own_modules(ROOT / "core" / "errors.py")
-
-
-def test_relative_imports_are_resolved() -> None:
-    tree = ast.parse("from . import a\nfrom .b import c\nfrom .. import d\nfrom ..e import f")
-    assert set(_imports(tree, "fsdp2.core")) == {
-        ("fsdp2.core", "a"),
-        ("fsdp2.core.b", "c"),
-        ("fsdp2", "d"),
-        ("fsdp2.e", "f"),
-    }
-
-
 def _own_modules(path: Path) -> set[str]:
     """What a file imports of fsdp2, as ``core.gather.program``."""
     return {m.removeprefix("fsdp2.") for m in _modules_of(path) if _below(m, "fsdp2")}
@@ -214,28 +195,16 @@ def test_one_module_takes_wrappers_out_of_names(path: Path) -> None:
     assert bool(constants & prefixes) == (_name(path) == "core.names")
 
 
-def test_rooms_are_named_from_the_ground_up() -> None:
-    """So that no arrow between rooms points up, and there is no circle."""
-    order = list(ROOMS)
-    for room, others in ROOMS.items():
-        assert all(order.index(other) < order.index(room) for other in others)
-    assert "reduce" not in ROOMS["gather"]
-    assert "gather" not in ROOMS["reduce"]
-
-
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_what_it_may(room: str) -> None:
+    """Those that it names, which are above it in `ROOMS`; and it uses each of them."""
     imported = set()
     for path in (ROOT / "core" / room).glob("*.py"):
         imported |= _rooms_of(path)
         assert all(_below(module, "core") for module in _own_modules(path)), path
-    assert imported - {room, *GROUND} <= set(ROOMS[room])
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_uses_what_it_names(room: str) -> None:
-    imported = set().union(*(_rooms_of(path) for path in (ROOT / "core" / room).glob("*.py")))
-    assert set(ROOMS[room]) <= imported
+    assert imported - {room, *GROUND} == set(ROOMS[room])
+    assert set(ROOMS[room]) <= {*list(ROOMS)[: list(ROOMS).index(room)]}
+    assert not {room, *ROOMS[room]} >= {"gather", "reduce"} or room not in ("gather", "reduce")
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -290,70 +259,10 @@ def test_no_modules_of_the_package_import_each_other_in_a_circle() -> None:
             del above[name]
 
 
-def test_what_decides_does_not_import_the_hooks() -> None:
-    assert "core.modules.hooks" not in _own_modules(ROOT / "sharding" / "plan.py")
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "testing").rglob("*.py")), ids=_name)
-def test_the_testing_room_stands_on_the_core(path: Path) -> None:
-    assert _rooms_of(path) <= {*TESTING, *GROUND}
-    own = {module for module in _own_modules(path) if not _below(module, "core")}
-    others = {"record.notes", "record.replay", "tracing.drawing", "tracing.timeline"}
-    others |= {"paper.null_group"}
-    assert all(_below(module, "testing") or module in others for module in own)
-
-
-@pytest.mark.parametrize("path", [p for p in FILES if "testing" not in p.parts], ids=_name)
-def test_nobody_runs_on_the_testing_room(path: Path) -> None:
-    assert not any(_below(module, "testing") for module in _own_modules(path))
-
-
 def test_only_tests_of_benchmarks_import_benchmarks() -> None:
     for path in [*FILES, *Path(__file__).parents[1].rglob("*.py")]:
         text = path.read_text(encoding="utf-8")
         assert not re.search(r"^ *(from|import) benchmarks\b", text, re.MULTILINE), path
-
-
-@pytest.mark.parametrize(
-    ("name", "others"),
-    [
-        ("reports", ["fsdp2.tracing.summaries"]),
-        ("optim/norms", ["fsdp2.ranks", "fsdp2.optim.in_backward"]),
-        ("optim/runs", []),
-        ("optim/in_backward", ["fsdp2.optim.offloaded", "fsdp2.optim.runs"]),
-        ("optim/offloaded", ["fsdp2.optim.runs"]),
-        ("optim/repoint", []),
-        ("wrapper_module", []),
-        ("interop/identity", ["fsdp2.sharding"]),
-        ("comm_memory", []),
-        ("wire", []),
-        ("wire_states", []),
-        (
-            "module",
-            [
-                *("fsdp2.comm_memory", "fsdp2.interop", "fsdp2.sharding"),
-                "fsdp2.wire",
-            ],
-        ),
-        ("api", ["fsdp2.interop", "fsdp2.module", "fsdp2.sharding"]),
-    ],
-)
-def test_public_modules_stand_on_the_core(name: str, others: list[str]) -> None:
-    own = {m for m in _modules_of(ROOT / f"{name}.py") if _below(m, "fsdp2")}
-    assert any(_below(module, "fsdp2.core") for module in own)
-    known = ("fsdp2.core", *others)
-    assert all(any(_below(module, each) for each in known) for module in own)
-
-
-def test_rooms_around_a_step_stand_on_the_core() -> None:
-    """They say what lives there, and import those before them; core knows of none."""
-    rooms = (("ranks", ()), ("checks", ("ranks",)), ("sharding", ("checks",)))
-    for room, others in rooms:
-        text = ast.get_docstring(_tree(ROOT / room / "__init__.py")) or ""
-        for path in (ROOT / room).glob("*.py"):
-            assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
-            known = ("core", room, *others)
-            assert all(any(_below(m, each) for each in known) for m in _own_modules(path)), path
 
 
 def test_who_watches_core_is_there_for_everyone() -> None:
@@ -387,178 +296,41 @@ def test_what_tests_share_is_on_one_page() -> None:
     assert lists == []
 
 
-def test_the_room_of_whole_tensors_stands_on_the_core() -> None:
-    """And says what lives there."""
-    room = ROOT / "full"
-    text = ast.get_docstring(_tree(room / "__init__.py")) or ""
-    for path in room.glob("*.py"):
-        assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
-        for module in _own_modules(path):
-            assert any(_below(module, each) for each in ("core", "full", "ranks", "sharding")), path
-
-
-def test_the_room_of_torchs_clients_says_what_lives_there() -> None:
-    """And importing it installs nothing: `installing` stands on what imports this room."""
-    room = ROOT / "interop"
-    text = ast.get_docstring(_tree(room / "__init__.py")) or ""
-    for path in room.iterdir():
-        hidden = path.stem.startswith("__")
-        assert hidden or re.search(rf"^{path.stem}\b", text, re.MULTILINE), path.stem
-    assert _own_modules(room / "__init__.py") == {"interop.identity"}
-
-
-@pytest.mark.parametrize(
-    ("name", "others"),
-    [
-        (
-            "interop/installing",
-            [
-                *("checks.registered", "api", "fsdp1"),
-                *("interop", "interop.startup", "interop.wrapped", "module"),
-            ],
-        ),
-        ("run", ["interop.installing"]),
-    ],
+FLOORS = (
+    *("core", "ranks", "record", "checks", "sharding", "tracing", "reports"),
+    *("wire", "wire_states", "comm_memory", "wrapper_module", "full", "optim", "interop"),
+    *("module", "api", "wrap", "xla", "fsdp1", "checkpoint", "elastic"),
+    *("paper", "planning", "testing", "installing", "command"),
 )
-def test_what_replaces_torchs_names_stands_on_public_modules(name: str, others: list[str]) -> None:
-    own = {m for m in _modules_of(ROOT / f"{name}.py") if _below(m, "fsdp2")}
-    assert own == {f"fsdp2.{other}" for other in others}
+"""Rooms and modules of the package, lowest first: each imports only what comes before it."""
 
 
-@pytest.mark.parametrize(
-    ("name", "others"),
-    [
-        ("__init__", ["xla.files", "xla.wrapper"]),
-        ("consolidate", ["xla.files"]),
-        ("files", ["xla.shards"]),
-        ("shards", ["core.pieces"]),
-        (
-            "wrapper",
-            [
-                *("api", "core.modules.registry", "sharding.meshes"),
-                *("interop", "module", "optim.norms", "xla.shards"),
-                *("wrap.choices", "wrapper_module"),
-            ],
-        ),
-    ],
-)
-def test_xlas_interface_stands_on_public_modules(name: str, others: list[str]) -> None:
-    """Of core it reads units' flags and makes meshes of groups; files need neither."""
-    own = {m for m in _modules_of(ROOT / "xla" / f"{name}.py") if _below(m, "fsdp2")}
-    assert own == {f"fsdp2.{other}" for other in others}
+def _floor(module: str) -> str:
+    """`interop` has two: what is an FSDP module for torch, and what replaces torch's names."""
+    installs = ("interop.installing", "interop.startup", "run")
+    return "installing" if module in installs else module.partition(".")[0]
 
 
-def test_fsdp1_says_what_lives_there() -> None:
-    """Its docstring names each module; no room below, and nobody in core, knows of it."""
-    text = ast.get_docstring(_tree(ROOT / "fsdp1" / "__init__.py")) or ""
-    for path in (ROOT / "fsdp1").glob("*.py"):
-        assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
-    users = {_name(path) for path in FILES if any(_below(m, "fsdp1") for m in _own_modules(path))}
-    assert {name for name in users if not _below(name, "fsdp1")} <= {"", "interop.installing"}
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_imports_point_down(path: Path) -> None:
+    floor = _floor(_name(path))
+    if floor in ("", "__main__", "examples"):  # which stand on all
+        return
+    below = {"fsdp2", *FLOORS[: FLOORS.index(floor) + 1]}  # itself: whose names load at first use
+    assert {_floor(module) for module in _own_modules(path)} <= below
 
 
-def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
-    """And says what lives there; ranks talk through `consensus`, `files` writes, `owning` locks."""
-    room = ROOT / "checkpoint"
-    text = ast.get_docstring(_tree(room / "__init__.py")) or ""
-    others = {"module", "core.config", "core.names", "full.loading"}
-    others |= {"core.layout.layout", "xla.files", "xla.shards"}  # of `convert`
-    others |= {"core.device.buffers", "core.layout.mesh", "core.modules.registry"}
-    others |= {"core.progress", "core.modules.optimizers"}  # what reads shards beside training
-    others |= {"ranks.channels", "core.device.process_groups", "core.pieces", "wire_states"}
-    for path in room.glob("*.py"):
-        assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
-        assert all(_below(m, "checkpoint") or m in others for m in _own_modules(path)), path
-        imported = {name for _, name in _imports_of(path)}
-        assert not imported & {"members_of", "side_channel"} or path.stem == "consensus"
-        called = {ast.unparse(n.func) for n in ast.walk(_tree(path)) if isinstance(n, ast.Call)}
-        writing = {"os.rename", "os.unlink", "os.mkdir", "os.rmdir", "os.fsync", "open"}
-        assert not called & writing or path.stem in ("files", "owning"), path
-    users = {_name(p) for p in FILES if any(_below(m, "checkpoint") for m in _own_modules(p))}
-    # The package imports it by name; peers are sent what steps on a disk have.
-    above = ("checkpoint", "command", "elastic")
-    assert all(any(_below(name, each) for each in above) for name in users)
+def test_data_of_traces_needs_no_torch() -> None:
+    """`fsdp2 trace` and pages read files on machines without one."""
+    for name in ("timeline", "summaries", "page"):
+        modules = _modules_of(ROOT / "tracing" / f"{name}.py")
+        assert not any(_below(m, "torch") or _below(m, "fsdp2.core") for m in modules), name
 
 
-TRACE: dict[str, set[str]] = {
-    "timeline": {"record.categories"},
-    "summaries": {"tracing.timeline"},
-    "page": {"tracing.summaries", "tracing.timeline"},
-}
-"""What modules of `fsdp2.trace` import of fsdp2: the data stands on nothing, not even on torch."""
-
-BINDING = ("states", "recording", "seams", "context", "drawing")
-"""Those that stand on the core and on the record besides: what is bound to it, and when."""
-
-
-def test_the_room_of_timelines_stands_on_its_data() -> None:
-    """And says what lives there; nobody in core knows of it."""
-    room = ROOT / "tracing"
-    text = ast.get_docstring(_tree(room / "__init__.py")) or ""
-    for path in room.glob("*.py"):
-        named = path.stem.startswith("__") or re.search(rf"\b{path.stem}\b", text)
-        assert named, path.stem
-    for name, others in TRACE.items():
-        assert _own_modules(room / f"{name}.py") - {f"tracing.{name}"} == others
-        assert not any(_below(m, "torch") for m in _modules_of(room / f"{name}.py"))
-    assert {path.stem for path in room.glob("*.py")} == {"__init__", *TRACE, *BINDING}
-    for name in BINDING:
-        own = _own_modules(room / f"{name}.py")
-        below = ("core", "record", "tracing")
-        assert all(any(_below(module, each) for each in below) for module in own)
-    users = {_name(path) for path in FILES if any(_below(m, "tracing") for m in _own_modules(path))}
-    assert not any(_below(name, "core") for name in users)
-
-
-def test_the_room_of_the_record_stands_on_lanes_alone() -> None:
-    """And says what lives there; nobody in core knows of it."""
-    text = ast.get_docstring(_tree(ROOT / "record" / "__init__.py")) or ""
-    for path in (ROOT / "record").glob("*.py"):
-        assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), path.stem
-        own = _own_modules(path)
-        assert all(_below(m, "record") or m == "core.device.streams" for m in own), path
-    users = {_name(path) for path in FILES if any(_below(m, "record") for m in _own_modules(path))}
-    rooms = {"paper", "planning", "record", "testing", "tracing"}
-    assert {name.partition(".")[0] for name in users} <= rooms
-
-
-def test_the_rooms_of_paper_and_plans_say_what_lives_there() -> None:
-    """Plans stand on paper, public modules and timelines; paper on the core and the record."""
-    public = {"api", "reports", "interop", "module", "optim.norms", "wrap", "wrap.choices"}
-    known = {"core.config", "core.pieces", "core.device.streams", "core.device.collectives"}
-    known |= {"core.device.one_off", "core.device.process_groups"}
-    known |= {
-        "core.layout.mesh",
-        "core.progress",
-        "core.modules.registry",
-        "core.schedule.observers",
-        "core.schedule.unit",
-    }
-    for room, others in (("paper", set()), ("planning", public | known)):
-        text = ast.get_docstring(_tree(ROOT / room / "__init__.py")) or ""
-        for path in (ROOT / room).glob("*.py"):
-            named = path.stem.startswith("__") or re.search(rf"\b{path.stem}\b", text)
-            assert named, path.stem
-            for module in _own_modules(path):
-                below = ("paper", "record", "core" if room == "paper" else "tracing", room)
-                assert module in others or any(_below(module, each) for each in below), path
-    users = {_name(p) for p in FILES if any(_below(m, "planning") for m in _own_modules(p))}
-    # The models that plans know are those of an example, too.
-    assert {name.partition(".")[0] for name in users} <= {"", "planning", "command", "examples"}
-    users = {_name(p) for p in FILES if any(_below(m, "paper") for m in _own_modules(p))}
-    assert all(name.partition(".")[0] in ("planning", "paper", "testing") for name in users)
-
-
-def test_the_room_of_the_command_is_the_top() -> None:
-    """It says what lives there; nothing imports it; what reads arguments loads no torch."""
-    room = ROOT / "command"
-    assert _listed(room) == _modules_in(room)
-    users = {_name(path) for path in FILES if any(_below(m, "command") for m in _own_modules(path))}
-    assert {name for name in users if not _below(name, "command")} == {"__main__"}
-    for path in room.glob("*.py"):
+def test_commands_parse_arguments_before_torch_loads() -> None:
+    for path in (ROOT / "command").glob("*.py"):
         loaded = {m for node in _tree(path).body for m, _ in _imports(node, "") if _is_plain(node)}
-        torchs = {module for module in loaded if _below(module, "torch")}
-        assert torchs == set() or path.stem == "selftest"
+        assert not any(_below(m, "torch") for m in loaded) or path.stem == "selftest", path
         own = {module for module in loaded if _below(module, "fsdp2")} - {"fsdp2"}
         assert all(_below(module, "fsdp2.command") for module in own), path
 
@@ -566,6 +338,16 @@ def test_the_room_of_the_command_is_the_top() -> None:
 def _is_plain(node: ast.stmt) -> bool:
     """Whether it is an import that runs when its module loads."""
     return isinstance(node, ast.Import | ast.ImportFrom)
+
+
+def test_one_module_of_checkpoints_writes_and_one_communicates() -> None:
+    """A crash between two of `files`' calls is tried in tests; other writes would be missed."""
+    for path in (ROOT / "checkpoint").glob("*.py"):
+        imported = {name for _, name in _imports_of(path)}
+        assert not imported & {"members_of", "side_channel"} or path.stem == "consensus", path
+        called = {ast.unparse(n.func) for n in ast.walk(_tree(path)) if isinstance(n, ast.Call)}
+        writing = {"os.rename", "os.unlink", "os.mkdir", "os.rmdir", "os.fsync", "open"}
+        assert not called & writing or path.stem in ("files", "owning"), path
 
 
 def test_only_modules_that_become_fsdp_modules_change_their_class() -> None:
@@ -607,8 +389,6 @@ def test_examples_use_public_names_only() -> None:
         for module, name in _imports_of(path):
             if not _below(module, "fsdp2") or _below(module, "fsdp2.examples"):
                 continue
-            if module == "fsdp2.planning.presets":
-                continue  # the models that plans know
             assert module == "fsdp2", f"{path.name} imports {module}"
             assert name in exported or name == "examples" or not name, f"{path.name}: {name}"
 
@@ -644,30 +424,6 @@ def _collectives_in(tree: ast.Module) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and _below(node.module or "", "torch.distributed"):
             used += [a.name for a in node.names if COLLECTIVES.fullmatch(a.name)]
     return used
-
-
-def test_collectives_are_recognised() -> None:
-    text = """
-dist.all_reduce(x, group=mesh)
-self.group.allreduce([x])
-from torch.distributed import barrier
-mine.all_reduce(x)
-from fsdp2.full import gather
-"""
-    used = {"barrier", "dist.all_reduce", "self.group.allreduce"}
-    assert set(_collectives_in(ast.parse(text))) == used
-
-
-@pytest.mark.parametrize(
-    "name", ["all_gather_single", "_allgather_base", "allreduce", "barrier", "scatter_object_list"]
-)
-def test_communication_is_recognised(name: str) -> None:
-    assert COLLECTIVES.fullmatch(name)
-
-
-@pytest.mark.parametrize("name", ["size", "rank", "get_backend", "init_process_group"])
-def test_other_methods_of_a_group_are_not(name: str) -> None:
-    assert not COLLECTIVES.fullmatch(name)
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)

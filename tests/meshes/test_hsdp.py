@@ -78,17 +78,6 @@ def test_training_mixed(kind: str) -> None:
 
 
 @ranks(4, extended=(2,))
-def test_odd_rows() -> None:
-    build = partial(models.seeded, models.OddMLP)
-    steps = meshes.micro_batches(models.DIM, 1)
-    ours = meshes.like_torch(
-        lambda api: meshes.train_micro(parity.shard(api, build(), mesh=_mesh("both")), steps),
-        _order_matters("both"),
-    )
-    parity.assert_close(ours, meshes.train_plain(build(), steps), parity.FP32, "unsharded")
-
-
-@ranks(4, extended=(2,))
 @pytest.mark.parametrize("kind", SHAPES)
 def test_placements(kind: str) -> None:
     """Copies first, then rows; on the mesh that was given, dims of size 1 included."""
@@ -155,23 +144,6 @@ def test_accumulation(turns: str) -> None:
         )
 
 
-@ranks(4)
-def test_accumulation_mixed() -> None:
-    """Partial sums are kept in the reduce dtype."""
-    build = partial(models.seeded, models.MLP)
-    steps = meshes.micro_batches(models.DIM, 4, micro=2, steps=2)
-    before = meshes.flags_in_turn(PARTIAL, FULL)
-
-    def scenario(api: Any) -> Any:
-        model = parity.shard(api, build(), mesh=_mesh("both"), mixed=True)
-        return meshes.train_micro(model, steps, before=before)
-
-    ours = meshes.like_torch(scenario)
-    parity.assert_close(
-        ours, meshes.train_plain(build(), steps, mixed=True), parity.REORDERED_MIXED, "unsharded"
-    )
-
-
 USED = {
     "in the first only": (("a", "b"), ("a",), ("a",)),
     "in the second only": (("a",), ("a", "b"), ("a",)),
@@ -188,12 +160,6 @@ def test_units_used_in_some_micro_batches(used: str, turns: str) -> None:
     """torch leaves partial sums of units that the last micro-batch does not use for the next step;
     here they are delivered in this one, so the unsharded model is the judge."""
     _check_units_used(used, turns)
-
-
-@ranks(4)
-@pytest.mark.parametrize("used", ["in the first only", "different ones"])
-def test_units_used_in_some_micro_batches_on_four_ranks(used: str) -> None:
-    _check_units_used(used, "partial, then no sync")
 
 
 def _check_units_used(used: str, turns: str) -> None:
@@ -235,24 +201,6 @@ def test_parameters_used_in_some_micro_batches(zeros: bool) -> None:
     ours = meshes.train_micro(model, steps, before=before)
     parity.assert_close(
         ours, meshes.train_plain(build(), steps, before=choose), parity.FP32, "unsharded"
-    )
-
-
-@ranks(2)
-def test_zero_grad_drops_partial_sums() -> None:
-    model = parity.shard(parity.OURS, models.seeded(models.MLP), mesh=meshes.hsdp_mesh(2, 1))
-    fresh = parity.shard(parity.OURS, models.seeded(models.MLP), mesh=meshes.hsdp_mesh(2, 1))
-    first, second = (
-        parity.my_part(batch) for batch in parity.regression_batches(models.DIM, 4, steps=2)
-    )
-    PARTIAL.set_on(model)
-    parity.regression_loss(model, first).backward()
-    model.zero_grad()
-    FULL.set_on(model)
-    parity.regression_loss(model, second).backward()
-    parity.regression_loss(fresh, second).backward()
-    parity.assert_equal(
-        parity.full_grads(model), parity.full_grads(fresh), "without the first micro-batch"
     )
 
 
@@ -407,24 +355,6 @@ def test_all_reduce_hook(copies: bool) -> None:
     meshes.like_torch(scenario, _order_matters("both" if copies else "shard only"))
 
 
-@ranks(2)
-def test_all_reduce_hook_runs_where_copies_are_summed() -> None:
-    """Not for partial sums; and it cannot have a stream of its own there."""
-    seen: list[float] = []
-    model: Any = parity.shard(
-        parity.OURS, models.seeded(partial(nn.Linear, models.DIM, 8)), mesh=meshes.hsdp_mesh(2, 1)
-    )
-    model.set_all_reduce_hook(lambda flat: seen.append(float(flat.abs().sum())))
-    batch = parity.my_part(parity.regression_batches(models.DIM, 8, steps=1)[0])
-    for flags in (PARTIAL, PARTIAL, FULL):
-        assert not seen
-        flags.set_on(model)
-        parity.regression_loss(model, batch).backward()
-    assert len(seen) == 1
-    with pytest.raises(ValueError, match="leave stream out"):
-        model.set_all_reduce_hook(print, stream=object())
-
-
 @ranks(4, extended=(2,))
 def test_post_accumulate_hooks_fire_once_the_copies_agree() -> None:
     model: Any = parity.shard(parity.OURS, models.seeded(models.MLP), mesh=_mesh("both"))
@@ -492,30 +422,6 @@ def test_one_flat_all_reduce_a_group(mixed: bool) -> None:
     shards = sum(param.to_local().numel() for param in model.parameters())
     marks, padding = groups * 2, groups * 3  # one a parameter, up to whole 16 bytes
     assert shards <= run(FULL).elements["all_reduce"] <= shards + marks + padding
-
-
-@ranks(2)
-def test_one_flat_all_reduce_a_dtype() -> None:
-    """A unit with parameters of two dtypes reduces each in its own."""
-    model = models.seeded(partial(models.MLP, depth=1))
-    model.head.to(torch.bfloat16)
-
-    class Cast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(model.layers[0](x))
-            return model.head(x.bfloat16()).float()
-
-    sharded = Cast()
-    parity.OURS.fully_shard(sharded, mesh=meshes.hsdp_mesh(2, 1))
-    inputs, targets = parity.my_part(parity.regression_batches(models.DIM, 4, steps=1)[0])
-    with parity.CountCollectives() as count:
-        parity.regression_loss(sharded, (inputs, targets)).backward()
-    assert count.counts["all_reduce"] == 3  # the first compares replicas
-    assert [p.grad.dtype for p in model.parameters()] == [p.dtype for p in model.parameters()]
 
 
 @ranks(4)

@@ -144,27 +144,6 @@ def test_evaluations_between_steps_cross_once(sent: Axes) -> None:
     assert sent.calls["gather between"] == LAYERS
 
 
-def test_a_smaller_groups_rows_cross_once(sent: Axes) -> None:
-    model = sharded(None, reshard_after_forward=LOCAL)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for keep, gathers in ((False, 4 * LAYERS), (True, LAYERS)):
-        model.set_keep_rows(keep)
-        step(model, optimizer)
-        sent.clear()
-        step(model, optimizer)
-        assert sent.calls["gather all"] == gathers
-        assert sent.calls["gather inside"] == 4 * 2 * LAYERS - gathers
-
-
-def test_masters_are_sharded_over_all_ranks(sent: Axes) -> None:
-    model = sharded(levels(), mp_policy=HALF)
-    step(model, optimizer := torch.optim.AdamW(model.parameters()))
-    for param in model.parameters():
-        assert param.to_local().numel() == NUMEL // (NODES * LOCAL)
-        state = optimizer.state[param]
-        assert state["exp_avg"].to_local().numel() == NUMEL // (NODES * LOCAL)
-
-
 def test_the_report_tells(sent: Axes) -> None:
     model = sharded(levels(), mp_policy=HALF)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -179,16 +158,6 @@ def test_the_report_tells(sent: Axes) -> None:
         counted = sent.bytes["gather between"] + sent.bytes["reduce between"]
         assert sum(group.between_bytes for group in report.groups) == counted
         assert f"between {NODES} ({times})" in str(report)
-
-
-def test_a_strategy_of_shard_model(sent: Axes) -> None:
-    model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    mesh = init_device_mesh("cpu", (NODES, LOCAL), mesh_dim_names=("node", "local"))
-    found = fsdp2.shard_model(model, {nn.Linear}, strategy="levels", mesh=mesh)
-    assert found.mesh == (NODES, LOCAL)
-    assert {unit.shard_bytes for unit in found.units[:-1]} == {4 * NUMEL // NODES // LOCAL}
-    step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert sent.calls["gather between"] == sent.calls["reduce between"] == LAYERS
 
 
 def test_plans_tell_nodes_apart() -> None:

@@ -25,10 +25,6 @@ pytestmark = pytest.mark.ranks
 BUILD = partial(models.seeded, meshes.ParallelModel)
 VOCAB = 16
 
-# A gradient of up to 0.5 is a sum of two pieces, each rounded to bf16 (2**-9 of itself), that fed
-# on activations which are such sums too.
-BF16 = parity.Tolerance(2**-6, 2**-8)
-
 
 def _mesh() -> Any:
     """Two ranks: both tensor parallel. Four: two by two. Eight: two copies of that."""
@@ -91,41 +87,6 @@ def test_training_with_copies(kind: str) -> None:
     parity.assert_close(ours, _plain(), parity.FP32, "unsharded")
 
 
-@ranks(4)
-def test_training_mixed() -> None:
-    """Pieces of gradients are summed in bf16, as torch did before 2.15, which casts them first."""
-    if meshes.TORCH_VERSION < (2, 15):
-        meshes.like_torch(partial(_train, kind="sequence", mixed=True))
-    ours, torchs = (
-        _train(api, "sequence", mixed=True)[0].grads for api in (parity.OURS, parity.TORCH)
-    )
-    parity.assert_close(ours, torchs, BF16, "torch")
-    parity.assert_close(ours, _plain(mixed=True)[0].grads, BF16, "unsharded")
-
-
-@ranks(4)
-@combinations.each_once(kind=["linears", "sequence"], mixed={"fp32": False, "mixed": True})
-def test_accumulation_without_sync(kind: str, mixed: bool) -> None:
-    before = meshes.flags_in_turn(
-        meshes.Flags(sync=False), meshes.Flags(sync=False), meshes.Flags()
-    )
-    train = partial(_train, kind=kind, micro=3, before=before, mixed=mixed)
-    ours = meshes.like_torch(train)
-    if not mixed:
-        parity.assert_close(ours, _plain(micro=3), parity.FP32, "unsharded")
-
-
-@ranks(4)
-def test_uneven_pieces() -> None:
-    """Seven columns for two tensor parallel ranks, four and three rows for two shards."""
-    build = partial(models.seeded, partial(meshes.ParallelModel, hidden=7))
-    model = _sharded(parity.OURS, "uneven", build)
-    rows = [2, 2, 2, 1][dist.get_rank() // 2 + dist.get_rank() % 2 * 2]
-    assert model.blocks[0].up.weight.to_local().shape == (rows, models.DIM)
-    ours = meshes.like_torch(partial(_train, kind="uneven", build=build))
-    parity.assert_close(ours, _plain(build=build), parity.FP32, "unsharded")
-
-
 # -- placements -----------------------------------------------------------------------------------
 
 
@@ -151,21 +112,6 @@ def test_strided_where_both_cut_the_same_dim() -> None:
     assert block.norm.weight.placements == (Shard(0),)
     whole = BUILD()
     parity.assert_equal(parity.full_params(model), parity.full_params(whole), "assembled")
-
-
-def _columns(param: nn.Parameter) -> Shard | None:
-    return Shard(1) if param.ndim > 1 else None
-
-
-@pytest.mark.extended
-@ranks(4)
-def test_shard_dim_1() -> None:
-    arguments = {"shard_placement_fn": _columns}
-    found = meshes.like_torch(lambda api: meshes.specs(_sharded(api, "linears", **arguments)))
-    assert found["blocks.0.down.weight"][1] == (_StridedShard(1, split_factor=2), Shard(1))
-    assert found["blocks.0.up.weight"][1] == (Shard(1), Shard(0))
-    ours = meshes.like_torch(partial(_train, kind="linears", **arguments))
-    parity.assert_close(ours, _plain(), parity.FP32, "unsharded")
 
 
 @ranks(4)
@@ -206,22 +152,6 @@ def test_clip_grad_norm(norm_type: float) -> None:
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
     parity.assert_close(norm, expected, parity.FP32, "norm")
     parity.assert_close(grads, parity.full_grads(plain), parity.FP32, "clipped")
-
-
-@ranks(4)
-def test_one_collective_a_group() -> None:
-    """Tensor parallelism adds its own collectives, none of ours: the counts are as without."""
-    ids = parity.my_part(_steps()[0][0], *_part())
-    counts = []
-    for kind in ("linears", None):
-        model = BUILD()
-        if kind is not None:
-            meshes.parallelize(model, _mesh()["tp"], kind)
-        parity.shard(parity.OURS, model, mesh=_data_mesh())
-        with parity.CountCollectives() as count:
-            meshes.parallel_loss(model, ids).backward()
-        counts.append((count.all_gathers, count.reduce_scatters))
-    assert counts[0] == counts[1] == (5, 3)
 
 
 @ranks(4)

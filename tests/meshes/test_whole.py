@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import Optimizer
 
 import fsdp2
 from tests.common import meshes, models, parity
@@ -60,40 +59,12 @@ def check(**settings: Any) -> Any:
     return whole
 
 
-class Clipping(torch.optim.SGD):
-    """SGD behind clipping, by the norm over all ranks."""
-
-    def __init__(self, params: Iterator[nn.Parameter]) -> None:
-        super().__init__(params, lr=0.1, momentum=0.9)
-
-    def step(self, closure: Any = None) -> Any:
-        params = [param for group in self.param_groups for param in group["params"]]
-        norm = fsdp2.clip_grad_norm_(params, 0.1)
-        assert norm > 0.1  # else nothing is clipped
-        everyones = parity.full_all([norm])
-        assert everyones[0] is not None
-        return super().step(closure)
-
-
-def sgd(params: Any) -> Optimizer:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
 @ranks(2, extended=(4,))
 def test_training() -> None:
     whole = check()
     plain = meshes.train_plain(BUILD(), batches(), loss=parity.language_loss)
     if dist.get_world_size() == 2:
         parity.assert_equal(whole, plain, "unsharded")
-
-
-@ranks(2, extended=(4,))
-@pytest.mark.parametrize("make", [sgd, Clipping])
-def test_optimizers(make: Any) -> None:
-    settings = {"make": make}
-    whole, sharded = train(True, **settings), train(False, **settings)
-    # The norm sums other pieces in another order.
-    parity.assert_close(whole, sharded, parity.FP32, "sharded")
 
 
 @ranks(2)

@@ -197,27 +197,6 @@ def test_ended_by_hand(sent: Sent) -> None:
     assert model.norm.weight.grad is not None
 
 
-def test_set_all_reduce_hook(sent: Sent) -> None:
-    model, seen = sharded(SMALL), []
-    for module in (*model.blocks, model):
-        module.set_all_reduce_hook(seen.append)
-    step(model)
-    sizes = sorted(flat.numel() for flat in seen)
-    assert len(sizes) == BLOCKS + 2
-    assert sizes[0] == filled(NORMS * DIM)
-
-
-def test_kept_gradients_stay_where_they_are(sent: Sent) -> None:
-    model = sharded(SMALL)
-    model.set_keep_gradient_storage(True)
-    places = set()
-    for _ in range(3):
-        step(model)
-        places.add(model.norm.weight.grad.to_local().data_ptr())
-        model.zero_grad()
-    assert len(places) == 1
-
-
 def test_exact_whatever_the_wire_format(sent: Sent) -> None:
     model = sharded(SMALL)
     model.set_wire_format(gather="int8", reduce="int8", exact_below=0)
@@ -242,26 +221,6 @@ def test_frozen_on_the_way(sent: Sent) -> None:
 # ---- where they lie
 
 
-def test_placements(sent: Sent) -> None:
-    model = sharded(SMALL)
-    for name, param in model.named_parameters():
-        placed = Replicate() if "norm" in name else Shard(0)
-        assert isinstance(param, DTensor)
-        assert param.placements == (placed,)
-    assert model.norm.weight.to_local().shape == (DIM,)
-    model(torch.arange(6).view(1, 6)).sum().backward()
-    assert model.norm.weight.grad.placements == (Replicate(),)
-
-
-def test_a_function_for_the_others(sent: Sent) -> None:
-    layer = nn.Linear(16, 32)
-    fsdp2.fully_shard(layer, shard_placement_fn=fsdp2.whole_below(100, lambda _: Shard(1)))
-    assert isinstance(layer.weight, DTensor)
-    assert isinstance(layer.bias, DTensor)
-    assert layer.weight.placements == (Shard(1),)
-    assert layer.bias.placements == (Replicate(),)
-
-
 def test_a_mesh_of_its_own(sent: Sent) -> None:
     """Whole on the ranks of a mesh that only this parameter is on."""
     mesh = null_mesh(2)
@@ -275,29 +234,6 @@ def test_a_mesh_of_its_own(sent: Sent) -> None:
     assert isinstance(layer.bias, DTensor)
     assert layer.bias.device_mesh == mesh
     assert layer.bias.placements == (Replicate(),)
-
-
-def test_a_smaller_group_is_for_the_others(sent: Sent) -> None:
-    model: Any = Llama()
-    placed = fsdp2.whole_below(SMALL)
-    for block in model.blocks:
-        fsdp2.fully_shard(block, reshard_after_forward=2, shard_placement_fn=placed)
-    fsdp2.fully_shard(model, shard_placement_fn=placed)
-    sent.calls.clear()
-    step(model)
-    assert sent.calls["allreduce"] == 1
-
-
-def test_on_meta(sent: Sent) -> None:
-    with torch.device("meta"):
-        model: Any = Llama()
-    fsdp2.shard_model(model, {Block}, whole_below=SMALL)
-    model.to_empty(device="cpu")
-    for param in model.parameters():
-        nn.init.ones_(param)
-    step(model)
-    assert model.norm.weight.to_local().tolist() == [1.0] * DIM
-    assert sent.calls["allreduce"] == 1
 
 
 # ---- what is said of them

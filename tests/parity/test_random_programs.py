@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -29,9 +23,6 @@ FAILED_ONCE_ON_FOUR = {
     31: "side doors: notes ended with the first of several backwards",
     47: "a unit that raised, and was caught, counted as called where the root's forward ended",
 }
-
-WRONG_THEMSELVES = (74, 105, 346, 356, 376, 1179, 1222, 1256)
-"""Programs that failed as the generator was wrong."""
 
 
 @ranks(2)
@@ -61,29 +52,7 @@ def test_a_program_notices() -> None:
         program.run()
 
 
-@pytest.mark.extended
-@ranks(2)
-@pytest.mark.parametrize("seed", WRONG_THEMSELVES)
-def test_programs_that_were_wrong_themselves(seed: int) -> None:
-    programs.run_program(seed)
-
-
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("seed", seldom(range(100, 115), extended=4))
 def test_more_programs(seed: int) -> None:
     programs.run_program(seed)
-
-
-@pytest.mark.extended
-def test_the_command(tmp_path: Path) -> None:
-    """It says what it ran, and leaves no process behind."""
-    out = tmp_path / "results.json"
-    command = ("-m", "tests.common.programs", "--seeds", "0..2", "--json", str(out))
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    run = subprocess.run(
-        [sys.executable, *command], cwd=root, env=environment, timeout=300, capture_output=True
-    )
-    assert run.returncode == 0, run.stderr
-    results = json.loads(out.read_text())["results"]
-    assert (results["programs"], results["failed"]) == (3, [])

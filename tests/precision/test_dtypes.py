@@ -158,20 +158,6 @@ def test_base_is_gathered_as_it_is(base: torch.dtype) -> None:
     assert model.layers[0].first.dtype == torch.float32
 
 
-@ranks(2)
-@pytest.mark.parametrize("base", QUANTISED, ids=str)
-def test_quantised_base_with_mixed_precision(base: torch.dtype) -> None:
-    """Adapters compute in bf16 and are reduced in fp32, as torch's FSDP2 does it."""
-
-    def run(api: Any) -> Any:
-        model = parity.shard(api, build(base), mixed=True, reshard_after_forward=True)
-        parity.regression_loss(model, parity.my_part(batches()[0])).backward()
-        return parity.full_grads(model)
-
-    grads = parity.same_as_torch(run, mixed=True) if _torch_takes(base) else run(parity.OURS)
-    assert {grad.dtype for grad in grads.values() if grad is not None} == {torch.float32}
-
-
 FLOAT8 = pytest.param(
     torch.float8_e4m3fn,
     marks=pytest.mark.skipif(

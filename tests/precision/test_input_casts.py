@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.common import models, parity, running
+from tests.common import models, parity
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -89,50 +89,3 @@ def test_mixed_precision_casts(cast_forward_inputs: bool, output_dtype: torch.dt
     }
     out = output_dtype or torch.bfloat16
     assert dtypes == [out, out, torch.int64]
-
-
-@ranks(2, extended=(4,))
-@pytest.mark.parametrize(
-    ("param_dtype", "reduce_dtype"),
-    [
-        (torch.bfloat16, torch.bfloat16),
-        (None, torch.bfloat16),
-        (torch.float16, torch.float16),
-        (torch.bfloat16, torch.float64),
-        (torch.float64, torch.float32),
-    ],
-    ids=str,
-)
-def test_other_dtypes_to_compute_and_reduce_in(
-    param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
-) -> None:
-    """Every combination gives fp32 gradients; fp16 is divided before and after the sum."""
-
-    def run(api: Any) -> Any:
-        policy = api.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-        model = parity.shard(api, running.mlp(), mp_policy=policy)
-        loss = parity.regression_loss(model, parity.my_part(running.one_batch()))
-        loss.backward()
-        return [loss.detach(), parity.full_grads(model)]
-
-    # A sum of two has one order; a sum of four in 16 bits takes three roundings of up to 2**-9.
-    loss, grads = parity.same_as_torch(run, mixed=True)
-    assert loss.dtype == torch.float32
-    assert {grad.dtype for grad in grads.values()} == {torch.float32}
-
-
-@ranks(2)
-def test_dtype_is_resolved_at_the_first_forward() -> None:
-    """A model that is recast after sharding computes and reduces in its new dtype."""
-
-    def run(api: Any) -> Any:
-        model = parity.shard(api, running.mlp()).to(torch.float64)
-        x, _ = parity.my_part(running.one_batch())
-        output = model(x.double())
-        output.sum().backward()
-        return [output.detach(), parity.full_grads(model)]
-
-    output, grads = parity.same_as_torch(run)
-    assert output.dtype == torch.float64
-    assert {grad.dtype for grad in grads.values()} == {torch.float64}
-    assert len(models.units(running.mlp())) == 3

@@ -92,25 +92,6 @@ def test_policies(name: str) -> None:
     assert all(grad.dtype == FP32_ for step in ours for grad in step.grads.values())
 
 
-@pytest.mark.extended
-@ranks(4)
-@pytest.mark.parametrize("name", POLICIES)
-def test_policies_on_four_ranks(name: str) -> None:
-    param, reduce, more = POLICIES[name]
-
-    def scenario(api: Any) -> Any:
-        policy, root = _policy(api, param, reduce), _policy(api, param, reduce, **more)
-        model = models.seeded(partial(models.MLP, out=3))
-        parity.shard(api, model, mp_policy=policy, root={"mp_policy": root})
-        parity.regression_loss(
-            model, parity.my_part(parity.regression_batches(models.DIM, 3, steps=1)[0])
-        ).backward()
-        return parity.full_grads(model)
-
-    low = {BF16, FP16} & {param, reduce}
-    meshes.like_torch(scenario, ROUNDED[low.pop()] if low else parity.FP32)
-
-
 @packs
 @ranks(1, 2)
 @pytest.mark.parametrize("own", [FP32_, BF16, FP64], ids=str)
@@ -181,23 +162,6 @@ def test_other_policies_for_nested_units() -> None:
             api.fully_shard(pair, mesh=parity.world_mesh(), mp_policy=policy)
         api.fully_shard(model, mesh=parity.world_mesh(), mp_policy=_policy(api, BF16, None))
         return meshes.train_micro(model, batches)
-
-    _same(scenario)
-
-
-@ranks(1, 2)
-def test_norms_kept_in_fp32_as_units_of_their_own() -> None:
-    """The way that works in every torch: a policy for the norms, which return bf16."""
-    batches = [[batch] for batch in parity.language_batches(13, steps=3)]
-
-    def scenario(api: Any) -> Any:
-        model = models.seeded(partial(models.Transformer, blocks=1))
-        norms = [m for m in model.modules() if isinstance(m, nn.LayerNorm)]
-        for norm in norms:
-            policy = _policy(api, FP32_, FP32_, output_dtype=BF16)
-            api.fully_shard(norm, mesh=parity.world_mesh(), mp_policy=policy)
-        parity.shard(api, model, mp_policy=_policy(api, BF16, None))
-        return meshes.train_micro(model, batches, loss=parity.language_loss)
 
     _same(scenario)
 
@@ -406,19 +370,6 @@ def test_recast_after_sharding(when: str, dtype: torch.dtype) -> None:
     parity.assert_equal(parity.full_params(model), parity.full_params(fresh), "parameters")
     parity.assert_equal(parity.full_grads(model), parity.full_grads(fresh), "gradients")
     assert {grad.dtype for grad in parity.full_grads(model).values()} == {dtype}
-
-
-@ranks(2)
-def test_recast_with_a_policy() -> None:
-    """The policy's dtypes stay; only those it leaves open follow the parameters."""
-    batch = parity.my_part(parity.regression_batches(models.DIM, 3, steps=1)[0])
-    model: Any = parity.shard(parity.OURS, models.seeded(models.Nested), mixed=True)
-    parity.regression_loss(model, batch).backward()
-    model.zero_grad()
-    model.double()
-    assert model(batch[0]).dtype == BF16
-    parity.regression_loss(model, batch).backward()
-    assert {grad.dtype for grad in parity.full_grads(model).values()} == {FP64}
 
 
 # -- other kinds of parameters --------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tests.common import parity, running
 from tests.common.backends import packs
@@ -61,26 +60,6 @@ def test_gradient_accumulation(
     # Only the order of the sum differs. A sum taken in bf16 would be off by 2**-9 of a gradient.
     parity.assert_close(
         ours[0], running.unsharded_grads(running.mlp(), compute), parity.REORDERED_FP32, "unsharded"
-    )
-
-
-@ranks(2)
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
-def test_zero_grad_clears_what_was_not_reduced_yet(mixed: bool) -> None:
-    """With torch's FSDP2, gradients of before zero_grad() appear at the next sync."""
-    model, fresh = (
-        parity.shard(parity.OURS, running.mlp(), mixed=mixed),
-        parity.shard(parity.OURS, running.mlp(), mixed=mixed),
-    )
-    first, second = running.mlp_batches()[:2]
-    model.set_requires_gradient_sync(False)
-    parity.regression_loss(model, parity.my_part(first)).backward()
-    model.zero_grad()
-    model.set_requires_gradient_sync(True)
-    for trained in (model, fresh):
-        parity.regression_loss(trained, parity.my_part(second)).backward()
-    parity.assert_equal(
-        parity.full_grads(model), parity.full_grads(fresh), "the second batch alone"
     )
 
 
@@ -143,26 +122,6 @@ def test_set_reshard_after_backward(mixed: bool, sync: bool) -> None:
         return [results, parity.full_grads(model)]
 
     parity.same_as_torch(run, mixed=mixed)
-
-
-@ranks(2)
-def test_gradients_are_shown_while_parameters_stay_gathered() -> None:
-    model = parity.shard(parity.OURS, running.mlp())
-    shards = dict(model.named_parameters())
-    model.set_reshard_after_backward(False)
-    parity.regression_loss(model, parity.my_part(running.one_batch())).backward()
-    for name, param in model.named_parameters():
-        assert param is shards[name]
-        assert isinstance(param.grad, DTensor), name
-    for module in running.fsdp_modules(model):
-        module.reshard()
-    for name, param in model.named_parameters():
-        assert param is shards[name]
-    plain = running.mlp()
-    parity.regression_loss(plain, running.one_batch()).backward()
-    parity.assert_close(
-        parity.full_grads(model), parity.full_grads(plain), parity.FP32, "unsharded"
-    )
 
 
 @ranks(2)

@@ -191,19 +191,6 @@ def test_finalize_without_a_backward() -> None:
 
 
 @ranks(2)
-def test_finalize_between_forward_and_backward() -> None:
-    """Frees what the forward kept; the backward gathers it again."""
-    model = _manual()
-    loss = parity.regression_loss(model, _one())
-    model.finalize_backward()
-    loss.backward()
-    model.finalize_backward()
-    plain = parity.shard(parity.OURS, mlp())
-    parity.regression_loss(plain, _one()).backward()
-    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
-
-
-@ranks(2)
 def test_a_handle_dropped_by_a_reset() -> None:
     model = _manual()
     parity.regression_loss(model, _one()).backward()
@@ -283,16 +270,6 @@ def test_only_the_root() -> None:
     ):
         with pytest.raises(RuntimeError, match=r"on 'layers\.0', which is not the root"):
             call()
-
-
-@ranks(2)
-def test_manual_mode_of_what_turns_out_not_to_be_the_root() -> None:
-    model: Any = parity.shard(parity.OURS, mlp())
-    model.layers[0].set_manual_backward_finalization(True)
-    with pytest.raises(ShardingStateError, match="below the root; call it on the module whose"):
-        model(_one()[0])
-    model.layers[0].set_manual_backward_finalization(False)
-    parity.regression_loss(model, _one()).backward()
 
 
 @ranks(2)

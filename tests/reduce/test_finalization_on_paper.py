@@ -11,8 +11,6 @@ import pytest
 from expecttest import assert_expected_inline
 
 from fsdp2.core.config import CPUOffloadPolicy
-from fsdp2.core.device.streams import Lane
-from fsdp2.core.errors import ShardingStateError
 from fsdp2.core.schedule.in_flight import InFlight
 from fsdp2.core.schedule.unit import Phase
 from fsdp2.record.notes import HOST, Await, operations
@@ -126,30 +124,6 @@ def test_finalize_between_forward_and_backward() -> None:
     sim.backward()
     sim.scheduler.finalize(wait=True)
     sim.optimizer_step()
-    assert sim.device.races == []
-
-
-def test_forward_before_the_wait_raises() -> None:
-    sim = schedules.warm(schedules.chain("a"))
-    sim.scheduler.manual = True
-    sim.iteration(step=False)
-    sim.scheduler.finalize(wait=False)
-    with pytest.raises(ShardingStateError, match=r"call wait\(\) on that handle"):
-        sim.forward()
-    sim.scheduler.wait_for_reductions()
-    sim.iteration()
-
-
-def test_reset_ends_what_was_finalized() -> None:
-    sim = schedules.warm(schedules.chain("a", "b"))
-    sim.scheduler.manual = True
-    sim.iteration(step=False)
-    sim.scheduler.finalize(wait=False)
-    resets = sim.scheduler.resets
-    sim.scheduler.reset()
-    assert sim.scheduler.resets == resets + 1
-    sim.scheduler.manual = False
-    sim.iteration()
     assert sim.device.races == []
 
 
@@ -291,48 +265,6 @@ def test_results_that_the_host_delivers_leave_the_device_at_once(copies: int) ->
 # -- gathers on request ---------------------------------------------------------------------------
 
 
-def test_a_guess_that_a_user_asks_for_is_his() -> None:
-    """He asked after the scheduler had gathered it ahead; at the loss it would be freed."""
-    root = schedules.chain("a", "b")
-    sim = schedules.warm(root)
-    b = schedules.unit_of(sim, "b")
-    root.calls = [0]
-    claimed = []
-
-    def claim(sim: Simulation, what: str) -> None:
-        if what == "forward a" and not claimed:
-            assert b.own_groups[0].state.needs_gather is False
-            assert sim.scheduler.iteration.ahead == [b]
-            sim.scheduler.claim(b)
-            claimed.append(len(sim.device.trace))
-
-    sim._check = claim
-    sim.forward(expects_backward=False)
-    assert claimed
-    assert b.is_gathered
-    sim.scheduler.wait(b)
-    assert b.own_groups[0].is_unsharded
-
-
-def test_claim_of_what_a_prefetch_list_named() -> None:
-    root = schedules.chain("a", "b")
-    sim = schedules.warm(root)
-    a, b = schedules.unit_of(sim, "a"), schedules.unit_of(sim, "b")
-    a.forward_prefetch = [b]
-    root.calls = [0]
-    sim._check = lambda sim, what: sim.scheduler.claim(b) if what == "forward a" else None
-    sim.forward(expects_backward=False)
-    assert b.is_gathered
-
-
-def test_without_a_claim_the_guess_is_freed() -> None:
-    root = schedules.chain("a", "b")
-    sim = schedules.warm(root)
-    root.calls = [0]
-    sim.forward(expects_backward=False)
-    assert not schedules.unit_of(sim, "b").is_gathered
-
-
 def test_what_was_requested_and_used_is_freed_by_a_backward_that_is_not_the_last() -> None:
     sim = schedules.warm(schedules.chain("a", "b", grad_to_input=False))
     a, b = schedules.unit_of(sim, "a"), schedules.unit_of(sim, "b")
@@ -341,17 +273,6 @@ def test_what_was_requested_and_used_is_freed_by_a_backward_that_is_not_the_last
     sim.forward()
     sim.backward()
     assert not a.is_gathered
-
-
-def test_no_gather_in_backward() -> None:
-    sim = schedules.warm(schedules.chain("a", "b", "c"))
-    schedules.unit_of(sim, "b").unshard_in_backward = False
-    sim.forward()
-    start = len(sim.device.trace)
-    sim.backward()
-    gathers = [op for op in operations(sim.device.trace[start:]) if op.kind == "all_gather"]
-    assert len(gathers) == 2
-    assert sim.device.races == []
 
 
 def test_backwards_that_are_not_the_last_gather_nothing_in_vain() -> None:
@@ -424,19 +345,6 @@ reduce:
 
 
 # -- an optimizer on another stream ---------------------------------------------------------------
-
-
-def test_event_of_the_optimizer_is_waited_for_once() -> None:
-    sim = schedules.warm(schedules.chain("a"))
-    event = sim.device.record(Lane.COMPUTE, "step")
-    sim.scheduler.post_optim_event = event
-    assert sim.scheduler.post_optim_event is event
-    for expected in (1, 0):
-        start = len(sim.device.trace)
-        sim.iteration()
-        waits = [n.label for n in sim.device.trace[start:] if isinstance(n, Await)]
-        assert waits.count("compute after the optimizer") == expected
-    assert sim.scheduler.post_optim_event is None
 
 
 def test_gradients_may_go_after_a_forward_that_gathers_nothing() -> None:

@@ -52,29 +52,6 @@ def test_post_accumulate_grad_hooks() -> None:
 
 
 @ranks(2)
-def test_optimizer_in_backward() -> None:
-    """A post-accumulate-grad hook that steps and frees the gradient at once."""
-    model, plain = parity.shard(parity.OURS, running.mlp()), running.mlp()
-    optimizers = {}
-    for param in model.parameters():
-        optimizers[param] = torch.optim.SGD([param], lr=0.1)
-
-        def step(param: nn.Parameter) -> None:
-            optimizers[param].step()
-            optimizers[param].zero_grad()
-
-        param.register_post_accumulate_grad_hook(step)
-    for batch in running.mlp_batches():
-        parity.regression_loss(model, parity.my_part(batch)).backward()
-        assert all(param.grad is None for param in model.parameters())
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    expected = parity.train_unsharded(
-        plain, sgd, parity.regression_loss, running.mlp_batches(), slices=True
-    )
-    parity.assert_equal(parity.full_params(model), expected[-1].params, "unsharded")
-
-
-@ranks(2)
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_hooks_from_before_sharding(mixed: bool) -> None:
     """Those on the gradient see what autograd made here, full; others what was reduced."""
@@ -274,17 +251,6 @@ def test_a_hook_on_a_sharded_gradient_of_other_units(which: str) -> None:
             _sum_over(each, None)
         doubled = {n: g * 2 for n, g in parity.full_grads(other).items() if g is not None}
         parity.assert_equal(parity.full_grads(model), doubled, which)
-
-
-@ranks(2)
-def test_a_hook_on_what_is_summed_without_sync() -> None:
-    """It runs once, on the sum."""
-    model, seen = parity.shard(parity.OURS, running.mlp()), []
-    _hooked(model, lambda grad: seen.append(grad))
-    for step in range(3):
-        model.set_requires_gradient_sync(step == 2)
-        parity.regression_loss(model, gradients.part(step)).backward()
-    assert len(seen) == len(list(model.parameters()))
 
 
 @ranks(4)

@@ -103,33 +103,6 @@ def test_objects_are_used_again_and_memory_is_not(drop: str, arguments: dict[str
         del grads, grad
 
 
-def _groups(model: Any) -> None:
-    """As an optimizer that decays matrices alone: vectors are dropped last."""
-    matrices, vectors = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
-    torch.optim.SGD([{"params": matrices}, {"params": vectors, "lr": 1.0}]).zero_grad()
-
-
-def _backwards(model: Any) -> None:
-    for param in reversed(list(model.parameters())):
-        param.grad = None
-
-
-@pytest.mark.parametrize("drop", [WAYS["module"], _groups, _backwards])
-def test_whichever_is_dropped_last(drop: Callable[[Any], None]) -> None:
-    """As in a block whose attention is deeper than its MLP, or with groups of an optimizer."""
-    deep = nn.Sequential(nn.Linear(DIM, DIM), nn.Sequential(nn.Linear(DIM, DIM)))
-    model: Any = nn.Sequential(deep, nn.Linear(DIM, DIM))
-    fsdp2.fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    for _ in range(6):  # one after the other is tried
-        _grads(model)
-        drop(model)
-    first = _ids(model)
-    for _ in range(3):
-        drop(model)
-        again = _ids(model)
-        assert sum(a != b for a, b in zip(first, again, strict=True)) <= 1
-
-
 def test_added_to_while_they_are_there() -> None:
     model = _model()
     first = _ids(model)
@@ -189,26 +162,6 @@ def test_what_somebody_holds_stays_as_it_is(way: str, which: int) -> None:
     assert row() is None
 
 
-def test_one_gradient_that_is_held_leaves_none_of_the_others_waiting() -> None:
-    model = _model()
-    held = _grads(model)[0]
-    others = [weakref.ref(param.grad) for param in list(model.parameters())[1:]]
-    model.zero_grad()
-    assert all(other() is None for other in others)
-    assert held._local_tensor is not None
-
-
-def test_dropped_in_another_order() -> None:
-    model = _model()
-    grads = [weakref.ref(grad) for grad in _grads(model)]
-    for param in reversed(list(model.parameters())):
-        param.grad = None
-    assert all(grad() is None for grad in grads)
-    assert all(param.grad is None for param in model.parameters())
-    _grads(model)
-    assert all(param.grad._local_tensor is not None for param in model.parameters())
-
-
 @pytest.mark.parametrize("which", range(6))
 def test_a_gradient_that_somebody_assigned_is_added_to(which: int) -> None:
     model = _model()
@@ -264,65 +217,6 @@ def test_hooks_that_drop_every_gradient_at_once() -> None:
         model(X).sum().backward()
         seen.append([])
     assert seen[0][:-1] == seen[1][:-1] == seen[2][:-1]
-
-
-def test_hooks_run_with_torchs_functions_switched_on() -> None:
-    model = _model()
-    seen = []
-
-    def look(param: Tensor) -> None:
-        seen.append(torch._C._is_torch_function_enabled())
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(look)
-    _grads(model)
-    assert seen == [True] * 6
-
-
-def test_parameters_without_a_gradient_have_none() -> None:
-    model = _model()
-    _grads(model)
-    model.zero_grad()
-    model[0].requires_grad_(False)
-    grads = _grads(model)
-    assert grads[:2] == [None, None]
-    assert all(grad._local_tensor is not None for grad in grads[2:])
-
-
-def test_two_gradients_are_not_worth_it() -> None:
-    model = _model(layers=1)
-    first = weakref.ref(_grads(model)[0])
-    model.zero_grad()
-    assert first() is None
-
-
-@pytest.mark.parametrize("size", [1])
-def test_gradients_of_one_rank_go_one_by_one(size: int) -> None:
-    """Each is autograd's own, in memory of its own."""
-    model = _model()
-    _grads(model)
-    for param in model.parameters():
-        row = weakref.ref(param.grad._local_tensor)
-        param.grad = None
-        assert row() is None
-
-
-def test_they_end_with_the_model() -> None:
-    model = _model()
-    grads = [weakref.ref(grad) for grad in _grads(model)]
-    model.zero_grad()
-    assert [grad() is None for grad in grads] == [False] * 5 + [True]
-    del model
-    assert all(grad() is None for grad in grads)
-
-
-def test_new_options_begin_anew() -> None:
-    model = _model()
-    first = weakref.ref(_grads(model)[0])
-    model.zero_grad()
-    model.set_gradient_divide_factor(4.0)
-    assert first() is None
-    assert all(grad._local_tensor is not None for grad in _grads(model))
 
 
 def test_the_last_gradient_goes_while_the_next_are_made() -> None:

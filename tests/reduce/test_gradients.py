@@ -191,26 +191,6 @@ def test_freezing_within_and_across_groups() -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("freeze", [True, False])
-def test_freezing_while_parameters_are_gathered(freeze: bool) -> None:
-    """After an evaluation the root registers its gathered parameters: their flag counts too."""
-    model = gradients.mlp()
-    model.head.weight.requires_grad_(freeze)  # the opposite of what is to come
-    parity.shard(parity.OURS, model)
-    parity.regression_loss(model, gradients.part(0)).backward()
-    model.zero_grad()
-    with torch.no_grad():
-        model(gradients.part(0)[0])
-    model.head.weight.requires_grad_(not freeze)
-    for _ in range(2):
-        parity.regression_loss(model, gradients.part(1)).backward()
-        model.reshard()
-        assert model.head.weight.requires_grad is not freeze
-        assert (model.head.weight.grad is None) is freeze
-        model.zero_grad()
-
-
-@ranks(2)
 def test_inputs_require_grad_and_all_parameters_are_frozen() -> None:
     """Backward runs through frozen units for the inputs' sake, and reduces nothing."""
 
@@ -313,26 +293,6 @@ def test_ranks_that_use_different_parameters(use: int, reshard_after_forward: bo
         for param in plain.parameters():
             param.grad = torch.zeros_like(param)
         parity.regression_loss(plain, gradients.part(0, rank)).backward()
-
-    gradients.assert_like_unsharded(parity.full_grads(model), models.seeded(_Mixture), compute)
-
-
-@ranks(2)
-def test_accumulation_on_ranks_that_use_different_parameters() -> None:
-    """Each microbatch uses other parts; one reduction takes all of it."""
-    model = parity.shard(parity.OURS, models.seeded(_Mixture), reshard_after_forward=True)
-    model.set_reduce_scatter_unused_params(True)
-    for i in range(2):
-        model.set_requires_gradient_sync(i == 1)
-        model.use(*_USES[i][dist.get_rank()])
-        parity.regression_loss(model, gradients.part(i)).backward()
-
-    def compute(plain: Any, rank: int) -> None:
-        for param in plain.parameters():
-            param.grad = torch.zeros_like(param)
-        for i in range(2):
-            plain.use(*_USES[i][rank])
-            parity.regression_loss(plain, gradients.part(i, rank)).backward()
 
     gradients.assert_like_unsharded(parity.full_grads(model), models.seeded(_Mixture), compute)
 

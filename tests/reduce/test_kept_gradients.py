@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy
-from tests.common import combinations, gradients, meshes, models, parity
+from tests.common import combinations, gradients, meshes, parity
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
@@ -136,24 +135,6 @@ def test_partial_sums_and_kept_gradients() -> None:
         return seen
 
     parity.assert_equal(_trained(run, True, mesh=mesh), _trained(run, False, mesh=mesh))
-
-
-@ranks(2)
-def test_parts_that_a_step_leaves_out() -> None:
-    """What got no gradient has none, whatever the memory holds from the step before."""
-
-    def run(model: Any) -> Any:
-        optimizer, seen = parity.adamw(model.parameters()), []
-        for i, batch in enumerate(parity.regression_batches(models.DIM, 2, steps=STEPS)):
-            model.active = ("abc"[i % 3], "c")
-            parity.regression_loss(model, parity.my_part(batch)).backward()
-            seen.append(parity.full_grads(model))
-            optimizer.step()
-            optimizer.zero_grad()
-        return seen, parity.full_params(model)
-
-    make = partial(models.seeded, models.Choosy)
-    parity.assert_equal(_trained(run, True, make), _trained(run, False, make))
 
 
 @ranks(2)

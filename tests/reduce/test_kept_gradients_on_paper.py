@@ -96,16 +96,6 @@ def test_steps(setup: reductions.Setup, steps: tuple[str, ...]) -> None:
     assert thread_ranks.run_ranks(2, lambda c: reductions.step_names(setup.bind(c))) == [steps] * 2
 
 
-def test_partial_sums_are_not_in_memory_that_is_kept() -> None:
-    def names(
-        collectives: thread_ranks.ThreadCollectives, replicas: thread_ranks.ThreadReplicas
-    ) -> tuple[str, ...]:
-        return reductions.step_names(KEPT.bind(collectives, replicas), all_reduce=False)
-
-    wanted = ("allocate stage_packed", "reduce_scatter keep", "", "")
-    assert thread_ranks.run_mesh(2, 2, names) == [wanted] * 4
-
-
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("copies", [1, 2])
 def test_the_same_objects_in_every_step(setup: reductions.Setup, copies: int) -> None:
@@ -201,24 +191,6 @@ def test_two_reductions_on_their_way_to_the_host_are_summed() -> None:
             for step in reduction.full.host:
                 step(job)
         assert _all_are(_gradients(reduction), 3.0)
-
-    thread_ranks.run_ranks(2, body)
-
-
-def test_memory_of_an_abandoned_reduction_is_used_again() -> None:
-    def body(collectives: thread_ranks.ThreadCollectives) -> None:
-        reduction = KEPT.bind(collectives)
-        _reduce(reduction, 1.0)
-        kept = _gradients(reduction)
-        _drop(reduction)
-        _leave(reduction, 2.0)
-        job = reduction.collect(take_missing=False)
-        assert job is not None
-        reduction.full.compute[0](job)
-        reduction.abandon()
-        _reduce(reduction, 4.0)
-        assert all(now is then for now, then in zip(_gradients(reduction), kept, strict=True))
-        assert _all_are(kept, 4.0)
 
     thread_ranks.run_ranks(2, body)
 

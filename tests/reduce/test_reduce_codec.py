@@ -71,21 +71,6 @@ ROUNDED = reductions.Setup(codec="rounded", shapes=reductions.ODD)
 FINE = 1 + 1 / 256  # no bf16 number; it becomes 1
 
 
-def test_its_steps_stand_where_those_of_others_do() -> None:
-    found = thread_ranks.run_ranks(2, lambda c: reductions.step_names(ROUNDED.bind(c)))[0]
-    assert found == (
-        "allocate stage_rounded",
-        "reduce_scatter unstage reduce_scatter divide deliver",  # and the marks' own
-        "",
-        "",
-    )
-    halves = replace(ROUNDED, grad=reductions.F16, reduce=reductions.F16)
-    reduce = "divide reduce_scatter unstage reduce_scatter divide cast deliver"
-    assert (
-        thread_ranks.run_ranks(4, lambda c: reductions.step_names(halves.bind(c)))[0][1] == reduce
-    )
-
-
 @pytest.mark.parametrize(
     "setup",
     [
@@ -121,21 +106,6 @@ def test_what_it_reduces_is_rounded_and_all_else_as_ever(
         assert not staging.allocated
 
     thread_ranks.run_mesh(copies, 2, body)
-
-
-def test_who_had_a_gradient_is_known_all_the_same() -> None:
-    def body(collectives: thread_ranks.ThreadCollectives) -> None:
-        reduction = ROUNDED.bind(collectives)
-        first, second, *others = reduction.members
-        (first, second)[collectives.rank].full_grad = torch.ones(
-            (first, second)[collectives.rank].shape
-        )
-        reductions.run(reduction)
-        assert first.gradient.eq(0.5).all()
-        assert second.gradient.eq(0.5).all()
-        assert all(other.gradient is None for other in others)
-
-    thread_ranks.run_ranks(2, body)
 
 
 def test_one_rank_does_not_round() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import ReduceOp
 
 from fsdp2.core.device.buffers import TransientBuffer
-from fsdp2.core.device.collectives import ReduceKind
 from fsdp2.core.device.kernels import FusedKernels
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.reduce.division import plan_division
@@ -79,33 +76,7 @@ def test_other_dtypes_divide_before_and_after_the_sum(
     assert _summary(dtype, size, factor, premultiplies) == (before, "sum", after)
 
 
-def test_split_factor_is_the_whole_factor() -> None:
-    for size in range(1, 300):
-        division = plan_division(reductions.F16, size, None, premultiplies=False)
-        before, after = division.before or 1.0, division.after or 1.0
-        assert before * after == size
-        assert math.log2(before).is_integer()  # exact in any floating-point dtype
-        assert before / 4 < after <= before  # about evenly
-
-
-def test_operations_of_the_collective() -> None:
-    average, total = ReduceKind(average=True).options, ReduceKind(average=False).options
-    assert average.reduceOp == ReduceOp(ReduceOp.AVG) != ReduceOp(ReduceOp.SUM)
-    assert total.reduceOp == ReduceOp(ReduceOp.SUM)
-    assert not average.asyncOp
-    assert not total.asyncOp
-
-
 # ---- which steps
-
-
-def _steps(setup: reductions.Setup, size: int) -> tuple[str, str]:
-    def names(collectives: thread_ranks.ThreadCollectives) -> tuple[str, str]:
-        compute, reduce, all_reduce, host = reductions.step_names(setup.bind(collectives))
-        assert all_reduce == host == ""
-        return compute, reduce
-
-    return thread_ranks.run_ranks(size, names, premultiplies=setup.premultiplies)[0]
 
 
 FOUR_RANKS = [
@@ -182,30 +153,6 @@ FOUR_RANKS = [
         "cast deliver",
     ),
 ]
-
-
-@pytest.mark.parametrize(("setup", "compute", "reduce"), FOUR_RANKS)
-def test_steps_of_four_ranks(setup: reductions.Setup, compute: str, reduce: str) -> None:
-    assert _steps(setup, 4) == (compute, reduce)
-
-
-@pytest.mark.parametrize(
-    ("setup", "compute"),
-    [
-        (reductions.Setup(), "adopt deliver"),
-        (reductions.Setup(reduce=reductions.BF16), "adopt deliver"),
-        (reductions.Setup(factor=1.0), "adopt deliver"),
-        (reductions.Setup(factor=2.0), "adopt divide deliver"),
-        (reductions.Setup(grad=reductions.BF16), "allocate stage_local deliver"),
-        (
-            reductions.Setup(grad=reductions.BF16, factor=2.0),
-            "allocate stage_local divide deliver",
-        ),
-        (reductions.Setup(shapes=reductions.EMPTY), "adopt deliver"),
-    ],
-)
-def test_steps_of_one_rank(setup: reductions.Setup, compute: str) -> None:
-    assert _steps(setup, 1) == (compute, "")  # nothing to communicate: nothing on another lane
 
 
 @pytest.mark.parametrize("grad", [reductions.F32, reductions.BF16])
@@ -374,30 +321,6 @@ def test_every_rank_gets_its_part_of_a_band(setup: reductions.Setup) -> None:
     _check_rows(setup, 4)
 
 
-@pytest.mark.parametrize(
-    ("setup", "name"),
-    [
-        (reductions.Setup(direct=True), "reduce_scatter_many"),
-        (
-            reductions.Setup(direct=True, shapes=reductions.LARGE_AND_SMALL, pack_below=64),
-            "reduce_scatter_many",
-        ),
-        (reductions.Setup(), "reduce_scatter"),
-    ],
-)
-def test_collectives_of_a_reduction(setup: reductions.Setup, name: str) -> None:
-    def body(collectives: thread_ranks.ThreadCollectives) -> list[str]:
-        reduction = setup.bind(collectives)
-        grads = _gradients(setup, reduction.context.slots, collectives.rank)
-        for member, grad in zip(reduction.members, grads, strict=True):
-            member.full_grad = grad
-        reductions.run(reduction)
-        return collectives.calls
-
-    assert thread_ranks.run_ranks(2, body) == [[name], [name]]
-    assert thread_ranks.run_ranks(1, body) == [[]]
-
-
 def test_a_transposed_gradient_is_copied_apart_from_the_others() -> None:
     """On an accelerator: torch fuses the copies of those whose strides agree."""
     kernels = FusedKernels(torch.device("cpu"))
@@ -422,23 +345,6 @@ def test_empty_parameters_have_nothing_to_reduce() -> None:
         return collectives.calls
 
     assert thread_ranks.run_ranks(2, body) == [[], []]
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_sum_of_large_halves_does_not_overflow(direct: bool) -> None:
-    setup = reductions.Setup(
-        direct=direct, grad=reductions.F16, reduce=reductions.F16, shard=reductions.F16
-    )
-
-    def body(collectives: thread_ranks.ThreadCollectives) -> None:
-        reduction = setup.bind(collectives)
-        for member in reduction.members:
-            member.full_grad = torch.full(member.shape, 30000.0, dtype=reductions.F16)
-        reductions.run(reduction)
-        for member in reduction.members:
-            assert member.gradient.eq(30000.0).all()
-
-    thread_ranks.run_ranks(4, body)
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import fully_shard
-from tests.common import meshes, models, parity
+from tests.common import models, parity
 from tests.common.gradients import unsharded_grads
 from tests.common.workers import ranks
 
@@ -386,21 +386,3 @@ def test_units_that_no_forward_has_called_count_as_zeros() -> None:
     for name in ("b", "c"):
         weight = model.choices[name].weight
         parity.assert_equal(weight.grad.full_tensor(), torch.zeros(DIM, DIM), name)
-
-
-@ranks(2)
-def test_options_changed_while_partial_sums_wait_count_from_the_next_reduction() -> None:
-    mesh = meshes.hsdp_mesh(2, 1)
-    model = fully_shard(models.seeded(lambda: nn.Linear(DIM, DIM)), mesh=mesh)
-    x = torch.ones(2, DIM)
-    model.set_requires_all_reduce(False)
-    model(x).sum().backward()
-    model.set_gradient_divide_factor(1.0)  # the sums that wait are an average's
-    model.set_requires_all_reduce(True)
-    model(x).sum().backward()
-    parity.assert_equal(parity.full_grads(model)["bias"], torch.full((DIM,), 4.0))
-    model.zero_grad()
-    model(x).sum().backward()
-    parity.assert_equal(
-        parity.full_grads(model)["bias"], torch.full((DIM,), 4.0)
-    )  # a sum of two ranks' 2

@@ -13,11 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 import fsdp2
-from fsdp2.core.device.buffers import FlatBuffer
-from fsdp2.core.layout import layout, mesh
+from fsdp2.core.layout import layout
 from fsdp2.core.modules import registry
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.reduce import binding
@@ -92,14 +90,6 @@ def test_alike_units_are_planned_once(planned: Counter[str]) -> None:
     assert len({id(group.shard) for group in groups}) == UNITS  # memory is each one's own
 
 
-def test_plans_go_with_the_last_unit(planned: Counter[str]) -> None:
-    for _ in range(2):
-        model = _blocks()
-        _shard(model)
-        del model
-    assert planned["build_layout"] == 2
-
-
 def _frozen(model: Any) -> dict[str, Any]:
     model.blocks[-1].layers[1].weight.requires_grad_(False)
     return {}
@@ -149,67 +139,6 @@ def test_a_unit_that_differs_has_its_own(
     _shard(model, **differs(model))
     _step(model)
     assert planned == {"build_layout": layouts, "plan_flat": flats, "plan_division": divisions}
-
-
-def test_a_divide_factor_of_one_unit_is_its_own(planned: Counter[str]) -> None:
-    model = _blocks()
-    _shard(model)
-    model.blocks[0].set_gradient_divide_factor(3.0)
-    _step(model)
-    assert planned == {"build_layout": 1, "plan_flat": 1, "plan_division": 2}
-
-
-def test_a_packing_threshold_of_one_unit_is_its_own(planned: Counter[str]) -> None:
-    model = _blocks()
-    _shard(model)
-    model.blocks[0].set_packing_threshold(0)
-    _step(model)
-    transports = [group.layout.transports for group in _groups(model) if group.layout]
-    assert sorted(transports) == ["coalesced", *["packed"] * (UNITS - 1)]
-    assert planned == {"build_layout": 2, "plan_flat": 2, "plan_division": 2}
-
-
-def test_alike_parameters_have_one_spec(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[DTensorSpec] = []
-
-    def make(*args: Any, **kwargs: Any) -> DTensorSpec:
-        made.append(DTensorSpec(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(mesh, "DTensorSpec", make)
-    block = nn.ModuleList([*(nn.Linear(16, 16) for _ in range(3)), nn.Linear(16, 8, bias=False)])
-    block[2].to(BF16)
-    fsdp2.fully_shard(nn.Sequential(*block), mesh=null_mesh(8))
-    kinds = {(param.shape, param.dtype) for param in block.parameters()}
-    assert len(kinds) == 5
-    assert len(made) == len(kinds)
-
-
-def test_no_rows_move_where_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _blocks(meta=True)
-    _shard(model)
-    moved: list[object] = []
-    monkeypatch.setattr(FlatBuffer, "pieces", lambda *given: moved.append(given))
-    model.set_packing_threshold(0)
-    assert moved == []
-    assert {group.layout.transports for group in _groups(model) if group.layout} == {"coalesced"}
-    monkeypatch.undo()
-    model.to_empty(device="cpu")
-    model.reset_parameters()
-    before = [param.to_local().clone() for param in model.parameters()]
-    _step(model)
-    after = [param.to_local() for param in model.parameters()]
-    assert all(map(torch.equal, after, before))
-    assert all(param.is_in_place for group in _groups(model) for param in group.params)
-
-
-def test_a_threshold_that_packs_nothing_else_moves_nothing() -> None:
-    model = _blocks()
-    _shard(model)
-    shards = [group.shard for group in _groups(model)]
-    model.set_packing_threshold(1 << 20)  # all were packed before
-    assert [group.shard for group in _groups(model)] == shards
-    assert all(group.stale for group in _groups(model))
 
 
 def test_modules_are_walked_as_often_for_many_units_as_for_few(

@@ -12,16 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import FSDPMeshInfo, MixedPrecisionPolicy, ShardPlacementResult, share_comm_ctx
-from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.modules.registry import require_record
 from tests.common import meshes, parity
 from tests.common import models as common_models
@@ -149,14 +146,6 @@ def test_linear_that_is_not_gathered_in_backward() -> None:
     parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
-@ranks(2)
-def test_linear_that_is_still_gathered_in_backward() -> None:
-    _check(
-        lambda model: [layer.set_unshard_in_backward(False) for layer in model.layers],
-        reshard_after_forward=False,
-    )
-
-
 # -- prefetch -------------------------------------------------------------------------------------
 
 
@@ -279,21 +268,6 @@ def test_reduce_scatter_max_input_buffers(buffers: int) -> None:
 
 
 @ranks(2)
-def test_input_buffers_are_one_number_below_a_root() -> None:
-    model: Any = parity.shard(parity.OURS, mlp())
-    model.layers[0].set_reduce_scatter_max_input_buffers(3)
-    model(_one()[0])
-    scheduler = require_record(model).scheduler
-    assert scheduler is not None
-    assert scheduler._in_flight.window == 3
-    model.set_reduce_scatter_max_input_buffers(2)
-    assert scheduler._in_flight.window == 2
-    for wrong, error in ((0, ValueError), (1.5, TypeError), (True, TypeError)):
-        with pytest.raises(error, match="set_reduce_scatter_max_input_buffers takes"):
-            model.set_reduce_scatter_max_input_buffers(wrong)
-
-
-@ranks(2)
 def test_separate_reduce_scatter_group() -> None:
     _check(
         lambda model: model.set_separate_reduce_scatter_group(),
@@ -301,130 +275,7 @@ def test_separate_reduce_scatter_group() -> None:
     )
 
 
-@ranks(2)
-def test_separate_group_is_one_for_all_units_and_can_be_left() -> None:
-    model: Any = parity.shard(parity.OURS, mlp())
-    groups = [group for m in (*model.layers, model) for group in require_record(m).unit.own_groups]
-
-    def reducers() -> set[int]:
-        found = set()
-        for group in groups:
-            assert isinstance(group.reducers, GroupCollectives)
-            found.add(id(group.reducers.group))
-        return found
-
-    (shared,) = reducers()
-    parity.regression_loss(model, _one()).backward()
-    before = parity.full_grads(model)
-    for enable in (True, False):
-        model.set_separate_reduce_scatter_group(enable)
-        (used,) = reducers()
-        assert (used != shared) is enable
-        model.zero_grad()
-        parity.regression_loss(model, _one()).backward()
-        parity.assert_equal(parity.full_grads(model), before)
-    model.layers[0].set_separate_reduce_scatter_group(True, recurse=False)
-    assert len(reducers()) == 2
-
-
 # -- HSDP: what is not reduced yet, and optimizers in backward ------------------------------------
-
-
-def _copies() -> DeviceMesh:
-    return meshes.hsdp_mesh(2, 2)
-
-
-@ranks(4)
-def test_zero_grad_drops_partial_sums() -> None:
-    mesh = _copies()
-    model: Any = parity.shard(parity.OURS, mlp(), mesh=mesh)
-    inputs, targets = _one()
-    for _ in range(2):
-        model.set_requires_all_reduce(False)
-        parity.regression_loss(model, (10 * inputs, targets)).backward()
-        model.zero_grad()
-        model.set_requires_all_reduce(True)
-        parity.regression_loss(model, (inputs, targets)).backward()
-        plain = parity.shard(parity.OURS, mlp(), mesh=mesh)
-        parity.regression_loss(plain, (inputs, targets)).backward()
-        parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
-        model.zero_grad()
-
-
-@pytest.mark.parametrize("last", [True, False], ids="is_last_backward={}".format)
-@ranks(4)
-def test_optimizer_in_backward_with_copies(last: bool) -> None:
-    """A hook steps each parameter as soon as its gradient is there, in every micro-batch."""
-
-    def train(api: Any, in_backward: bool) -> Any:
-        model: Any = parity.shard(api, mlp(), mesh=_copies())
-        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
-
-        def step(param: Tensor) -> None:
-            optimizers[param].step()  # type: ignore[index]
-            optimizers[param].zero_grad()  # type: ignore[index]
-
-        if in_backward:
-            for param in model.parameters():
-                param.register_post_accumulate_grad_hook(step)
-        seen = []
-        for i, batch in enumerate(mlp_batches()):
-            model.set_is_last_backward(last or i == STEPS - 1)
-            value = parity.regression_loss(model, parity.my_part(batch))
-            value.backward()
-            if not in_backward:
-                for param in model.parameters():
-                    step(param)
-            seen.append([value.detach(), parity.full_params(model)])
-        return seen
-
-    ours = train(parity.OURS, True)
-    parity.assert_equal(ours, train(parity.OURS, False))
-    parity.assert_close(ours, train(parity.TORCH, True), parity.REORDERED_FP32, "torch")
-
-
-@ranks(4)
-def test_accumulation_flags_with_copies() -> None:
-    """No sync, then no all-reduce, then both, in one step; the last backward is told or not."""
-
-    def train(api: Any, last: bool) -> Any:
-        model: Any = parity.shard(api, mlp(), mesh=_copies())
-        optimizer = parity.adamw(model.parameters())
-        seen = []
-        for _ in range(2):
-            for i, batch in enumerate(mlp_batches()):
-                model.set_requires_gradient_sync(i != 0)
-                model.set_requires_all_reduce(i == STEPS - 1)
-                model.set_is_last_backward(last or i == STEPS - 1)
-                parity.regression_loss(model, parity.my_part(batch)).backward()
-            seen.append(parity.full_grads(model))
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.append(parity.full_params(model))
-        return seen
-
-    ours = train(parity.OURS, True)
-    parity.assert_equal(ours, train(parity.OURS, False))
-    parity.assert_close(ours, train(parity.TORCH, False), parity.REORDERED_FP32, "torch")
-
-
-@ranks(4)
-def test_exception_in_a_hook_with_copies() -> None:
-    model: Any = parity.shard(parity.OURS, mlp(), mesh=_copies())
-
-    def fail(param: Tensor) -> None:
-        raise KeyError("hook")
-
-    handle = model.layers[1].weight.register_post_accumulate_grad_hook(fail)
-    with pytest.raises(KeyError):
-        parity.regression_loss(model, _one()).backward()
-    handle.remove()
-    model.reset_iter_state()
-    model.zero_grad()
-    parity.regression_loss(model, _one()).backward()
-    plain = parity.shard(parity.OURS, mlp(), mesh=_copies())
-    parity.regression_loss(plain, _one()).backward()
-    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -496,22 +347,6 @@ def test_post_optim_event() -> None:
 
 
 @ranks(2)
-def test_post_optim_event_is_kept_where_units_are_added() -> None:
-    model: Any = parity.shard(parity.OURS, mlp())
-    model(_one()[0])
-    event = object()
-    model.set_post_optim_event(event)
-    model.added = nn.Linear(4, 4)
-    fsdp2.fully_shard(model.added, mesh=meshes.mesh("shard", shape=(2,)))
-    old = require_record(model).scheduler
-    assert old is not None
-    with mock.patch.object(old.streams, "wait", wraps=old.streams.wait) as wait:
-        model(_one()[0])
-    assert require_record(model).scheduler is not old
-    assert sum(call.args[1] is event for call in wait.call_args_list) == 1
-
-
-@ranks(2)
 def test_share_comm_ctx() -> None:
     """Two roots that are trained in turn, as the stages of a pipeline on one rank."""
 
@@ -561,17 +396,3 @@ def test_getters() -> None:
     assert root.get_reshard_after_forward() is True
     first.set_reshard_after_forward(False)
     assert first.get_reshard_after_forward() is False
-
-
-@ranks(4)
-def test_getter_of_a_smaller_group() -> None:
-    model: Any = common_models.seeded(common_models.MLP)
-    for layer in model.layers:
-        fsdp2.fully_shard(layer, reshard_after_forward=2)
-    fsdp2.fully_shard(model)
-    assert [layer.get_reshard_after_forward() for layer in model.layers] == [2, 2, 2]
-    x = F.one_hot(torch.arange(common_models.DIM), common_models.DIM).float()
-    model(x).sum().backward()
-    model.layers[0].set_reshard_after_forward(True)
-    assert [layer.get_reshard_after_forward() for layer in model.layers] == [True, 2, 2]
-    assert dist.get_world_size() == 4

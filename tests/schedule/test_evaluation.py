@@ -5,45 +5,13 @@ Where torch's FSDP2 can do it too, both must give the same bits; else the unshar
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 
 from tests.common import parity, running
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
-
-
-@ranks(2)
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-def test_no_grad_evaluation_between_training_steps(reshard_after_forward: bool | None) -> None:
-    def run(api: Any) -> Any:
-        model = parity.shard(api, running.mlp(), reshard_after_forward=reshard_after_forward)
-        outputs = []
-
-        def loss(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
-            with torch.no_grad():
-                outputs.append(model(part[0]))
-                outputs.append(model(part[0].flip(0)))
-            assert not outputs[-1].requires_grad
-            return parity.regression_loss(model, part)
-
-        return [parity.train_sharded(model, parity.adamw, loss, running.mlp_batches()), outputs]
-
-    steps, outputs = parity.same_as_torch(run)
-    unsharded = parity.train_unsharded(
-        running.mlp(), parity.adamw, parity.regression_loss, running.mlp_batches()
-    )
-    parity.assert_close(steps, unsharded, parity.FP32, "unsharded")
-    parity.assert_close(
-        outputs[0],
-        running.mlp()(parity.my_part(running.mlp_batches()[0])[0]).detach(),
-        parity.FP32,
-        "evaluation",
-    )
 
 
 @ranks(2, extended=(4,))

@@ -8,15 +8,11 @@ import pytest
 import torch
 
 from fsdp2 import MixedPrecisionPolicy, ShardingStateError
-from fsdp2.core.config import GroupOptions
-from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather.smaller_group import SmallerGroup
-from fsdp2.core.params.param import compute_dtype
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Unit, free_if_outdated
-from fsdp2.record.notes import operations
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice, VirtualTensor
 from tests.common.observing import observe
@@ -113,19 +109,6 @@ def test_every_move(state: GroupState, action: str) -> None:
     assert device.races == []
 
 
-@pytest.mark.parametrize("state", [s for s in PATHS if not (s.needs_gather or s.is_sharded)])
-def test_memory_is_not_moved_while_it_is_gathered(state: GroupState) -> None:
-    group, _ = _group()
-    group.bind()
-    for name in PATHS[state]:
-        ACTIONS[name](group)
-    with pytest.raises(ShardingStateError, match=rf"cannot adopt 'block' while .* {state.value}"):
-        group.adopt()
-    group.rebind()
-    with pytest.raises(ShardingStateError, match=rf"cannot bind 'block' while .* {state.value}"):
-        group.bind()
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_each_move_is_made_once(world_size: int) -> None:
     unit = Unit("block", [_group(world_size)[0]])
@@ -155,53 +138,11 @@ def test_parameters_of_before_a_step_are_out_of_date() -> None:
     assert group.state is GroupState.SHARDED
 
 
-def test_bind_does_nothing_twice() -> None:
-    group, device = _group()
-    group.bind()
-    length = len(device.trace)
-    group.bind()
-    assert len(device.trace) == length
-    group.rebind()
-    group.bind()
-    assert len(device.trace) > length
-
-
-def test_integers_are_gathered_as_they_are() -> None:
-    group, _ = _group(precision=MixedPrecisionPolicy(torch.bfloat16))
-    (param, _) = group.params
-    for dtype, gathered in [
-        (torch.float32, torch.bfloat16),
-        (torch.float64, torch.bfloat16),
-        (torch.uint8, torch.uint8),
-    ]:
-        param.dtype = dtype  # type: ignore[misc]  # a simulated parameter
-        assert compute_dtype(group.options, param) is gathered
-
-
 def _leave_gradients(group: ParamGroup, device: VirtualDevice, dtype: torch.dtype) -> None:
     for param in group.params:
         owner = device.empty((1,), dtype, f"gradient {param.name}").owner
         param.full_grad = VirtualTensor(owner, param.shape, dtype)
         device.run("gradient", [], [param.full_grad])
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_reduction_is_on_its_way_only_between_ranks(world_size: int) -> None:
-    bare, device = _group(world_size)
-    unit = Unit("block", [bare])
-    heard: list[tuple[str, str]] = []
-    observe([unit], lambda *what: heard.append(what))
-    (group,) = unit.groups
-    group.bind()
-    _leave_gradients(bare, device, torch.float32)
-    start = len(device.trace)
-    pending = group.reduce(group.collect(all_reduce=True, fill=True), all_reduce=True)
-    assert (pending is None) == (world_size == 1)
-    on_reduce = [op for op in device.trace[start:] if op.lane is Lane.REDUCE]
-    assert bool(on_reduce) == (world_size > 1)
-    assert heard == [("reduce", "block")]
-    assert all(param.gradient is not None for param in group.params)
-    assert device.races == []
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -217,26 +158,4 @@ def test_accumulated_gradients_arrive_in_the_dtype_of_the_shard(
     group.reduce(group.collect(all_reduce=True, fill=True), all_reduce=True)
     for param in group.params:
         assert param.gradient.dtype is param.dtype is torch.float32
-    assert device.races == []
-
-
-@pytest.mark.parametrize("coalesces", [True, False])
-def test_group_of_empty_parameters_communicates_nothing(coalesces: bool) -> None:
-    device = VirtualDevice()
-    sim = Simulation(Node("block", shapes=((0, 8), (3, 0))), device, coalesces=coalesces)
-    heard: list[tuple[str, str]] = []
-    observe(sim.scheduler.units, lambda *what: heard.append(what))
-    sim.iteration()
-    assert heard == [("finish", "block"), ("reshard", "block"), ("reduce", "block")]
-    assert {"all_gather", "reduce_scatter"}.isdisjoint(op.kind for op in operations(device.trace))
-    assert device.races == []
-
-
-def test_options_are_replaced_as_a_whole_and_take_effect_before_the_next_reduction() -> None:
-    group, device = _group()
-    group.bind()
-    before = [len(reduction.full.reduce) for reduction in group.bound.reductions]
-    group.set_options(GroupOptions(divide_factor=3.0, pack_below=0))
-    after = [len(reduction.full.reduce) for reduction in group.bound.reductions]
-    assert [new - old for old, new in zip(before, after, strict=True)] == [1] * len(before)
     assert device.races == []

@@ -33,63 +33,6 @@ def test_outputs_in_containers_some_of_them_unused(mode: str, used: str) -> None
 
 
 @ranks(2)
-@pytest.mark.parametrize("mode", ["tuple", "dict", "dataclass"])
-def test_root_returns_a_container(mode: str) -> None:
-    """The hook that starts backward hangs on whichever tensors are inside."""
-
-    def loss(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
-        left, right = models.halves(model(part[0]))
-        return (left - part[1]).square().mean() + right.mean()
-
-    batches = parity.regression_batches(models.DIM, models.DIM, steps=running.STEPS)
-    build = partial(models.seeded, partial(models.Fork, mode))
-    torch_too = mode != "dataclass" or running.TORCHS_TAKES_DATACLASSES
-    parity.check_training(
-        build, batches, loss=loss, torch_too=torch_too, reshard_after_forward=True
-    )
-
-
-class _Carrier(nn.Module):
-    """Takes and returns its tensors inside a dataclass, with more than tensors beside them."""
-
-    is_unit = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(models.DIM, models.DIM)
-
-    def forward(self, halves: models.Halves, *, options: dict[str, Any]) -> models.Halves:
-        left = torch.tanh(self.linear(halves.left)) * options["factor"]
-        return models.Halves(left, {"right": halves.rest["right"] + left, "nothing": None})
-
-
-class _Carriers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(models.DIM, models.DIM)
-        self.carriers = nn.ModuleList(_Carrier() for _ in range(3))
-        self.head = nn.Linear(models.DIM, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        carried = models.Halves(self.first(x), {"right": x, "nothing": None})
-        options = {"factor": torch.full((1,), 0.5), "name": "half"}
-        for carrier in self.carriers:
-            carried = carrier(carried, options=options)
-        assert carried.rest["right"] is not None
-        return self.head(carried.left + carried.rest["right"])
-
-
-@ranks(2)
-def test_units_that_pass_dataclasses_to_each_other() -> None:
-    parity.check_training(
-        partial(models.seeded, _Carriers),
-        running.mlp_batches(),
-        torch_too=running.TORCHS_TAKES_DATACLASSES,
-        reshard_after_forward=True,
-    )
-
-
-@ranks(2)
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_gradient_of_the_input(requires_grad: bool) -> None:
     def run(api: Any) -> Any:

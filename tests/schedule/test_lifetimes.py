@@ -303,27 +303,6 @@ def test_an_optimizer_step_that_raises_outdates_gathered_parameters() -> None:
 
 
 @pytest.mark.usefixtures("_two_ranks")
-def test_unshard_that_runs_out_of_memory_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a forward: nothing resets the unit before it is used."""
-    model = _trained()
-    (group,) = record_of(model[0]).unit.own_groups  # type: ignore[union-attr]  # it is sharded
-    acquire = TransientBuffer.acquire
-
-    def fails(self: TransientBuffer) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(TransientBuffer, "acquire", fails)
-    with pytest.raises(torch.OutOfMemoryError):
-        model[0].unshard()
-    monkeypatch.setattr(TransientBuffer, "acquire", acquire)
-    assert group.state.needs_gather
-    model[0].unshard()
-    assert group.is_unsharded
-    model(_x()).sum().backward()
-    assert group.state.needs_gather
-
-
-@pytest.mark.usefixtures("_two_ranks")
 def test_finalize_that_raises_is_known_to_have_been_interrupted() -> None:
     model = _trained()
     model.set_manual_backward_finalization(True)

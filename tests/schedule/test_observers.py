@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from fsdp2.checks.groups import CHECKS
-from fsdp2.checks.replicas import FIRST_ALL_REDUCE
-from fsdp2.core.schedule.claimed import CLAIMED
-from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import (
-    PROFILER,
     GroupOperations,
     Observer,
     observed,
     observers_of,
-    with_observer,
 )
 from fsdp2.core.schedule.ties import inherit, lend
 from fsdp2.core.schedule.unit import put_around
-from fsdp2.paper.stage import NOTED
 from fsdp2.testing.simulation import Simulation
 from fsdp2.testing.virtual import VirtualDevice
-from fsdp2.tracing.seams import TRACER
 from tests.common import schedules
 
 pytestmark = pytest.mark.alone
@@ -56,34 +46,6 @@ def test_operations_are_seen_in_order_and_all_else_is_the_groups_own() -> None:
     assert group.reshard == below.reshard
     assert group.state is below.state
     assert group.base is below.base
-
-
-def test_an_observed_group_is_freed_with_its_last_reference() -> None:
-    below: Any = mock.Mock()
-    below.base = below
-    gone = weakref.ref(observed(below, [PROFILER]))
-    gc.disable()
-    try:
-        assert gone() is None
-    finally:
-        gc.enable()
-
-
-def test_with_the_last_observer_the_group_is_called_directly() -> None:
-    below: Any = mock.Mock()
-    below.base = below
-    group = with_observer(with_observer(below, LOWER, True), HIGHER, True)
-    assert observers_of(group) == [HIGHER, LOWER]
-    assert with_observer(group, LOWER, True) is group
-    group = with_observer(group, LOWER, False)
-    assert observers_of(group) == [HIGHER]
-    assert with_observer(group, HIGHER, False) is below
-    assert with_observer(below, HIGHER, False) is below
-
-
-@pytest.mark.parametrize("observer", [PROFILER, CHECKS, CLAIMED, FIRST_ALL_REDUCE, TRACER, NOTED])
-def test_what_observers_see_is_an_operation(observer: Observer) -> None:
-    assert all(callable(getattr(ParamGroup, operation)) for operation in observer.sees)
 
 
 def order(group: GroupOperations) -> list[Observer]:

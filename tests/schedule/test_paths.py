@@ -30,13 +30,7 @@ HELPERS = {"testing", "paper"}  # where the null process group is
 
 
 class Walk(NamedTuple):
-    """What is asked of a part of the step.
-
-    Attributes:
-        calls: Python functions of fsdp2 that run.
-        moves: how often the next one is in another file.
-        files: that they are in.
-    """
+    """What is asked of a part of the step."""
 
     calls: int
     moves: int

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import MemberDescriptorType
-
 import pytest
 
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.unit import MOVES, Phase, Unit, watching
+from fsdp2.core.schedule.unit import MOVES, Phase, Unit
 from fsdp2.testing.phases import CheckedUnit, checking_phases
 from tests.common import schedules
 
@@ -52,27 +50,3 @@ def test_moves(before: Phase, after: Phase) -> None:
             with pytest.raises(AssertionError, match="cannot go from"):
                 unit.phase = after
             assert unit.phase is before
-
-
-def test_what_is_given_up_is_idle() -> None:
-    assert all(Phase.IDLE in moves for moves in MOVES.values())
-
-
-def test_a_unit_in_use_stores_its_phase_and_asks_nothing() -> None:
-    assert isinstance(vars(Unit)["phase"], MemberDescriptorType)
-
-
-def test_units_are_watched_by_all_who_want_it_until_they_leave() -> None:
-    unit, seen = Unit("block", []), list[tuple[str, Phase, Phase]]()
-    with watching(lambda unit, before, after: seen.append((unit.name, before, after))):
-        with checking_phases():
-            unit.phase = Phase.FORWARD
-        unit.phase = Phase.REDUCED  # nobody refuses it any more
-        assert Unit("other", []).phase is Phase.IDLE  # and is not told of
-        assert type(unit) is Unit
-    unit.phase = Phase.IDLE
-    assert seen == [
-        ("block", Phase.IDLE, Phase.FORWARD),
-        ("block", Phase.FORWARD, Phase.REDUCED),
-    ]
-    assert isinstance(vars(Unit)["phase"], MemberDescriptorType)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.common import parity, running
 from tests.common.combinations import each_once
@@ -63,33 +62,6 @@ def test_recovery_from_an_exception(
             results.append([loss.detach(), parity.full_grads(recovered), counted.counts])
             recovered.zero_grad()
         parity.assert_equal(results[0], results[1], "a fresh model's iteration")
-
-
-@ranks(2)
-def test_recovery_drops_gradients_that_were_not_reduced() -> None:
-    model, fresh = (
-        parity.shard(parity.OURS, running.mlp()),
-        parity.shard(parity.OURS, running.mlp()),
-    )
-    first, second = running.mlp_batches()[:2]
-    model.set_requires_gradient_sync(False)
-    parity.regression_loss(model, parity.my_part(first)).backward()
-    model.set_requires_gradient_sync(True)
-
-    def boom(_: Tensor) -> None:
-        raise _BoomError
-
-    output = model(parity.my_part(first)[0])
-    output.register_hook(boom)
-    with pytest.raises(_BoomError):
-        output.sum().backward()
-    model.reset_iter_state()
-    model.zero_grad()
-    for recovered in (model, fresh):
-        parity.regression_loss(recovered, parity.my_part(second)).backward()
-    parity.assert_equal(
-        parity.full_grads(model), parity.full_grads(fresh), "a fresh model's iteration"
-    )
 
 
 @ranks(2)

@@ -238,24 +238,3 @@ def test_an_optimizer_made_before_parameters_were_taken_over() -> None:
             optimizer.step()
     finally:
         fsdp2.uninstall()
-
-
-@ranks(2)
-def test_a_parameter_frozen_between_micro_batches_that_had_no_gradient() -> None:
-    """Zeros for unused parameters are for those that are trained."""
-    model: Any = models.seeded(
-        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
-    )
-    fully_shard(model, mesh=parity.world_mesh(), reshard_after_forward=True)
-    model.set_reduce_scatter_unused_params(True)
-    x = torch.ones(2, models.DIM)
-    model(x).sum().backward()
-    model.zero_grad()
-    model.set_requires_gradient_sync(False)
-    model[0].weight.requires_grad_(False)
-    model(x).sum().backward()
-    model.set_requires_gradient_sync(True)
-    model(x).sum().backward()
-    model.reshard()
-    assert model[0].weight.grad is None
-    assert parity.full(model[0].bias.grad).abs().sum() > 0

@@ -26,14 +26,6 @@ def test_unit_called_several_times_in_a_forward(reshard_after_forward: bool | No
     parity.check_training(build, batches, reshard_after_forward=reshard_after_forward)
 
 
-@ranks(2)
-def test_unit_called_several_times_mixed() -> None:
-    batches = parity.regression_batches(models.DIM, 2, steps=running.STEPS)
-    parity.check_training(
-        partial(models.seeded, models.Repeated), batches, mixed=True, reshard_after_forward=True
-    )
-
-
 @packs
 @ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
@@ -51,30 +43,6 @@ def test_two_forwards_before_one_backward(reshard_after_forward: bool | None) ->
     with parity.CountCollectives() as backward:
         value.backward()
     assert backward.reduce_scatters == len(running.fsdp_modules(model)) == 4
-
-
-@ranks(2)
-def test_two_backwards_after_two_forwards() -> None:
-    """The first backward frees parameters that the second needs again; gradients add up."""
-
-    def run(api: Any) -> Any:
-        model = parity.shard(api, running.mlp(), reshard_after_forward=True)
-        x, y = parity.my_part(running.one_batch())
-        first, second = model(x), model(x.flip(1))
-        (first - y).square().mean().backward()
-        (second + y).square().mean().backward()
-        return parity.full_grads(model)
-
-    ours = parity.same_as_torch(run)
-
-    def compute(plain: nn.Module, rank: int) -> None:
-        x, y = parity.my_part(running.one_batch(), rank)
-        (plain(x) - y).square().mean().backward()
-        (plain(x.flip(1)) + y).square().mean().backward()
-
-    parity.assert_close(
-        ours, running.unsharded_grads(running.mlp(), compute), parity.FP32, "unsharded"
-    )
 
 
 @ranks(2)

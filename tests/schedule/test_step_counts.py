@@ -45,12 +45,7 @@ def log() -> Iterator[CallLog]:
 def build(
     variant: str, precision: str = "fp32", blocks: int = 2, world_size: int = 8, tall: bool = False
 ) -> tuple[nn.Module, Callable[[], None]]:
-    """A model, and its step, which has been run until it is steady.
-
-    Args:
-        variant: "fsdp2"; "kept", with gradients' memory that stays; "torch", for torch's FSDP2; or
-            "none", not sharded at all.
-    """
+    """A model, and its step, which has been run until it is steady."""
     model = (tall_blocks if tall else tiny_blocks)(blocks, PARAMS)
     model.reset_parameters()
     dtype = torch.float32

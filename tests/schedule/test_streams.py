@@ -7,34 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.core.device.streams import SIDE_LANES, DeviceStreams, InlineStreams, Lane, OnStream
+from fsdp2.core.device.streams import SIDE_LANES, DeviceStreams, Lane, OnStream
 
 pytestmark = pytest.mark.alone
 
 # ---- the CPU
-
-
-def test_inline_streams_have_nothing_to_order() -> None:
-    streams = InlineStreams()
-    assert not streams.asynchronous
-    events: list[Any] = [streams.record(lane, "event") for lane in Lane]  # type: ignore[func-returns-value]
-    assert events == [None] * len(Lane)
-    for event in events:
-        streams.wait(Lane.REDUCE, event, "order")
-
-
-def test_inline_streams_stay_and_nest() -> None:
-    streams = InlineStreams()
-    done = []
-    with streams.on(Lane.COPY_IN), streams.on(Lane.REDUCE):
-        done.append(1)
-    with pytest.raises(KeyError, match="mine"), streams.on(Lane.ALL_GATHER):
-        raise KeyError("mine")
-    assert done == [1]
-
-
-def test_side_lanes_are_all_but_compute() -> None:
-    assert set(SIDE_LANES) == set(Lane) - {Lane.COMPUTE}
 
 
 # ---- an accelerator
@@ -109,13 +86,6 @@ def _current(streams: DeviceStreams, accelerator: FakeAccelerator, lane: Lane) -
         return accelerator.current
 
 
-def test_each_side_lane_has_a_stream(streams: DeviceStreams, accelerator: FakeAccelerator) -> None:
-    found = [_current(streams, accelerator, lane) for lane in SIDE_LANES]
-    assert len(set(found)) == len(SIDE_LANES)
-    assert accelerator.user not in found
-    assert streams.asynchronous
-
-
 @pytest.mark.parametrize("lane", SIDE_LANES)
 def test_compute_waits_for_all_but_all_reduces(
     streams: DeviceStreams, accelerator: FakeAccelerator, lane: Lane
@@ -146,21 +116,6 @@ def test_compute_is_whatever_stream_is_current(
     streams.wait(Lane.COMPUTE, streams.record(Lane.REDUCE, "event"), "order")
     assert list(own.behind) == [_current(streams, accelerator, Lane.REDUCE)]
     assert accelerator.user.behind == {}
-
-
-def test_no_event_is_nothing_to_wait_for(
-    streams: DeviceStreams, accelerator: FakeAccelerator
-) -> None:
-    streams.wait(Lane.COMPUTE, None, "order")
-    assert accelerator.user.behind == {}
-
-
-@pytest.mark.parametrize("lane", SIDE_LANES)
-def test_lanes_have_rings_of_their_own(streams: DeviceStreams, lane: Lane) -> None:
-    ring = [streams.record(lane, "event") for _ in range(DeviceStreams.RING)]
-    others = [streams.record(other, "event") for other in Lane if other is not lane]
-    assert len({id(event) for event in (*ring, *others)}) == len(ring) + len(others)
-    assert streams.record(lane, "event") is ring[0]
 
 
 @pytest.mark.parametrize("records_between", [0, 1, 15, 16, 40])

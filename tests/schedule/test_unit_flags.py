@@ -14,7 +14,7 @@ from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
-from fsdp2.record.notes import HOST, Await, operations
+from fsdp2.record.notes import HOST, operations
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice
 from tests.common import random_models, schedules
@@ -128,56 +128,6 @@ def test_waiting_partial_sums_are_reduced_without_new_gradients() -> None:
 # ---- what follows once partial sums are gone
 
 
-def test_parameters_unfrozen_while_partial_sums_wait_are_reduced_with_them() -> None:
-    root = Node("root", shapes=((8, 8), (8, 8)), frozen=1)
-    sim = Simulation(root, VirtualDevice(), copies=2)
-    (unit,), (group,) = sim.scheduler.units, schedules.groups(sim)
-    first, second = _params(sim)
-    unit.all_reduce = False
-    sim.iteration(step=False)
-    root.frozen = 0
-    unit.all_reduce = True
-    sim.iteration(step=False)
-    assert first.gradient is not None
-    assert second.gradient is not None
-    assert len(group.bound.reductions) == 2  # one knows the second, whose sum was waiting
-    sim.optimizer_step()
-    sim.iteration()
-    assert len(group.bound.reductions) == 1
-    assert sim.device.races == []
-
-
-def test_options_set_while_partial_sums_wait_take_effect_after_them() -> None:
-    sim = Simulation(schedules.leaf("root"), VirtualDevice(), copies=2)
-    (unit,) = sim.scheduler.units
-    (group,) = unit.own_groups
-    unit.all_reduce = False
-    sim.iteration(step=False)
-    group.set_options(GroupOptions(divide_factor=3.0))
-    unit.all_reduce = True
-    start = len(sim.device.trace)
-    sim.iteration()
-    assert "divide" not in {op.kind for op in operations(sim.device.trace[start:])}
-    sim.iteration()
-    assert "divide" in {op.kind for op in operations(sim.device.trace[start:])}
-
-
-@pytest.mark.parametrize("last", [True, False])
-def test_partial_sums_can_be_dropped_at_any_time(last: bool) -> None:
-    sim = Simulation(schedules.chain("a", "b"), VirtualDevice(), copies=2)
-    sim.scheduler.is_last_backward = last
-    for _ in range(3):
-        for unit in sim.scheduler.units:
-            unit.all_reduce = False
-        sim.iteration(step=False)
-        sim.iteration(step=False)
-        assert all(group.accumulates for group in schedules.groups(sim))
-        for group in schedules.groups(sim):
-            group.discard_gradients()
-            assert not group.accumulates
-    assert sim.device.races == []
-
-
 def test_part_without_elements_waits_for_the_other_parts() -> None:
     """Partial sums of a unit count for all its parameters, empty ones too."""
     root = Node("root", shapes=((8, 8), (0, 8)))
@@ -223,16 +173,6 @@ def test_full_gradients_go_with_their_reduce_scatters(
     assert most["gradient"] <= 1 + window  # of a block in backward, and being reduced
     if offload is not None:  # else the shard-sized outputs become .grad
         assert most["reduce-scatter"] <= 2 * (window + 1)
-
-
-def test_partial_sums_are_one_shard_a_group() -> None:
-    sim = schedules.warm(schedules.chain("a", "b", "c"), copies=2)
-    for unit in sim.scheduler.units:
-        unit.all_reduce = False
-    for _ in range(3):
-        sim.iteration(step=False)
-        live = Counter(allocation.name for allocation in sim.device.live)
-        assert live["reduce-scatter output"] == 3
 
 
 # ---- offloaded shards
@@ -286,35 +226,6 @@ def test_mirror_is_there_only_while_it_is_read(
     assert sim.device.races == []
 
 
-def test_unused_gather_of_offloaded_shards_is_given_back() -> None:
-    group, sim = _offloaded(((8, 8),), world_size=2)
-    group.bind()
-    group.start_unshard()
-    group.reshard()
-    group.settle()
-    assert not group.bound.mirror.allocated
-    sim.load_state_dict()
-    assert sim.device.races == []
-
-
-def test_settling_twice_waits_once() -> None:
-    group, sim = _offloaded(((8, 8),), world_size=2)
-    group.settle()
-    group.bind()
-    group.start_unshard()
-    group.finish_unshard()
-    group.settle()
-    group.settle()
-    assert sim.device.waits.count("host after copy-in") == 1
-
-
-def test_shards_on_the_device_never_hold_up_the_host() -> None:
-    sim = schedules.warm(schedules.chain("a", "b"), copies=2)
-    sim.iteration()
-    sim.forward(expects_backward=False)
-    assert not [n for n in sim.device.trace if isinstance(n, Await) and n.lane is HOST]
-
-
 # ---- smaller groups after forward
 
 
@@ -334,41 +245,6 @@ def test_smaller_rows_are_there_between_forward_and_backward(
     assert not any(group.bound.smaller._rows.allocated for group in schedules.groups(sim))
     sim.forward(expects_backward=False)
     assert [group.state for group in schedules.groups(sim)] == [GroupState.SHARDED] * 2
-    assert sim.device.races == []
-
-
-def test_rows_of_before_a_step_are_not_used_after_it() -> None:
-    sim = schedules.warm(schedules.chain("a", "b"), world_size=4, smaller=2)
-    sim.forward()
-    sim.calls.clear()  # thrown away: the rows stay
-    sim.optimizer_step()
-    start = len(sim.device.trace)
-    sim.forward()
-    reads = {
-        buffer.name
-        for op in operations(sim.device.trace[start:])
-        if op.kind == "all_gather"
-        for buffer in op.reads
-    }
-    assert reads == {"shard"}
-    assert sim.device.races == []
-
-
-def test_choosing_no_smaller_group_takes_effect_at_the_next_gather() -> None:
-    sim = schedules.warm(schedules.chain("a"), world_size=4, smaller=2)
-    (group,) = schedules.groups(sim)
-    sim.forward()
-    group.set_smaller_group(None)
-    sim.backward()  # from the rows that are there
-    sim.iteration()
-    assert group.bound.smaller is None
-    sim.forward()
-    assert group.state is GroupState.SHARDED
-    neighbours = VirtualCollectives(sim.device, 2, coalesces=True)
-    group.set_smaller_group(SmallerGroup(neighbours, None))  # type: ignore[arg-type]  # no mesh
-    sim.backward()
-    sim.forward()
-    assert group.state is GroupState.RESHARDED
     assert sim.device.races == []
 
 

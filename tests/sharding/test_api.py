@@ -15,7 +15,6 @@ import fsdp2
 from fsdp2 import FSDPModule, OffloadPolicy, fully_shard
 from fsdp2.core.modules.registry import record_of
 from fsdp2.testing.null_group import init_null_group, null_mesh
-from tests.common.observing import observe
 
 pytestmark = pytest.mark.alone
 
@@ -49,29 +48,6 @@ def test_a_refused_call_changes_nothing(build: Callable[[], nn.Module]) -> None:
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
-def test_class_and_names() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    names = [name for name, _ in model.named_parameters()]
-    assert fully_shard(model) is model
-    assert type(model).__name__ == "FSDPSequential"
-    order = type(model).__mro__
-    assert order[:2] == (type(model), FSDPModule)
-    assert order.index(FSDPModule) < order.index(nn.Sequential)
-    assert [name for name, _ in model.named_parameters()] == names
-    assert type(model[:1]) is nn.Sequential  # a slice is a plain container
-
-
-def test_list_of_modules_is_one_group() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    pair = [model[0], model[2]]
-    assert fully_shard(pair) is pair
-    fully_shard(model)
-    assert [(r.name, r.num_params) for r in fsdp2.group_reports(model)] == [
-        ("(root)", 2),
-        ("0, 2", 4),
-    ]
-
-
 def test_int_reshard_values() -> None:
     """The mesh's size means True, 1 means False."""
     fully_shard(nn.Linear(4, 4), reshard_after_forward=4, offload_policy=OffloadPolicy())
@@ -98,53 +74,6 @@ def test_plain_modules_have_no_fsdp_methods_but_may_register() -> None:
     plain = nn.Linear(4, 4)
     fsdp2.register_fsdp_forward_method(plain, "anything")  # a no-op, as documented
     assert "anything" not in plain.__dict__
-
-
-def test_meta_then_to_empty() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(model[0])
-    fully_shard(model)
-    model.to_empty(device="cpu")
-    for layer in model:
-        nn.init.ones_(layer.weight)
-        nn.init.zeros_(layer.bias)
-    model(torch.randn(2, 4)).sum().backward()
-    for param in model.parameters():
-        assert param.grad is not None
-    for layer, report in zip(model, fsdp2.group_reports(model), strict=True):
-        weight, bias = layer.weight.to_local(), layer.bias.to_local()
-        assert 0 < bias.data_ptr() - weight.data_ptr() < report.shard_bytes  # flat again
-    assert torch.equal(model[0].weight.to_local(), torch.ones(1, 4))
-
-
-def test_changing_dtype_after_a_forward() -> None:
-    """torch's FSDP2 breaks here; ours lays the group out again."""
-    model = fully_shard(nn.Linear(4, 4))
-    model(torch.randn(2, 4)).sum().backward()
-    model.zero_grad()
-    model.to(torch.bfloat16)
-    out = model(torch.randn(2, 4, dtype=torch.bfloat16))
-    assert out.dtype == torch.bfloat16
-    out.sum().backward()
-    assert model.weight.grad.dtype == torch.bfloat16
-
-
-def test_kept_parameters_are_gathered_again_after_an_optimizer_step() -> None:
-    """torch's FSDP2 runs the next forward with the weights of before the step."""
-    model = fully_shard(nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.randn(2, 4)).sum().backward()
-    with torch.no_grad():
-        model.unshard()  # gathers, and keeps
-        gathers: list[str] = []
-        observe([record_of(model).unit], lambda what, _: gathers.append(what))
-        model(torch.randn(2, 4))
-        model(torch.randn(2, 4))
-        assert gathers == []
-        optimizer.step()
-        model(torch.randn(2, 4))
-        assert gathers == ["reshard", "all_gather", "finish"]
 
 
 def test_no_policy_means_the_default() -> None:

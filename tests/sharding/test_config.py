@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
-from fsdp2 import MixedPrecisionPolicy, OffloadPolicy, ShardingStateError
+from fsdp2 import MixedPrecisionPolicy, ShardingStateError
 
 pytestmark = pytest.mark.alone
 
@@ -17,24 +16,6 @@ def test_default_policy_changes_nothing() -> None:
     policy = MixedPrecisionPolicy()
     assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (None, None, None)
     assert policy.cast_forward_inputs
-
-
-def test_positional_arguments_are_in_the_order_of_torch() -> None:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float16, False)
-    assert policy.param_dtype is torch.bfloat16
-    assert policy.reduce_dtype is torch.float32
-    assert policy.output_dtype is torch.float16
-    assert not policy.cast_forward_inputs
-
-
-def test_policies_are_values() -> None:
-    policy = MixedPrecisionPolicy(torch.bfloat16)
-    assert policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    assert policy != MixedPrecisionPolicy()
-    assert len({policy, MixedPrecisionPolicy(torch.bfloat16), OffloadPolicy()}) == 2
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        policy.param_dtype = None  # type: ignore[misc]  # what is tested
-    assert OffloadPolicy() == OffloadPolicy()
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])

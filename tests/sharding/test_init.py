@@ -111,43 +111,6 @@ def test_filled_in_gathered() -> None:
 
 
 @ranks(2)
-def test_meta_construction_then_training() -> None:
-    """After `to_empty` and a load, a model that began on meta trains as any other."""
-    with torch.device("meta"):
-        model = models.MLP()
-    parity.shard(parity.OURS, model)
-    model.to_empty(device="cpu")
-    mesh = parity.world_mesh()
-    values = {n: p.detach() for n, p in gradients.mlp().named_parameters()}
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(distribute_tensor(values[name], mesh, param.placements))
-    steps = parity.train_sharded(
-        model, parity.adamw, parity.regression_loss, gradients.mlp_batches()
-    )
-    plain = parity.train_unsharded(
-        gradients.mlp(), parity.adamw, parity.regression_loss, gradients.mlp_batches(), slices=True
-    )
-    parity.assert_equal(steps, plain, "unsharded")
-
-
-@ranks(2)
-def test_meta_construction_and_load_by_assignment() -> None:
-    with torch.device("meta"):
-        model = models.MLP()
-    parity.shard(parity.OURS, model)
-    source = parity.shard(parity.OURS, gradients.mlp())
-    model.load_state_dict({k: v.clone() for k, v in source.state_dict().items()}, assign=True)
-    steps = parity.train_sharded(
-        model, parity.adamw, parity.regression_loss, gradients.mlp_batches()
-    )
-    plain = parity.train_unsharded(
-        gradients.mlp(), parity.adamw, parity.regression_loss, gradients.mlp_batches(), slices=True
-    )
-    parity.assert_equal(steps, plain, "unsharded")
-
-
-@ranks(2)
 @pytest.mark.parametrize("after", ["meta", "a step"])
 def test_dtensors_put_in_place_of_parameters(after: str) -> None:
     """As loaders do that fill a model from a checkpoint, a parameter at a time."""
@@ -305,39 +268,6 @@ def test_optimizer_steps_count_after_a_cast(swap: bool) -> None:
     parity.assert_equal(model(x).detach(), plain(x).detach(), "after the step")
 
 
-@ranks(2)
-def test_python_attributes_of_parameters_survive() -> None:
-    model = gradients.mlp()
-    model.head.weight.tag = "head"
-    parity.shard(parity.OURS, model)
-    assert model.head.weight.tag == "head"
-    model.double()
-    model(gradients.part(0)[0].double())
-    assert model.head.weight.tag == "head"
-    model.reshard()
-    assert model.head.weight.tag == "head"
-
-
-@ranks(2)
-def test_initialisation_after_training_began() -> None:
-    """`reset_parameters` on shards, by hand: the next forward sees the new values."""
-    model = parity.shard(parity.OURS, gradients.mlp(), reshard_after_forward=True)
-    parity.regression_loss(model, gradients.part(0)).backward()
-    model.zero_grad()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(0.25)
-    plain = gradients.mlp()
-    with torch.no_grad():
-        for param in plain.parameters():
-            param.fill_(0.25)
-    parity.assert_equal(
-        model(gradients.part(0)[0]).detach(),
-        plain(gradients.part(0)[0]).detach(),
-        "constant weights",
-    )
-
-
 # -- loading --------------------------------------------------------------------------------------
 
 
@@ -420,25 +350,6 @@ def test_refusals_say_what_to_do() -> None:
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
         with pytest.raises(ValueError, match=r"has no forward, so nothing would gather"):
             fully_shard(container, mesh=parity.world_mesh())
-
-
-class _Lists(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.ParameterList(torch.randn(models.DIM, models.DIM) / 3 for _ in range(2))
-        self.named = nn.ParameterDict({"out": torch.randn(models.DIM, 4) / 3})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for row in self.rows:
-            x = torch.tanh(x @ row)
-        return x @ self.named["out"]
-
-
-@ranks(2)
-def test_parameter_lists_and_dicts() -> None:
-    parity.check_training(
-        partial(models.seeded, _Lists), gradients.mlp_batches(), reshard_after_forward=True
-    )
 
 
 # -- parameters and modules that come later -------------------------------------------------------
@@ -580,17 +491,6 @@ def test_new_parameters_follow_what_methods_have_changed(empty: bool) -> None:
     parity.assert_close(
         parity.full_all([model.extra.grad])[0], 2 * extra.grad, parity.Tolerance(1e-6, 0), "summed"
     )
-
-
-@ranks(2)
-def test_new_parameters_that_cannot_be_sharded_are_named() -> None:
-    model: Any = parity.shard(parity.OURS, gradients.mlp())
-    model.extra = nn.Parameter(torch.ones(()))
-    with pytest.raises(ValueError, match=r"'extra' is a scalar"):
-        model.shard_new_parameters()
-    del model.extra
-    model.shard_new_parameters()  # nothing is new: nothing happens
-    parity.regression_loss(model, gradients.part(0)).backward()
 
 
 @ranks(2)

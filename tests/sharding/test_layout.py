@@ -74,11 +74,6 @@ def test_default_cut(shape: tuple[int, ...], ranks: int, dim: int) -> None:
     assert default_cut(shape, ranks, 4) == Cut(dim)
 
 
-def test_default_cut_counts_bytes() -> None:
-    assert default_cut((3, 262_145), 2, 2) == Cut(0)
-    assert default_cut((3, 262_145), 2, 4) == Cut(1)
-
-
 @pytest.mark.parametrize(
     ("shape", "ranks", "dims", "cut"),
     [
@@ -101,10 +96,6 @@ def test_default_cut_counts_bytes() -> None:
 )
 def test_named_dims(shape: tuple[int, ...], ranks: int, dims: tuple[int, ...], cut: Cut) -> None:
     assert default_cut(shape, ranks, 1, dims) == cut
-
-
-def test_one_dim_where_bands_are_not_wanted() -> None:
-    assert default_cut((128, 5760, 2880), 1024, 4, (0, 1), in_bands=False) == Cut(1)
 
 
 def test_bands_are_cut_like_parameters_of_their_own() -> None:
@@ -147,27 +138,6 @@ def test_in_order(shape: tuple[int, ...], cut: Cut, ranks: int, in_order: bool) 
 # ---- one parameter
 
 
-@pytest.mark.parametrize(
-    ("length", "rows"),
-    [
-        (0, [0, 0, 0, 0]),
-        (1, [1, 0, 0, 0]),
-        (3, [1, 1, 1, 0]),
-        (4, [1, 1, 1, 1]),
-        (5, [2, 2, 1, 0]),
-        (7, [2, 2, 2, 1]),
-        (8, [2, 2, 2, 2]),
-    ],
-)
-def test_rows_of_four_ranks(length: int, rows: list[int]) -> None:
-    slot = _slot((length, 3), 0, 4)
-    assert [slot.rows(rank) for rank in range(4)] == rows
-    assert [slot.local_shape(rank) for rank in range(4)] == [(n, 3) for n in rows]
-    assert slot.shard_numel == 3 * max(rows)
-    assert slot.full_numel == 4 * slot.shard_numel
-    assert slot.even == (len(set(rows)) == 1)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("length", range(18))
 def test_rows_are_those_of_torch_chunk(length: int, world_size: int) -> None:
@@ -177,19 +147,6 @@ def test_rows_are_those_of_torch_chunk(length: int, world_size: int) -> None:
     assert rows == chunks + [0] * (world_size - len(chunks))
     assert slot.local_shape(0) == (2, rows[0])
     assert slot.whole_ranks() == (rows.count(slot.chunk) if length else 0)
-
-
-def test_slot_of_a_later_dim() -> None:
-    slot = _slot((3, 5, 2), 1, 4)
-    assert (slot.outer, slot.chunk, slot.inner) == (3, 2, 2)
-    assert slot.shard_numel == 12
-    assert slot.full_numel == slot.numel == 30  # gathered without padding, unlike dim 0
-    assert [slot.local_shape(rank) for rank in range(4)] == [
-        (3, 2, 2),
-        (3, 2, 2),
-        (3, 1, 2),
-        (3, 0, 2),
-    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
@@ -205,12 +162,6 @@ def test_shard_blocks_cover_the_ranks_that_hold_rows(length: int, world_size: in
             expected.append((ranks, first, held))
         first += ranks
     assert slot.blocks() == expected
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_no_shard_blocks_without_elements(shape: tuple[int, int], dim: int) -> None:
-    assert _slot(shape, dim, 4).blocks() == []
 
 
 # ---- which transport
@@ -338,23 +289,6 @@ def test_padding_bytes(params: list[ParamShape], world_size: int, padding: int) 
     layout = build_layout(params, world_size, coalesces=True)
     assert layout.payload_bytes == sum(4 * math.prod(p.shape) for p in params)
     assert layout.padding_bytes == padding
-
-
-def test_experts_on_more_ranks_than_there_are_show_their_padding() -> None:
-    layout = build_layout([_param((128, 64, 64))], 256, coalesces=True)
-    assert layout.padding_bytes == layout.shard_bytes // 2
-
-
-def test_empty_group() -> None:
-    layout = build_layout([], 4, coalesces=True)
-    assert (layout.segments, layout.shard_bytes, layout.full_bytes) == ((), 0, 0)
-
-
-def test_layouts_of_equal_parameters_are_equal() -> None:
-    params = [_param((8, 8)), _param((5, 3), 1)]
-    assert build_layout(params, 4, True) == build_layout(list(params), 4, True)
-    assert build_layout(params, 4, True) != build_layout(params, 2, True)
-    assert build_layout(params, 4, True) != build_layout(params, 4, False)
 
 
 # ---- brute force

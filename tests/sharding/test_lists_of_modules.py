@@ -71,18 +71,6 @@ def test_list_of_modules_is_one_group(reshard_after_forward: bool) -> None:
 
 
 @ranks(2)
-def test_list_of_modules_stays_gathered_from_first_to_last() -> None:
-    model = _shard_grouped(parity.OURS, models.seeded(_Grouped))
-    seen = []
-    for name in ("norm", "middle", "head"):
-        getattr(model, name).register_forward_hook(
-            lambda *_: seen.append((running.is_sharded(model.norm), running.is_sharded(model.head)))
-        )
-    model(torch.randn(2, models.DIM))
-    assert seen == [(False, False), (False, False), (True, True)]
-
-
-@ranks(2)
 def test_list_member_that_never_runs() -> None:
     """The root's forward completes the group: it is resharded, and what ran is trained.
 

@@ -3,6 +3,8 @@
     @at_fully_shard("id")   returns a module and arguments that `fully_shard` must refuse
     @misuse("id")           does something that must raise
 
+Those of one expression are in two tables.
+
 They run as the first and as the last of four ranks: what is refused on one is refused on all.
 """
 
@@ -189,48 +191,115 @@ def full() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
+# ---- in one expression
+
+
+AT_FULLY_SHARD |= {
+    "not-a-module": lambda: ([linear(), 3], {}),
+    "not-a-module-or-list": lambda: (3, {}),
+    "empty-list": lambda: ([], {}),
+    "applied-twice": lambda: (sharded(), {}),
+    "container": lambda: (nn.ModuleList([linear()]), {}),
+    "wrapped": lambda: (nn.Sequential(nn.DataParallel(linear())), {}),
+    "scripted": lambda: (nn.Sequential(torch.jit.script(linear())), {}),
+    "mesh-type": lambda: (linear(), {"mesh": (4,)}),
+    "mesh-without-this-rank": lambda: (linear(), {"mesh": DeviceMesh("cpu", [1, 2])}),
+    "mesh-order": lambda: (linear(), {"mesh": DeviceMesh("cpu", [3, 1, 0, 2])}),
+    "mesh-dims": lambda: (linear(), {"mesh": null_mesh((1, 2, 2))}),
+    "dims-type": lambda: (linear(), {"mesh": full(), "dp_mesh_dims": "dp"}),
+    "dims-unknown": lambda: (
+        linear(),
+        {"mesh": full(), "dp_mesh_dims": DataParallelMeshDims("fsdp")},
+    ),
+    "reshard-type": lambda: (linear(), {"reshard_after_forward": "yes"}),
+    "reshard-size": lambda: (linear(), {"reshard_after_forward": 3}),
+    "reshard-smaller-group": lambda: (
+        tensors.extend(linear(), tensors.Aliased),
+        {"reshard_after_forward": 2},
+    ),
+    "policy-type": lambda: (linear(), {"mp_policy": torch.bfloat16}),
+    "offload-type": lambda: (linear(), {"offload_policy": "cpu"}),
+    "ignored-type": lambda: (linear(), {"ignored_params": {"weight"}}),
+    "placement-function": lambda: (linear(), {"shard_placement_fn": Shard(1)}),
+    "placement-type": lambda: (linear(), {"shard_placement_fn": lambda _: Partial()}),
+    "placement-empty": lambda: (linear(), {"shard_placement_fn": lambda _: ()}),
+    "placement-dim": lambda: (linear(), {"shard_placement_fn": lambda _: Shard(2)}),
+    "lazy-parameter": lambda: (nn.LazyLinear(4), {}),
+    "renormalised": lambda: (nn.Sequential(nn.EmbeddingBag(8, 4, max_norm=1.0), linear()), {}),
+    "plain-on-full-mesh": lambda: (
+        linear(),
+        {"mesh": full(), "dp_mesh_dims": DataParallelMeshDims("dp")},
+    ),
+    "hooks-missing": lambda: (tensors.extend(linear(), NoPost), {}),
+    "hooks-arguments": lambda: (tensors.extend(linear(), TwoArguments), {}),
+    "hooks-unnamed-mesh": lambda: (
+        tensors.extend(linear(), tensors.Aliased),
+        {"mesh": init_device_mesh("cpu", (2, 2))},
+    ),
+}
+"""What `fully_shard` must refuse: a module and arguments."""
+
+MISUSES |= {
+    "dims-none": lambda: DataParallelMeshDims(),
+    "dims-twice": lambda: DataParallelMeshDims("dp", "dp"),
+    "whole-below": lambda: fsdp2.whole_below(-1),
+    "policy-value": lambda: MixedPrecisionPolicy(param_dtype="bf16"),  # type: ignore[arg-type]  # what is tested
+    "policy-integer": lambda: MixedPrecisionPolicy(reduce_dtype=torch.int8),
+    "policy-override-type": lambda: MixedPrecisionPolicy(param_dtype_override_fn=torch.float32),  # type: ignore[arg-type]  # the same
+    "integer-requires-grad": lambda: nn.Parameter(torch.zeros(4, dtype=torch.int8)),
+    "wrong-state": lambda: record_of(sharded()).unit.own_groups[0].finish_unshard(),
+    "while-running": lambda: fully_shard(
+        Calls(lambda model: model.set_manual_backward_finalization(True))
+    )(x()),
+    "deep-copy": lambda: copy.deepcopy(sharded()),
+    "pickle": lambda: torch.save(sharded(), io.BytesIO()),
+    "repoint-type": lambda: fsdp2.repoint_optimizer(linear()),
+    "norm-of-module": lambda: fsdp2.clip_grad_norm_(sharded(), 1.0),  # type: ignore[arg-type]  # what is tested
+    "norm-type": lambda: fsdp2.clip_grad_norm_(sharded().parameters(), 1.0, 0),
+    "norm-plain-parameter": lambda: _clip(
+        torch.ones(4), DTensor.from_local(torch.ones(1), null_mesh(4), [Shard(0)])
+    ),
+    "norm-plain-gradient": lambda: _clip(
+        DTensor.from_local(torch.ones(1), null_mesh(4), [Shard(0)]), torch.ones(4)
+    ),
+    "assigned-does-not-fit": lambda: sharded().load_state_dict(linear().state_dict(), assign=True),
+    "plain-state-dict": lambda: sharded().load_state_dict(linear().state_dict()),
+    "other-names": lambda: pair().load_state_dict(sharded().state_dict()),
+    "not-sharded": lambda: FSDPModule.reshard(linear()),
+    "set-reshard-type": lambda: sharded().set_reshard_after_forward(2),
+    "divide-factor": lambda: sharded().set_gradient_divide_factor(0),
+    "input-buffers-type": lambda: sharded().set_reduce_scatter_max_input_buffers(1.5),
+    "input-buffers-value": lambda: sharded().set_reduce_scatter_max_input_buffers(0),
+    "packing-type": lambda: sharded().set_packing_threshold(1.5),
+    "packing-value": lambda: sharded().set_packing_threshold(-1),
+    "window-type": lambda: sharded().set_prefetch_window(1.5),
+    "window-value": lambda: sharded().set_prefetch_window(0),
+    "prefetch-plain": lambda: sharded().set_modules_to_backward_prefetch([linear()]),
+    "forward-method": lambda: fsdp2.register_fsdp_forward_method(sharded(), "generate"),
+    "share-plain": lambda: fsdp2.share_comm_ctx([linear()]),
+    "reduce-hook-type": lambda: sharded().set_all_reduce_hook("mean"),
+    "reduce-hook-stream": lambda: sharded(mesh=full()).set_all_reduce_hook(print, stream=object()),
+    "custom-type": lambda: sharded().set_custom_all_gather(print),
+    "symmetric-backend": lambda: sharded().set_symm_mem_for_comm("NVSHMEM"),
+    "symmetric-needs-nccl": lambda: sharded().set_symm_mem_for_comm(),
+    "torchs-state": lambda: sharded()._get_fsdp_state()._reset_iter_state(),
+    "flat-optimizer-offload": lambda: fsdp2.optim.FlatOptimizer(
+        sharded(),
+        torch.optim.AdamW,
+        offload="disk",  # type: ignore[arg-type]  # what is tested
+    ),
+    "flat-optimizer-params": lambda: fsdp2.optim.FlatOptimizer(sharded(), torch.optim.AdamW, 1e-3),  # type: ignore[arg-type]
+}
+"""What must raise."""
+
+
 # ---- at fully_shard: modules
-
-
-@at_fully_shard("not-a-module")
-def _() -> Any:
-    return [linear(), 3], {}
-
-
-@at_fully_shard("not-a-module-or-list")
-def _() -> Any:
-    return 3, {}
-
-
-@at_fully_shard("empty-list")
-def _() -> Any:
-    return [], {}
-
-
-@at_fully_shard("applied-twice")
-def _() -> Any:
-    return sharded(), {}
 
 
 @at_fully_shard("listed-twice")
 def _() -> Any:
     layer = linear()
     return [layer, nn.ReLU(), layer], {}
-
-
-@at_fully_shard("container")
-def _() -> Any:
-    return nn.ModuleList([linear()]), {}
-
-
-@at_fully_shard("wrapped")
-def _() -> Any:
-    return nn.Sequential(nn.DataParallel(linear())), {}
-
-
-@at_fully_shard("scripted")
-def _() -> Any:
-    return nn.Sequential(torch.jit.script(linear())), {}
 
 
 @at_fully_shard("torchs-own")
@@ -243,126 +312,16 @@ def _() -> Any:
 # ---- at fully_shard: arguments
 
 
-@at_fully_shard("mesh-type")
-def _() -> Any:
-    return linear(), {"mesh": (4,)}
-
-
-@at_fully_shard("mesh-without-this-rank")
-def _() -> Any:
-    return linear(), {"mesh": DeviceMesh("cpu", [1, 2])}
-
-
-@at_fully_shard("mesh-order")
-def _() -> Any:
-    return linear(), {"mesh": DeviceMesh("cpu", [3, 1, 0, 2])}
-
-
-@at_fully_shard("mesh-dims")
-def _() -> Any:
-    return linear(), {"mesh": null_mesh((1, 2, 2))}
-
-
-@at_fully_shard("dims-type")
-def _() -> Any:
-    return linear(), {"mesh": full(), "dp_mesh_dims": "dp"}
-
-
-@at_fully_shard("dims-unknown")
-def _() -> Any:
-    return linear(), {"mesh": full(), "dp_mesh_dims": DataParallelMeshDims("fsdp")}
-
-
-@misuse("dims-none")
-def _() -> None:
-    DataParallelMeshDims()
-
-
-@misuse("dims-twice")
-def _() -> None:
-    DataParallelMeshDims("dp", "dp")
-
-
-@misuse("whole-below")
-def _() -> None:
-    fsdp2.whole_below(-1)
-
-
-@at_fully_shard("reshard-type")
-def _() -> Any:
-    return linear(), {"reshard_after_forward": "yes"}
-
-
-@at_fully_shard("reshard-size")
-def _() -> Any:
-    return linear(), {"reshard_after_forward": 3}
-
-
-@at_fully_shard("reshard-smaller-group")
-def _() -> Any:
-    return tensors.extend(linear(), tensors.Aliased), {"reshard_after_forward": 2}
-
-
-@at_fully_shard("policy-type")
-def _() -> Any:
-    return linear(), {"mp_policy": torch.bfloat16}
-
-
-@misuse("policy-value")
-def _() -> None:
-    MixedPrecisionPolicy(param_dtype="bf16")  # type: ignore[arg-type]  # what is tested
-
-
-@misuse("policy-integer")
-def _() -> None:
-    MixedPrecisionPolicy(reduce_dtype=torch.int8)
-
-
-@misuse("policy-override-type")
-def _() -> None:
-    MixedPrecisionPolicy(param_dtype_override_fn=torch.float32)  # type: ignore[arg-type]  # the same
-
-
 @at_fully_shard("policy-override-value")
 def _() -> Any:
     policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda _: torch.float16)
     return linear(), {"mp_policy": policy}
 
 
-@at_fully_shard("offload-type")
-def _() -> Any:
-    return linear(), {"offload_policy": "cpu"}
-
-
-@at_fully_shard("ignored-type")
-def _() -> Any:
-    return linear(), {"ignored_params": {"weight"}}
-
-
-@at_fully_shard("placement-function")
-def _() -> Any:
-    return linear(), {"shard_placement_fn": Shard(1)}
-
-
-@at_fully_shard("placement-type")
-def _() -> Any:
-    return linear(), {"shard_placement_fn": lambda _: Partial()}
-
-
 @at_fully_shard("placement-whole-extension")
 def _() -> Any:
     layer = tensors.extend(linear(), tensors.Aliased)
     return layer, {"shard_placement_fn": lambda _: Replicate()}
-
-
-@at_fully_shard("placement-empty")
-def _() -> Any:
-    return linear(), {"shard_placement_fn": lambda _: ()}
-
-
-@at_fully_shard("placement-dim")
-def _() -> Any:
-    return linear(), {"shard_placement_fn": lambda _: Shard(2)}
 
 
 @at_fully_shard("placement-mesh")
@@ -379,11 +338,6 @@ def _() -> Any:
     model = linear()
     model.scale = nn.Parameter(torch.tensor(1.0))
     return model, {}
-
-
-@at_fully_shard("lazy-parameter")
-def _() -> Any:
-    return nn.LazyLinear(4), {}
 
 
 @at_fully_shard("sparse-parameter")
@@ -421,21 +375,11 @@ def _() -> Any:
     return model, {}
 
 
-@at_fully_shard("renormalised")
-def _() -> Any:
-    return nn.Sequential(nn.EmbeddingBag(8, 4, max_norm=1.0), linear()), {}
-
-
 @at_fully_shard("shared-memory")
 def _() -> Any:
     model = nn.Sequential(linear(), linear())
     model[1].weight.data = model[0].weight.data
     return model, {}
-
-
-@misuse("integer-requires-grad")
-def _() -> None:
-    nn.Parameter(torch.zeros(4, dtype=torch.int8))
 
 
 @at_fully_shard("partial-parameter")
@@ -456,11 +400,6 @@ def _() -> Any:
 def _() -> Any:
     mesh = full()
     return on(mesh["dp"], Replicate()), {"mesh": mesh["dp"]}
-
-
-@at_fully_shard("plain-on-full-mesh")
-def _() -> Any:
-    return linear(), {"mesh": full(), "dp_mesh_dims": DataParallelMeshDims("dp")}
 
 
 @at_fully_shard("other-full-mesh")
@@ -489,25 +428,10 @@ class TwoArguments(tensors.Aliased):
         return (self._data,), None
 
 
-@at_fully_shard("hooks-missing")
-def _() -> Any:
-    return tensors.extend(linear(), NoPost), {}
-
-
-@at_fully_shard("hooks-arguments")
-def _() -> Any:
-    return tensors.extend(linear(), TwoArguments), {}
-
-
 @at_fully_shard("hooks-uneven")
 def _() -> Any:
     layer = tensors.extend(nn.Linear(7, 8), tensors.Aliased)
     return layer, {"shard_placement_fn": lambda param: Shard(param.ndim - 1)}
-
-
-@at_fully_shard("hooks-unnamed-mesh")
-def _() -> Any:
-    return tensors.extend(linear(), tensors.Aliased), {"mesh": init_device_mesh("cpu", (2, 2))}
 
 
 # ---- at the first forward
@@ -683,11 +607,6 @@ def _() -> None:
     model(x())
 
 
-@misuse("wrong-state")
-def _() -> None:
-    record_of(sharded()).unit.own_groups[0].finish_unshard()
-
-
 @misuse("not-sharded-state")
 def _() -> None:
     group = record_of(sharded()).unit.own_groups[0]
@@ -753,11 +672,6 @@ class Calls(nn.Module):
         return self.linear(x)
 
 
-@misuse("while-running")
-def _() -> None:
-    fully_shard(Calls(lambda model: model.set_manual_backward_finalization(True)))(x())
-
-
 @misuse("not-manual")
 def _() -> None:
     model = pair()
@@ -803,16 +717,6 @@ def _() -> None:
     handle.wait()
 
 
-@misuse("deep-copy")
-def _() -> None:
-    copy.deepcopy(sharded())
-
-
-@misuse("pickle")
-def _() -> None:
-    torch.save(sharded(), io.BytesIO())
-
-
 # ---- optimizers, norms
 
 
@@ -834,26 +738,11 @@ def _() -> None:
     optimizer.step()
 
 
-@misuse("repoint-type")
-def _() -> None:
-    fsdp2.repoint_optimizer(linear())
-
-
 @misuse("clip-gathered")
 def _() -> None:
     model = sharded()
     model.unshard()
     fsdp2.clip_grad_norm_(model.parameters(), 1.0)
-
-
-@misuse("norm-of-module")
-def _() -> None:
-    fsdp2.clip_grad_norm_(sharded(), 1.0)  # type: ignore[arg-type]  # what is tested
-
-
-@misuse("norm-type")
-def _() -> None:
-    fsdp2.clip_grad_norm_(sharded().parameters(), 1.0, 0)
 
 
 @misuse("norm-nonfinite")
@@ -891,20 +780,10 @@ def _clip(param: torch.Tensor, grad: torch.Tensor) -> None:
             fsdp2.clip_grad_norm_(owner, 1.0)
 
 
-@misuse("norm-plain-parameter")
-def _() -> None:
-    _clip(torch.ones(4), DTensor.from_local(torch.ones(1), null_mesh(4), [Shard(0)]))
-
-
 @misuse("sparse-gradient")
 def _() -> None:
     model = fully_shard(nn.Sequential(nn.Embedding(8, 4, sparse=True)))
     model(torch.tensor([1, 2])).sum().backward()
-
-
-@misuse("norm-plain-gradient")
-def _() -> None:
-    _clip(DTensor.from_local(torch.ones(1), null_mesh(4), [Shard(0)]), torch.ones(4))
 
 
 @misuse("norm-gradient-placements")
@@ -921,73 +800,13 @@ def _() -> None:
 # ---- state dicts
 
 
-@misuse("assigned-does-not-fit")
-def _() -> None:
-    sharded().load_state_dict(linear().state_dict(), assign=True)
-
-
-@misuse("plain-state-dict")
-def _() -> None:
-    sharded().load_state_dict(linear().state_dict())
-
-
 @misuse("other-shapes")
 def _() -> None:
     state = fully_shard(nn.Linear(4, 8)).state_dict()
     sharded().load_state_dict(state)
 
 
-@misuse("other-names")
-def _() -> None:
-    pair().load_state_dict(sharded().state_dict())
-
-
 # ---- controls
-
-
-@misuse("not-sharded")
-def _() -> None:
-    FSDPModule.reshard(linear())
-
-
-@misuse("set-reshard-type")
-def _() -> None:
-    sharded().set_reshard_after_forward(2)
-
-
-@misuse("divide-factor")
-def _() -> None:
-    sharded().set_gradient_divide_factor(0)
-
-
-@misuse("input-buffers-type")
-def _() -> None:
-    sharded().set_reduce_scatter_max_input_buffers(1.5)
-
-
-@misuse("input-buffers-value")
-def _() -> None:
-    sharded().set_reduce_scatter_max_input_buffers(0)
-
-
-@misuse("packing-type")
-def _() -> None:
-    sharded().set_packing_threshold(1.5)
-
-
-@misuse("packing-value")
-def _() -> None:
-    sharded().set_packing_threshold(-1)
-
-
-@misuse("window-type")
-def _() -> None:
-    sharded().set_prefetch_window(1.5)
-
-
-@misuse("window-value")
-def _() -> None:
-    sharded().set_prefetch_window(0)
 
 
 @misuse("prefetch-type")
@@ -996,37 +815,7 @@ def _() -> None:
     model.set_modules_to_forward_prefetch(model[0])
 
 
-@misuse("prefetch-plain")
-def _() -> None:
-    sharded().set_modules_to_backward_prefetch([linear()])
-
-
-@misuse("forward-method")
-def _() -> None:
-    fsdp2.register_fsdp_forward_method(sharded(), "generate")
-
-
-@misuse("share-plain")
-def _() -> None:
-    fsdp2.share_comm_ctx([linear()])
-
-
 # ---- communication
-
-
-@misuse("reduce-hook-type")
-def _() -> None:
-    sharded().set_all_reduce_hook("mean")
-
-
-@misuse("reduce-hook-stream")
-def _() -> None:
-    sharded(mesh=full()).set_all_reduce_hook(print, stream=object())
-
-
-@misuse("custom-type")
-def _() -> None:
-    sharded().set_custom_all_gather(print)
 
 
 class Gather(fsdp2.AllGather):
@@ -1041,16 +830,6 @@ def _() -> None:
     model = sharded()
     model.set_custom_all_gather(Gather())
     model.set_allocate_memory_from_process_group_for_comm(True)
-
-
-@misuse("symmetric-backend")
-def _() -> None:
-    sharded().set_symm_mem_for_comm("NVSHMEM")
-
-
-@misuse("symmetric-needs-nccl")
-def _() -> None:
-    sharded().set_symm_mem_for_comm()
 
 
 @misuse("in-backward-optimizers")
@@ -1090,11 +869,6 @@ def _() -> None:
     assert not state._fsdp_param_group
 
 
-@misuse("torchs-state")
-def _() -> None:
-    sharded()._get_fsdp_state()._reset_iter_state()
-
-
 @misuse("newer-method")
 def _() -> None:
     from fsdp2.interop.identity import _refusal
@@ -1125,13 +899,3 @@ def _() -> None:
     with errors.raises("flat-optimizer-class"):
         fsdp2.optim.FlatOptimizer(model, "AdamW")  # type: ignore[arg-type]
     fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
-
-
-@misuse("flat-optimizer-offload")
-def _() -> None:
-    fsdp2.optim.FlatOptimizer(sharded(), torch.optim.AdamW, offload="disk")  # type: ignore[arg-type]
-
-
-@misuse("flat-optimizer-params")
-def _() -> None:
-    fsdp2.optim.FlatOptimizer(sharded(), torch.optim.AdamW, 1e-3)  # type: ignore[arg-type]

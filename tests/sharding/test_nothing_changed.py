@@ -116,17 +116,6 @@ def test_shard_model(entry: str, sent: list[str]) -> None:
     assert sent == []
 
 
-@pytest.mark.parametrize("entry", OF_A_MODULE)
-def test_a_list(entry: str, sent: list[str]) -> None:
-    target, arguments = AT_FULLY_SHARD[entry]()
-    modules = nn.ModuleList([nn.Linear(4, 4), target])
-    before = _state(modules)
-    with raises(entry):
-        fsdp2.fully_shard(list(modules), **arguments)
-    assert _state(modules) == before
-    assert sent == []
-
-
 NEW: dict[str, Callable[[], nn.Module]] = {
     entry: lambda entry=entry: AT_FULLY_SHARD[entry]()[0]
     for entry in (
@@ -249,27 +238,6 @@ def test_wrappers(entry: str, shard: Callable[..., None], is_chosen: bool, sent:
     assert sent == []
 
 
-@pytest.mark.parametrize("shard", [_fsdp1, _xla], ids=["fsdp1", "xla"])
-def test_a_policy_chooses_a_container(shard: Callable[..., None], sent: list[str]) -> None:
-    model = _around(AT_FULLY_SHARD["container"]()[0])
-    before = _state(model)
-    with raises("container"):
-        shard(model, _choosing(model, model[2]))
-    assert _state(model) == before
-    assert sent == []
-
-
-@pytest.mark.parametrize("entry", ON_A_MESH)
-def test_fsdp1_on_a_mesh(entry: str, sent: list[str]) -> None:
-    target, arguments = AT_FULLY_SHARD[entry]()
-    model = _around(target)
-    before = _state(model)
-    with raises(entry):
-        _fsdp1(model, _choosing(model, target), arguments["mesh"])
-    assert _state(model) == before
-    assert sent == []
-
-
 @pytest.mark.parametrize(
     ("shard", "entry", "options"),
     [
@@ -354,21 +322,6 @@ def test_as_planned(entry: str, sent: list[str]) -> None:
         _as_planned(model, _choosing(model, target))
     assert _state(model) == before
     assert sent == []
-
-
-OF_ARGUMENTS = (
-    *("mesh-type", "mesh-dims", "reshard-type", "reshard-size", "policy-type"),
-    *("offload-type", "placement-function"),
-)
-
-
-@pytest.mark.parametrize("entry", OF_ARGUMENTS)
-def test_deferred_looks_at_arguments_first(entry: str, sent: list[str]) -> None:
-    _, arguments = AT_FULLY_SHARD[entry]()
-    made = []
-    with raises(entry), fsdp2.deferred(policy=[nn.Linear], **{"mesh": None, **arguments}):
-        made.append(nn.Linear(4, 4))
-    assert made == []
 
 
 @pytest.mark.parametrize("entry", [entry for entry in NEW if entry != "owner-gone"])

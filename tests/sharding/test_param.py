@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import MixedPrecisionPolicy, ShardingStateError, fully_shard
 from fsdp2.core.device.buffers import FlatBuffer
@@ -37,19 +37,6 @@ def mesh() -> Iterator[DeviceMesh]:
 @pytest.fixture
 def axis(mesh: DeviceMesh) -> MeshAxes:
     return resolve_axes(mesh)
-
-
-class Recorder(nn.Module):
-    """A module that defines ``__setattr__`` itself, and notes what it was used for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, 2))
-        self.__dict__["assigned"] = []
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self.__dict__.setdefault("assigned", []).append(name)
-        super().__setattr__(name, value)
 
 
 def _linear(rows: int = 7) -> nn.Linear:
@@ -84,74 +71,6 @@ def _adopted(
 # ---- the sharded form
 
 
-def _is_in(rows: torch.Tensor, buffer: FlatBuffer) -> bool:
-    start = buffer.view(torch.uint8, 0, (buffer.nbytes,)).data_ptr()
-    return start <= rows.data_ptr() < start + buffer.nbytes or rows.numel() == 0
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("rank", range(4))
-def test_adopt_takes_this_ranks_rows(axis: MeshAxes, rank: int, dim: int) -> None:
-    linear = _linear()
-    whole = linear.weight.detach().clone()
-    param, buffer, slot = _adopted(linear, axis, dim=dim, rank=rank, world_size=4)
-    start = min(rank * slot.chunk, whole.shape[dim])
-    assert torch.equal(param.local, whole.narrow(dim, start, slot.rows(rank)))
-    assert param.is_in_place
-    assert _is_in(param.local, buffer)
-    assert isinstance(linear.weight, DTensor)
-    assert linear.weight.placements == (Shard(dim),)
-    assert linear.weight.shape == whole.shape
-
-
-def test_adopt_keeps_attributes_and_requires_grad(axis: MeshAxes) -> None:
-    linear = _linear()
-    linear.weight.requires_grad_(False)
-    linear.weight.partition = "rows"  # type: ignore[attr-defined]  # a user's own
-    param, _, _ = _adopted(linear, axis)
-    assert linear.weight is param.sharded
-    assert not param.sharded.requires_grad
-    assert param.sharded.partition == "rows"  # type: ignore[attr-defined]  # a user's own
-    param.materialize(torch.zeros(7, 3))
-    assert param.unsharded is not None
-    assert param.unsharded.partition == "rows"  # type: ignore[attr-defined]  # a user's own
-    assert not param.unsharded.requires_grad
-
-
-def test_adopt_again_moves_rows_and_keeps_the_object(axis: MeshAxes) -> None:
-    param, first, slot = _adopted(_linear(), axis)
-    sharded = param.sharded
-    second = FlatBuffer(first.nbytes, CPU)
-    param.adopt(slot, second.view(torch.float32, 0, slot.local_shape(0)))
-    assert param.sharded is sharded
-    assert param.is_in_place
-    assert _is_in(param.local, second)
-    assert not _is_in(param.local, first)
-    param.sharded._local_tensor = param.local.clone()  # type: ignore[attr-defined]  # a DTensor
-    assert not param.is_in_place
-    assert torch.equal(param.local.flatten(), torch.arange(21.0))
-
-
-def test_tied_parameter_fills_all_its_slots(axis: MeshAxes) -> None:
-    a, b = _linear(), _linear()
-    b.weight = a.weight
-    param, _, _ = _adopted(a, axis, slots=[(a, "weight"), (b, "weight")])
-    assert a.weight is b.weight is param.sharded
-    param.materialize(torch.zeros(7, 3))
-    assert param.unsharded is not None
-    param.register(param.unsharded)
-    assert a.weight is b.weight is param.unsharded
-    assert [name for _, name, _ in param.swaps(param.sharded)] == ["weight", "weight"]
-
-
-def test_module_with_its_own_setattr_is_asked(axis: MeshAxes) -> None:
-    recorder = Recorder()
-    recorder.__dict__["assigned"].clear()
-    param, _, _ = _adopted(recorder, axis)
-    assert recorder.__dict__["assigned"] == ["weight"]
-    assert recorder.weight is param.sharded
-
-
 class Noting(nn.Linear):
     """Defines ``__setattr__``, and counts parameters that are set."""
 
@@ -178,56 +97,6 @@ def test_a_units_own_stores_are_no_registrations(mesh: DeviceMesh, reshard: bool
         model(torch.ones(1, 3))
 
 
-def test_follows_a_parameter_that_was_assigned(axis: MeshAxes) -> None:
-    linear = _linear()
-    param, _, _ = _adopted(linear, axis)
-    other = nn.Parameter(DTensor.from_local(torch.ones(7, 3), axis.mesh, [Shard(0)]))
-    linear.weight = other
-    param.follow_registered()
-    assert param.sharded is other
-    param.follow_registered()
-    assert param.sharded is other
-
-
-@pytest.mark.parametrize("shape", [(7, 3), (3, 7)])
-def test_refuses_a_plain_tensor_that_was_assigned(axis: MeshAxes, shape: tuple[int, int]) -> None:
-    linear = _linear()
-    param, _, _ = _adopted(linear, axis)
-    linear.weight = nn.Parameter(torch.ones(shape))
-    with pytest.raises(ShardingStateError, match=r"'block.weight' was replaced by a Parameter"):
-        param.follow_registered()
-    assert linear.weight is param.sharded, "put back"
-
-
-def test_refuses_other_placements(axis: MeshAxes) -> None:
-    linear = _linear()
-    param, _, _ = _adopted(linear, axis)
-    linear.weight = nn.Parameter(DTensor.from_local(torch.ones(7, 3), axis.mesh, [Replicate()]))
-    with pytest.raises(ShardingStateError, match="sharded like the parameter"):
-        param.follow_registered()
-    assert linear.weight is param.sharded, "put back"
-
-
-@pytest.mark.parametrize("replaced", [0, 1])
-def test_a_replaced_tied_parameter_fills_all_slots(axis: MeshAxes, replaced: int) -> None:
-    first, second = _linear(), _linear()
-    second.weight = first.weight
-    param, _, _ = _adopted(first, axis, [(first, "weight"), (second, "weight")])
-    other = nn.Parameter(DTensor.from_local(torch.ones(7, 3), axis.mesh, [Shard(0)]))
-    (first, second)[replaced].weight = other
-    param.follow_registered()
-    assert first.weight is other
-    assert second.weight is other
-
-
-def test_refuses_another_shape(axis: MeshAxes) -> None:
-    linear = _linear()
-    param, _, _ = _adopted(linear, axis)
-    linear.weight = nn.Parameter(DTensor.from_local(torch.ones(3, 7), axis.mesh, [Shard(0)]))
-    with pytest.raises(ShardingStateError, match=r"of shape \(3, 7\); assign a DTensor of shape"):
-        param.follow_registered()
-
-
 def test_unusable_on_meta_until_it_has_memory(axis: MeshAxes) -> None:
     with torch.device("meta"):
         linear = nn.Linear(3, 7, bias=False)
@@ -247,12 +116,6 @@ def test_unusable_on_meta_until_it_has_memory(axis: MeshAxes) -> None:
     param.check_usable(CPU)
 
 
-def test_unusable_on_another_device(axis: MeshAxes) -> None:
-    param, _, _ = _adopted(_linear(), axis)
-    with pytest.raises(ShardingStateError, match=r"'block.weight' is on cpu, but its mesh"):
-        param.check_usable(torch.device("cuda"))
-
-
 # ---- gradients
 
 
@@ -268,31 +131,6 @@ def _leave(param: ShardedParam, value: float) -> None:
     assert unsharded is not None
     grad = torch.full_like(unsharded, value)
     unsharded.grad = grad if unsharded.grad is None else unsharded.grad + grad
-
-
-def test_no_gradient_to_take(axis: MeshAxes) -> None:
-    param, _, _ = _adopted(_linear(), axis)
-    assert Gradients([param, _with_unsharded(axis)]).take(False) == [None, None]
-
-
-def test_a_gradient_is_taken_once(axis: MeshAxes) -> None:
-    param = _with_unsharded(axis)
-    _leave(param, 2.0)
-    (grad,) = Gradients([param]).take(False)
-    assert grad is not None
-    assert grad.eq(2).all()
-    assert Gradients([param]).take(False) == [None]
-
-
-def test_without_a_cast_autograd_accumulates(axis: MeshAxes) -> None:
-    param = _with_unsharded(axis)
-    for _ in range(3):
-        _leave(param, 2.0)
-        param.accumulate(torch.float32)
-        assert param.accumulated is None
-    (grad,) = Gradients([param]).take(False)
-    assert grad is not None
-    assert grad.eq(6).all()
 
 
 def test_low_precision_gradients_are_summed_in_the_reduce_dtype(axis: MeshAxes) -> None:
@@ -345,16 +183,6 @@ def test_one_ranks_gradients_have_no_graph(
     assert torch.allclose(
         grad.to_local(), len(sync) * plain.sum(1, keepdim=True).cos().expand(7, 3)
     )
-
-
-def test_new_unsharded_parameter_takes_over_what_has_accumulated(axis: MeshAxes) -> None:
-    param = _with_unsharded(axis)
-    _leave(param, 2.0)
-    param.accumulate(torch.float32)
-    param.materialize(torch.zeros(7, 3))
-    (grad,) = Gradients([param]).take(False)
-    assert grad is not None
-    assert grad.eq(2).all()
 
 
 def test_delivered_rows_become_grad_and_later_ones_are_added_by_the_caller(

@@ -185,42 +185,6 @@ def test_shard_dim_that_tensor_parallel_does_not_cut(rank: int) -> None:
 # ---- a dim 0 that would pad too much
 
 
-def _shard_experts(shape: tuple[int, ...], mesh: DeviceMesh, **arguments: Any) -> DTensor:
-    model = nn.Module()
-    model.register_parameter("experts", nn.Parameter(torch.zeros(shape)))
-    fsdp2.fully_shard(model, mesh=mesh, **arguments)
-    assert isinstance(model.experts, DTensor)
-    return model.experts
-
-
-def test_the_dim_that_pads_least_is_the_default() -> None:
-    with null_world(8, 3):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-        uneven, even = (2, 500, 500), (4, 500, 500)  # on dim 0 of 4 ranks: 100 % and none
-        assert _shard_experts(uneven, mesh).placements == (Replicate(), Shard(1))
-        assert _shard_experts(even, mesh).placements == (Replicate(), Shard(0))
-        assert _shard_experts((2, 50, 50), mesh).placements == (Replicate(), Shard(0))
-        # The user's word is the last, but None is none.
-        stay = _shard_experts(uneven, mesh, shard_placement_fn=lambda param: Shard(0))
-        assert stay.placements == (Replicate(), Shard(0))
-        none = _shard_experts(uneven, mesh, shard_placement_fn=lambda param: None)
-        assert none.placements == (Replicate(), Shard(1))
-
-
-@pytest.mark.parametrize(("experts", "dim"), [(8, 0), (4, 1), (12, 1)])
-def test_the_default_dim_of_expert_parallel_parameters(experts: int, dim: int) -> None:
-    """What counts is a rank's experts: of 4 on 4 ranks one, which 2 more ranks cannot share."""
-    with null_world(8, 7):
-        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("shard", "expert"))
-        model = nn.Module()
-        whole = torch.zeros(experts, 600, 600)
-        param = distribute_tensor(whole, mesh["expert"], [Shard(0)], src_data_rank=None)
-        model.register_parameter("experts", nn.Parameter(param))
-        fsdp2.fully_shard(model, mesh=mesh["shard"])
-        own = Shard(1) if dim else _StridedShard(0, split_factor=4)
-        assert model.experts.placements == (own, Shard(0))
-
-
 # ---- the full mesh
 
 
@@ -303,13 +267,6 @@ def test_axes_of_meshes() -> None:
         turned = fsdp2.FSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
         with pytest.raises(ValueError, match="for parameter 'w', with shard_mesh_dim=0"):
             axes_of_info("w", turned)
-
-
-def test_shard_mesh_needs_names() -> None:
-    with null_world(4):
-        axes = resolve_axes(init_device_mesh("cpu", (2, 2)))
-        with pytest.raises(ValueError, match="need the mesh of the shard axis; name the dims"):
-            _ = axes.shard_mesh
 
 
 @pytest.mark.parametrize(("shape", "size", "rank"), [((8,), 2, 5), ((8,), 4, 3), ((2, 4), 2, 6)])

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
-from fsdp2.testing.null_group import CallLog, init_null_group, null_mesh, null_world
+from fsdp2.testing.null_group import null_mesh, null_world
 
 pytestmark = pytest.mark.alone
 
@@ -77,43 +77,6 @@ def test_one_flat_shard_backs_all_parameters(world_size: int) -> None:
         end = max(local.data_ptr() + local.nbytes for local in locals_)
         assert end - start <= report.shard_bytes
         assert all(local.untyped_storage().nbytes() == local.nbytes for local in locals_)
-
-
-def test_a_gather_and_a_reduction_are_one_call_each() -> None:
-    """Even, aligned parameters on a backend that coalesces: the zero-copy path."""
-    log = CallLog()
-    init_null_group(8, observer=log)
-    mesh = null_mesh(8)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    for layer in model:
-        fsdp2.fully_shard(layer, mesh=mesh)
-    fsdp2.fully_shard(model, mesh=mesh).set_packing_threshold(0)
-    log.clear()
-    model(torch.randn(4, 32, requires_grad=True)).sum().backward()
-    assert {r.transport for r in fsdp2.group_reports(model)} == {"coalesced"}
-    # Two layers, gathered in forward and in backward; each reduced once.
-    assert log.counts() == {
-        "all_gather_single_coalesced": 4,
-        "reduce_scatter_single_coalesced": 2,
-    }
-
-
-def test_gathered_parameters_match_when_the_group_moves_data() -> None:
-    """A group that gives every rank this rank's rows: the gathered rows repeat them."""
-
-    def repeat(name: str, tensors: list[torch.Tensor]) -> None:
-        outputs, inputs = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        for output, input_ in zip(outputs, inputs, strict=True):
-            output.view(4, -1).copy_(input_.flatten())
-
-    init_null_group(4, observer=repeat)
-    model = fsdp2.fully_shard(nn.Linear(16, 16), mesh=null_mesh(4))
-    rows = model.weight.to_local().clone()
-    model.unshard()
-    assert torch.equal(model.weight, rows.repeat(4, 1))
-    model.reshard()
-    assert isinstance(model.weight, DTensor)
 
 
 def test_process_groups_that_were_destroyed_are_not_used_again() -> None:

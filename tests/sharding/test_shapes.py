@@ -53,17 +53,6 @@ def test_odd_rows_are_chunked_and_come_back_whole() -> None:
         parity.assert_equal(parity.full(param), whole.detach(), name)
 
 
-@workers.ranks(2, 4)
-def test_local_shards_are_laid_out_as_torchs() -> None:
-    """So that local state dicts, and optimizer states, mean the same rows to both."""
-
-    def locals_of(api: Any) -> dict[str, Tensor]:
-        model = parity.shard(api, models.seeded(models.OddMLP))
-        return {name: param.to_local().detach() for name, param in model.named_parameters()}
-
-    parity.same_as_torch(locals_of)
-
-
 @workers.ranks(2, extended=(4,))
 @combinations.each_once(rows=[1, 3, 5, 7], reshard_after_forward=[True, False])
 def test_training_with_odd_rows(rows: int, reshard_after_forward: bool) -> None:
@@ -307,53 +296,6 @@ def test_checkpoints_move_between_dims(writer: str, reader: str, tmp_path: Path)
 # -- what is refused, by name ---------------------------------------------------------------------
 
 
-class _Holder(nn.Module):
-    """A model whose `inner.odd` parameter is up to the test."""
-
-    def __init__(self, odd: nn.Parameter) -> None:
-        super().__init__()
-        self.linear = nn.Linear(models.DIM, models.DIM)
-        self.inner = nn.Module()
-        self.inner.odd = odd
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.inner.odd.sum()
-
-
-@workers.ranks(2)
-def test_scalar_parameter_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"inner\.odd"):
-        fully_shard(_Holder(nn.Parameter(torch.tensor(1.0))), mesh=parity.world_mesh())
-
-
-@workers.ranks(2)
-def test_noncontiguous_parameter_is_refused_by_name() -> None:
-    transposed = nn.Parameter(torch.randn(4, 3).t())
-    with pytest.raises(ValueError, match=r"inner\.odd"):
-        fully_shard(_Holder(transposed), mesh=parity.world_mesh())
-
-
-@workers.ranks(2)
-def test_shard_dim_out_of_range_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"inner\.odd"):
-        fully_shard(
-            _Holder(nn.Parameter(torch.randn(4))),
-            mesh=parity.world_mesh(),
-            shard_placement_fn=lambda param: (
-                Shard(1) if param.ndim == 1 and param.numel() == 4 else None
-            ),
-        )
-
-
-@workers.ranks(2)
-@pytest.mark.parametrize("container", ["list", "dict"])
-def test_container_without_forward_is_refused(container: str) -> None:
-    linear = nn.Linear(models.DIM, models.DIM)
-    module = nn.ModuleList([linear]) if container == "list" else nn.ModuleDict({"a": linear})
-    with pytest.raises(ValueError, match="forward"):
-        fully_shard(module, mesh=parity.world_mesh())
-
-
 @workers.ranks(2)
 def test_equal_parameters_that_are_not_tied_are_fine() -> None:
     """Models made and dropped one after another reuse ids: none of them may be taken for a tie."""
@@ -370,23 +312,6 @@ def test_equal_parameters_that_are_not_tied_are_fine() -> None:
 
 
 # -- ties within a group, modules without parameters, buffers, ignored parameters -----------------
-
-
-@workers.ranks(2)
-def test_parameter_tied_within_a_group_stays_one_object() -> None:
-    model = parity.shard(
-        parity.OURS, models.seeded(partial(models.Transformer, blocks=1, tied=True))
-    )
-    assert model.embed.weight is model.head.weight
-    assert "head.weight" not in dict(model.named_parameters())
-    ids = torch.zeros(1, 3, dtype=torch.int64)
-    model(ids).sum().backward()
-    assert model.embed.weight is model.head.weight
-    assert isinstance(model.embed.weight.grad, DTensor)
-    model.unshard()
-    assert model.embed.weight is model.head.weight
-    assert not isinstance(model.embed.weight, DTensor)
-    model.reshard()
 
 
 @workers.ranks(2)
@@ -461,48 +386,3 @@ def test_buffers_stay_as_they_are(mixed: bool) -> None:
     assert buffers["0.calls"].item() == STEPS
     assert buffers["0.mean"].abs().sum().item() > 0
     parity.assert_equal(buffers["0.shift"], before["0.shift"], "untouched buffer")
-
-
-@workers.ranks(2)
-def test_state_dict_keys_are_the_models_own() -> None:
-    plain = models.seeded(_buffered).state_dict()
-    sharded = parity.shard(parity.OURS, models.seeded(_buffered)).state_dict()
-    assert list(sharded) == list(plain)
-    assert "0.shift" not in sharded, "a non-persistent buffer"
-    for name, value in sharded.items():
-        is_buffer = name.rpartition(".")[2] in ("mean", "calls")
-        assert isinstance(value, DTensor) is not is_buffer, name
-
-
-@workers.ranks(2)
-def test_ignored_parameters_are_left_alone() -> None:
-    def build() -> nn.Module:
-        return models.seeded(partial(models.MLP, depth=2))
-
-    model = build()
-    ignored = model.layers[0].weight
-    for unit in models.units(model):
-        fully_shard(unit, mesh=parity.world_mesh(), ignored_params={ignored})
-    fully_shard(model, mesh=parity.world_mesh(), ignored_params={ignored})
-    assert model.layers[0].weight is ignored
-    assert isinstance(model.layers[0].bias, DTensor)
-    inputs = torch.randn(2, models.DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
-    model(inputs).square().sum().backward()
-    plain = build()
-    plain(inputs).square().sum().backward()
-    parity.assert_equal(ignored.grad, plain.layers[0].weight.grad, "this rank's own gradient")
-
-
-@workers.ranks(2)
-def test_block_alone_as_root() -> None:
-    """The smallest case: one module, one group, no children."""
-
-    def run(api: Any) -> Any:
-        model = models.seeded(models.Block)
-        api.fully_shard(model, mesh=parity.world_mesh())
-        x = torch.randn(2, 3, models.DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
-        loss = model(x).square().mean()
-        loss.backward()
-        return [loss.detach(), [parity.full(param.grad) for param in model.parameters()]]
-
-    parity.same_as_torch(run)

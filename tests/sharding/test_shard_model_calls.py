@@ -79,25 +79,6 @@ def test_tied_modules_of_different_blocks_are_one_unit() -> None:
     }
 
 
-def test_ties_within_a_unit_and_with_a_chosen_module() -> None:
-    whole = nn.Sequential(Tied())
-    assert _units(shard_model(whole, {Tied})) == [(("0",), 10), (("(root)",), 0)]
-    model = Tied()
-    units = _units(shard_model(model, {nn.Embedding, nn.Linear}))
-    assert units == [
-        (("first.inner", "last.inner"), 1),
-        (("middle.inner",), 2),
-        (("(root)",), 7),
-    ]
-
-
-def test_a_module_with_two_parents_is_a_unit_of_its_own() -> None:
-    shared = nn.Linear(4, 4)
-    model = nn.Sequential(Block(shared), Block(shared))
-    names = [unit.names for unit in shard_model(model, {Block}).units]
-    assert names == [("0.inner",), ("0",), ("1",), ("(root)",)]
-
-
 def test_a_tie_that_the_model_itself_registers_is_shared() -> None:
     model = Tied()
     model.first.norm.weight = model.scale
@@ -131,12 +112,6 @@ def test_options_of_a_module() -> None:
     assert [u.reshard_after_forward for u in report.units] == [False, True, None]
     assert {u.param_dtype for u in report.units} == {torch.bfloat16}
     assert "computes in torch.bfloat16" in str(report)
-
-
-def test_modules_without_a_forward_or_parameters_are_no_units() -> None:
-    model = nn.Sequential(nn.ModuleDict({"a": nn.Linear(4, 4)}), nn.ReLU(), nn.Linear(4, 4))
-    report = shard_model(model, fsdp2.always_wrap_policy)
-    assert [unit.names for unit in report.units] == [("0.a",), ("2",), ("(root)",)]
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])

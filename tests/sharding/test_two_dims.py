@@ -177,51 +177,6 @@ def test_clipping_and_flat_optimizer() -> None:
 
 
 @workers.ranks(4)
-def test_clipping_by_a_norm_that_is_known() -> None:
-    """As with pipeline stages; torch's function refuses gradients on two meshes."""
-    model = _shard()
-    (batch,) = parity.regression_batches(models.DIM, 2, steps=1)
-    parity.regression_loss(model, parity.my_part(batch)).backward()
-    before = parity.full_grads(model)
-    norm = fsdp2.get_total_norm([param.grad for param in model.parameters()])
-    assert norm > 0.1
-    with pytest.raises(RuntimeError, match="mesh"):
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
-    with parity.CountCollectives() as counter:
-        fsdp2.clip_grads_with_norm_(model.parameters(), 0.1, norm)
-    assert counter.total == 0
-    factor = 0.1 / (norm + 1e-6)
-    parity.assert_equal(
-        parity.full_grads(model), {name: grad * factor for name, grad in before.items()}
-    )
-
-
-@workers.ranks(4)
-def test_with_a_collective_of_the_users() -> None:
-    """All segments in one buffer, in which a piece of a band is where any piece is."""
-    model = _shard()
-    for module in (model, model[1]):
-        module.set_custom_all_gather(_Gather())
-    batches = parity.regression_batches(models.DIM, 2, steps=STEPS)
-    steps = parity.train_sharded(model, parity.adamw, parity.regression_loss, batches)
-    parity.assert_equal(
-        steps, parity.train_sharded(_shard(), parity.adamw, parity.regression_loss, batches)
-    )
-
-
-class _Gather:
-    """What a user writes: an all-gather in memory of its own."""
-
-    asynchronous = False
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any) -> None:
-        dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
-
-
-@workers.ranks(4)
 def test_subclasses_that_come_later_are_refused() -> None:
     """All-gather hooks know one shard dim; the parameter had none when it was cut."""
     model = _shard()

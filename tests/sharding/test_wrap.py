@@ -11,7 +11,7 @@ import torch.distributed.fsdp.wrap as torchs
 from torch import nn
 
 import fsdp2.wrap as ours
-from fsdp2.wrap import Choice, chosen_modules
+from fsdp2.wrap import chosen_modules
 from fsdp2.wrap.choices import options_for, wrap_chosen
 from tests.common.errors import raises
 
@@ -164,22 +164,6 @@ def test_policies_choose_something() -> None:
         assert len(counts) > 2, kind
 
 
-def test_settings_of_size_based(monkeypatch: pytest.MonkeyPatch) -> None:
-    for api in (ours, torchs):
-        policy: Any = api.size_based_auto_wrap_policy
-        assert {nn.MultiheadAttention} == policy.FORCE_LEAF_MODULES
-        assert {nn.ModuleList, nn.ModuleDict} == policy.EXCLUDE_WRAP_MODULES
-        monkeypatch.setattr(policy, "FORCE_LEAF_MODULES", {Block})
-        monkeypatch.setattr(policy, "EXCLUDE_WRAP_MODULES", {nn.Embedding})
-        chosen = chosen_modules(Model(), functools.partial(policy, min_num_params=100))
-        assert [c.name for c in chosen] == ["blocks", "head"]
-
-
-def test_classes_alone_and_nothing() -> None:
-    assert [c.name for c in chosen_modules(Model(), [Block])] == ["blocks.0", "blocks.1"]
-    assert chosen_modules(Model(), None) == []
-
-
 def test_xlas_functions_are_asked_by_their_name() -> None:
     def policy(module: nn.Module, recurse: bool, unwrapped_params: int) -> bool:
         return unwrapped_params >= 300
@@ -261,9 +245,3 @@ def test_misuse() -> None:
         ours.enable_wrap(wrapper_cls=Wrapper),
     ):
         pass
-
-
-def test_what_is_printed() -> None:
-    assert repr(ours.ModuleWrapPolicy({Block, nn.Linear})) == "ModuleWrapPolicy({Block, Linear})"
-    assert repr(ours.CustomPolicy(_by_name)) == "CustomPolicy(_by_name)"
-    assert isinstance(chosen_modules(Model(), {Block})[0], Choice)

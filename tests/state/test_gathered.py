@@ -407,17 +407,3 @@ def test_copies_and_tensor_parallel() -> None:
     strided.weight = nn.Parameter(rows)
     with raises("strided-parallel"), gathered(_sharded(strided, mesh=line["shard"])):
         pass
-
-
-@ranks(2)
-def test_between_forward_and_backward() -> None:
-    """Reading then changes nothing; the backward gathers again."""
-    model, plain = _sharded(tied()), tied()
-    ids = parity.language_batches(13)[0]
-    loss = parity.language_loss(model, parity.my_part(ids))
-    with gathered(model, writeback=False):
-        _check_whole(model, _values(plain), held=True)
-    loss.backward()
-    parity.language_loss(plain, ids).backward()
-    for name, grad in parity.full_grads(model).items():
-        torch.testing.assert_close(grad, dict(plain.named_parameters())[name].grad)

@@ -47,44 +47,6 @@ def test_state_dict_while_parameters_are_whole(reshard_after_forward: bool | Non
     parity.assert_close(grads, parity.full_grads(plain), parity.FP32, "unsharded")
 
 
-@ranks(2)
-def test_state_dict_stays_live() -> None:
-    """Its tensors share storage with the parameters, so they follow the training."""
-    model = parity.shard(parity.OURS, running.mlp())
-    state = model.state_dict()
-    steps = parity.train_sharded(model, parity.adamw, parity.regression_loss, running.mlp_batches())
-    parity.assert_equal(
-        {name: parity.full(value) for name, value in state.items()}, steps[-1].params, "live"
-    )
-
-
-@ranks(2)
-def test_load_state_dict_between_steps() -> None:
-    """Shards go in, by value and by assignment; the next forward computes with them."""
-    source, plain = (
-        parity.shard(parity.OURS, models.seeded(models.MLP, seed=7)),
-        models.seeded(models.MLP, seed=7),
-    )
-    for assign in (False, True):
-        model = parity.shard(parity.OURS, running.mlp())
-        parity.regression_loss(model, parity.my_part(running.one_batch())).backward()
-        model.zero_grad()
-        state = {name: value.clone() for name, value in source.state_dict().items()}
-        model.load_state_dict(state, assign=assign)
-        steps = parity.train_sharded(
-            model, parity.adamw, parity.regression_loss, running.mlp_batches()
-        )
-        expected = parity.train_unsharded(
-            models.seeded(models.MLP, seed=7),
-            parity.adamw,
-            parity.regression_loss,
-            running.mlp_batches(),
-            slices=True,
-        )
-        parity.assert_equal(steps, expected, f"assign={assign}")
-    parity.assert_equal(parity.full_params(source), parity.full_params(plain), "the source")
-
-
 class Asks(nn.Module):
     """Calls ``ask`` in its forward, or in its backward, of ``rows``' gradient."""
 

@@ -278,23 +278,6 @@ def test_torch_save_writes_each_tensor_once() -> None:
         assert abs(ours[1] - run(parallelisms.APIS["torch"])[1]) < 512
 
 
-@workers.ranks(2, 4)
-def test_torch_save_and_load() -> None:
-    """A whole state dict of DTensors, of several dtypes, into another model."""
-    torch.manual_seed(0)
-    model = parity.OURS.fully_shard(Dtypes(), mesh=parity.world_mesh())
-    expected = tensors(model.state_dict())
-    data = io.BytesIO(_bytes(model.state_dict()))
-    other = parity.OURS.fully_shard(Dtypes(), mesh=parity.world_mesh())
-    other.load_state_dict(torch.load(data, weights_only=False))
-    parity.assert_equal(tensors(other.state_dict()), expected, "loaded")
-    copied = copy.deepcopy(model.state_dict())
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    parity.assert_equal(tensors(copied), expected, "a copy that does not follow")
-
-
 # -- load_state_dict ------------------------------------------------------------------------------
 
 
@@ -402,16 +385,3 @@ def test_whole_tensors_while_a_unit_is_gathered() -> None:
     set_model_state_dict(model, dict(whole), options=options)
     loaded = {name: param.full_tensor() for name, param in model.named_parameters()}
     parity.assert_equal(loaded, dict(whole), "loaded")
-
-
-@workers.ranks(2)
-def test_assigned_in_another_dtype() -> None:
-    """The model takes the dtype; torch's FSDP2 fails in its next forward."""
-    model = parity.shard(parity.OURS, models.seeded(models.MLP))
-    state = {name: value.bfloat16() for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    plain = models.seeded(models.MLP).bfloat16()
-    x = torch.ones(2, models.DIM, dtype=torch.bfloat16)
-    parity.assert_equal(model(x).detach(), plain(x).detach(), "forward")
-    model(x).sum().backward()
-    assert {param.grad.dtype for param in model.parameters()} == {torch.bfloat16}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -283,31 +282,6 @@ def test_the_next_forward_sees_a_write(
         _assert_same(model, plain, write)
 
 
-@ranks(2)
-@pytest.mark.parametrize("which", ["offloaded", "mixed", "tied", "replicas", "int"])
-def test_written_after_an_evaluation_of_other_units(which: str) -> None:
-    model, plain = _of(which)
-    held = list(model.parameters())
-    for way in (_mul, _foreach, _data, _numpy):
-        _evaluate(model)
-        with torch.no_grad():
-            way(held)
-            way(list(plain.parameters()))
-        parity.assert_equal(parity.full_params(model), dict(plain.named_parameters()), way.__name__)
-        with torch.no_grad():
-            expected = plain(_x())
-            if which == "mixed":
-                expected = seeded_like(plain).bfloat16()(_x().bfloat16())
-            assert torch.equal(model(_x()), expected), way.__name__
-
-
-def seeded_like(plain: nn.Module) -> nn.Module:
-    """A copy."""
-    other = running.mlp()
-    other.load_state_dict(plain.state_dict())
-    return other
-
-
 def _of(which: str) -> tuple[Any, nn.Module]:
     if which == "offloaded":
         return _pair(offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
@@ -346,23 +320,6 @@ def test_shards_are_registered_after_an_evaluation(reshard_after_forward: bool |
 
 
 # -- between a forward and its backward -----------------------------------------------------------
-
-
-@ranks(2)
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
-def test_an_evaluation_between_a_forward_and_its_backward(
-    reshard_after_forward: bool | None,
-) -> None:
-    """What it has resharded, backward gathers."""
-    model, plain = _pair(reshard_after_forward=reshard_after_forward)
-
-    def compute(model: nn.Module, rank: int | None = None) -> None:
-        loss = parity.regression_loss(model, gradients.part(0, rank))
-        _evaluate(model)
-        (loss + parity.regression_loss(model, gradients.part(1, rank))).backward()
-
-    compute(model)
-    gradients.assert_like_unsharded(parity.full_grads(model), plain, compute)
 
 
 @ranks(2)
@@ -628,74 +585,6 @@ def test_a_kept_unit_is_gathered_once_for_all_evaluations(trains: bool) -> None:
 
 
 # -- what is used again ---------------------------------------------------------------------------
-
-
-def _use(kind: str, model: Any) -> Tensor:
-    """Compute in one of the ways that programs do; returns the last output."""
-    if kind == "evaluation":
-        with torch.no_grad():
-            return model(_x())
-    if kind == "generation":
-        with torch.inference_mode():
-            return [model(_x()) for _ in range(3)][-1].clone()
-    if kind == "dropped graph":
-        return model(_x()).detach()
-    if kind == "after an exception":
-        with pytest.raises(RuntimeError):
-            model(_x()[:, :1])
-        if isinstance(model, fsdp2.FSDPModule):
-            model.reset_iter_state()
-        return _use("evaluation", model)
-    for _ in range(2 if kind == "micro-batches" else 1):
-        out = model(_x())
-        out.square().mean().backward()
-    if kind == "training":
-        model.zero_grad()
-    return out.detach()
-
-
-USES = (
-    "evaluation",
-    "generation",
-    "dropped graph",
-    "after an exception",
-    "micro-batches",
-    "training",
-)
-
-
-def _keeping(keeps: str) -> tuple[Any, nn.Module]:
-    if keeps == "levels":
-        names = ("node", "local")
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=names)
-        return _pair(mesh=fsdp2.Levels(mesh))
-    model, plain = _pair(reshard_after_forward=False if keeps == "after forward" else None)
-    if keeps == "rows":
-        model.set_keep_rows(True)
-    if keeps == "after backward":
-        model.set_reshard_after_backward(False)
-    return model, plain
-
-
-@ranks(2)
-@pytest.mark.parametrize("keeps", ["after forward", "after backward", "rows", "levels"])
-def test_a_write_between_any_two_uses(keeps: str) -> None:
-    model, plain = _keeping(keeps)
-    held = list(model.parameters())
-    ways = itertools.cycle(WAYS)
-    for first, second in itertools.product(USES, USES):
-        way = next(ways)
-        for each, params in ((model, held), (plain, list(plain.parameters()))):
-            _use(first, each)
-            with torch.no_grad():
-                way(params)
-        found, expected = _use(second, model), _use(second, plain)
-        assert torch.equal(found, expected), (first, way.__name__, second)
-        for each, params in ((model, held), (plain, list(plain.parameters()))):
-            each.zero_grad()
-            with torch.no_grad():  # numbers stay what they are to the bit
-                torch._foreach_mul_(params, 0.5)
-    parity.assert_equal(parity.full_params(model), dict(plain.named_parameters()))
 
 
 @ranks(2)

@@ -140,14 +140,6 @@ def _shard(*modules: nn.Module) -> None:
         fully_shard(module, mesh=parity.world_mesh())
 
 
-@ranks(2)
-def test_sharding_a_child_after_its_parent_is_not_called_a_tie() -> None:
-    model = Halves()
-    fully_shard(model, mesh=parity.world_mesh())
-    with pytest.raises(ValueError, match=r"'weight'.*children before their parents"):
-        fully_shard(model.second, mesh=parity.world_mesh())
-
-
 def _share_storage_in_one_unit(model: Any) -> None:
     model.second.weight.data = model.first.weight.data
     _shard(model)
@@ -177,17 +169,6 @@ def test_parameters_that_share_memory_are_refused(tie: Callable[[Any], None]) ->
         tie(Halves())
 
 
-@ranks(2)
-def test_parameters_side_by_side_in_one_storage_are_fine() -> None:
-    """What flattened weights (of an RNN) look like: one storage, nothing in common."""
-    model = Halves()
-    rows = torch.randn(2 * models.DIM, models.DIM)
-    model.first.weight = nn.Parameter(rows[: models.DIM])
-    model.second.weight = nn.Parameter(rows[models.DIM :])
-    _shard(model)
-    parity.assert_equal(parity.full(model.second.weight), rows[models.DIM :], "second")
-
-
 # -- after sharding -------------------------------------------------------------------------------
 
 
@@ -200,13 +181,3 @@ def test_replacing_a_parameter_after_fully_shard_is_refused() -> None:
     model.head.weight = nn.Parameter(torch.zeros(13, models.DIM))
     with pytest.raises(ShardingStateError, match=r"'head.weight' was replaced"):
         model(ids)
-
-
-@ranks(2)
-def test_assigning_the_same_parameter_again_is_fine() -> None:
-    model = _shard_pair(parity.OURS, tied())
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-    before = model(ids).detach()
-    model.head.weight = model.embed.weight
-    model.norm.weight = model.norm.weight
-    parity.assert_equal(model(ids).detach(), before, "unchanged")

@@ -67,15 +67,6 @@ def test_a_unit_ends_inside_of_another_while_a_graph_is_kept(model: Any) -> None
     model(TOKENS, between=True).sum().backward()
 
 
-def test_settings_and_stand_ins_leave_the_groups_of_other_units_out(model: Any) -> None:
-    model(TOKENS).sum().backward()
-    model.set_reshard_after_forward(False)
-    for unit in (module for module in model.modules() if isinstance(module, fsdp2.FSDPModule)):
-        groups = unit._get_fsdp_state()._fsdp_param_groups
-        assert [group.mesh_info.mesh.size() for group in groups] in ([], [2])
-    model(TOKENS).sum().backward()
-
-
 def test_all_places_of_a_tied_parameter_are_tied_to_another() -> None:
     """Its group is gone, and with it what stood for it elsewhere."""
     model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3)))

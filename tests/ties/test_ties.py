@@ -443,42 +443,6 @@ def test_state_dicts(tie: Any, which: str, assign: bool) -> None:
     check_one(model)
 
 
-@ranks(2)
-def test_with_a_flat_optimizer_and_unused_parameters() -> None:
-    model, plain = build(), build(tied=True)
-    _after(model, *UNITS["both"](model))
-    model.set_reduce_scatter_unused_params(True)
-    ids = torch.arange(6).view(2, 3)
-    optimizer = fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW, lr=0.1)
-    other = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    for use_head in (True, False, True):
-        for each, each_optimizer in ((model, optimizer), (plain, other)):
-            each_optimizer.zero_grad()
-            (each(ids) if use_head else each.embed(ids)).square().mean().backward()
-            for param in plain.parameters() if each is plain else ():
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-            each_optimizer.step()
-    parity.assert_close(parity.full_params(model), dict(plain.named_parameters()), parity.FP32)
-
-
-@ranks(2)
-def test_checked_and_recomputed() -> None:
-    """Ranks agree on each step, and blocks run again in backward."""
-    model, plain = build(), build(tied=True)
-    for block in model.blocks:
-        forward = block.forward
-        block.forward = partial(torch.utils.checkpoint.checkpoint, forward, use_reentrant=False)
-    with fsdp2.debug(check_ranks=True, check_nan=True):
-        _after(model, *UNITS["both"](model))
-        _compare(model, plain)
-    assert [report.name for report in fsdp2.group_reports(model)] == [
-        "(root)",
-        "embed",
-        "blocks.0",
-        "blocks.1",
-    ]
-
-
 # -- optimizers -----------------------------------------------------------------------------------
 
 
