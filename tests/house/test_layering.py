@@ -461,7 +461,6 @@ def test_the_room_of_checkpoints_stands_on_public_modules() -> None:
     room = ROOT / "checkpoint"
     text = ast.get_docstring(_tree(room / "__init__.py")) or ""
     others = {"module", "core.config", "core.names", "full.loading"}
-    others |= {"core.layout.layout", "xla.files", "xla.shards"}  # of `convert`
     others |= {"core.device.buffers", "core.layout.mesh", "core.modules.registry"}
     others |= {"core.progress", "core.modules.optimizers"}  # what reads shards beside training
     others |= {"ranks.channels", "core.device.process_groups", "core.pieces", "wire_states"}
