@@ -10,7 +10,7 @@ transforms tensors of a model computed from a step's: transposed, joined, split
 pretrained `load_pretrained`: such a folder into a model, each rank its own slices
 unsaved    buffers that no file has, set by their modules' own code
 retention  `Keep`, `best_step`: which steps to keep, and which ones a branch replaces
-binaries   the same for pytorch_model*.bin, read without running code
+folders    the same folders, and pytorch_model*.bin, read: slices of mapped files
 folder     `steps`, `replaced`, `verify`, `unfinished`, `remove`; the manifest of a step
 stores     the storage of steps, its operations, and the implementation on a disk
 remote     the implementation for URLs, with fsspec: no renames, no syncs
@@ -19,13 +19,10 @@ values     values other than tensors, with their types, as JSON
 reading    a step's items, by their owner
 optimizers states and options of optimizers, found by parameter name
 converting `convert`: from any kind of checkpoint to any other, streamed
-contents   model, optimizer by name and the rest, of any kind; files of ranks joined
-archives   files of torch.save, read without running code and written tensor by tensor
-index      DCP's index: read, and checked before it is used
-pickles    pickles, read by an interpreter that can create only new containers
-boxes      pieces that cover a tensor, each element once
-entries    tensors that stay in their files, read block by block
-tensors    the safetensors format by offsets: slices written and read in place
+contents   model, optimizer by name and the rest, of any kind
+archives   files of torch.save: read by torch without running code, written tensor by tensor
+index      DCP's index: read without running code, and checked before it is used
+tensors    the safetensors format by offsets: slices written and items read in place
 preemption `Preemption`: a signal before the end, and ranks that agree when to exit
 consensus  ranks that succeed together or fail together
 owning     one job at a time in a folder: by a lock, or by a lease

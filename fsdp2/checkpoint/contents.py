@@ -3,7 +3,6 @@
 {"app": {"model": …, "optim": numbered}}   ┐
 {"model": …, "optimizer": by name}         ├── contents_of ──> Contents ── tree ──> {"model": …,
 {name: tensor, …}                          ┘                                "optimizer": …, …}
-files of ranks ── joined ──> one tree
 """
 
 from __future__ import annotations
@@ -13,13 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from fsdp2.checkpoint.archives import Record
-from fsdp2.checkpoint.entries import Entry, Piece, Tree, whole_of
 from fsdp2.core.errors import CheckpointError, coded
 from fsdp2.core.names import clean
-from fsdp2.core.pieces import piece_of
 
 Nested = dict[str, Any]
 
@@ -45,7 +41,7 @@ class Contents:
     model: Nested
     optimizer: Nested | None = None
     rng: Nested = field(default_factory=dict)
-    extra: Tree = None
+    extra: Any = None
     beside: Nested = field(default_factory=dict)
 
     def strip(self, prefix: str, source: Path) -> None:
@@ -85,7 +81,7 @@ class Contents:
         return {**found, **self.beside}
 
 
-def contents_of(tree: Tree, source: Path) -> Contents:
+def contents_of(tree: Any, source: Path) -> Contents:
     """Find model and optimizer in the contents of a file or a folder.
 
     Args:
@@ -136,7 +132,7 @@ def contents_of_step(tree: Nested, source: Path) -> Contents:
 
 def _is_model(tree: Nested) -> bool:
     """Whether it is a state dict of tensors by name, possibly with other values of modules."""
-    return any(isinstance(v, Entry) for v in tree.values()) and not any(
+    return any(isinstance(v, Tensor) for v in tree.values()) and not any(
         not isinstance(key, str) or (isinstance(value, dict) and not key.endswith("_extra_state"))
         for key, value in tree.items()
     )
@@ -179,9 +175,13 @@ def _by_name(optimizer: Nested, model: Nested, source: Path) -> Nested:
             f"with named_parameters()",
         )
     for key, kept in state.items():
-        first: dict[Entry, object] = {}
+        first: dict[Tensor, object] = {}
         for kind, value in kept.items():
-            if isinstance(value, Entry) and value.numel and first.setdefault(value, kind) != kind:
+            if (
+                isinstance(value, Tensor)
+                and value.numel()
+                and first.setdefault(value, kind) != kind
+            ):
                 raise coded(
                     CheckpointError,
                     "ckpt-states-aliased",
@@ -211,7 +211,7 @@ def _names_of(groups: Sequence[Nested], model: Nested) -> dict[Any, str]:
         return {key: clean(name) for key, name in pairs}
     once: dict[object, str] = {}
     for name, value in model.items():  # tied ones are one parameter, called by the first name
-        once.setdefault(value if isinstance(value, Entry) else name, name)
+        once.setdefault(value if isinstance(value, Tensor) else name, name)
     keys = [key for group in groups for key in group["params"]]
     if len(groups) != 1 or len(once) != len(keys):
         return {}
@@ -222,9 +222,9 @@ def _fits(state: Mapping[object, Nested], names: Mapping[Any, str], model: Neste
     """Whether averages have the shapes of their parameters."""
     for key, kept in state.items():
         param, like = model.get(names[key]), kept.get("exp_avg", kept.get("momentum_buffer"))
-        if not isinstance(param, Entry):
+        if not isinstance(param, Tensor):
             return False
-        if isinstance(like, Entry) and like.shape != param.shape:
+        if isinstance(like, Tensor) and like.shape != param.shape:
             return False
     return True
 
@@ -241,102 +241,3 @@ def _numbered(optimizer: Nested) -> Nested:
             for group in optimizer["param_groups"]
         ],
     }
-
-
-# ---- files of ranks
-
-
-def joined(trees: Sequence[Tree], source: Path) -> Tree:
-    """The parts of one checkpoint that ranks have saved, as one tree.
-
-    ShardedTensors and DTensors become full tensors; other values are rank 0's.
-
-    Raises:
-        CheckpointError: they differ, or parts are missing.
-    """
-
-    def join(name: str, values: list[Any]) -> Tree:
-        first = values[0]
-        if any(type(value) is not type(first) for value in values) and not isinstance(
-            first, Record
-        ):
-            raise _unlike(source, name)
-        if isinstance(first, dict):
-            for key in {key for value in values for key in value}:
-                if any(key not in value for value in values):
-                    raise _unlike(source, str(key))
-            return {
-                key: join(f"{name}.{key}" if name else str(key), [value[key] for value in values])
-                for key in first
-            }
-        if isinstance(first, (list, tuple)):
-            lengths = {len(value) for value in values}
-            if len(lengths) > 1:
-                raise _unlike(source, name)
-            return [
-                join(f"{name}.{n}", list(each)) for n, each in enumerate(zip(*values, strict=True))
-            ]
-        if isinstance(first, Record):
-            reader = _READERS.get(first.kind)
-            if reader is None or any(
-                not isinstance(value, Record) or value.kind != first.kind for value in values
-            ):
-                raise _unlike(source, name)
-            try:
-                shape, dtype, pieces = reader(values)
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
-                raise _unlike(source, name) from error
-            return whole_of(name, shape, dtype, pieces, source)
-        return first
-
-    return join("", list(trees))
-
-
-def _unlike(source: Path, name: str) -> CheckpointError:
-    return coded(
-        CheckpointError,
-        "ckpt-ranks-unlike",
-        f"'{source}' has files of ranks that disagree about '{name}'; pass a folder with only the "
-        f"files of one step",
-    )
-
-
-Parts = tuple[tuple[int, ...], torch.dtype, list[Piece]]
-
-
-def _of_sharded_tensors(values: Sequence[Record]) -> Parts:
-    """Each rank's local shards, which say where they begin."""
-    pieces = []
-    for shards, *_ in (value.state for value in values):
-        for shard in shards:
-            (piece,) = shard["tensor"].pieces
-            offsets = tuple(shard["metadata"]["shard_offsets"])
-            pieces.append(Piece(piece.tensor, offsets, piece.file))
-    metadata = values[0].state[1]
-    dtype = metadata["tensor_properties"].state[0]
-    return tuple(metadata["size"]), dtype, pieces
-
-
-def _of_dtensors(values: Sequence[Record]) -> Parts:
-    """Each rank's local tensor; where it begins follows from its place in the mesh."""
-    specs = [value["_spec"] for value in values]
-    places = [tuple(spec["mesh"]["_coordinate_on_dim"]) for spec in specs]
-    sizes = [max(column) + 1 for column in zip(*places, strict=True)]
-    shape = tuple(specs[0]["tensor_meta"].args[0])
-    pieces = []
-    for value, spec, place in zip(values, specs, places, strict=True):
-        (piece,) = value["_local_tensor"].pieces
-        starts, lengths = [0] * len(shape), list(shape)
-        for placement, at, size in zip(spec["placements"], place, sizes, strict=True):
-            if {"Shard": True, "Replicate": False}[placement.kind]:  # others: a KeyError
-                dim = placement["dim"]
-                start, lengths[dim] = piece_of(lengths[dim], size, at)
-                starts[dim] += start
-        pieces.append(Piece(piece.tensor, tuple(starts), piece.file))
-    return shape, pieces[0].tensor.dtype, pieces
-
-
-_READERS: dict[str, Callable[[Sequence[Record]], Parts]] = {
-    "DTensor": _of_dtensors,
-    "ShardedTensor": _of_sharded_tensors,
-}

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.files import HASH, BrokenError
 from fsdp2.checkpoint.index import read_index
-from fsdp2.checkpoint.remote import RemoteStore, remote_path
+from fsdp2.checkpoint.remote import RemoteStore
 from fsdp2.checkpoint.stores import (
     MANIFEST,
     AnyPath,
@@ -97,15 +97,6 @@ def store_of(path: PathLike) -> Store:
         CheckpointError: the URL cannot be reached from this process.
     """
     return RemoteStore(os.fspath(path)) if is_url(path) else DiskStore(local_path(path))
-
-
-def any_path(path: PathLike) -> AnyPath:
-    """The path to read: on a disk, or at a URL.
-
-    Raises:
-        CheckpointError: the URL cannot be reached from this process.
-    """
-    return remote_path(os.fspath(path)) if is_url(path) else local_path(path)
 
 
 def steps(folder: PathLike) -> list[int]:

@@ -1,6 +1,6 @@
 """DCP's index, read without running code, and checked: what is where of a folder of DCP.
 
-    .metadata ── Interpreter ─> drafts ── checked ─> Metadata
+    .metadata ── _Interpreter ─> drafts ── checked ─> Metadata
 
 Nothing of torch's is made before all of it is checked: names, shapes, boxes that cover each tensor
 once, and files that lie in the folder.
@@ -8,8 +8,11 @@ once, and files that lie in the folder.
 
 from __future__ import annotations
 
+import io
 import math
-from typing import TypeVar
+import pickle
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -22,9 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fsdp2.checkpoint.boxes import cover
 from fsdp2.checkpoint.files import BrokenError
-from fsdp2.checkpoint.pickles import DTYPES, Interpreter, Maker
 from fsdp2.checkpoint.stores import INDEX, AnyPath, is_inside
 from fsdp2.core.errors import CheckpointError, coded
 
@@ -33,85 +34,98 @@ T = TypeVar("T")
 _LONGEST = 1 << 24
 """Entries of a list in a state dict, which are made when the last of them is named."""
 
+DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+"""By the names that pickles have for them; asking torch for other names would import modules."""
+
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)
 
 
 class _Draft:
-    """An object as described by a file."""
+    """An object as described by a file; hashed by its identity."""
 
-    __slots__ = ("state",)
+    state: object = {}
 
-    def __init__(self) -> None:
-        self.state: object = {}
-
-    def build_from(self, state: object) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
 
-class _Whole(_Draft):
-    __slots__ = ()
+class _Plain(_Draft):
+    """One that is what its constructor was given."""
+
+    def __new__(cls, *given: object) -> Any:
+        return given[0] if len(given) == 1 else given
 
 
-class _Tensor(_Draft):
-    __slots__ = ()
-
-
-class _Properties(_Draft):
-    __slots__ = ()
-
-
-class _Chunk(_Draft):
-    __slots__ = ()
-
-
-class _Bytes(_Draft):
-    __slots__ = ()
-
-
-class _Index(_Draft):
-    __slots__ = ()
-
-
-class _Place(_Draft):
-    __slots__ = ()
-
-
-class _Layout(str):
-    """The name of a layout, which the file may pass on, and not call."""
-
-    __slots__ = ()
-
-
-_MAKERS: dict[tuple[str, str], Maker] = {
-    ("torch.distributed.checkpoint.metadata", "Metadata"): Maker(_Whole),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"): Maker(_Tensor),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"): Maker(_Properties),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): Maker(_Chunk),
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"): Maker(_Bytes),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"): Maker(_Index),
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"): Maker(_Draft),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): Maker(lambda code: code),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Maker(_Place),
-    ("torch.serialization", "_get_layout"): Maker(_Layout),
-    ("torch", "Size"): Maker(tuple),
-    ("pathlib", "PosixPath"): Maker(lambda *parts: parts),
-    ("pathlib._local", "PosixPath"): Maker(lambda *parts: parts),
-    ("collections", "OrderedDict"): Maker(dict),
+_PYTHONS: Any = pickle._Unpickler
+_METADATA = "torch.distributed.checkpoint.metadata"
+_CLASSES: dict[tuple[str, str], type[_Draft]] = {
+    (_METADATA, "Metadata"): _Draft,
+    (_METADATA, "TensorStorageMetadata"): _Draft,
+    (_METADATA, "TensorProperties"): _Draft,
+    (_METADATA, "ChunkStorageMetadata"): _Draft,
+    (_METADATA, "BytesStorageMetadata"): _Draft,
+    (_METADATA, "MetadataIndex"): _Draft,
+    (_METADATA, "StorageMeta"): _Draft,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Draft,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _Plain,
+    ("torch.serialization", "_get_layout"): _Plain,
+    ("torch", "Size"): _Plain,
+    ("pathlib", "PosixPath"): _Plain,
+    ("pathlib._local", "PosixPath"): _Plain,
 }
 
 
-def _find(module: str, name: str) -> object:
-    maker = _MAKERS.get((module, name))
-    if maker is not None:
-        return maker
-    if module == "torch" and name in DTYPES:
-        return DTYPES[name]
-    raise coded(
-        CheckpointError,
-        "ckpt-index-code",
-        f"the index of the step refers to '{module}.{name}', which DCP never writes into an "
-        f"index; load only steps that save() has written",
-    )
+class _Interpreter(_PYTHONS):
+    """Creates drafts: no class of the process is named, so that BUILD changes none.
+
+    The one in C would allocate a memo as large as a file says, and crashes on keys of nested
+    tuples.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._made: dict[str, type] = {}
+
+    def find_class(self, module: str, name: str) -> object:
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        if (module, name) not in _CLASSES:
+            raise coded(
+                CheckpointError,
+                "ckpt-index-code",
+                f"the index of the step refers to '{module}.{name}', which DCP never writes into "
+                f"an index; load only steps that save() has written",
+            )
+        # A class of this file's own: whatever the file does to it is gone with it.
+        return self._made.setdefault(name, type(name, (_CLASSES[module, name],), {}))
+
+    def persistent_load(self, pid: object) -> object:
+        raise BrokenError()
+
+    def _set_items(self) -> None:
+        items = self.pop_mark()
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self._set(key, value)
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set(key, value)
+
+    def _set(self, key: object, value: object) -> None:
+        if type(self.stack[-1]) is not dict or not isinstance(key, (str, int, _Draft)):
+            raise BrokenError()
+        self.stack[-1][key] = value
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **_PYTHONS.dispatch,
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
+    }
+    for _code in (
+        *(pickle.DICT, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET),
+        *(pickle.BYTEARRAY8, pickle.EXT1, pickle.EXT2, pickle.EXT4),
+    ):
+        del dispatch[_code[0]]
 
 
 def read_index(folder: AnyPath) -> Metadata:
@@ -122,7 +136,7 @@ def read_index(folder: AnyPath) -> Metadata:
     """
     path = folder / INDEX
     try:
-        return _checked(Interpreter(path.read_bytes(), _find, hashable=(_Index,)).load(), path)
+        return _checked(_Interpreter(path.read_bytes()).load(), path)
     except CheckpointError:
         raise
     except Exception as error:  # a pickle may break in any way
@@ -137,7 +151,7 @@ def read_index(folder: AnyPath) -> Metadata:
 
 
 def _checked(draft: object, path: AnyPath) -> Metadata:
-    state = _state(draft, _Whole)
+    state = _state(draft, "Metadata")
     saved: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, about in _of(state["state_dict_metadata"], dict).items():
         found = saved[_of(name, str)] = _about(about)
@@ -169,8 +183,10 @@ def _of(value: object, kind: type[T]) -> T:
     return value
 
 
-def _state(draft: object, kind: type[_Draft]) -> dict[str, object]:
-    return _of(_of(draft, kind).state, dict)
+def _state(draft: object, kind: str) -> Any:
+    if not isinstance(draft, _Draft) or type(draft).__name__ != kind:
+        raise BrokenError()
+    return draft.state
 
 
 def _sizes(value: object) -> torch.Size:
@@ -182,14 +198,14 @@ def _sizes(value: object) -> torch.Size:
 
 
 def _about(draft: object) -> TensorStorageMetadata | BytesStorageMetadata:
-    if type(draft) is _Bytes:
+    if isinstance(draft, _Draft) and type(draft).__name__ == "BytesStorageMetadata":
         return BytesStorageMetadata()
-    state = _state(draft, _Tensor)
+    state = _state(draft, "TensorStorageMetadata")
     size, chunks = _sizes(state["size"]), []
     for chunk in _of(state["chunks"], list):
-        box = _state(chunk, _Chunk)
+        box = _state(chunk, "ChunkStorageMetadata")
         chunks.append(ChunkStorageMetadata(_sizes(box["offsets"]), _sizes(box["sizes"])))
-    kept = _of(_of(state["properties"], _Properties).state, tuple)
+    kept = _of(_state(state["properties"], "TensorProperties"), tuple)
     dtype, _, grad, code, pinned, *_ = kept  # and strides, from torch 2.15 on
     if len(kept) > 6:
         raise BrokenError()
@@ -216,7 +232,7 @@ def _require_whole(name: str, about: TensorStorageMetadata, path: AnyPath) -> No
 
 
 def _index(draft: object) -> MetadataIndex:
-    state = _state(draft, _Index)
+    state = _state(draft, "MetadataIndex")
     offset, number = state.get("offset"), state.get("index")
     return MetadataIndex(
         _of(state["fqn"], str),
@@ -226,7 +242,7 @@ def _index(draft: object) -> MetadataIndex:
 
 
 def _place(draft: object, index: AnyPath) -> object:
-    state = _state(draft, _Place)
+    state = _state(draft, "_StorageInfo")
     name = _of(state["relative_path"], str)
     if not is_inside(name):
         raise coded(
@@ -249,3 +265,46 @@ def _nesting(value: object) -> tuple[str | int, ...]:
     if not place or any(not 0 <= each < _LONGEST for each in numbers):
         raise BrokenError()
     return place
+
+
+# ---- boxes that cover a tensor: each element once, none left out
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""The first element in each dim, and the extents."""
+
+
+def cover(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes lie in a tensor, do not overlap, and leave no element out.
+
+    The time grows with their number, except for those that begin at the same index of dim 0.
+
+    Args:
+        shape: of the tensor.
+        boxes: empty ones count for nothing.
+    """
+    full = [(first, sizes) for first, sizes in boxes if math.prod(sizes)]
+    if sum(math.prod(sizes) for _, sizes in full) != math.prod(shape):
+        return False
+    if not all(_inside(shape, *box) for box in full):
+        return False
+    if len(full) <= 1:
+        return True
+    open_: list[Box] = []  # that reach to the index of dim 0 that is looked at
+    for first, sizes in sorted(full):
+        open_ = [box for box in open_ if box[0][0] + box[1][0] > first[0]]
+        if any(_overlap((first, sizes), other) for other in open_):
+            return False
+        open_.append((first, sizes))
+    return True
+
+
+def _inside(shape: Sequence[int], first: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    return len(first) == len(sizes) == len(shape) and all(
+        min(at, length) >= 0 and at + length <= whole
+        for at, length, whole in zip(first, sizes, shape, strict=True)
+    )
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    pairs = zip(*one, *other, strict=True)
+    return all(at < place + size and place < at + length for at, length, place, size in pairs)

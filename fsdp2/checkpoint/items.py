@@ -25,10 +25,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.archives import ALIGNMENT, write_archive
-from fsdp2.checkpoint.entries import Entry
 from fsdp2.checkpoint.staging import copied
 from fsdp2.checkpoint.stores import Attempt
-from fsdp2.checkpoint.tensors import About
 
 
 def file_of(rank: int) -> str:
@@ -67,7 +65,7 @@ def write_items(
 def _write_tensor(stream: files.Summed, value: torch.Tensor) -> None:
     rows = value.detach().cpu()
     if type(rows) in (torch.Tensor, nn.Parameter) and _is_strided(rows):
-        write_archive(stream.write, Entry.of(rows))
+        write_archive(stream.write, rows)
     else:  # a class of the user's, sparse ones: torch knows how
         torch.save(copied(rows), cast(IO[bytes], stream))
 
@@ -81,17 +79,16 @@ def framing_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int]:
     without a parser.
     """
     whole, before = io.BytesIO(), 0
-    over = About(shape, dtype).nbytes % ALIGNMENT
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    over = like.nbytes % ALIGNMENT
 
-    class Hollow(Entry):
-        """Writes only the part of its values that determines the bytes after them."""
+    def data_of(_: torch.Tensor) -> Iterator[bytes]:
+        """The part of the values that determines the bytes after them."""
+        nonlocal before
+        before = whole.tell()
+        yield bytes(over)
 
-        def blocks(self) -> Iterator[memoryview]:
-            nonlocal before
-            before = whole.tell()
-            yield memoryview(bytes(over))
-
-    write_archive(whole.write, Hollow(shape, dtype, ()))
+    write_archive(whole.write, like, data_of)
     return whole.getvalue()[:before], len(whole.getvalue()) - over
 
 

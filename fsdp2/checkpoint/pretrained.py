@@ -1,28 +1,22 @@
 """`load_pretrained`: a folder of Hugging Face's libraries into a model, each rank its own slices.
 
-1. rank 0       headers of all files                   ─> all ranks
-2. every rank   names, shapes, dtypes, lengths of files; tied names that differ
-3. all          differences on any rank                ─> raised on all, or reported
-4. every rank   memory for meta tensors; its slices, into it
+1. every rank   names, shapes, dtypes; tied names that differ
+2. all          differences on any rank                ─> raised on all, or reported
+3. every rank   memory for meta tensors; its slices, into it
 """
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import replace
-from pathlib import Path
 from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from fsdp2.checkpoint.binaries import are_binaries, catalogue_of
 from fsdp2.checkpoint.consensus import Call
 from fsdp2.checkpoint.exporting import Names
-from fsdp2.checkpoint.folder import any_path
+from fsdp2.checkpoint.folders import TensorFolder
 from fsdp2.checkpoint.state import Differences, Held, held_by
-from fsdp2.checkpoint.stores import PathLike, length_of
-from fsdp2.checkpoint.tensors import Catalogue, Reader, catalogue
+from fsdp2.checkpoint.stores import PathLike, local_path
 from fsdp2.checkpoint.unsaved import recomputed, unsaved
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import CheckpointError, coded
@@ -43,8 +37,8 @@ def load_pretrained(
 
     Every rank of the process group calls it, with the same arguments, between steps; without a
     process group, a single process does. Each rank reads only the bytes of its own slices into its
-    shards; runs of less than 4 KiB together with the data between them. No code from a file runs,
-    and the package ``safetensors`` is not needed.
+    shards; files are mapped. No code from a file runs. Safetensors need the package (extra
+    `fsdp2[safetensors]`).
 
     Floating-point tensors are cast to the dtype of the model's, as in ``load_state_dict``; all
     others must have that dtype. A tied tensor may be in the files under any of its names, or under
@@ -58,8 +52,7 @@ def load_pretrained(
     Args:
         model: receives parameters and persistent buffers.
         folder: as for `export` or ``save_pretrained``; or a ``.safetensors`` or ``.bin`` file, or
-            an index. In a folder with both, safetensors are used. Or a URL that fsspec supports,
-            with safetensors, as "s3://bucket/llama" (extra `fsdp2[fsspec]`).
+            an index, on a disk. In a folder with both, safetensors are used.
         names: maps the model's name of a tensor to its name in the files; ``None``: the files do
             not have it, and it stays unchanged. Default: the same.
         strict: raise if names, shapes or dtypes differ. ``False``: load the others.
@@ -81,9 +74,7 @@ def load_pretrained(
         fsdp2.checkpoint.load_pretrained(model, "llama", names=lambda name: "model." + name)
     """
     call = Call(f"load_pretrained('{folder}')", process_group)
-    found = call.together(lambda: _headers(folder) if call.is_first else None)[0]
-    assert found is not None
-    job = _PretrainedLoad(model, found, names or (lambda name: name))
+    job = _PretrainedLoad(model, folder, names or (lambda name: name))
     left = Differences.over_ranks(call.together(job.compare))
     if left and strict:
         raise coded(
@@ -98,28 +89,21 @@ def load_pretrained(
     return left
 
 
-def _headers(folder: PathLike) -> Catalogue:
-    """To be sent: of a store without what reaches it, which each rank must have itself."""
-    path = any_path(folder)
-    found = catalogue_of(path) if are_binaries(path) else catalogue(path)
-    return replace(found, folder=Path(found.folder))
-
-
 class _PretrainedLoad:
     """One load, on one rank."""
 
-    def __init__(self, model: nn.Module, found: Catalogue, names: Names) -> None:
+    def __init__(self, model: nn.Module, folder: PathLike, names: Names) -> None:
         self._model = model
-        self._found = found
+        self._folder = folder
+        self._found: TensorFolder
         self._names = names
         self._sources: dict[str, list[str]] = {}  # the model's name -> tensors of the files
         self._values: dict[str, Tensor] = {}  # of buffers that no file has
 
     def compare(self) -> Differences:
         """Find the differences; changes nothing."""
-        self._found = replace(self._found, folder=any_path(self._found.folder))
         require_writable(self._model, "load_pretrained")
-        self._check_files()
+        self._found = TensorFolder(local_path(self._folder))
         held, tied, others = held_by(self._model)
         known: dict[str, list[str]] = {name: [name] for name in held}
         for other, name in tied.items():
@@ -128,7 +112,7 @@ class _PretrainedLoad:
         for name, alike in known.items():
             wanted = [file for file in map(self._names, alike) if file is not None]
             there = [self._found.tied.get(file, file) for file in wanted]
-            sources = [file for file in dict.fromkeys(there) if file in self._found.places]
+            sources = [file for file in dict.fromkeys(there) if file in self._found.abouts]
             used |= set(sources)
             if not sources:
                 if wanted:
@@ -136,23 +120,11 @@ class _PretrainedLoad:
             elif all(self._alike(name, held[name], source, differences) for source in sources):
                 self._sources[name] = sources
         differences.missing += [name for name in others if self._names(name) is not None]
-        differences.unexpected += [name for name in self._found.places if name not in used]
+        differences.unexpected += [name for name in self._found.abouts if name not in used]
         return differences
 
-    def _check_files(self) -> None:
-        for name, length in self._found.lengths.items():
-            path = self._found.folder / name
-            seen = length_of(path) if path.is_file() else None
-            if seen != length:
-                raise coded(
-                    CheckpointError,
-                    "pretrained-files",
-                    f"'{path}' has {seen} bytes on one rank and {length} on another; let all ranks "
-                    f"see the same folder",
-                )
-
     def _alike(self, name: str, held: Held, source: str, differences: Differences) -> bool:
-        about = self._found.places[source].about
+        about = self._found.abouts[source]
         if about.shape != held.shape:
             differences.reshaped.append(name)
             return False
@@ -166,17 +138,16 @@ class _PretrainedLoad:
         """Raise if tied names have different values, or something would have none."""
         held, _, _ = held_by(self._model)
         loaded = {name for name in self._sources if name not in left}
-        with Reader(self._found) as reader:
-            for name in sorted(loaded):
-                first, *others = self._sources[name]
-                for other in others:
-                    if not _equal(reader, first, other, held[name]):
-                        raise coded(
-                            CheckpointError,
-                            "pretrained-tied",
-                            f"'{first}' and '{other}' are tied in the model, but differ in "
-                            f"'{self._found.folder}'; let names= return None for one of them",
-                        )
+        for name in sorted(loaded):
+            first, *others = self._sources[name]
+            for other in others:
+                if not _equal(self._found, first, other, held[name]):
+                    raise coded(
+                        CheckpointError,
+                        "pretrained-tied",
+                        f"'{first}' and '{other}' are tied in the model, but differ in "
+                        f"'{self._found.path}'; let names= return None for one of them",
+                    )
         for name, part in held.items():
             if part.local.is_meta and name not in loaded:
                 self._check_reset(name)
@@ -195,7 +166,7 @@ class _PretrainedLoad:
         raise coded(
             CheckpointError,
             "pretrained-no-values",
-            f"'{name}' is on the meta device and not in '{self._found.folder}', so it would have "
+            f"'{name}' is on the meta device and not in '{self._found.path}', so it would have "
             f"no values; give its module a reset_parameters(), or a module around it an "
             f"_init_weights(module), that sets it, or build the model in fsdp2.deferred(…)",
         )
@@ -207,28 +178,22 @@ class _PretrainedLoad:
         loaded = {name for name in self._sources if name not in left}
         unset = [name for name, part in held.items() if part.local.is_meta and name not in loaded]
         owners = {self._model.get_submodule(name.rpartition(".")[0]): None for name in unset}
-        with rewritten(self._model), contextlib.ExitStack() as stack:
+        with rewritten(self._model):
             for owner in owners:
                 owner.reset_parameters()  # type: ignore[operator]  # `check` has found it
             for name, value in self._values.items():
                 self._model.get_buffer(name).copy_(value)
             held, _, _ = held_by(self._model)
-            reader = stack.enter_context(Reader(self._found))
-            for name in sorted(loaded, key=lambda name: self._order(self._sources[name][0])):
+            order = {name: number for number, name in enumerate(self._found.abouts)}
+            for name in sorted(loaded, key=lambda name: order[self._sources[name][0]]):
                 part = held[name]
                 if part.local.numel():
-                    reader.read(self._sources[name][0], part.local, part.offsets)
-
-    def _order(self, source: str) -> tuple[str, int]:
-        """Files are read from the beginning to the end."""
-        place = self._found.places[source]
-        return place.file, place.offset
+                    self._found.read(self._sources[name][0], part.local.detach(), part.offsets)
 
 
-def _equal(reader: Reader, one: str, other: str, held: Held) -> bool:
+def _equal(found: TensorFolder, one: str, other: str, held: Held) -> bool:
     """Whether two tensors of the files have the same bits in this rank's part, piece by piece."""
-    places = reader.catalogue.places
-    if places[one].about != places[other].about:
+    if found.abouts[one] != found.abouts[other]:
         return False
     lengths = tuple(held.local.shape)
     if not held.local.numel():
@@ -238,10 +203,10 @@ def _equal(reader: Reader, one: str, other: str, held: Held) -> bool:
     for start in range(0, rows, step):
         shape = (min(step, rows - start), *lengths[1:]) if lengths else ()
         offsets = (held.offsets[0] + start, *held.offsets[1:]) if lengths else ()
-        found: list[Tensor] = []
+        both: list[Tensor] = []
         for name in (one, other):
-            found.append(torch.empty(shape, dtype=places[name].about.dtype))
-            reader.read(name, found[-1], offsets)
-        if not torch.equal(*(tensor.view(-1).view(torch.uint8) for tensor in found)):
+            both.append(torch.empty(shape, dtype=found.abouts[name].dtype))
+            found.read(name, both[-1], offsets)
+        if not torch.equal(*(tensor.view(-1).view(torch.uint8) for tensor in both)):
             return False
     return True

@@ -55,7 +55,7 @@ from fsdp2.checkpoint.snapshots import (
     whole_state,
 )
 from fsdp2.checkpoint.stores import AnyPath
-from fsdp2.checkpoint.tensors import About, Catalogue, Place
+from fsdp2.checkpoint.tensors import About, Place
 from fsdp2.checkpoint.tensors import Reader as TensorReader
 from fsdp2.checkpoint.values import Value, is_kept_by_dcp, packed
 from fsdp2.core.errors import CheckpointError, coded
@@ -484,7 +484,7 @@ class Reader(FileSystemReader):
                 stored[item.storage_index].offset,
             ),
         )
-        with TensorReader(Catalogue(self.path, {}, {}, {})) as reader:
+        with TensorReader(self.path) as reader:
             for item in ordered:
                 if not self._read_framed(reader, item, planner):
                     others.append(item)

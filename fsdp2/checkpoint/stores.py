@@ -182,8 +182,8 @@ def local_path(path: PathLike) -> Path:
         raise coded(
             CheckpointError,
             "ckpt-not-local",
-            f"'{path}' is on an object store, which supports only saving and loading steps, and "
-            f"load_pretrained(); pass a path on a disk, and copy the files",
+            f"'{path}' is on an object store, which supports only saving and "
+            f"loading steps; pass a path on a disk, and copy the files",
         )
     return disk_path(path)
 

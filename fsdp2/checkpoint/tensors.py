@@ -1,19 +1,17 @@
-"""The safetensors format by byte offsets: many processes write a file, and read only slices of it.
+"""The safetensors format by byte offsets: many processes write one file; slices are read in place.
 
     names, shapes, dtypes ── plan ──> Layout: files, headers, the first byte of every tensor
     Layout                ── Writer ─> create on one rank; write slices on all ranks; synced
-    a folder or a file    ── catalogue ─> Catalogue: the same of what is there, checked
-    Catalogue             ── Reader ─> slices of tensors into memory that is there
+    a place in a file     ── Reader ─> slices of a tensor into memory that is there
 
     [ 8 bytes: n ][ n bytes: JSON, padded to 8 ][ tensor ][ tensor ] …       one file
 
 This module knows plain names, shapes and dtypes; it knows no model and does not communicate.
 
 The package ``safetensors`` writes a file from one process that has all tensors whole, and does not
-return the offsets of tensors. Here each rank writes and reads its own slices, which requires the
-offsets. Order, header and padding are identical to the package's, byte for byte; tests compare
-them. The format is described at https://github.com/huggingface/safetensors#format, the folder at
-https://huggingface.co/docs/transformers/main_classes/model (``save_pretrained``).
+return the offsets of tensors. Here each rank writes its own slices, which requires the offsets;
+`folders` reads such files with the package. Order, header and padding are identical to the
+package's, byte for byte; tests compare them.
 """
 
 from __future__ import annotations
@@ -22,17 +20,15 @@ import ctypes
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
 from fsdp2.checkpoint import files
-from fsdp2.checkpoint.files import BrokenError
-from fsdp2.checkpoint.stores import AnyPath, is_inside
+from fsdp2.checkpoint.stores import AnyPath
 from fsdp2.core.errors import CheckpointError, coded
 
 DTYPES = {
@@ -62,7 +58,6 @@ SUFFIX = ".safetensors"
 METADATA = "__metadata__"
 BLOCK = 8 << 20  # bytes that are staged at once, where they cannot be used as they lie
 _SMALL = 4096  # bytes; shorter runs are read with what lies between them
-_MAX_HEADER = 100_000_000  # bytes; the package takes no longer one
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _RANKS = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
 
@@ -92,23 +87,6 @@ class Place:
     file: str
     offset: int
     about: About
-
-
-@dataclass(frozen=True)
-class Catalogue:
-    """The contents of a folder, or of one file.
-
-    Attributes:
-        folder: where the files are.
-        lengths: of each file, in bytes, by its name.
-        places: of each tensor, by its name.
-        tied: names that represent another tensor of the folder, according to the files' metadata.
-    """
-
-    folder: AnyPath
-    lengths: Mapping[str, int]
-    places: Mapping[str, Place]
-    tied: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -312,176 +290,12 @@ class Writer:
 # ---- reading
 
 
-def catalogue(path: AnyPath) -> Catalogue:
-    """Read the headers of a file or a folder; no tensor.
-
-    For a folder: the files in its index; otherwise ``model.safetensors``; otherwise all with that
-    suffix.
-
-    Raises:
-        CheckpointError: there is no file; one is missing, truncated, or has another format.
-    """
-    folder, names, wanted = _files_of(path)
-    lengths: dict[str, int] = {}
-    places: dict[str, Place] = {}
-    tied: dict[str, str] = {}
-    for file in names:
-        lengths[file], found, metadata = _read_header(folder / file)
-        for name, place in found.items():
-            if wanted.get(name, file) != file:
-                continue
-            if name in places:
-                raise coded(
-                    CheckpointError,
-                    "tensors-twice",
-                    f"'{name}' is in '{folder / file}' and in '{places[name].file}', and no index "
-                    f"says which one to read; pass one file instead of the folder",
-                )
-            places[name] = place
-        tied |= {key: value for key, value in metadata.items() if value in found}
-    for name, file in wanted.items():
-        if name not in places:
-            raise coded(
-                CheckpointError,
-                "tensors-not-there",
-                f"the index of '{folder}' says that '{name}' is in '{file}', but it is not there; "
-                f"copy the file again",
-            )
-    tied = {other: name for other, name in tied.items() if other not in places}
-    return Catalogue(folder, lengths, places, tied)
-
-
-def _files_of(path: AnyPath) -> tuple[AnyPath, list[str], dict[str, str]]:
-    """The folder, the names of its files, and in which file which tensor is, where that is said."""
-    if path.is_file() and path.suffix != ".json":
-        return path.parent, [path.name], {}
-    index = path if path.is_file() else path / INDEX
-    if index.is_file():
-        try:
-            wanted = json.loads(index.read_bytes())["weight_map"]
-            names = sorted(set(wanted.values()))
-            if any("/" in name or not is_inside(name) for name in names):
-                raise BrokenError()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise coded(
-                CheckpointError,
-                "tensors-index",
-                f"'{index}' is not an index of safetensors files; pass the folder of "
-                f"save_pretrained, or one of its files",
-            ) from error
-        return index.parent, names, dict(wanted)
-    single = path / f"model{SUFFIX}"
-    found = [single.name]
-    if not single.is_file():
-        found = sorted(file.name for file in path.glob(f"*{SUFFIX}"))
-    if not found:
-        raise coded(
-            CheckpointError,
-            "tensors-none",
-            f"'{path}' is not a safetensors file or a folder with one; pass a folder that "
-            f"export() or save_pretrained() has written",
-        )
-    return path, found, {}
-
-
-def _read_header(path: AnyPath) -> tuple[int, dict[str, Place], dict[str, str]]:
-    """Length, tensors and metadata of one file; checked as the package does."""
-    if not path.is_file():
-        raise coded(
-            CheckpointError,
-            "tensors-missing",
-            f"'{path}' is missing; copy all files that the index of the folder names",
-        )
-    with path.open("rb") as file:
-        length = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        parsed = _parsed(path, file, length)
-    if parsed is None:
-        raise coded(
-            CheckpointError,
-            "tensors-header",
-            f"'{path}' is not a safetensors file, or its beginning is damaged; copy it again",
-        )
-    places, metadata, end = parsed
-    if end != length:
-        raise coded(
-            CheckpointError,
-            "tensors-length",
-            f"'{path}' has {length} bytes instead of {end}; copy the file again",
-        )
-    return length, places, metadata
-
-
-def _parsed(
-    path: AnyPath, file: BinaryIO, length: int
-) -> tuple[dict[str, Place], dict[str, str], int] | None:
-    """Tensors, metadata, and where the last tensor ends; ``None`` if it is another format."""
-    try:
-        size = int.from_bytes(file.read(8), "little")
-        if not 0 < size <= min(_MAX_HEADER, length - 8):
-            return None
-        content = json.loads(file.read(size).decode(), object_pairs_hook=_once)
-        metadata = content.pop(METADATA, {})
-        if not all(isinstance(each, str) for pair in metadata.items() for each in pair):
-            return None
-        spans: list[tuple[int, int]] = []
-        places: dict[str, Place] = {}
-        for name, said in content.items():
-            name.encode()  # half of a pair of UTF-16 is no name
-            begin, behind = _whole_numbers(said["data_offsets"])
-            shape = tuple(_whole_numbers(said["shape"]))
-            if said["dtype"] not in DTYPES:
-                raise coded(
-                    CheckpointError,
-                    "tensors-unknown-dtype",
-                    f"'{path}' has '{name}' in dtype {said['dtype']}, which this version does not "
-                    f"read; write it in another dtype",
-                )
-            about = About(shape, DTYPES[said["dtype"]])
-            if behind - begin != about.nbytes:
-                return None
-            places[name] = Place(path.name, 8 + size + begin, about)
-            spans.append((begin, behind))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    end = 0
-    for begin, behind in sorted(spans):
-        if begin != end:  # a hole, or two tensors in one place
-            return None
-        end = behind
-    return places, metadata, 8 + size + end
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object of JSON whose names are there once."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise BrokenError()
-    return found
-
-
-def _whole_numbers(value: object) -> list[int]:
-    """Integers that are not negative."""
-    if not isinstance(value, list) or any(type(each) is not int or each < 0 for each in value):
-        raise BrokenError()
-    return value
-
-
-@dataclass
 class Reader:
-    """Slices of the tensors of a catalogue, into memory that is there.
+    """Boxes of tensors whose places are known, read into memory that is there."""
 
-    Example::
-
-        with Reader(catalogue(folder)) as reader:
-            reader.read("weight", rows, (first_row, 0))
-
-    Attributes:
-        catalogue: what there is.
-    """
-
-    catalogue: Catalogue
-    _open: dict[str, BinaryIO] = field(default_factory=dict)
+    def __init__(self, folder: AnyPath) -> None:
+        self._folder = folder
+        self._open: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> Reader:
         return self
@@ -490,35 +304,20 @@ class Reader:
         while self._open:
             self._open.popitem()[1].close()
 
-    def read(self, name: str, out: torch.Tensor, offsets: Sequence[int] | None = None) -> None:
-        """Fill a tensor with the whole of one in the files, or with a box of it.
-
-        Bytes are read to where they belong if ``out`` is on the CPU, in order, and of the file's
-        dtype. Else at most 8 MiB are staged. Runs of less than 4 KiB are read with what lies
-        between them.
-
-        Args:
-            name: of the whole tensor.
-            out: a plain tensor of any device, stride and dtype; values are cast to it.
-            offsets: of its first element in the whole one, in each dim. Default: all 0.
-
-        Raises:
-            CheckpointError: the file has become shorter.
-        """
-        place = self.catalogue.places[name]
-        first = tuple(offsets or (0,) * out.dim())
-        _check_box(name, place.about.shape, first, tuple(out.shape))
-        self.read_box(place, out, first)
-
     def opened(self, name: str) -> BinaryIO:
         """A file of the folder, which stays open."""
         file = self._open.get(name)
         if file is None:
-            file = self._open[name] = (self.catalogue.folder / name).open("rb")
+            file = self._open[name] = (self._folder / name).open("rb")
         return file
 
     def read_box(self, place: Place, out: torch.Tensor, first: tuple[int, ...]) -> None:
-        """As `read`, of a tensor whose place is known; the box lies in it."""
+        """Fill ``out``, of any device, stride and dtype, with the box that begins at ``first``.
+
+        Bytes are read to where they belong if ``out`` is on the CPU, in order, and of the file's
+        dtype. Else at most 8 MiB are staged. Runs of less than 4 KiB are read with what lies
+        between them.
+        """
         file, out = self.opened(place.file), out.detach()
         for block in _blocks(place.about, tuple(out.shape)):
             begin = tuple(s.start + o for s, o in zip(block, first, strict=True))
@@ -554,7 +353,7 @@ class Reader:
         data, done = bytes_of(staged), 0
         for at, length in runs:
             if files.read_at(file, data[done : done + length], place.offset + at) != length:
-                path = self.catalogue.folder / place.file
+                path = self._folder / place.file
                 raise coded(
                     CheckpointError,
                     "tensors-shorter",

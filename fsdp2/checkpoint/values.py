@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2.checkpoint.archives import values_of
 from fsdp2.checkpoint.folder import Json
 from fsdp2.core.layout.mesh import local_of
 
@@ -95,7 +96,7 @@ def tensors_in(content: Json) -> list[str]:
 
 
 def unpacked(content: Json, tensors: Mapping[str, Any]) -> Value:
-    """The value passed to `packed`; tensors, or entries of files, are those that are passed."""
+    """The value passed to `packed`; tensors are those passed here, `archives.lazy` ones too."""
     if isinstance(content, list):
         return [unpacked(held, tensors) for held in content]
     if not isinstance(content, dict):
@@ -109,12 +110,11 @@ def unpacked(content: Json, tensors: Mapping[str, Any]) -> Value:
     if kind == "parameter":
         name, trained = cast("list[Any]", held)
         value = tensors[str(name)]
-        return nn.Parameter(value, requires_grad=trained) if isinstance(value, Tensor) else value
+        return value if value.is_meta else nn.Parameter(value, requires_grad=trained)
     if kind == "ndarray":
         name, dtype, shape = cast("list[Any]", held)
-        rows = tensors[str(name)]
-        rows = rows if isinstance(rows, Tensor) else rows.whole()
-        return _array(rows.cpu().numpy().tobytes(), dtype).reshape(shape).copy()
+        rows = values_of(tensors[str(name)]).numpy()
+        return _array(rows.tobytes(), dtype).reshape(shape).copy()
     if kind == "numpy":
         data, dtype = cast("list[str]", held)
         return _array(base64.b64decode(data), dtype)[0]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp2.command.options import DONE, PROBLEM, Parser, complain, count, step, subparsers
+from fsdp2.command.options import DONE, PROBLEM, Parser, complain, step, subparsers
 from fsdp2.command.output import ProgressLine, print_json, print_table
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ COMMANDS = {
     "show": "list names, shapes and dtypes of a step",
     "verify": "read every byte, and list the files that have changed since the save",
     "export": "write a step as a new folder of safetensors files, for Hugging Face's libraries",
-    "convert": "convert a checkpoint to another format, one block of a tensor at a time",
+    "convert": "convert a checkpoint to another format, one tensor at a time",
     "rm": "remove steps, or unfinished saves; asks first",
 }
 
-KINDS = ("steps", "dcp", "torch", "fsdp1", "ranks", "xla", "safetensors")
+KINDS = ("steps", "dcp", "torch", "fsdp1", "safetensors")
 """The kinds of `convert`; a test compares them with `fsdp2.checkpoint.converting`."""
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -66,7 +66,6 @@ def parser() -> Parser:
     add("--from", dest="from_kind", choices=KINDS, help="the source's kind (default: recognized)")
     add("--to", dest="to_kind", choices=KINDS, help="the target's kind (default: by its name)")
     add("--step", type=step, help="the step of the source, or the step to create")
-    add("--ranks", type=count, default=1, help="number of files for --to xla (1)")
     text = "prefix to remove from names, such as DDP's 'module.' (none)"
     add("--strip-prefix", default="", metavar="PREFIX", help=text)
     add = below["rm"].add_argument
@@ -220,7 +219,6 @@ def _convert(given: argparse.Namespace) -> int:
             from_kind=given.from_kind,
             to_kind=given.to_kind,
             step=given.step,
-            ranks=given.ranks,
             strip_prefix=given.strip_prefix,
             progress=line.bytes,
         )

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import state
 from fsdp2.checkpoint.archives import write_archive
-from fsdp2.checkpoint.entries import Entry
 from fsdp2.checkpoint.items import framing_of
 from fsdp2.checkpoint.tensors import DTYPES
 
@@ -29,7 +28,7 @@ def test_what_stands_around_values(dtype: torch.dtype) -> None:
     for shape in ((), (0,), (1,), (3, 5), (64,), (7, 1, 9), (1000,)):
         values = torch.zeros(shape, dtype=torch.uint8).to(dtype)
         whole = io.BytesIO()
-        write_archive(whole.write, Entry.of(values))
+        write_archive(whole.write, values)
         before, without = framing_of(dtype, shape)
         assert whole.getvalue().startswith(before)
         assert len(whole.getvalue()) == without + values.nbytes

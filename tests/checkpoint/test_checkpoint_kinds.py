@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -181,7 +181,7 @@ def test_a_step_of_two_ranks_is_converted(tmp_path: Path) -> None:
 
 
 def _torchs_fsdp2(folder: Path) -> dict[str, Tensor]:
-    """Saves by DCP, a file of torch.save per rank, and one full file."""
+    """Saves by DCP, one full file, and a file of torch.save per rank, which is no source."""
     model, optimizer = built("torch")
     train(model, optimizer)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -191,10 +191,7 @@ def _torchs_fsdp2(folder: Path) -> dict[str, Tensor]:
     if dist.get_rank() == 0:
         torch.save(full, folder / "full.pt")
     dcp.save(state, checkpoint_id=folder / "dcp")
-    if dist.get_rank() == 0:
-        (folder / "ranks").mkdir()
-    dist.barrier()
-    torch.save(state, folder / "ranks" / f"rank{dist.get_rank()}.pt")
+    torch.save(state, folder / f"rank{dist.get_rank()}.pt")
     return whole(model, optimizer)
 
 
@@ -209,7 +206,7 @@ def _torchs_fsdp2_loads(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", ["dcp", "ranks", "full.pt"])
+@pytest.mark.parametrize("kind", ["dcp", "full.pt"])
 def test_torchs_fsdp2(kind: str, tmp_path: Path) -> None:
     expected = run_on_ranks(2, _torchs_fsdp2, tmp_path)[0]
     assert kind_of(tmp_path / kind) == {"full.pt": "torch"}.get(kind, kind)
@@ -217,6 +214,8 @@ def test_torchs_fsdp2(kind: str, tmp_path: Path) -> None:
     for ranks in (2, 3):
         for found in run_on_ranks(ranks, _loads, tmp_path / "run", "sharded"):
             assert_same(found, expected)
+    with raises("ckpt-file-shards"):
+        checkpoint.convert(tmp_path / "rank1.pt", tmp_path / "run", step=2)
     checkpoint.convert(tmp_path / "run", tmp_path / "plain", to_kind="dcp")
     for found in run_on_ranks(2, _torchs_fsdp2_loads, tmp_path / "plain"):
         assert_same(found, expected)
@@ -267,10 +266,7 @@ def _fsdp1_saves(folder: Path) -> dict[str, Tensor]:
     full, sharded = (_fsdp1_state(model, optimizer, kind) for kind in ("full", "sharded"))
     dcp.save(sharded, checkpoint_id=folder / "dcp")
     if dist.get_rank() == 0:
-        (folder / "ranks").mkdir()
         torch.save(full, folder / "full.pt")
-    dist.barrier()
-    torch.save(sharded, folder / "ranks" / f"rank{dist.get_rank()}.pt")
     return _fsdp1_whole(full)
 
 
@@ -292,7 +288,7 @@ def _fsdp1_loads(folder: Path, kind: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", ["full.pt", "dcp", "ranks"])
+@pytest.mark.parametrize("kind", ["full.pt", "dcp"])
 def test_torchs_fsdp1(kind: str, tmp_path: Path) -> None:
     """Its state dicts become steps, and steps its state dicts; optimizer included."""
     expected = run_on_ranks(2, _fsdp1_saves, tmp_path)[0]
@@ -301,8 +297,6 @@ def test_torchs_fsdp1(kind: str, tmp_path: Path) -> None:
     for ranks in (2, 3):
         for found in run_on_ranks(ranks, _loads, tmp_path / "run", "sharded"):
             assert_same(found, expected)
-    if kind == "ranks":
-        return
     back, way = tmp_path / "back", "full" if kind == "full.pt" else "sharded"
     checkpoint.convert(tmp_path / "run", back, to_kind="fsdp1" if way == "full" else "dcp")
     for found in run_on_ranks(2, _fsdp1_loads, back, way):
@@ -350,27 +344,3 @@ def test_a_full_optimizer_is_saved_by_one_process(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "run", other, others, step=1)
     for found in run_on_ranks(3, _loads, tmp_path / "run", "sharded"):
         assert_same(found, whole(model, optimizer))
-
-
-@pytest.mark.parametrize("how", ["sharded"])
-def test_dtensors_of_two_meshes(how: str, tmp_path: Path) -> None:
-    """Files of ranks: cut twice on one dim, on two dims, and copied."""
-    run_on_ranks(4, _dtensors, tmp_path)
-    checkpoint.convert(tmp_path, tmp_path / "one.pt", from_kind="ranks")
-    found = torch.load(tmp_path / "one.pt", weights_only=True)["model"]
-    for name, value in found.items():
-        assert torch.equal(value, torch.arange(35).view(7, 5)), name
-
-
-def _dtensors(folder: Path) -> None:
-    from torch.distributed.tensor import Replicate
-
-    mesh = init_device_mesh("cpu", (2, 2))
-    ways = {
-        "one": [Shard(0), Shard(1)],
-        "copied": [Replicate(), Shard(0)],
-        "other": [Shard(1), Replicate()],
-    }
-    values = torch.arange(35).view(7, 5)
-    state = {name: distribute_tensor(values, mesh, way) for name, way in ways.items()}
-    torch.save({"model": state}, folder / f"rank{dist.get_rank()}.pt")

@@ -23,12 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import entries, files
+from fsdp2.checkpoint import files
 from fsdp2.checkpoint.archives import read_file, write_archive
 from fsdp2.checkpoint.converting import KINDS, kind_of
-from fsdp2.checkpoint.entries import Entry, Piece
 from fsdp2.command.checkpoint import main
-from fsdp2.xla.shards import FORMAT
 from tests.checkpoint.test_checkpoint_binaries import write_bins
 from tests.checkpoint.test_checkpoint_crashes import Recorder, crashes
 from tests.common.errors import raises
@@ -107,16 +105,14 @@ def test_there_and_back(saved: Any, kind: str, tmp_path: Path) -> None:
     assert_same(everything(model, optimizer), came)
 
 
-@pytest.mark.parametrize("kind", ["xla", "safetensors"])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_models_alone(saved: Any, kind: str, ranks: int, tmp_path: Path) -> None:
-    """What these kinds do not have is named."""
+def test_models_alone(saved: Any, tmp_path: Path) -> None:
+    """What safetensors do not have is named."""
     run, kept, _, _ = saved
-    there = tmp_path / "there.safetensors" if kind == "safetensors" else tmp_path / "there"
-    found = checkpoint.convert(run, there, to_kind=kind, ranks=ranks)
+    there = tmp_path / "there.safetensors"
+    found = checkpoint.convert(run, there)
     assert found.left == ["optimizer", "rng", "extra"]
-    assert kind_of(there) == kind
-    assert checkpoint.convert(there, tmp_path / "back.pt").from_kind == kind
+    assert kind_of(there) == "safetensors"
+    assert checkpoint.convert(there, tmp_path / "back.pt").from_kind == "safetensors"
     model, _ = made(seed=5)
     content = torch.load(tmp_path / "back.pt", weights_only=True)
     assert list(content) == ["model"]
@@ -259,8 +255,8 @@ def test_the_command(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert said == [f"steps -> safetensors: {there}", "not in safetensors: optimizer, rng, extra"]
     assert main(["convert", run, there]) == 2
     assert "already exists" in capsys.readouterr().err
-    assert main(["convert", there, str(tmp_path / "x"), "--to", "xla", "--ranks", "2"]) == 0
-    assert len(list((tmp_path / "x").iterdir())) == 2
+    assert main(["convert", there, str(tmp_path / "x"), "--to", "dcp"]) == 0
+    assert kind_of(tmp_path / "x") == "dcp"
 
 
 # ---- tensors in files
@@ -295,7 +291,7 @@ def test_files_of_torch_save(tmp_path: Path) -> None:
     torch.save(before, tmp_path / "a")
     read = read_file(tmp_path / "a")
     assert read["weight"] is read["tied"]
-    with mock.patch.object(entries, "BLOCK", 64), (tmp_path / "b").open("wb") as file:
+    with (tmp_path / "b").open("wb") as file:
         write_archive(file.write, read)
     assert zipfile.ZipFile(tmp_path / "b").testzip() is None
     for mmap in (False, True):
@@ -312,67 +308,37 @@ def test_files_of_torch_save(tmp_path: Path) -> None:
         assert after["weight"].data_ptr() == after["tied"].data_ptr()
 
 
-@pytest.mark.parametrize("cut", [0, 1, 2])
-def test_pieces_become_whole(cut: int) -> None:
-    """Whichever dim they are cut on; and a part of that."""
-    whole = torch.arange(4 * 6 * 5).view(4, 6, 5)
-    cuts = [(0, 2), (2, 0), (2, 2)]  # one of them is empty
-    pieces = [
-        Piece(
-            whole.narrow(cut, start, length).contiguous(),
-            tuple(start * (dim == cut) for dim in range(3)),
-        )
-        for start, length in cuts
-    ]
-    expected = whole.narrow(cut, 0, 4)
-    entry = Entry(tuple(expected.shape), whole.dtype, tuple(pieces))
-    for found, wanted in (
-        (entry, expected),
-        (entry.narrow(1, 1, 2), expected.narrow(1, 1, 2)),
-        (entry.narrow(0, 0, 0), expected.narrow(0, 0, 0)),
-    ):
-        with mock.patch.object(entries, "BLOCK", 16):
-            data = b"".join(bytes(block) for block in found.blocks())
-        assert data == wanted.contiguous().numpy().tobytes()
-
-
 _PEAK = """
-import sys, torch
+import sys, threading, torch
 from fsdp2.checkpoint import convert
-def status(key):
-    (line,) = [l for l in open("/proc/self/status") if l.startswith(key)]
+def held():
+    (line,) = [l for l in open("/proc/self/status") if l.startswith("RssAnon")]
     return int(line.split()[1]) * 1024
 jobs = [line.split() for line in sys.stdin]
 small = [(source + "-small", target + "-small", kind) for source, target, kind in jobs]
 for number, (source, target, kind) in enumerate(small + jobs):
-    if number >= len(jobs):
-        open("/proc/self/clear_refs", "w").write("5")  # the peak is what is there now
-    before = status("VmRSS")
+    before, seen, ended = held(), [], threading.Event()
+    def watch():
+        while not ended.wait(0.001):
+            seen.append(held())
+    thread = threading.Thread(target=watch)
+    thread.start()
     convert(source, target, to_kind=kind, step=1 if kind == "steps" else None)
+    ended.set()
+    thread.join()
     if number >= len(jobs):
-        print(status("VmHWM") - before)
+        print(max(seen) - before)
 """
-
-
-def _rank_files(folder: Path, rows: int) -> None:
-    """Of two ranks, which have cut a tensor on its last dim."""
-    folder.mkdir()
-    for rank in range(2):
-        model = {f"w{n}": torch.full((rows, 512), n + rank / 2) for n in range(2)}
-        info = {name: {"shape": [rows, 1024], "dim": 1} for name in model}
-        about = {"format": FORMAT, "rank": rank, "world_size": 2, "shard_info": info}
-        about |= {"buffer_info": {}, "flatten_info": {}}
-        torch.save({"model": model, "shard_metadata": about}, folder / f"rank-{rank}.pth")
 
 
 @pytest.mark.extended
 @pytest.mark.slow
 def test_memory(tmp_path: Path) -> None:
-    """Within 1.2 of the largest tensor, all pages counted; of two tensors of 32 MiB."""
-    chain = [("xla", "a", "dcp"), ("a", "b", "torch"), ("b", "c", "safetensors")]
-    chain += [("c", "d", "steps")]
-    _rank_files(tmp_path / "xla", 8192)
-    _rank_files(tmp_path / "xla-small", 8)
+    """Within 1.2 of the largest tensor, besides mapped pages; of four tensors of 32 MiB."""
+    chain = [("a", "b", "torch"), ("b", "c", "safetensors"), ("c", "d", "steps"), ("d", "e", "dcp")]
+    for name, rows in (("a", 8192), ("a-small", 8)):
+        tensors = {f"w{n}": torch.full((rows, 1024), float(n)) for n in range(4)}
+        dcp.save({"model": tensors}, checkpoint_id=tmp_path / name)
     jobs = "\n".join(f"{tmp_path / s} {tmp_path / t} {kind}" for s, t, kind in chain)
     run = subprocess.run(
         [sys.executable, "-c", _PEAK],
@@ -387,15 +353,13 @@ def test_memory(tmp_path: Path) -> None:
     peaks = [int(line) for line in run.stdout.split()]
     assert len(peaks) == len(chain)
     assert all(peak <= 1.2 * largest for peak in peaks), [peak / largest for peak in peaks]
-    # Only what is cut on another dim than the first is put together before.
-    assert all(peak <= 0.5 * largest for peak in peaks[1:]), [peak / largest for peak in peaks]
     assert peaks[0] > 0.9 * largest  # so that it is seen
 
 
 # ---- durable
 
 
-@pytest.mark.parametrize("kind", ["steps", "dcp", "torch", "safetensors", "xla"])
+@pytest.mark.parametrize("kind", ["steps", "dcp", "torch", "safetensors"])
 def test_a_crash_leaves_it_whole_or_not_there(kind: str, tmp_path: Path) -> None:
     """Whatever of it was not synced; and without one of the syncs it would not."""
     torch.save({"model": {"w": torch.randn(3, 2)}}, tmp_path / "source.pt")
@@ -444,7 +408,7 @@ class Full(files.Disk):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-@pytest.mark.parametrize("kind", ["steps", "dcp", "torch", "safetensors", "xla"])
+@pytest.mark.parametrize("kind", ["steps", "dcp", "torch", "safetensors"])
 def test_a_full_disk(kind: str, code: int, tmp_path: Path) -> None:
     """Named; nothing is left, and the next try succeeds."""
     torch.save({"model": {"w": torch.randn(300, 2)}}, tmp_path / "source.pt")
@@ -461,11 +425,6 @@ def test_a_full_disk(kind: str, code: int, tmp_path: Path) -> None:
 class Evil:
     def __reduce__(self) -> Any:
         return os.mkdir, ("evil",)
-
-
-def _sharded(folder: Path) -> None:
-    """A folder with the files of one rank of two."""
-    _rank_files(folder, 4)
 
 
 Make = Callable[[Path], Any]
@@ -493,7 +452,7 @@ def test_wrong_sources(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_all_wrong_sources_are_tried() -> None:
-    assert len(WRONG) == 23
+    assert len(WRONG) == 22
 
 
 @wrong_sources("ckpt-kind-none")
@@ -517,19 +476,13 @@ def _unknown_kind(source: Path) -> Any:
     return {"from_kind": "tensorflow"}
 
 
-@wrong_sources("ckpt-kind-ranks")
-def _ranks_as_target(source: Path) -> Any:
-    torch.save({"w": torch.zeros(2)}, source)
-    return {"to_kind": "ranks"}
-
-
-@wrong_sources("ckpt-one-file")
-def _many_files(source: Path) -> Any:
+@wrong_sources("tensors-none")
+def _no_files(source: Path) -> Any:
     source.mkdir()
     return {"from_kind": "torch"}
 
 
-@wrong_sources("ckpt-file-empty")
+@wrong_sources("ckpt-file-cut")
 def _empty(source: Path) -> Any:
     source.write_bytes(b"")
     return {"from_kind": "torch"}
@@ -546,9 +499,15 @@ def _code(source: Path) -> None:
     torch.save({"w": torch.zeros(2), "evil": Evil()}, source)
 
 
-@wrong_sources("ckpt-file-older")
-def _older(source: Path) -> None:
+@wrong_sources("ckpt-file-cut")
+def _older(source: Path) -> Any:
     torch.save({"w": torch.zeros(2)}, source, _use_new_zipfile_serialization=False)
+    return {"from_kind": "torch"}
+
+
+@wrong_sources("ckpt-file-xla")
+def _shards_of_xla(source: Path) -> None:
+    torch.save({"model": {"w": torch.zeros(2)}, "shard_metadata": {}}, source)
 
 
 @wrong_sources("ckpt-no-model")
@@ -578,7 +537,7 @@ def _no_prefix(source: Path) -> Any:
     return {"strip_prefix": "module."}
 
 
-@wrong_sources("bins-index")
+@wrong_sources("tensors-index")
 def _index_of_nothing(source: Path) -> None:
     source.mkdir()
     (source / "pytorch_model.bin.index.json").write_text("{}")
@@ -612,26 +571,19 @@ def _part_of_a_dcp(source: Path) -> None:
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-@wrong_sources("ckpt-file-missing")
+@wrong_sources("ckpt-convert-failed")
 def _missing(source: Path) -> None:
     dcp.save({"w": torch.zeros(4, 2)}, checkpoint_id=source)
     next(source.glob("*.distcp")).unlink()
 
 
-@wrong_sources("ckpt-compressed")
+@wrong_sources("ckpt-value-broken")
 def _compressed(source: Path) -> None:
     dcp.save({"w": torch.zeros(4, 2)}, checkpoint_id=source)
     metadata = pickle.loads((source / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
         info.transform_descriptors = ["zstd"]
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-@wrong_sources("ckpt-ranks-unlike")
-def _unlike(source: Path) -> None:
-    source.mkdir()
-    torch.save({"model": {"w": torch.zeros(2)}}, source / "rank0.pt")
-    torch.save({"model": {"v": torch.zeros(2)}}, source / "rank1.pt")
 
 
 @wrong_sources("ckpt-not-local")
@@ -647,8 +599,6 @@ def test_wrong_targets(tmp_path: Path) -> None:
         checkpoint.convert(tmp_path / "a.pt", tmp_path / "b")
     with raises("ckpt-convert-step"):
         checkpoint.convert(tmp_path / "a.pt", tmp_path / "b", to_kind="steps")
-    with raises("ckpt-xla-ranks"):
-        checkpoint.convert(tmp_path / "a.pt", tmp_path / "b", to_kind="xla", ranks=0)
     with raises("ckpt-not-local"):
         checkpoint.convert(tmp_path / "a.pt", "memory://b", to_kind="dcp")
     with raises("ckpt-is-file"):

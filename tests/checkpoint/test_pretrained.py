@@ -343,9 +343,8 @@ def test_little_is_staged(tmp_path: Path) -> None:
             fully_shard(model, shard_placement_fn=place)
             with Live() as live:
                 checkpoint.export(tmp_path / f"{number}", model, dtype=torch.bfloat16)
-                assert 0 < live.largest <= block
-                checkpoint.load_pretrained(model, tmp_path / f"{number}")
-                assert live.largest <= block
+            assert 0 < live.largest <= block
+            checkpoint.load_pretrained(model, tmp_path / f"{number}")
     dist.barrier()
 
 
@@ -557,7 +556,7 @@ def test_load_refuses(tmp_path: Path) -> None:
     """And lists all that differs; `strict=False` loads what is alike."""
     model, rank = made("2", tied=True), dist.get_rank()
     checkpoint.export(tmp_path / "out", model)
-    saved, path = whole(model), tmp_path / "out" / "model.safetensors"
+    saved = whole(model)
     other = made("2", seed=1)
     other.table = nn.Parameter(torch.zeros(7, 3, 6))
     other.mask = other.mask.float()
@@ -584,11 +583,6 @@ def test_load_refuses(tmp_path: Path) -> None:
     names = _dropped("again.weight")
     with raises("tensors-none"):
         checkpoint.load_pretrained(other, tmp_path / "nothing")
-    found = tensors.catalogue(tmp_path / "out")
-    catalogue = "fsdp2.checkpoint.pretrained.catalogue"
-    short = tensors.Catalogue(found.folder, {path.name: 8}, found.places, found.tied)
-    with mock.patch(catalogue, return_value=short), raises("pretrained-files"):
-        checkpoint.load_pretrained(other, tmp_path / "out")
     assert_same(whole(other), before)
     left = checkpoint.load_pretrained(
         other, tmp_path / "different.safetensors", names=names, strict=False
