@@ -172,3 +172,37 @@ def _compare(case: str) -> None:
             compiled, fullgraph=True, backend="fsdp2", options={"compiler": "aot_eager"}
         )
         _assert_equal(_trained(compiled, run), expected)
+
+
+@ranks(2)
+@pytest.mark.extended
+def test_inductor() -> None:
+    """It fuses, and rounds a sum of a few products in another order."""
+    model = _of_blocks(models.Transformer)
+    expected = _trained(model, model)
+    compiled = _of_blocks(models.Transformer)
+    fsdp2.graph_mode(compiled)
+    with compiling.fresh_dynamo():
+        found = _trained(compiled, torch.compile(compiled, fullgraph=True, backend="fsdp2"))
+    for one, other in zip(found, expected, strict=True):
+        # AdamW divides by the gradient's size: a rounding of a small one is 0.01 of a step.
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@ranks(2)
+def test_other_backends_give_the_same_bits() -> None:
+    """Their collectives wait in place. Training compiles once, and evaluation once more."""
+    model = _of_blocks(models.Transformer)
+    expected = _trained(model, model)
+    compiled = _of_blocks(models.Transformer)
+    fsdp2.graph_mode(compiled)
+    with compiling.fresh_dynamo():
+        compiler = compiling.Compiler()
+        run = compiler.wrap(compiled)
+        _assert_equal(_trained(compiled, run), expected)
+        assert compiler.graphs == 1
+        inputs = next(_inputs(model))
+        for _ in range(2):
+            with torch.no_grad():
+                _assert_equal([run(inputs)], [model(inputs)])
+        assert compiler.graphs == 2
