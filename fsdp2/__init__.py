@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         ShardingStateError,
     )
     from fsdp2.full import full_parameters, gathered, load_from_rank0, sync_module_states
+    from fsdp2.graph import graph_mode
     from fsdp2.interop import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -120,6 +121,7 @@ __all__ = [
     "fully_shard",
     "gathered",
     "get_total_norm",
+    "graph_mode",
     "group_reports",
     "install",
     "lambda_auto_wrap_policy",
@@ -144,7 +146,18 @@ __all__ = [
 _ROOMS = (
     # `fully_shard` loads those of the first line.
     *("api", "checks", "comm_memory", "core", "interop", "module", "ranks", "sharding"),
-    *("checkpoint", "elastic", "fsdp1", "full", "optim", "paper", "planning", "record", "reports"),
+    *(
+        "checkpoint",
+        "elastic",
+        "fsdp1",
+        "full",
+        "graph",
+        "optim",
+        "paper",
+        "planning",
+        "record",
+        "reports",
+    ),
     *("tracing", "wire", "wire_states", "wrap", "wrapper_module", "xla"),
 )
 """Modules that are attributes of this one without an import, and load when they are first used."""
@@ -178,6 +191,7 @@ _LATER = {
     "checks.groups": ("DebugSettings",),
     "checks.switch": ("debug",),
     "full": ("full_parameters", "gathered", "load_from_rank0", "sync_module_states"),
+    "graph": ("graph_mode",),
     "interop.installing": ("install", "uninstall"),
     "optim": ("repoint_optimizer",),
     "optim.norms": ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"),

@@ -44,6 +44,7 @@ _SCATTER_MANY = ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coale
 _GATHER_OPTIONS = AllgatherOptions()
 # NCCL then runs on the current stream, which is a lane, not on one of its own (docs/nccl.md).
 _GATHER_OPTIONS.asyncOp = False
+_GATHER_BEHIND = AllgatherOptions()  # on a stream of its own
 
 
 class Work(Protocol):
@@ -141,10 +142,14 @@ class Collectives(Protocol):
 
 
 def run_all_gather(
-    group: dist.ProcessGroup, output: torch.Tensor, input_: torch.Tensor
+    group: dist.ProcessGroup, output: torch.Tensor, input_: torch.Tensor, behind: bool = False
 ) -> dist.Work | None:
-    """One all-gather of a flat tensor over ``group``, for collectives in separate memory."""
-    work: dist.Work | None = _method(group, _GATHER)(output, input_, _GATHER_OPTIONS)
+    """One all-gather of a flat tensor over ``group``, for collectives in separate memory.
+
+    ``behind``: on a stream of the backend's, for which ``wait()`` lets the current one wait.
+    """
+    options = _GATHER_BEHIND if behind else _GATHER_OPTIONS
+    work: dist.Work | None = _method(group, _GATHER)(output, input_, options)
     return work
 
 
@@ -153,10 +158,12 @@ def run_reduce_scatter(
     output: torch.Tensor,
     input_: torch.Tensor,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    behind: bool = False,
 ) -> dist.Work | None:
+    """One reduce-scatter of a flat tensor over ``group``; ``behind`` as for `run_all_gather`."""
     options = ReduceScatterOptions()
     options.reduceOp = op  # type: ignore[assignment]  # either kind, says c10d's code
-    options.asyncOp = False
+    options.asyncOp = behind
     work: dist.Work | None = _method(group, _SCATTER)(output, input_, options)
     return work
 

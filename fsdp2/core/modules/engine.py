@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,9 @@ _OUTSIDE = -1
 
 backward_raised: Notice[[RuntimeError, Iterable[Node], Iterable[Unit]]] = Notice()
 """Called with the exception of a backward, the nodes that it would run, and all units."""
+
+functions_of_shards: weakref.WeakSet[ShardedParam] = weakref.WeakSet()
+"""Parameters whose unsharded form is a differentiable function of their shards: of graph mode."""
 
 _MARKS = ("AliasBackward0", "_ExitBackwardBackward")
 """Nodes that `fsdp2.core.modules.hooks` adds after a unit's inputs; they read no parameter."""
@@ -134,7 +138,7 @@ def _in_graph(inputs: Ends, accumulates: bool) -> Ends:
     for each in inputs:
         tensor = _tensor_of(each)
         param = _param_of(tensor)
-        if param is None or param.unsharded is tensor:
+        if param is None or param.unsharded is tensor or param in functions_of_shards:
             found.append(each)
         elif accumulates:
             found.append(each if param.unsharded is None else param.unsharded)
@@ -143,8 +147,8 @@ def _in_graph(inputs: Ends, accumulates: bool) -> Ends:
                 ShardingStateError,
                 "grad-of-shard",
                 f"torch.autograd.grad was asked for the gradient of parameter '{param.name}', of "
-                f"which the graph has only the gathered form; call loss.backward(inputs=[...]) "
-                f"with it and read its reduced .grad",
+                f"which the graph has only the gathered form; call fsdp2.graph_mode(model) before "
+                f"the forward, or loss.backward(inputs=[...]) with it and read its reduced .grad",
             )
     return tuple(found)
 

@@ -1,0 +1,13 @@
+"""Graph mode: collectives as operators that autograd differentiates and ``torch.compile`` traces.
+
+mode        `graph_mode`: the models that it takes, and what it changes
+units       a unit's forward: from shards to unsharded parameters, and back
+operators   ``fsdp2::unshard`` and ``fsdp2::reduce``, and their derivatives
+placement   the backend "fsdp2": where a graph launches collectives, and where it waits
+
+It stands on the engine's layouts, divisions and process groups. Who does not use it loads nothing.
+"""
+
+from fsdp2.graph.mode import graph_mode
+
+__all__ = ["graph_mode"]

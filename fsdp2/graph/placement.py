@@ -1,0 +1,186 @@
+"""Where a compiled graph launches collectives, and where it waits: the engine's rule, on a graph.
+
+    unit            0        1        2             traced       unshard_k | compute_k
+    launched   0    1        2                      placed       start_k+1 behind end_k
+    waited     0    1        2                                   end_k where unshard_k was
+
+    gather k + 1 is launched when gather k has ended, before unit k computes (decision 23)
+    reduction k is waited for before reduction k + 1 is launched, the last one at the graph's end
+
+At most two units are gathered then: the one that computes, and the next. What a start reads is
+moved with it: views of inputs, which compute nothing.
+
+``torch.compile(model, fullgraph=True, backend="fsdp2")`` does this, and then what Inductor does;
+``options={"compiler": "aot_eager"}`` runs the graphs as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+import fsdp2.graph.operators  # noqa: F401  # which torch.ops.fsdp2 has
+from fsdp2.core.errors import coded
+
+Compiled = Callable[..., Any]
+
+
+@functools.cache
+def register() -> None:
+    """Let ``torch.compile`` know the backend "fsdp2"."""
+    torch._dynamo.register_backend(compile_graphs, name="fsdp2")
+
+
+def place(graph: fx.Graph) -> None:
+    """Split each collective of a graph in two, and move the halves.
+
+    Args:
+        graph: of ATen operators, forward or backward; changed in place.
+    """
+    ops = torch.ops.fsdp2
+    gathers = [node for node in graph.nodes if node.target is ops.unshard.default]
+    reductions = [node for node in graph.nodes if node.target is ops.reduce.default]
+    previous: fx.Node | None = None
+    for node in gathers:
+        shards, key, _ = node.args
+        start = _insert(graph, node, ops.start_unshard.default, (shards, key))
+        end = _insert(graph, node, ops.end_unshard.default, (_items(graph, start), key))
+        node.replace_all_uses_with(end)
+        graph.erase_node(node)
+        _move_behind(previous or _last_input(graph), start)
+        previous = end
+    waiting: tuple[fx.Node, list[fx.Node]] | None = None
+    for node in reductions:
+        gradients, key, trained = node.args
+        start = _insert(graph, node, ops.start_reduce.default, (gradients, key, trained))
+        if waiting is not None:
+            _move_before(start, *waiting)
+        rows = _items(graph, start)
+        end = _insert(graph, node, ops.end_reduce.default, (rows, key, trained))
+        node.replace_all_uses_with(end)
+        graph.erase_node(node)
+        waiting = end, rows
+    if waiting is not None:
+        _move_before(graph.output_node(), *waiting)
+    graph.lint()
+
+
+def _last_input(graph: fx.Graph) -> fx.Node:
+    return [node for node in graph.nodes if node.op == "placeholder"][-1]
+
+
+def _insert(graph: fx.Graph, at: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """A call of an operator in front of a node, with what it would return as its value."""
+    with graph.inserting_before(at):
+        node = graph.call_function(target, args)
+    values = fx.map_arg(args, lambda arg: arg.meta["val"])
+    node.meta["stack_trace"] = at.meta.get("stack_trace")
+    mode = _mode_of(values[0])
+    with mode:
+        node.meta["val"] = target(*values)
+    return node
+
+
+def _mode_of(values: Sequence[Any]) -> Any:
+    return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
+
+
+def _items(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """The tensors of an operator that returns a list."""
+    found, last = [], node
+    for index, value in enumerate(node.meta["val"]):
+        with graph.inserting_after(last):
+            last = graph.call_function(operator.getitem, (node, index))
+        last.meta["val"] = value
+        found.append(last)
+    return found
+
+
+def _move_behind(place: fx.Node, node: fx.Node) -> None:
+    """Move a node, and what it reads, to the position behind another."""
+    order = {found: number for number, found in enumerate(node.graph.nodes)}
+    needed: list[fx.Node] = []
+
+    def need(found: fx.Node) -> None:
+        if found not in needed and order[found] > order[place]:
+            for read in found.all_input_nodes:
+                need(read)
+            needed.append(found)
+
+    need(node)
+    for found in reversed(needed):
+        place.append(found)
+
+
+def _move_before(place: fx.Node, end: fx.Node, rows: list[fx.Node]) -> None:
+    """Let a reduction end in front of a node, with what becomes of its results.
+
+    Not if another collective reads them: a derivative of a derivative.
+    """
+    last = end.graph.output_node()
+    found: dict[fx.Node, None] = dict.fromkeys([*rows, end])
+    for node in end.graph.nodes:
+        if node is not last and any(read is end or read in found for read in node.all_input_nodes):
+            if node.target in _COLLECTIVES and node is not end:
+                return
+            found[node] = None
+    for node in found:
+        place.prepend(node)
+
+
+_COLLECTIVES = {
+    getattr(torch.ops.fsdp2, name).default
+    for name in ("unshard", "reduce", "start_unshard", "start_reduce")
+}
+
+
+def compile_graphs(
+    graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None
+) -> Compiled:
+    """The backend "fsdp2" of ``torch.compile``.
+
+    Args:
+        graph: as dynamo has traced it.
+        inputs: examples of its inputs.
+        options: ``{"compiler": "aot_eager"}`` to run the graphs without Inductor; otherwise
+            options of Inductor.
+    """
+    settings = dict(options or {})
+    compiler = settings.pop("compiler", "inductor")
+    if compiler not in ("inductor", "aot_eager"):
+        raise coded(
+            ValueError,
+            "graph-mode-compiler",
+            f"the backend 'fsdp2' takes options={{'compiler': 'inductor'}} or 'aot_eager', not "
+            f"{compiler!r}",
+        )
+    if compiler == "aot_eager":
+        found: Compiled = aot_autograd(
+            fw_compiler=_run_as_it_is, partition_fn=min_cut_rematerialization_partition
+        )(graph, inputs)
+        return found
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner(gm: fx.GraphModule, examples: Sequence[Any], **arguments: Any) -> Any:
+        place(gm.graph)
+        gm.recompile()
+        return compile_fx_inner(gm, examples, **arguments)
+
+    # It returns other things where it exports, which this does not.
+    patches = settings or None
+    return cast(Compiled, compile_fx(graph, inputs, inner_compile=inner, config_patches=patches))
+
+
+def _run_as_it_is(gm: fx.GraphModule, _: Sequence[Any]) -> Compiled:
+    place(gm.graph)
+    gm.recompile()
+    compiled: Compiled = make_boxed_func(gm.forward)
+    return compiled

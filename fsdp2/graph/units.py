@@ -1,0 +1,251 @@
+"""A unit in graph mode: what its forward reads is a function of its shards.
+
+    enter    shards that are registered ── fsdp2::unshard ──> registered in their place
+    leave    the shards are registered again
+
+Both stand where the hooks of `UnitHooks` stood, which come back when graph mode ends. They only
+read and write ``_parameters``, so that dynamo traces them. Around the root they stand in
+``forward``: dynamo compiles no hooks of the module that it is given.
+
+Eagerly, autograd saves no unsharded parameter of a unit that reshards after forward: it saves which
+one it was, and backward gathers again. In a compiled graph a checkpoint around ``unshard`` does the
+same: the partitioner computes again what is inside of one.
+
+What is registered instead of shards is used as it is: parameters that you have gathered, or that
+`torch.func.functional_call` was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2.core.errors import ShardingStateError, coded
+from fsdp2.core.modules.hooks import UnitHooks
+from fsdp2.core.params.param import ModuleEntry, ShardedParam
+from fsdp2.graph.operators import Exchange, unshard
+
+Hooks = dict[int, Callable[..., object]]
+Kept = tuple["Gathered", int]
+"""A parameter that backward gathers again: its group, and its position there."""
+
+
+class Gathered:
+    """The shards of a group that a forward has gathered, for its backward.
+
+    Args:
+        exchange: the group.
+        shards: the local shards.
+        trained: positions of those that require grad.
+    """
+
+    def __init__(self, exchange: Exchange, shards: Sequence[Tensor], trained: list[int]) -> None:
+        self._exchange, self._trained = exchange, trained
+        self._shards = [shard.detach() for shard in shards]
+        self._versions = [shard._version for shard in shards]
+        self._again: list[Tensor] | None = None
+
+    def again(self, index: int) -> Tensor:
+        """A parameter of the group, gathered once per backward."""
+        if self._again is None:
+            if [shard._version for shard in self._shards] != self._versions:
+                raise coded(
+                    ShardingStateError,
+                    "graph-mode-written",
+                    f"the shards of unit '{self._exchange.unit.title}' were written between its "
+                    f"forward and its backward, which gathers them again; step the optimizer after "
+                    f"backward, or call set_reshard_after_forward(False)",
+                )
+            with torch.no_grad():
+                self._again = unshard(self._shards, self._exchange.key, self._trained)
+            Variable._execution_engine.queue_callback(self._forget)
+        return self._again[index]
+
+    def _forget(self) -> None:
+        self._again = None
+
+
+class GraphUnit:
+    """The hooks of a unit in graph mode.
+
+    Args:
+        record: the unit's hooks, in whose place these are called until `end`.
+    """
+
+    def __init__(self, record: UnitHooks) -> None:
+        self.unit, self._modules = record.unit, record.modules
+        precision = record.unit.options.precision
+        self._cast_to, self._output_dtype = record.cast_to, precision.output_dtype
+        self._exchanges = [Exchange(record.unit, group) for group in record.unit.own_groups]
+        self._params = [exchange.group.params for exchange in self._exchanges]
+        self._places: list[list[list[ModuleEntry]]] = [
+            [list(param.entries) for param in params] for params in self._params
+        ]
+        self._held: list[tuple[int, list[nn.Parameter]]] = []
+        self._still_to_run = 0
+        self._pushed = False
+        self._inner: list[GraphUnit] = []
+        self._forward: Callable[..., Any] = record.modules[0].forward
+        self._replaced: list[tuple[Hooks, int, Callable[..., object]]] = []
+        for module in record.modules:
+            tables: list[tuple[Any, Callable[..., object]]] = [
+                (module._forward_pre_hooks, self.enter),
+                (module._forward_hooks, self.leave),
+            ]
+            for hooks, ours in tables:
+                for key, hook in [*hooks.items()]:
+                    if getattr(hook, "__self__", None) is record:
+                        self._replaced.append((hooks, key, hook))
+                        hooks[key] = ours
+
+    def begin_here(self, inner: Sequence[GraphUnit]) -> None:
+        """Make its module the one that users call, and compile.
+
+        Args:
+            inner: the units below it, which end with its forward in any case.
+        """
+        self._inner = [*inner]
+        for hooks, key, _ in self._replaced:
+            del hooks[key]
+        self._modules[0].__dict__["forward"] = self.forward
+
+    def end(self) -> None:
+        """Put the hooks back that ran before."""
+        if self._inner or self._modules[0].__dict__.get("forward") == self.forward:
+            del self._modules[0].__dict__["forward"]
+        for hooks, key, hook in self._replaced:
+            hooks[key] = hook
+
+    # ---- forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The root's forward."""
+        module = self._modules[0]
+        args, kwargs = self.enter(module, args, kwargs)
+        try:
+            output = self._forward(*args, **kwargs)
+        finally:
+            for unit in self._inner:
+                unit.restore()
+            self.restore()
+        return output if self._output_dtype is None else _cast(output, self._output_dtype)
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Register the unsharded parameters; cast inputs."""
+        if not self._still_to_run:
+            self._still_to_run = len(self._modules)
+            self._gather()
+        if self._cast_to is not None:
+            args, kwargs = _cast((args, kwargs), self._cast_to)
+        return args, kwargs
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Register the shards, when the last module of the unit has run; cast outputs."""
+        self._still_to_run -= 1
+        if not self._still_to_run:
+            self.restore()
+        return output if self._output_dtype is None else _cast(output, self._output_dtype)
+
+    def restore(self) -> None:
+        """Register what was registered before."""
+        self._still_to_run = 0
+        if self._pushed:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._pushed = False
+        for number, held in self._held:
+            for entries, param in zip(self._places[number], held, strict=True):
+                for owner, name in entries:
+                    owner._parameters[name] = param
+        self._held = []
+
+    def _gather(self) -> None:
+        frees = self.unit.frees_after_forward
+        compiling = torch.compiler.is_compiling()
+        kept: dict[int, Kept] = {}
+        for number, exchange in enumerate(self._exchanges):
+            params, places = self._params[number], self._places[number]
+            found: list[Any] = [
+                entries[0][0]._parameters[entries[0][1]] for entries in places if entries
+            ]
+            if not all(isinstance(value, DTensor) for value in found):
+                continue
+            shards = [
+                param.laid_out(value.to_local()) for param, value in zip(params, found, strict=True)
+            ]
+            trained = [index for index, value in enumerate(found) if value.requires_grad]
+            if compiling and frees:
+                given = exchange.key, trained, *shards
+                full = checkpoint(_unshard, *given, use_reentrant=False)
+            else:
+                full = _unshard(exchange.key, trained, *shards)
+            if frees and not compiling and trained and torch.is_grad_enabled():
+                gathered = Gathered(exchange, shards, trained)
+                for index, value in enumerate(full):
+                    kept[value.untyped_storage()._cdata] = gathered, index
+            for index, entries in enumerate(places):
+                value = full[index] if index in trained else full[index].detach()
+                seen = _seen(params[index], value)
+                for owner, name in entries:
+                    owner._parameters[name] = seen  # type: ignore[assignment]  # a tensor will do
+            self._held.append((number, found))
+        if kept:
+            self._save_no(kept)
+
+    def _save_no(self, kept: dict[int, Kept]) -> None:
+        """Let autograd save which of these parameters it needs; all else as before."""
+        around = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if around is not None and around[0].__module__ == "torch.utils.checkpoint":
+            return  # which saves none of them, and runs `enter` again
+
+        def pack(tensor: Tensor) -> object:
+            known = kept.get(tensor.untyped_storage()._cdata) if _has_storage(tensor) else None
+            if known is None:
+                return tensor if around is None else around[0](tensor)
+            return (*known, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+        def unpack(saved: Any) -> Tensor:
+            if isinstance(saved, tuple) and saved and isinstance(saved[0], Gathered):
+                gathered, index, *view = saved
+                return gathered.again(index).as_strided(*view)
+            found: Tensor = saved if around is None else around[1](saved)
+            return found
+
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        self._pushed = True
+
+
+def _unshard(key: str, trained: list[int], *shards: Tensor) -> list[Tensor]:
+    full: list[Tensor] = torch.ops.fsdp2.unshard(list(shards), key, trained)
+    return full
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+def _seen(param: ShardedParam, gathered: Tensor) -> Tensor:
+    """A gathered parameter as the module knows it: a DTensor if it was one before sharding."""
+    gathered, spec = param.as_seen(gathered), param.parallel
+    if spec is None:
+        return gathered
+    return DTensor.from_local(
+        gathered, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+    )
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors inside of containers that torch knows, in another dtype."""
+
+    def to_dtype(value: object) -> object:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(dtype)
+        return value
+
+    return tree_map(to_dtype, values)

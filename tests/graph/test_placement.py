@@ -1,0 +1,261 @@
+"""Where graphs launch and wait, what graph mode refuses, and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fsdp2
+from fsdp2.graph import placement
+from fsdp2.testing.null_group import null_world
+from tests.common import compiling, models
+from tests.common.errors import raises
+
+pytestmark = pytest.mark.alone
+
+EAGERLY = {"compiler": "aot_eager"}
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    with null_world(4):
+        yield
+
+
+def _sharded(blocks: int = 3, **arguments: Any) -> Any:
+    model = models.seeded(lambda: compiling.Stack(blocks))
+    for block in model.blocks:
+        fsdp2.fully_shard(block, **arguments)
+    return fsdp2.fully_shard(model)
+
+
+def _graphs(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Of the forward and the backward: collectives by unit, and where something is computed."""
+    found: list[list[str]] = []
+    place: Callable[[fx.Graph], None] = placement.place
+
+    def note(graph: fx.Graph) -> None:
+        place(graph)
+        steps: list[str] = []
+        for node in graph.nodes:
+            name = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
+            if "fsdp2" in str(node.target):
+                steps.append(f"{name} {node.args[1].partition('#')[0].removeprefix('blocks.')}")
+            elif name.endswith("mm") and steps[-1:] != ["compute"]:
+                steps.append("compute")
+        found.append(steps)
+
+    monkeypatch.setattr(placement, "place", note)
+    fsdp2.graph_mode(model)
+    with compiling.fresh_dynamo():
+        run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
+        run(torch.randn(2, models.DIM)).sum().backward()
+    return found
+
+
+FORWARD = """
+start_unshard (root)
+end_unshard (root)
+start_unshard 0
+end_unshard 0
+start_unshard 1
+end_unshard 1
+start_unshard 2
+end_unshard 2
+"""
+
+BACKWARD = """
+start_unshard 2
+end_unshard 2
+start_unshard 1
+start_reduce 2
+end_unshard 1
+start_unshard 0
+end_reduce 2
+start_reduce 1
+end_unshard 0
+end_reduce 1
+start_reduce 0
+end_reduce 0
+start_reduce (root)
+end_reduce (root)
+"""
+
+
+def _collectives(steps: list[str]) -> list[str]:
+    return [step for step in steps if step != "compute"]
+
+
+def _behind_compute(steps: list[str]) -> list[str]:
+    """Collectives that run while something is computed."""
+    starts = {s.removeprefix("start_"): at for at, s in enumerate(steps) if s.startswith("start")}
+    ends = {s.removeprefix("end_"): at for at, s in enumerate(steps) if s.startswith("end")}
+    return [name for name in starts if "compute" in steps[starts[name] : ends[name]]]
+
+
+def test_collectives_are_placed_as_the_engine_places_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gather ahead of each unit's compute; a reduction waited for one unit later.
+
+    So at most two units besides the root, which stays, are gathered.
+    """
+    forward, backward = _graphs(_sharded(), monkeypatch)
+    assert _collectives(forward) == FORWARD.split("\n")[1:-1]
+    assert _collectives(backward) == BACKWARD.split("\n")[1:-1]
+    assert _behind_compute(forward) == ["unshard 0", "unshard 1", "unshard 2"]
+    hidden = ["unshard 2", "unshard 1", "reduce 2", "unshard 0", "reduce 1", "reduce 0"]
+    assert _behind_compute(backward) == hidden
+
+
+def test_what_stays_gathered_is_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, backward = _graphs(_sharded(reshard_after_forward=False), monkeypatch)
+    assert _collectives(forward) == FORWARD.split("\n")[1:-1]
+    assert not [step for step in backward if "unshard" in step]
+
+
+def test_eager_backward_gathers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unit but the root, once; and nothing of it is left afterwards."""
+    from fsdp2.graph.operators import Exchange
+
+    model = _sharded()
+    fsdp2.graph_mode(model)
+    seen: list[str] = []
+    start = Exchange.start_unshard
+
+    def note(self: Exchange, shards: list[Tensor]) -> list[Tensor]:
+        seen.append(self.unit.title)
+        return start(self, shards)
+
+    monkeypatch.setattr(Exchange, "start_unshard", note)
+    blocks = [f"blocks.{i}" for i in range(3)]
+    for _ in range(2):
+        model(torch.randn(2, models.DIM)).sum().backward()
+        assert seen == ["(root)", *blocks, *reversed(blocks)]
+        seen.clear()
+
+
+def test_the_mode_changes_at_any_step() -> None:
+    """Hooks, graph mode, hooks: one optimizer, and the same objects."""
+    model = _sharded()
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, 0.1)
+    for enabled in (False, True, False, True):
+        fsdp2.graph_mode(model, enabled)
+        model(torch.randn(2, models.DIM)).sum().backward()
+        assert all(param.grad is not None for param in params)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+    assert "forward" in vars(model)
+    fsdp2.graph_mode(model, enabled=False)
+    assert "forward" not in vars(model)
+
+
+def test_a_failed_forward_leaves_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _sharded()
+    fsdp2.graph_mode(model)
+    params = list(model.parameters())
+
+    def fail(x: Tensor) -> Tensor:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.blocks[1], "run", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            model(torch.randn(2, models.DIM))
+    assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+    model(torch.randn(2, models.DIM)).sum().backward()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_shards_written_before_backward_raise() -> None:
+    model = _sharded()
+    fsdp2.graph_mode(model)
+    loss = model(torch.randn(2, models.DIM)).sum()
+    with torch.no_grad():
+        model.blocks[2].up.weight.to_local().add_(1)
+    with raises("graph-mode-written"):
+        loss.backward()
+
+
+def _offloaded() -> None:
+    fsdp2.graph_mode(_sharded(offload_policy=fsdp2.CPUOffloadPolicy()))
+
+
+def _with_a_format() -> None:
+    model = _sharded()
+    model.set_wire_format(gather="int8", exact_below=0)
+    fsdp2.graph_mode(model)
+
+
+def _to_a_smaller_group() -> None:
+    fsdp2.graph_mode(_sharded(reshard_after_forward=2))
+
+
+def _without_communication() -> None:
+    model = _sharded()
+    model.set_requires_gradient_sync(False)
+    fsdp2.graph_mode(model)
+
+
+def _with_a_hook() -> None:
+    model = _sharded()
+    model.blocks[0].set_all_reduce_hook(lambda flat: None)
+    fsdp2.graph_mode(model)
+
+
+def _of_a_part() -> None:
+    model = _sharded()
+    model(torch.randn(2, models.DIM))
+    fsdp2.graph_mode(model.blocks[0])
+
+
+def _tied_over_units() -> None:
+    model = models.seeded(lambda: compiling.Stack(2))
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    for block in model.blocks:
+        fsdp2.fully_shard(block)
+    fsdp2.graph_mode(fsdp2.fully_shard(model))
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        _with_a_format,
+        _to_a_smaller_group,
+        _without_communication,
+        _with_a_hook,
+        _of_a_part,
+        _tied_over_units,
+    ],
+)
+def test_refused(refused: Callable[[], None]) -> None:
+    with raises("graph-mode-refuses"):
+        refused()
+
+
+def test_no_communication_is_refused_in_backward() -> None:
+    model = _sharded()
+    fsdp2.graph_mode(model)
+    model.set_requires_gradient_sync(False)
+    loss = model(torch.randn(2, models.DIM)).sum()
+    with raises("graph-mode-no-sync"):
+        loss.backward()
+
+
+def test_gradients_of_shards_ask_for_graph_mode() -> None:
+    model = _sharded()
+    loss = model(torch.randn(2, models.DIM)).sum()
+    with raises("grad-of-shard"):
+        torch.autograd.grad(loss, [*model.parameters()])
+    model.reset_iter_state()
+
+
+def test_an_unknown_compiler_is_refused() -> None:
+    with raises("graph-mode-compiler"):
+        placement.compile_graphs(
+            fx.GraphModule(nn.Module(), fx.Graph()), [], options={"compiler": "x"}
+        )
