@@ -22,6 +22,8 @@ from tests.common import workers
 
 pytestmark = lanes.pytestmark
 
+own_ranks = lanes.own_ranks
+
 STEPS = 3
 
 
