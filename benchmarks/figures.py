@@ -195,6 +195,7 @@ def _kinds(names: dict[str, str], results: Any) -> Bars:
     return {
         TITLES[variant]: {name: _bar(values[kind]) for kind, name in names.items()}
         for variant, values in results["rounds"].items()
+        if variant in TITLES  # results may have variants that are gone since
     }
 
 

@@ -42,7 +42,7 @@ def run_children(specs: Sequence[dict[str, Any]]) -> None:
     """Inside valgrind: fork a child for each, one after the other, and print its process id."""
     import torch.distributed.fsdp  # noqa: F401  # once for all children
 
-    import fsdp2.api  # noqa: F401
+    import fsdp2.sharding.api  # noqa: F401
 
     for spec in specs:
         sys.stdout.flush()

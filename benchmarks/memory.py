@@ -47,9 +47,9 @@ import fsdp2
 from benchmarks import harness, models, variants
 from fsdp2.core.config import PACK_BELOW
 from fsdp2.planning import presets
-from fsdp2.record import categories
 from fsdp2.testing.blocks import LlamaBlock, llama_blocks
 from fsdp2.testing.stand_in import device as stand_in
+from fsdp2.tracing.record import categories
 
 KINDS = ("forward", "backward", "eval", "loss", "reserved")
 STEPS = 3  # the order of units is known after the first

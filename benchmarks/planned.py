@@ -46,8 +46,8 @@ from fsdp2.planning import Hardware, Plan, Settings, plan
 from fsdp2.planning.hardware import load
 from fsdp2.planning.presets import Block, Shape
 from fsdp2.planning.rehearsal import policy_of, shard_as_planned
-from fsdp2.record.notes import Operation
 from fsdp2.testing.stand_in import device as stand_in
+from fsdp2.tracing.record.notes import Operation
 
 RECOMPUTED = ", recomputed"
 

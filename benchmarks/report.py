@@ -42,7 +42,7 @@ RUNS = {
     "ranks": "step --models tall --world-size 8,1024,16384",
     "compile": "step --models tiny,tiny-wide --compiled --variants none,torch,fsdp2",
     "startup": "startup",
-    "optimizer": "optimizer --variants none,torch,fsdp2,shards,flat",
+    "optimizer": "optimizer --variants none,torch,fsdp2,flat",
     "optimizer_offload": "optimizer --blocks 8 --dim 1024 --steps 10 "
     "--variants none,flat,flat-offload,torch-offload",
     "ema": f"{_EMA} --blocks 8 --dim 512 --steps 30",

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fsdp2 import checkpoint, elastic, optim, xla
-    from fsdp2.api import fully_shard
     from fsdp2.checks.groups import DebugSettings
     from fsdp2.checks.switch import debug
     from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
@@ -41,23 +40,24 @@ if TYPE_CHECKING:
         MixedPrecisionPolicy,
         OffloadPolicy,
     )
-    from fsdp2.interop.installing import install, uninstall
-    from fsdp2.module import (
+    from fsdp2.optim import repoint_optimizer
+    from fsdp2.optim.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+    from fsdp2.planning.planner import Plan, plan
+    from fsdp2.run.installing import install, uninstall
+    from fsdp2.sharding.api import fully_shard
+    from fsdp2.sharding.meshes import FSDPMeshInfo, Levels, ShardPlacementResult
+    from fsdp2.sharding.module import (
         FSDPModule,
         GradientReductionHandle,
         UnshardHandle,
         register_fsdp_forward_method,
         share_comm_ctx,
     )
-    from fsdp2.optim import repoint_optimizer
-    from fsdp2.optim.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
-    from fsdp2.planning.planner import Plan, plan
-    from fsdp2.reports import GroupReport, Report, group_reports, report
-    from fsdp2.sharding.meshes import FSDPMeshInfo, Levels, ShardPlacementResult
     from fsdp2.sharding.plan import whole_below
+    from fsdp2.sharding.wire import WireFormat
+    from fsdp2.sharding.wire_states import WireState, wire_state
     from fsdp2.tracing import trace
-    from fsdp2.wire import WireFormat
-    from fsdp2.wire_states import WireState, wire_state
+    from fsdp2.tracing.reports import GroupReport, Report, group_reports, report
     from fsdp2.wrap import (
         Choice,
         CustomPolicy,
@@ -144,26 +144,14 @@ __all__ = [
 ]
 
 _ROOMS = (
-    # `fully_shard` loads those of the first line.
-    *("api", "checks", "comm_memory", "core", "interop", "module", "ranks", "sharding"),
-    *(
-        "checkpoint",
-        "elastic",
-        "fsdp1",
-        "full",
-        "graph",
-        "optim",
-        "paper",
-        "planning",
-        "record",
-        "reports",
-    ),
-    *("tracing", "wire", "wire_states", "wrap", "wrapper_module", "xla"),
+    *("checks", "core", "interop", "sharding"),  # which `fully_shard` loads
+    *("checkpoint", "elastic", "fsdp1", "full", "graph", "optim", "planning", "tracing"),
+    *("wrap", "xla"),
 )
 """Modules that are attributes of this one without an import, and load when they are first used."""
 
 _TOGETHER = {
-    "api": ("fully_shard",),
+    "sharding.api": ("fully_shard",),
     "core.errors": (
         *("CheckpointError", "CommunicationError", "NonFiniteGradientError", "RankMismatchError"),
         "ShardingStateError",
@@ -175,7 +163,7 @@ _TOGETHER = {
         "MixedPrecisionPolicy",
         "OffloadPolicy",
     ),
-    "module": (
+    "sharding.module": (
         *("FSDPModule", "GradientReductionHandle", "UnshardHandle"),
         *("register_fsdp_forward_method", "share_comm_ctx"),
     ),
@@ -192,14 +180,14 @@ _LATER = {
     "checks.switch": ("debug",),
     "full": ("full_parameters", "gathered", "load_from_rank0", "sync_module_states"),
     "graph": ("graph_mode",),
-    "interop.installing": ("install", "uninstall"),
+    "run.installing": ("install", "uninstall"),
     "optim": ("repoint_optimizer",),
     "optim.norms": ("clip_grad_norm_", "clip_grads_with_norm_", "get_total_norm"),
     "planning.planner": ("Plan", "plan"),
-    "reports": ("GroupReport", "Report", "group_reports", "report"),
+    "tracing.reports": ("GroupReport", "Report", "group_reports", "report"),
     "tracing": ("trace",),
-    "wire": ("WireFormat",),
-    "wire_states": ("WireState", "wire_state"),
+    "sharding.wire": ("WireFormat",),
+    "sharding.wire_states": ("WireState", "wire_state"),
     "wrap": (
         *("Choice", "CustomPolicy", "ModuleWrapPolicy", "ShardReport", "UnitReport"),
         *("always_wrap_policy", "any_wrap_policy", "chosen_modules", "deferred", "enable_wrap"),

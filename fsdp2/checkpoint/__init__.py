@@ -1,5 +1,7 @@
 """A folder of steps that stays intact after a crash at any moment, in DCP's file format.
 
+The formats that fsdp2 reads by itself, and why, are those of decision 32.
+
 saving     `save`, `async_save`: written to a temporary folder, synced, listed, renamed
 items      DCP's files, written: a rank's items, and the index
 staging    copies to host memory, during training

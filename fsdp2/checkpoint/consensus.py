@@ -14,9 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NoReturn, TypeVar
 
-from fsdp2.core.device.process_groups import ProcessGroup, rank_and_size
 from fsdp2.core.errors import CheckpointError, coded, resaid
-from fsdp2.ranks.channels import LostRankError, SideChannel, Vote, members_of, side_channel
+from fsdp2.core.facts import (
+    LostRankError,
+    ProcessGroup,
+    SideChannel,
+    Vote,
+    members_of,
+    rank_and_size,
+    side_channel,
+)
 
 T = TypeVar("T")
 V = TypeVar("V")

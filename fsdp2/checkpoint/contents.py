@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fsdp2.core.errors import CheckpointError, coded
-from fsdp2.core.names import clean
+from fsdp2.core.facts import clean
 
 Nested = dict[str, Any]
 

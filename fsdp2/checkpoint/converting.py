@@ -366,7 +366,7 @@ def _write(place: Path, contents: Contents, found: Converted, progress: Progress
 
 @contextmanager
 def _replacing(path: Path, place: Path) -> Iterator[Path]:
-    """Where to write: renamed to ``place`` when that is durable, and removed after an error."""
+    """The file to write: renamed to ``place`` when it is durable, and removed after an error."""
     files.discard(path)
     try:
         yield path

@@ -39,8 +39,8 @@ from fsdp2.checkpoint.folder import (
 from fsdp2.checkpoint.state import Held, Reader, held_by, read_chunk
 from fsdp2.checkpoint.stores import AnyPath, PathLike, disk_path, local_path
 from fsdp2.checkpoint.tensors import About, Layout, Writer, plan
-from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.facts import ProcessGroup
 
 Names = Callable[[str], str | None]
 """A model's name of a tensor -> its name in the files; ``None``: it is not there."""

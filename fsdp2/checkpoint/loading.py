@@ -61,11 +61,10 @@ from fsdp2.checkpoint.state import (
 from fsdp2.checkpoint.stores import STEP, AnyPath, PathLike, Store, is_url, local_path
 from fsdp2.checkpoint.transforms import Sources, Transform, Transforms, rows_of
 from fsdp2.checkpoint.values import Value, unpacked
-from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import CheckpointError, coded
-from fsdp2.core.layout.mesh import local_of
-from fsdp2.module import FSDPModule
-from fsdp2.wire_states import wire_state
+from fsdp2.core.facts import ProcessGroup, local_of
+from fsdp2.sharding.module import FSDPModule
+from fsdp2.sharding.wire_states import wire_state
 
 
 @dataclass

@@ -15,8 +15,7 @@ from contextlib import ExitStack, suppress
 from types import FrameType, TracebackType
 
 from fsdp2.checkpoint.consensus import Call
-from fsdp2.core.device.process_groups import ProcessGroup
-from fsdp2.ranks.channels import LostRankError, Vote
+from fsdp2.core.facts import LostRankError, ProcessGroup, Vote
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 """The signals that schedulers send before SIGKILL."""

@@ -18,8 +18,8 @@ from fsdp2.checkpoint.folders import TensorFolder
 from fsdp2.checkpoint.state import Differences, Held, held_by
 from fsdp2.checkpoint.stores import PathLike, local_path
 from fsdp2.checkpoint.unsaved import recomputed, unsaved
-from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.facts import ProcessGroup
 from fsdp2.full.loading import require_writable, rewritten
 
 _PIECE = 1 << 20  # elements that are compared at once

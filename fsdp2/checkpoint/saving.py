@@ -69,10 +69,9 @@ from fsdp2.checkpoint.state import (
 from fsdp2.checkpoint.stores import INDEX, AnyPath, Attempt, PathLike, Store
 from fsdp2.checkpoint.tensors import bytes_of
 from fsdp2.checkpoint.values import Packed, Value, packed
-from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import CheckpointError, coded, resaid
-from fsdp2.ranks.channels import LostRankError, SideChannel
-from fsdp2.wire_states import RESIDUALS, wire_state
+from fsdp2.core.facts import LostRankError, ProcessGroup, SideChannel
+from fsdp2.sharding.wire_states import RESIDUALS, wire_state
 
 _HELD_IN = ("model", "buffers")  # persistent buffers, and others if asked for
 LOG = logging.getLogger("fsdp2.checkpoint")

@@ -21,9 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import CheckpointError, coded
-from fsdp2.core.layout.mesh import local_of, wrap_local
-from fsdp2.core.modules.registry import records_below
-from fsdp2.core.names import clean
+from fsdp2.core.facts import clean, local_of, records_below, wrap_local
 
 Nested = dict[str, Any]
 """A state dict: tensors and the user's values."""

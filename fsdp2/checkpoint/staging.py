@@ -25,12 +25,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.device.buffers import FlatBuffer
 from fsdp2.core.errors import CheckpointError, coded
-from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.modules.optimizers import steps, watch_steps
-from fsdp2.core.pieces import round_up
-from fsdp2.core.progress import ShardReaders
+from fsdp2.core.facts import FlatBuffer, ShardReaders, local_of, round_up, steps, watch_steps
 
 _ALIGNMENT = 64  # bytes
 _AT_ONCE = 4096  # bytes: copied at the call, as a place of its own would cost more than the copy

@@ -59,8 +59,7 @@ from fsdp2.checkpoint.tensors import About, Place
 from fsdp2.checkpoint.tensors import Reader as TensorReader
 from fsdp2.checkpoint.values import Value, is_kept_by_dcp, packed
 from fsdp2.core.errors import CheckpointError, coded
-from fsdp2.core.layout.mesh import local_of, part_of
-from fsdp2.core.names import clean
+from fsdp2.core.facts import clean, local_of, part_of
 
 # ---- what is there
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.archives import values_of
 from fsdp2.checkpoint.folder import Json
-from fsdp2.core.layout.mesh import local_of
+from fsdp2.core.facts import local_of
 
 Value: TypeAlias = Any
 """None, bool, int, float, complex, str, bytes, tensors, the types of `_KINDS`, and numpy's."""

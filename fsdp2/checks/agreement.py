@@ -34,8 +34,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, TypedDict
 
+from fsdp2.core.device.channels import StoreBoard
 from fsdp2.core.errors import RankMismatchError, coded, resaid
-from fsdp2.ranks.channels import StoreBoard
 
 SHORTEST_PAUSE = 0.0002  # seconds between looks at the board, at first
 LONGEST_PAUSE = 0.02

@@ -26,6 +26,7 @@ from fsdp2.checks.agreement import Agreement, Intent
 from fsdp2.checks.environment import asks_for_ranks
 from fsdp2.checks.freed import mark_freed, unmark
 from fsdp2.core.config import GroupOptions
+from fsdp2.core.device.channels import StoreBoard, default_store
 from fsdp2.core.device.collectives import Collectives, ReduceKind
 from fsdp2.core.device.fingerprint import checksum
 from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, timeout_of
@@ -54,7 +55,6 @@ from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer, Run, on_new_groups, plan_checks
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase, Unit, all_groups, all_units, put_around, unit_of
-from fsdp2.ranks.channels import StoreBoard, default_store
 
 _SAME_WEIGHTS = (
     "build the model from the same seed, or load the same weights, on every rank before fully_shard"

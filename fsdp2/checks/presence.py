@@ -24,9 +24,9 @@ import torch
 
 from fsdp2.core.device import process_groups
 from fsdp2.core.device.backends import traits_of
+from fsdp2.core.device.channels import StoreBoard, default_store
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, global_ranks, timeout_of
 from fsdp2.core.errors import CommunicationError, RankMismatchError, coded
-from fsdp2.ranks.channels import StoreBoard, default_store
 
 SHORTEST_PAUSE = 0.0002  # seconds between looks, at first
 LONGEST_PAUSE = 0.02

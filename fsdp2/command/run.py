@@ -11,9 +11,9 @@ SUMMARY = "run a script that was written for torch's FSDP, unchanged, on fsdp2"
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code: the script's."""
-    import fsdp2.run
+    from fsdp2.run.__main__ import main as run_script
 
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.getcwd()  # as of `python -m`; here it is the folder of the command
-    fsdp2.run.main(arguments)
+    run_script(arguments)
     return 0

@@ -15,4 +15,5 @@ gather/             from shards to unsharded parameters
 reduce/             from unsharded gradients to sharded ``.grad``
 schedule/           when groups of parameters are unsharded, resharded and reduced
 modules/            nn.Module and autograd: they drive the schedule
+facts               the names of all these that rooms above core may import
 """

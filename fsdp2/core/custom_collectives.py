@@ -2,7 +2,7 @@
 
 AllGather       for `FSDPModule.set_custom_all_gather`
 ReduceScatter   for `FSDPModule.set_custom_reduce_scatter`
-OwnMemory       fsdp2's own implementations, built in the same way (`fsdp2.comm_memory`)
+OwnMemory       fsdp2's own implementations, built in the same way (`fsdp2.core.device.comm_memory`)
 MemoryComms     a pair of these, for a process group
 """
 

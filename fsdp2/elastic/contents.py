@@ -39,11 +39,10 @@ from fsdp2.checkpoint.snapshots import (
     optimizer_state,
 )
 from fsdp2.checkpoint.values import Value
-from fsdp2.core.layout.mesh import local_of, wrap_local
-from fsdp2.core.modules.registry import records_below
+from fsdp2.core.facts import local_of, records_below, wrap_local
 from fsdp2.elastic.image import Layout, MeshKey, described, meshes_of
 from fsdp2.full.loading import require_writable, rewritten
-from fsdp2.wire_states import wire_state
+from fsdp2.sharding.wire_states import wire_state
 
 _COPIED = 4096
 """Bytes up to which a tensor is copied when the value is made: step counts, scales."""

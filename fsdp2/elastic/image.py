@@ -29,7 +29,7 @@ from fsdp2.checkpoint.folder import Json
 from fsdp2.checkpoint.snapshots import Nested
 from fsdp2.checkpoint.values import Value, packed, unpacked
 from fsdp2.core.errors import coded
-from fsdp2.core.layout.mesh import local_of, wrap_local
+from fsdp2.core.facts import local_of, wrap_local
 
 MeshKey = tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]
 """Names of a mesh's dims, its shape, and its ranks in order."""

@@ -16,8 +16,7 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.modules.engine import after_backward
+from fsdp2.core.facts import after_backward, local_of
 
 Average = Callable[[torch.Tensor], bool]
 """Averages a flat tensor in place; says whether this group's numbers are in it."""

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from fsdp2.core.device.collectives import Work
+from fsdp2.core.facts import Work
 
 
 class Manager(Protocol):

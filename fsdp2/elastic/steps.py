@@ -18,15 +18,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp2.core.device.one_off import gather_numbers
-from fsdp2.core.device.process_groups import current_world
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.modules.registry import UnitRecord, records_below
-from fsdp2.core.schedule.scheduler import Scheduler
+from fsdp2.core.facts import Scheduler, UnitRecord, current_world, gather_numbers, records_below
 from fsdp2.elastic.loose import LooseParams
 from fsdp2.elastic.managers import Manager
-from fsdp2.module import FSDPModule
 from fsdp2.optim.in_backward import InBackward, is_stepped
+from fsdp2.sharding.module import FSDPModule
 
 
 def attach(

@@ -30,7 +30,7 @@ from fsdp2.checkpoint.snapshots import Nested
 from fsdp2.checkpoint.staging import watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import Optimizers, as_list
 from fsdp2.core.errors import coded
-from fsdp2.core.progress import ShardReaders
+from fsdp2.core.facts import ShardReaders
 from fsdp2.elastic.contents import Contents
 from fsdp2.elastic.fetching import Fetch
 from fsdp2.elastic.image import Image, Layout

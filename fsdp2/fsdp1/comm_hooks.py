@@ -21,9 +21,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
     reduce_scatter_hook,
 )
 
-from fsdp2.core.custom_collectives import ReduceScatter
-from fsdp2.core.device.collectives import GroupCollectives, ReduceKind
-from fsdp2.core.device.process_groups import ProcessGroup
+from fsdp2.core.facts import GroupCollectives, ProcessGroup, ReduceKind, ReduceScatter
 
 __all__ = [
     "DefaultState",

@@ -20,15 +20,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp2 import wrapper_module
-from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import coded
-from fsdp2.core.modules import optimizers
-from fsdp2.core.modules.containers import cast
-from fsdp2.core.modules.registry import record_of, walk
+from fsdp2.core.facts import (
+    ProcessGroup,
+    broadcast_from_first,
+    cast,
+    optimizer_changed,
+    record_of,
+    walk,
+)
 from fsdp2.optim import repoint_optimizer
-from fsdp2.ranks.transfers import broadcast_from_first
-from fsdp2.wrapper_module import INSIDE, Members
+from fsdp2.wrap import wrapper_module
+from fsdp2.wrap.wrapper_module import INSIDE, Members
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -212,7 +215,7 @@ def _repoint(optimizer: torch.optim.Optimizer) -> None:
         repoint_optimizer(optimizer)
 
 
-optimizers.changed.add(_repoint, first=True)  # before they are refused
+optimizer_changed.add(_repoint, first=True)  # before they are refused
 
 
 # ---- dtypes

@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fsdp2.core.modules.registry import require_record
-from fsdp2.core.params.param import ShardedParam
+from fsdp2.core.facts import ShardedParam, require_record
 
 
 class FlatParameter:

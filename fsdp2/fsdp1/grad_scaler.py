@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from fsdp2.core.device.process_groups import ProcessGroup, default_group
 from fsdp2.core.errors import coded
-from fsdp2.core.layout.mesh import local_of
-from fsdp2.ranks.transfers import sum_over
+from fsdp2.core.facts import ProcessGroup, default_group, local_of, sum_over
 
 
 class ShardedGradScaler(GradScaler):

@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2.core.device.one_off import gather_numbers
-from fsdp2.core.device.process_groups import ProcessGroup, default_group, ranks_of, serves
 from fsdp2.core.errors import coded
+from fsdp2.core.facts import ProcessGroup, default_group, gather_numbers, ranks_of, serves
 from fsdp2.sharding.meshes import node_mesh
 
 DIMS = "fsdp1_replicate", "fsdp1_shard"

@@ -26,11 +26,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import RankMismatchError, coded, resaid
-from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.names import clean_as_fsdp1
-from fsdp2.core.params.param import ShardedParam
+from fsdp2.core.facts import ProcessGroup, ShardedParam, clean_as_fsdp1, local_of
 from fsdp2.fsdp1.config import OptimStateKeyType, StateDictType
 from fsdp2.fsdp1.state_dicts import SHARDED_TENSOR, as_dtensor, get_state_dict_type
 from fsdp2.full.gathering import require_released

@@ -20,10 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.api import plan_calls
-from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import coded
-from fsdp2.core.modules.registry import walk
+from fsdp2.core.facts import ProcessGroup, walk
 from fsdp2.fsdp1.config import (
     HYBRID,
     KEEPS_GATHERED,
@@ -43,8 +41,9 @@ from fsdp2.fsdp1.construction import (
 )
 from fsdp2.fsdp1.meshes import device_of, mesh_of
 from fsdp2.interop import CPUOffloadPolicy
-from fsdp2.module import sharded_class
+from fsdp2.sharding.api import plan_calls
 from fsdp2.sharding.meshes import FSDPMeshInfo, ShardPlacementResult
+from fsdp2.sharding.module import sharded_class
 from fsdp2.wrap import any_wrap_policy, chosen_modules
 from fsdp2.wrap.choices import Choice, Policy
 

@@ -22,11 +22,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import RankMismatchError, coded
-from fsdp2.core.layout.mesh import with_dtype, wrap_local
-from fsdp2.core.modules.registrations import Owners
-from fsdp2.core.modules.registry import UnitRecord, managed_modules, records_below
-from fsdp2.core.params.param import ModuleEntry, ShardedParam, is_extended
-from fsdp2.core.schedule.unit import all_units
+from fsdp2.core.facts import (
+    ModuleEntry,
+    Owners,
+    ShardedParam,
+    UnitRecord,
+    all_units,
+    is_extended,
+    managed_modules,
+    records_below,
+    with_dtype,
+    wrap_local,
+)
 from fsdp2.fsdp1.config import (
     FullOptimStateDictConfig,
     FullStateDictConfig,

@@ -20,10 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.api import fully_shard
-from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import coded
-from fsdp2.core.modules.registry import UnitRecord, require_record
+from fsdp2.core.facts import ProcessGroup, UnitRecord, require_record
 from fsdp2.fsdp1 import optimizer_states as states
 from fsdp2.fsdp1.comm_hooks import Hook, HookedReduceScatter, HookedReplicas
 from fsdp2.fsdp1.config import (
@@ -61,10 +59,11 @@ from fsdp2.fsdp1.state_dicts import (
 )
 from fsdp2.full import gathered
 from fsdp2.interop.wrapped import TorchWrapperIdentity
-from fsdp2.module import FSDPModule
 from fsdp2.optim.norms import clip_grad_norm_
+from fsdp2.sharding.api import fully_shard
+from fsdp2.sharding.module import FSDPModule
 from fsdp2.wrap.choices import Policy, wrap_chosen
-from fsdp2.wrapper_module import WrapperModule, flags_put_back
+from fsdp2.wrap.wrapper_module import WrapperModule, flags_put_back
 
 ProcessGroups = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
 """One group, or two: to shard over and to replicate over."""

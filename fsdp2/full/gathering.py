@@ -19,17 +19,18 @@ import torch
 from torch import nn
 
 from fsdp2.core.errors import RankMismatchError, ShardingStateError, coded
-from fsdp2.core.modules.dynamo import uncompiled
-from fsdp2.core.params.param import (
+from fsdp2.core.facts import (
     FORM,
     Form,
     ModuleEntry,
+    OptimizerSteps,
     ShardedParam,
+    free_if_outdated,
     is_extended,
+    operations_of,
     store_of,
+    uncompiled,
 )
-from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.schedule.unit import free_if_outdated, operations_of
 from fsdp2.full.selection import (
     MeshRanks,
     Names,

@@ -21,12 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import RankMismatchError, coded
-from fsdp2.core.layout.mesh import default_mesh, wrap_local
-from fsdp2.core.names import clean
-from fsdp2.core.params.param import is_extended
-from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.unit import free_if_outdated, operations_of
+from fsdp2.core.facts import (
+    OptimizerSteps,
+    ParamGroup,
+    clean,
+    default_mesh,
+    free_if_outdated,
+    is_extended,
+    operations_of,
+    wrap_local,
+)
 from fsdp2.full.gathering import require_released
 from fsdp2.full.selection import (
     MeshRanks,

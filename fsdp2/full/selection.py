@@ -15,19 +15,27 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2.core.device.collectives import GroupCollectives
-from fsdp2.core.device.one_off import largest_over
-from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.layout.mesh import device_of
-from fsdp2.core.modules.registrations import Owners, follow_replaced
-from fsdp2.core.modules.registry import managed_modules, record_of_unit, records_below
-from fsdp2.core.names import clean
-from fsdp2.core.params.param import ModuleEntry, ShardedParam
-from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.states import HIDDEN
-from fsdp2.core.schedule.unit import Unit, all_units, operations_of
-from fsdp2.ranks.transfers import broadcast_from_first
+from fsdp2.core.facts import (
+    HIDDEN,
+    GroupCollectives,
+    ModuleEntry,
+    Owners,
+    ParamGroup,
+    ProcessGroup,
+    ShardedParam,
+    Unit,
+    all_units,
+    broadcast_from_first,
+    clean,
+    device_of,
+    follow_replaced,
+    largest_over,
+    managed_modules,
+    operations_of,
+    record_of_unit,
+    records_below,
+)
 
 Names = Callable[[str], bool] | Set[str] | None
 """Which parameters: a predicate of a full name, full names, or all."""

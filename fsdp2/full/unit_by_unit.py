@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 from fsdp2.core.errors import RankMismatchError, ShardingStateError, coded
-from fsdp2.core.names import clean
-from fsdp2.core.params.param import is_extended
-from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.facts import OptimizerSteps, clean, is_extended
 from fsdp2.full.gathering import require_released
 from fsdp2.full.selection import (
     MeshRanks,

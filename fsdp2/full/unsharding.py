@@ -24,14 +24,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.device.collectives import GroupCollectives, Work
-from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.layout.layout import Slot
-from fsdp2.core.layout.mesh import MeshAxes
-from fsdp2.core.params.param import ShardedParam, is_extended
-from fsdp2.core.pieces import piece_of
-from fsdp2.ranks.transfers import broadcast_from_first, gather_to_first, scatter_from_first
+from fsdp2.core.facts import (
+    GroupCollectives,
+    MeshAxes,
+    ProcessGroup,
+    ShardedParam,
+    Slot,
+    Work,
+    broadcast_from_first,
+    gather_to_first,
+    is_extended,
+    piece_of,
+    scatter_from_first,
+)
 
 Part = Callable[[torch.Tensor, int], torch.Tensor]
 """A rank's part of a whole tensor: a view."""

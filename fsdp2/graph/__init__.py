@@ -5,7 +5,7 @@ units       a unit's forward: from shards to unsharded parameters, and back
 operators   ``fsdp2::unshard`` and ``fsdp2::reduce``, and their derivatives
 placement   the backend "fsdp2": where a graph launches collectives, and where it waits
 
-It stands on the engine's layouts, divisions and process groups. Who does not use it loads nothing.
+It stands on the engine's layouts, divisions and process groups. A program without it loads nothing.
 """
 
 from fsdp2.graph.mode import graph_mode

@@ -5,11 +5,16 @@ from __future__ import annotations
 from torch import nn
 
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.layout.layout import Transport
-from fsdp2.core.modules.engine import functions_of_shards
-from fsdp2.core.modules.hooks import UnitHooks
-from fsdp2.core.modules.registry import UnitRecord, records_below, require_record, start
-from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.facts import (
+    ParamGroup,
+    Transport,
+    UnitHooks,
+    UnitRecord,
+    functions_of_shards,
+    records_below,
+    require_record,
+    start,
+)
 from fsdp2.graph.placement import register
 from fsdp2.graph.units import GraphUnit
 

@@ -26,14 +26,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2.core.device.collectives import Work, run_all_gather, run_reduce_scatter
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.layout.layout import Segment, Slot
-from fsdp2.core.progress import communication_error
-from fsdp2.core.reduce.division import Division, plan_division
-from fsdp2.core.reduce.spec import ReductionSpec, reduction_spec
-from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.unit import Unit
+from fsdp2.core.facts import (
+    Division,
+    ParamGroup,
+    ReductionSpec,
+    Segment,
+    Slot,
+    Unit,
+    Work,
+    communication_error,
+    plan_division,
+    reduction_spec,
+    run_all_gather,
+    run_reduce_scatter,
+)
 
 _numbers = itertools.count()
 _exchanges: weakref.WeakValueDictionary[str, Exchange] = weakref.WeakValueDictionary()

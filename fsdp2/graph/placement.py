@@ -1,4 +1,4 @@
-"""Where a compiled graph launches collectives, and where it waits: the engine's rule, on a graph.
+"""The places at which a compiled graph launches collectives and waits: the engine's rule.
 
     unit            0        1        2             traced       unshard_k | compute_k
     launched   0    1        2                      placed       start_k+1 behind end_k
@@ -7,8 +7,8 @@
     gather k + 1 is launched when gather k has ended, before unit k computes (decision 23)
     reduction k is waited for before reduction k + 1 is launched, the last one at the graph's end
 
-At most two units are gathered then: the one that computes, and the next. What a start reads is
-moved with it: views of inputs, which compute nothing.
+At most two units are gathered then: the one that computes, and the next. A start moves
+with what it reads: views of inputs, which compute nothing.
 
 ``torch.compile(model, fullgraph=True, backend="fsdp2")`` does this, and then what Inductor does;
 ``options={"compiler": "aot_eager"}`` runs the graphs as they are.
@@ -123,7 +123,7 @@ def _move_behind(place: fx.Node, node: fx.Node) -> None:
 def _move_before(place: fx.Node, end: fx.Node, rows: list[fx.Node]) -> None:
     """Let a reduction end in front of a node, with what becomes of its results.
 
-    Not if another collective reads them: a derivative of a derivative.
+    It stays if another collective reads them: a derivative of a derivative.
     """
     last = end.graph.output_node()
     found: dict[fx.Node, None] = dict.fromkeys([*rows, end])

@@ -11,7 +11,7 @@ Eagerly, autograd saves no unsharded parameter of a unit that reshards after for
 one it was, and backward gathers again. In a compiled graph a checkpoint around ``unshard`` does the
 same: the partitioner computes again what is inside of one.
 
-What is registered instead of shards is used as it is: parameters that you have gathered, or that
+Anything else that is registered is used as it is: parameters that you have gathered, or that
 `torch.func.functional_call` was given.
 """
 
@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.modules.hooks import UnitHooks
-from fsdp2.core.params.param import ModuleEntry, ShardedParam
+from fsdp2.core.facts import ModuleEntry, ShardedParam, UnitHooks
 from fsdp2.graph.operators import Exchange, unshard
 
 Hooks = dict[int, Callable[..., object]]

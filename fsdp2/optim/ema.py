@@ -19,10 +19,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
-from fsdp2.core.modules.dynamo import uncompiled
-from fsdp2.core.names import clean
-from fsdp2.core.params.param import ShardedParam, is_extended
+from fsdp2.core.facts import (
+    ShardedParam,
+    clean,
+    is_extended,
+    local_of,
+    uncompiled,
+    with_dtype,
+    wrap_local,
+)
 from fsdp2.full.loading import require_writable, rewritten
 from fsdp2.full.selection import SelectedParam, selected_params
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from fsdp2.core.errors import coded
-from fsdp2.core.modules.dynamo import uncompiled
+from fsdp2.core.facts import uncompiled
 from fsdp2.optim import offloaded
 from fsdp2.optim.in_backward import InBackward, Sectioned
 from fsdp2.optim.runs import (

@@ -26,9 +26,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.modules.registry import records_below
-from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.unit import unit_of
+from fsdp2.core.facts import ParamGroup, records_below, unit_of
 from fsdp2.optim import offloaded
 from fsdp2.optim.offloaded import LEAVING, HostSection, Staging, step_all
 from fsdp2.optim.runs import ParamGroupOptions, ParamState, Section, localized, places_of

@@ -27,13 +27,9 @@ from torch.utils._foreach_utils import (
     _group_tensors_by_device_and_dtype,
 )
 
-from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.layout.mesh import local_of, locals_of
-from fsdp2.core.modules.dynamo import uncompiled
-from fsdp2.core.params.param import gathered_name
+from fsdp2.core.facts import ProcessGroup, gathered_name, local_of, locals_of, sum_over, uncompiled
 from fsdp2.optim.in_backward import InBackward, refuse_stepped
-from fsdp2.ranks.transfers import sum_over
 
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 

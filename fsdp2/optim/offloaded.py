@@ -22,16 +22,17 @@ from collections.abc import Callable, Iterator, Sequence, Set
 import torch
 from torch import nn
 
-from fsdp2.core.device.kernels import Kernels, kernels_for
-from fsdp2.core.device.streams import (
+from fsdp2.core.facts import (
     COMPUTE,
     COPY_IN,
     REDUCE,
     Event,
+    Kernels,
     Streams,
+    kernels_for,
     make_streams,
+    round_up,
 )
-from fsdp2.core.pieces import round_up
 from fsdp2.optim.runs import FlatRun, ParamGroupOptions, ParamState, Section
 
 OUT, BACK = REDUCE, COPY_IN

@@ -11,10 +11,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2.core.errors import coded
-from fsdp2.core.layout.levels import own_slot
-from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
-from fsdp2.core.modules.registrations import Registrations
-from fsdp2.core.params.param import ShardedParam, form_of
+from fsdp2.core.facts import (
+    Registrations,
+    ShardedParam,
+    form_of,
+    local_of,
+    own_slot,
+    with_dtype,
+    wrap_local,
+)
 
 
 def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:

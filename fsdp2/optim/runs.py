@@ -21,10 +21,15 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.device.buffers import FlatBuffer, separate
-from fsdp2.core.layout.layout import Transport
-from fsdp2.core.layout.mesh import local_of, with_dtype, wrap_local
-from fsdp2.core.modules.registry import records_below
+from fsdp2.core.facts import (
+    FlatBuffer,
+    Transport,
+    local_of,
+    records_below,
+    separate,
+    with_dtype,
+    wrap_local,
+)
 
 _address = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous

@@ -16,9 +16,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fsdp2.core.device.collectives import run_all_gather
-from fsdp2.core.device.one_off import run_barrier
-from fsdp2.core.device.process_groups import default_group
+from fsdp2.core.facts import default_group, run_all_gather, run_barrier
 from fsdp2.planning.hardware import Hardware
 
 SMALL, LARGE = 2**12, 2**24  # bytes of gathered tensors

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fsdp2.core.errors import coded
-from fsdp2.record.notes import Operation
+from fsdp2.tracing.record.notes import Operation
 
 FOLDER = Path(__file__).with_name("hardware")
 

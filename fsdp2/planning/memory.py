@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from fsdp2.core.pieces import round_up
-from fsdp2.paper.recording import Recording
-from fsdp2.record.notes import Allocation, Free, Operation
+from fsdp2.core.facts import round_up
+from fsdp2.tracing.paper.recording import Recording
+from fsdp2.tracing.record.notes import Allocation, Free, Operation
 
 
 @dataclass(frozen=True)

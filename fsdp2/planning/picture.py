@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsdp2.paper.recording import Recording
 from fsdp2.planning.memory import samples
 from fsdp2.planning.timing import Timing
-from fsdp2.record.notes import COLLECTIVE, COPY, Operation
 from fsdp2.tracing import Memory, Timeline
 from fsdp2.tracing.drawing import draw
+from fsdp2.tracing.paper.recording import Recording
+from fsdp2.tracing.record.notes import COLLECTIVE, COPY, Operation
 
 MICRO = 1e6
 

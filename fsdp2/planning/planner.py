@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp2.core.device.streams import Lane
 from fsdp2.core.errors import coded
+from fsdp2.core.facts import Lane
 from fsdp2.planning.hardware import Hardware, load
 from fsdp2.planning.memory import Memory, follow
 from fsdp2.planning.picture import drawn
@@ -40,8 +40,8 @@ from fsdp2.planning.rehearsal import (
     takes_count,
 )
 from fsdp2.planning.timing import Times, Timing, UnitTimes, schedule
-from fsdp2.record.categories import CATEGORIES
 from fsdp2.tracing import Timeline, show
+from fsdp2.tracing.record.categories import CATEGORIES
 from fsdp2.tracing.summaries import amount, table
 from fsdp2.wrap.choices import Policy
 

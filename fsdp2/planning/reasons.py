@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.paper.devices import AutocastError
+from fsdp2.tracing.paper.devices import AutocastError
 
 _OWN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 """Folders whose lines are not the user's."""

@@ -3,7 +3,8 @@
     make_model ──meta──> fully_shard(…) ──> a step that is forgotten ──> a step that is noted
                                             (orders, optimizer states)      Rehearsal
 
-The engine, its hooks, autograd and the optimizer are the real ones; `fsdp2.paper` is the device.
+The engine, its hooks, autograd and the optimizer are the real ones; the device is
+`fsdp2.tracing.paper`.
 """
 
 from __future__ import annotations
@@ -21,23 +22,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2.api import apply_calls, plan_calls
 from fsdp2.core.errors import coded
-from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.modules.registry import record_of
-from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.schedule.unit import Unit
+from fsdp2.core.facts import OptimizerSteps, Unit, local_of, record_of
 from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
-from fsdp2.module import FSDPModule
 from fsdp2.optim.norms import clip_grad_norm_
-from fsdp2.paper.devices import NamedDevices, no_autocast
-from fsdp2.paper.operators import Operators, fused_optimizers, kernels_of
-from fsdp2.paper.recording import Recorder, Recording
-from fsdp2.paper.stage import NOTED, module_of_meta, on_paper
-from fsdp2.paper.values import Following, Values
 from fsdp2.planning.reasons import explaining
-from fsdp2.record.categories import ACTIVATIONS, GRADIENTS, MODEL
-from fsdp2.reports import GroupReport, group_reports
+from fsdp2.sharding.api import apply_calls, plan_calls
+from fsdp2.sharding.module import FSDPModule
+from fsdp2.tracing.paper.devices import NamedDevices, no_autocast
+from fsdp2.tracing.paper.operators import Operators, fused_optimizers, kernels_of
+from fsdp2.tracing.paper.recording import Recorder, Recording
+from fsdp2.tracing.paper.stage import NOTED, module_of_meta, on_paper
+from fsdp2.tracing.paper.values import Following, Values
+from fsdp2.tracing.record.categories import ACTIVATIONS, GRADIENTS, MODEL
+from fsdp2.tracing.reports import GroupReport, group_reports
 from fsdp2.wrap import Choice, ModuleWrapPolicy, chosen_modules
 from fsdp2.wrap.choices import Policy
 

@@ -1,6 +1,6 @@
 """When each operation of a rehearsed step runs on a machine, and what waits meanwhile.
 
-    Recording + Hardware ── schedule ──> Timing(spans, stalls, times), by `fsdp2.record.replay`
+    Recording + Hardware ── schedule ──> Timing(spans, stalls, times), by `record.replay`
 
 Collectives of one process group run one at a time. If lanes are one, as on a CPU, all operations
 run one after the other.
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp2.paper.recording import Recording
 from fsdp2.planning.hardware import Hardware
-from fsdp2.record.notes import COLLECTIVE, HOST, VIEW, Operation
-from fsdp2.record.replay import Cost, Replay, replay
+from fsdp2.tracing.paper.recording import Recording
+from fsdp2.tracing.record.notes import COLLECTIVE, HOST, VIEW, Operation
+from fsdp2.tracing.record.replay import Cost, Replay, replay
 
 HOST_BANDWIDTH = 2.0e10
 """Bytes a second of what the host computes on its own memory, such as an offloaded optimizer."""

@@ -1,4 +1,4 @@
-"""The process group whose collectives do nothing (`fsdp2.paper.null_group`), for measurements.
+"""The process group whose collectives do nothing (`tracing.paper.null_group`), to measure with.
 
 A measurement with it contains only the sharding library's own cost; every library pays the same for
 the group:
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2.paper.null_group import (
+from fsdp2.tracing.paper.null_group import (
     BACKEND,
     NullGroup,
     NullWork,

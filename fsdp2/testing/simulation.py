@@ -27,10 +27,10 @@ from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.ties import lend
 from fsdp2.core.schedule.unit import Phase, Unit
-from fsdp2.record.notes import USER
 from fsdp2.testing.parameters import PaperGradients, VirtualParam
 from fsdp2.testing.phases import CheckedUnit
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice
+from fsdp2.tracing.record.notes import USER
 
 Check = Callable[["Simulation", str], None]
 Shapes = Sequence[tuple[int, ...]]

@@ -5,7 +5,7 @@ buffers it reads and writes, and a happens-before checker finds every order that
 
     VirtualDevice ── Streams       record, wait, synchronize, on
                   ── Kernels       transient, flat, empty, copy, …
-                  ── trace         what they did: `fsdp2.record.notes`
+                  ── trace         what they did: `fsdp2.tracing.record.notes`
                   ── races         ["…", …], empty if the schedule is right
 
 Each lane carries a vector clock: the position in each lane that it is known to run after. An access
@@ -40,7 +40,7 @@ import torch
 
 from fsdp2.core.device.buffers import Strided
 from fsdp2.core.device.collectives import ReduceKind
-from fsdp2.record.notes import (
+from fsdp2.tracing.record.notes import (
     HOST,
     PLACES,
     Allocation,

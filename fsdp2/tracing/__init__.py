@@ -7,16 +7,19 @@ seams      the reporters: streams, kernels, collectives, groups and units, while
 drawing    a recorded step whose times are known, as a timeline
 states     the optimizer states on the device
 page       an HTML file that shows timelines
+reports    `fsdp2.report`: units, bytes and memory of a model, without a step
 context    ``with fsdp2.trace(path):`` around real steps
+record     notes of operations, and their replay in time
+paper      a device without memory, on which a step is rehearsed
 
 ``fsdp2 trace`` does the same from the command line.
 `fsdp2.trace` is the context of that name, which has `summary`, `diff`, `show` and `read`. Other
 names are imported: ``from fsdp2.tracing import Timeline``.
 """
 
-from fsdp2.record.categories import CATEGORIES
 from fsdp2.tracing.context import trace
 from fsdp2.tracing.page import show
+from fsdp2.tracing.record.categories import CATEGORIES
 from fsdp2.tracing.summaries import Difference, Summary, UnitTimes, diff, summary
 from fsdp2.tracing.timeline import (
     COLLECTIVES,

@@ -10,9 +10,8 @@ from types import TracebackType
 
 import torch
 
-from fsdp2.core.device.process_groups import rank_and_size
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.schedule.unit import all_groups
+from fsdp2.core.facts import all_groups, rank_and_size
 from fsdp2.tracing.page import show
 from fsdp2.tracing.recording import Tracer
 from fsdp2.tracing.seams import tracing

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from fsdp2.core.device.streams import Lane
-from fsdp2.record.notes import COLLECTIVE, HOST, USER, Operation, Place
-from fsdp2.record.notes import COMPUTE as COMPUTED
-from fsdp2.record.replay import Replay, Span
+from fsdp2.core.facts import Lane
+from fsdp2.tracing.record.notes import COLLECTIVE, HOST, USER, Operation, Place
+from fsdp2.tracing.record.notes import COMPUTE as COMPUTED
+from fsdp2.tracing.record.replay import Replay, Span
 from fsdp2.tracing.timeline import (
     ALL_GATHER,
     ALL_REDUCE,

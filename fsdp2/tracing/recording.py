@@ -19,17 +19,25 @@ from typing import ClassVar
 
 import torch
 
-from fsdp2.core.device.buffers import all_buffers
-from fsdp2.core.device.collectives import Work
-from fsdp2.core.device.process_groups import ProcessGroup, ranks_of
-from fsdp2.core.device.streams import Event, Lane
-from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.unit import BACKWARD, FORWARD, Phase, Unit, all_groups
-from fsdp2.record.categories import category_of
-from fsdp2.record.notes import HOST, Await, Note, Notes, Operation, Place
-from fsdp2.record.replay import measured
+from fsdp2.core.facts import (
+    BACKWARD,
+    FORWARD,
+    Event,
+    Lane,
+    ParamGroup,
+    Phase,
+    ProcessGroup,
+    Unit,
+    Work,
+    all_buffers,
+    all_groups,
+    local_of,
+    ranks_of,
+)
 from fsdp2.tracing.drawing import draw
+from fsdp2.tracing.record.categories import category_of
+from fsdp2.tracing.record.notes import HOST, Await, Note, Notes, Operation, Place
+from fsdp2.tracing.record.replay import measured
 from fsdp2.tracing.states import OptimizerStates
 from fsdp2.tracing.timeline import BETWEEN, COLLECTIVES, Memory, Timeline, Value
 

@@ -29,17 +29,28 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp2.core.device.collectives import GroupCollectives, Launch
-from fsdp2.core.device.kernels import TorchKernels
-from fsdp2.core.device.process_groups import ProcessGroup
-from fsdp2.core.device.rehearsal import META
-from fsdp2.core.device.streams import DeviceStreams, Event, Lane, Streams
-from fsdp2.core.modules.registry import UnitRecord, record_of_unit
-from fsdp2.core.reduce.reduction import Jobs
-from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.observers import Observer
-from fsdp2.core.schedule.unit import Phase, Unit, all_units, put_around, watching
-from fsdp2.record.notes import HOST, Place
+from fsdp2.core.facts import (
+    META,
+    DeviceStreams,
+    Event,
+    GroupCollectives,
+    Jobs,
+    Lane,
+    Launch,
+    Observer,
+    ParamGroup,
+    Phase,
+    ProcessGroup,
+    Streams,
+    TorchKernels,
+    Unit,
+    UnitRecord,
+    all_units,
+    put_around,
+    record_of_unit,
+    watching,
+)
+from fsdp2.tracing.record.notes import HOST, Place
 from fsdp2.tracing.recording import Clock, Tracer
 from fsdp2.tracing.timeline import COLLECTIVES
 

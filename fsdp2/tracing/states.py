@@ -14,8 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.facts import ParamGroup, local_of
 
 
 class OptimizerStates:

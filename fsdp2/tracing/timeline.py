@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2.core.errors import coded
-from fsdp2.record.categories import CATEGORIES
+from fsdp2.tracing.record.categories import CATEGORIES
 
 HOST = "host"
 COMPUTE = "compute"

@@ -4,6 +4,7 @@ policies     rules that select modules: by class, by size, by a function of the 
 choices      the selection of a policy in a model: the modules, bottom-up, with their options
 sharding     `shard_model`: the selected modules and the model itself, by a strategy
 deferring    `deferred`: a model that is sharded while it is constructed
+wrapper_module  a module around a unit: the base of FSDP1's and XLA's wrappers
 annotations  `enable_wrap` and `wrap`: modules that a model's own code marks
 
 The names, arguments and selections match ``torch.distributed.fsdp.wrap``. Policies of torch are

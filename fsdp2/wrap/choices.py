@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp2.core.errors import coded
-from fsdp2.core.modules.registry import walk
+from fsdp2.core.facts import walk
 from fsdp2.wrap.policies import ModuleWrapPolicy, Options, WrapFunction, WrapPolicy
 
 Policy = WrapPolicy | WrapFunction | Iterable[type[nn.Module]]

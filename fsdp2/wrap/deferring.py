@@ -25,12 +25,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2.api import fully_shard, plan_calls
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.layout.mesh import device_of
-from fsdp2.core.modules.registry import managed_modules, record_of, require_record
+from fsdp2.core.facts import device_of, managed_modules, record_of, require_record
 from fsdp2.full.gathering import gathered
-from fsdp2.module import FSDPModule
+from fsdp2.sharding.api import fully_shard, plan_calls
+from fsdp2.sharding.module import FSDPModule
 from fsdp2.wrap import choices
 
 T = TypeVar("T")

@@ -18,20 +18,18 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2.api import apply_calls, plan_call
-from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.errors import coded
-from fsdp2.core.layout.mesh import default_mesh, device_of
-from fsdp2.core.modules.registry import record_of, require_record
+from fsdp2.core.facts import CPUOffloadPolicy, default_mesh, device_of, record_of, require_record
 from fsdp2.interop import MixedPrecisionPolicy, OffloadPolicy
-from fsdp2.module import FSDPModule
+from fsdp2.sharding.api import apply_calls, plan_call
 from fsdp2.sharding.meshes import Levels, node_mesh
+from fsdp2.sharding.module import FSDPModule
 from fsdp2.sharding.plan import Pending, PlacementFn, PlannedCall
 from fsdp2.sharding.plan import whole_below as small_whole
 from fsdp2.wrap.choices import Policy, chosen_modules
 
 if TYPE_CHECKING:
-    from fsdp2.wire import WireFormat
+    from fsdp2.sharding.wire import WireFormat
 
 Strategy = Literal["zero3", "zero2", "zero1", "replicated", "hybrid", "hybrid-zero2", "levels"]
 
@@ -339,7 +337,7 @@ def _check_options(plan: _PlannedUnit) -> None:
 
 
 def _check_wire(model: nn.Module, calls: Sequence[PlannedCall], wire: WireFormat) -> None:
-    from fsdp2.wire import check_planned  # who does not use it does not load it
+    from fsdp2.sharding.wire import check_planned  # who does not use it does not load it
 
     planned = [(plan, call.options.precision) for call in calls for plan in call.plans]
     check_planned(model, planned, wire)

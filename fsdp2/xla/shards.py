@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2.core.errors import coded
-from fsdp2.core.pieces import piece_of
+from fsdp2.core.facts import piece_of
 
 FORMAT = "fsdp2.xla 1"
 """Identifies fsdp2's files, and their version, in each rank's metadata."""

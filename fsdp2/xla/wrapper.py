@@ -26,17 +26,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import wrapper_module
-from fsdp2.api import fully_shard, plan_calls
 from fsdp2.core.errors import coded
-from fsdp2.core.layout.mesh import default_mesh
-from fsdp2.core.modules.registry import records_below, walk
+from fsdp2.core.facts import default_mesh, records_below, walk
 from fsdp2.interop import MixedPrecisionPolicy
-from fsdp2.module import FSDPModule, sharded_class
 from fsdp2.optim.norms import clip_grad_norm_
+from fsdp2.sharding.api import fully_shard, plan_calls
 from fsdp2.sharding.meshes import mesh_of_groups
+from fsdp2.sharding.module import FSDPModule, sharded_class
+from fsdp2.wrap import wrapper_module
 from fsdp2.wrap.choices import Choice, Policy, Wrapper, chosen_modules, wrap_chosen
-from fsdp2.wrapper_module import PREFIX, WrapperModule
+from fsdp2.wrap.wrapper_module import PREFIX, WrapperModule
 from fsdp2.xla.shards import FORMAT, ShardMetadata, describe, local, whole
 
 M = TypeVar("M", bound=nn.Module)

@@ -151,7 +151,7 @@ def _held(mesh: DeviceMesh, make: Callable[[], nn.Module], plain: bool = False) 
             x.grad = None
         return after - before
 
-    with mock.patch("fsdp2.api.empties_storages", return_value=plain):
+    with mock.patch("fsdp2.sharding.api.empties_storages", return_value=plain):
         sharded = _layers(mesh, make)
     return grown(sharded) - grown(
         nn.Sequential(*[make() for _ in range(LAYERS)]).to(mesh.device_type)
@@ -257,7 +257,7 @@ def test_derivatives_and_sparse_tensors(outside: bool) -> None:
     swapped = mock.Mock(return_value=False)
     with (
         mock.patch("fsdp2.core.device.kernels.empties_storages", swapped),
-        mock.patch("fsdp2.api.empties_storages", swapped),
+        mock.patch("fsdp2.sharding.api.empties_storages", swapped),
     ):
         fsdp2.fully_shard(model, mesh=_mesh("cpu", "gloo", (2,)), reshard_after_forward=True)
     x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(1))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import files
-from fsdp2.ranks.channels import SideChannel
+from fsdp2.core.device.channels import SideChannel
 from tests.checkpoint.test_checkpoints import everything, made, train
 from tests.common.combinations import seldom
 

@@ -19,8 +19,8 @@ from fsdp2 import checkpoint
 from fsdp2.checkpoint import files, owning, staging
 from fsdp2.checkpoint import saving as saving_module
 from fsdp2.checkpoint.stores import saving_folder
+from fsdp2.core.device import channels
 from fsdp2.core.progress import ShardReaders
-from fsdp2.ranks import channels
 from tests.checkpoint.test_checkpoints import IN, assert_same, everything, made, train
 from tests.common.errors import raises
 from tests.common.workers import ranks

@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import remote, saving
 from tests.checkpoint.test_checkpoints import EXTRA, assert_same, everything, made, train
-from tests.common import object_store, parity, workers
+from tests.common import object_store, workers
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.ranks
@@ -67,9 +67,6 @@ def test_bits_between_numbers_of_ranks(tmp_path: Path) -> None:
     assert_same(everything(model, optimizer), everything(other, other_optimizer))
 
 
-_EMPTY = (8).to_bytes(8, "little") + b"{}      "  # a safetensors file of nothing
-
-
 class Refuses:
     """Lets puts, or deletes, of names that have a part fail."""
 
@@ -120,30 +117,11 @@ def test_a_rank_whose_put_fails(tmp_path: Path, call: str) -> None:
 
 
 @workers.ranks(2)
-def test_pretrained_weights(tmp_path: Path) -> None:
-    """Each rank reads its rows from the store."""
-    (tmp_path / "objects").mkdir(exist_ok=True)
-    model, _ = made()
-    checkpoint.export(tmp_path / "out", model)
-    url = f"{object_store.url_of(tmp_path / 'objects')}/hf"
-    if dist.get_rank() == 0:
-        content = (tmp_path / "out/model.safetensors").read_bytes()
-        object_store.ObjectStore().pipe_file(f"{url.partition('//')[2]}/model.safetensors", content)
-    dist.barrier()
-    other, _ = made(seed=1)
-    assert not checkpoint.load_pretrained(other, url)
-    parity.assert_equal(
-        parity.full_all(other.state_dict().values()), parity.full_all(model.state_dict().values())
-    )
-
-
-@workers.ranks(2)
 def test_refused_on_one_rank_alone(tmp_path: Path) -> None:
     """A package that one rank does not have: all say so, in both calls."""
     url = f"{object_store.url_of(tmp_path)}/run"
     model, optimizer = made()
     checkpoint.save(url, model, optimizer, step=1)
-    object_store.ObjectStore().pipe_file(f"{url.partition('//')[2]}/hf/model.safetensors", _EMPTY)
 
     def reach(url: str) -> Any:
         if dist.get_rank() == 1:
@@ -156,8 +134,6 @@ def test_refused_on_one_rank_alone(tmp_path: Path) -> None:
             checkpoint.save(url, model, optimizer, step=2)
         with raises("ckpt-not-reached"):
             checkpoint.load(url, model, optimizer)
-        with raises("ckpt-not-reached"):
-            checkpoint.load_pretrained(model, f"{url}/hf")
     dist.barrier()
     assert checkpoint.steps(url) == [1]
     assert checkpoint.unfinished(url) == []

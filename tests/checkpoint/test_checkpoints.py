@@ -32,9 +32,9 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp2 import checkpoint, fully_shard
 from fsdp2.checkpoint import files
 from fsdp2.command.checkpoint import main
+from fsdp2.core.device.channels import Members
 from fsdp2.core.errors import CheckpointError
 from fsdp2.optim import FlatOptimizer
-from fsdp2.ranks.channels import Members
 from fsdp2.tracing.summaries import amount
 from tests.common import combinations, workers
 from tests.common.errors import raises

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.checkpoint import files, tensors
+from fsdp2.checkpoint import files, folders, tensors
 from fsdp2.checkpoint.folders import TensorFolder
 from fsdp2.checkpoint.tensors import About, Reader, Writer, plan
 from tests.common.errors import raises
@@ -207,8 +208,8 @@ def test_which_files_a_path_means(tmp_path: Path) -> None:
     where = {"a": "x.safetensors", "b": "z.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     found = TensorFolder(tmp_path)
-    assert torch.equal(found.values("a"), one)
-    assert torch.equal(found.values("b"), other)
+    for name, expected in (("a", one), ("b", other)):  # bit by bit: some are not numbers
+        assert torch.equal(found.values(name).view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("at", [(0, 0, 1), (-1, 0, 0), (0, 0)])
@@ -220,6 +221,24 @@ def test_a_box_beside_its_tensor_is_refused(tmp_path: Path, at: tuple[int, ...])
 
 
 # ---- what is refused
+
+
+def test_files_that_cannot_be_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dtype of a later version, a file that is truncated meanwhile, a missing package."""
+    layout = _written(tmp_path, {"a": torch.ones(2, 3)})
+    with monkeypatch.context() as patch:
+        patch.delitem(folders.DTYPES, "F32")
+        with raises("tensors-unknown-dtype"):
+            TensorFolder(tmp_path)
+    with monkeypatch.context() as patch, Reader(tmp_path) as reader:
+        patch.setattr(files, "read_at", lambda *_: 0)
+        with raises("tensors-shorter"):
+            reader.read_box(layout.places["a"], torch.empty(2, 3), (0, 0))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with raises("tensors-package"):
+        TensorFolder(tmp_path)
 
 
 def test_what_the_format_does_not_know() -> None:

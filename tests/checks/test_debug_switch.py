@@ -17,11 +17,11 @@ from torch.profiler import ProfilerActivity, profile
 import fsdp2
 from fsdp2.checks.environment import ENVIRONMENT, asks_for_ranks
 from fsdp2.checks.groups import CHECKS, Checks, DebugSettings
+from fsdp2.core.device.channels import StoreBoard
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import PROFILER, Observed, Observer, observers_of
 from fsdp2.core.schedule.unit import put_around
-from fsdp2.ranks.channels import StoreBoard
 from fsdp2.testing.null_group import init_null_group
 from tests.common.errors import raises
 

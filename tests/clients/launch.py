@@ -91,8 +91,10 @@ def _compare(torchs: Seen, ours: Seen, cases: Sequence[str], ranks: int, rtol: f
         assert set(ours.classes[case]) == set(torchs.classes[case]) == set(range(ranks)), case
         for rank in range(ranks):
             assert "torch.distributed.fsdp" in torchs.classes[case][rank], case
-            assert "fsdp2.module" in ours.classes[case][rank], f"{case}: rank {rank} runs torch's"
-            assert "fsdp2.module" not in torchs.classes[case][rank], case
+            assert "fsdp2.sharding.module" in ours.classes[case][rank], (
+                f"{case}: rank {rank} runs torch's"
+            )
+            assert "fsdp2.sharding.module" not in torchs.classes[case][rank], case
 
 
 def _launch(command: list[str], ranks: int, by_itself: bool = False) -> Seen:

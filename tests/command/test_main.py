@@ -224,6 +224,6 @@ def test_a_script_runs(
             with pytest.raises(SystemExit) as ended:
                 main.main(["run", *given, "--help"])
             assert ended.value.code == 3
-            assert capsys.readouterr().out == "fsdp2.api ['--help']\n"
+            assert capsys.readouterr().out == "fsdp2.sharding.api ['--help']\n"
     finally:
         fsdp2.uninstall()

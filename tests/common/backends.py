@@ -24,7 +24,7 @@ from torch import Tensor
 from fsdp2.checks.presence import _announced
 from fsdp2.core.device.backends import Traits, know, traits_of
 from fsdp2.core.device.process_groups import _met
-from fsdp2.paper.null_group import ALIASES, NullGroup
+from fsdp2.tracing.paper.null_group import ALIASES, NullGroup
 
 VARIABLE = "FSDP2_TEST_BACKEND"
 

@@ -15,10 +15,9 @@ from unittest import mock
 
 from torch import Tensor
 
-from fsdp2 import api
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.collectives import GroupCollectives, ReduceKind
-from fsdp2.sharding import assembly
+from fsdp2.sharding import api, assembly
 
 
 class LoopedCollectives(GroupCollectives):

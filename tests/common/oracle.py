@@ -14,7 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2.record.notes import HOST, PLACES, Allocation, Await, Free, Note, Operation, Place, Signal
+from fsdp2.tracing.record.notes import (
+    HOST,
+    PLACES,
+    Allocation,
+    Await,
+    Free,
+    Note,
+    Operation,
+    Place,
+    Signal,
+)
 
 
 def ancestors(trace: Sequence[Note]) -> list[int]:

@@ -27,15 +27,15 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from fsdp2.core.device.kernels import TorchKernels
 from fsdp2.examples.model import PRESETS, Block, Transformer, token_losses
-from fsdp2.paper.null_group import init_null_group
-from fsdp2.paper.stage import GlooOnPaper
 from fsdp2.planning import Hardware, Settings, plan
 from fsdp2.planning.memory import Ledger
 from fsdp2.planning.planner import Plan
 from fsdp2.planning.rehearsal import shard_as_planned
-from fsdp2.record.notes import Operation
 from fsdp2.testing.null_group import null_world
 from fsdp2.testing.stand_in import device
+from fsdp2.tracing.paper.null_group import init_null_group
+from fsdp2.tracing.paper.stage import GlooOnPaper
+from fsdp2.tracing.record.notes import Operation
 
 ODD_AND_EVEN = (8, 16, 24, 31, 40, 64, 96)
 PRECISIONS = (

@@ -8,7 +8,7 @@ import gc
 import importlib
 
 for _name in (
-    "fsdp2.api",  # with all that `fully_shard` needs
+    "fsdp2.sharding.api",  # with all that `fully_shard` needs
     "torch._dynamo",  # a first backward, checkpoint or optimizer step imports it
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",

@@ -17,9 +17,9 @@ from fsdp2.core.gather import kept_rows
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.unit import Phase, Unit
-from fsdp2.record.notes import HOST, Allocation, Place, operations
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice, VirtualTensor
+from fsdp2.tracing.record.notes import HOST, Allocation, Place, operations
 from tests.common.observing import observe
 
 MAX_DEPTH = 4

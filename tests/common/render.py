@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp2.core.device.streams import Lane
-from fsdp2.record.notes import PLACES, Allocation, Await, Free, Note, Place, Signal
+from fsdp2.tracing.record.notes import PLACES, Allocation, Await, Free, Note, Place, Signal
 
 _COLUMN = 28
 

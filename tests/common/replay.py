@@ -7,8 +7,18 @@ from types import SimpleNamespace
 
 import torch
 
-from fsdp2.record.notes import HOST, PLACES, Allocation, Await, Free, Note, Operation, Place, Signal
 from fsdp2.testing.virtual import VirtualDevice, VirtualTensor
+from fsdp2.tracing.record.notes import (
+    HOST,
+    PLACES,
+    Allocation,
+    Await,
+    Free,
+    Note,
+    Operation,
+    Place,
+    Signal,
+)
 
 
 def replay(trace: Sequence[Note]) -> VirtualDevice:

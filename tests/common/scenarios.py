@@ -16,9 +16,9 @@ import pytest
 from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.unit import Unit
-from fsdp2.record.notes import Operation
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice
+from fsdp2.tracing.record.notes import Operation
 from tests.common import random_models
 
 Scenario = Callable[[random.Random, VirtualDevice], random_models.Watch]

@@ -20,7 +20,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import fsdp2
 from fsdp2 import fsdp1
-from fsdp2.wrapper_module import WrapperModule
+from fsdp2.wrap.wrapper_module import WrapperModule
 
 pytestmark = pytest.mark.alone
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from fsdp2 import MixedPrecisionPolicy, comm_memory
-from fsdp2.comm_memory import (
+from fsdp2.core.config import GroupOptions
+from fsdp2.core.custom_collectives import MemoryComms
+from fsdp2.core.device.comm_memory import (
     GroupAllGather,
     GroupMemory,
     GroupReduceScatter,
@@ -21,18 +23,16 @@ from fsdp2.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
-from fsdp2.core.config import GroupOptions
-from fsdp2.core.custom_collectives import MemoryComms
 from fsdp2.core.device.streams import OnStream
 from fsdp2.core.layout.layout import Cut, Slot, Transport
 from fsdp2.core.reduce.spec import is_direct, reduction_spec
 from fsdp2.core.schedule.bound import Runtime
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.unit import Unit
-from fsdp2.record.notes import operations
 from fsdp2.testing.parameters import VirtualParam
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice, VirtualTensor
+from fsdp2.tracing.record.notes import operations
 
 pytestmark = pytest.mark.alone
 

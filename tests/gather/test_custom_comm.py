@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import fsdp2
-from fsdp2.comm_memory import GroupReduceScatter
+from fsdp2.core.device.comm_memory import GroupReduceScatter
 from fsdp2.core.modules.registry import record_of
 from tests.common import meshes, models, parity, tensors
 from tests.common.looped import coalescing

@@ -15,7 +15,6 @@ import fsdp2
 from fsdp2.core.gather import extension
 from fsdp2.core.gather.extension import check_hooks
 from fsdp2.core.layout.layout import Cut, ParamShape, Transport, build_layout
-from fsdp2.record.notes import operations
 from fsdp2.testing.null_group import init_null_group
 from fsdp2.testing.parameters import VirtualParam
 from fsdp2.testing.simulation import Node, Simulation
@@ -25,6 +24,7 @@ from fsdp2.testing.virtual import (
     VirtualTransient,
     _Counted,
 )
+from fsdp2.tracing.record.notes import operations
 from tests.common import tensors
 
 pytestmark = pytest.mark.alone

@@ -14,10 +14,10 @@ from fsdp2.core.config import GroupOptions, Wire
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather import kept_rows
 from fsdp2.optim import FlatOptimizer
-from fsdp2.record.notes import Await, Operation, Signal
 from fsdp2.testing.null_group import CallLog, init_null_group
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice
+from fsdp2.tracing.record.notes import Await, Operation, Signal
 from tests.common import scenarios
 
 pytestmark = pytest.mark.alone

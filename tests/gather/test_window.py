@@ -6,8 +6,8 @@ import pytest
 from expecttest import assert_expected_inline
 
 from fsdp2.core.modules.registry import note_calls
-from fsdp2.record.notes import operations
 from fsdp2.testing.simulation import Node, Simulation
+from fsdp2.tracing.record.notes import operations
 from tests.common import schedules
 
 pytestmark = pytest.mark.alone

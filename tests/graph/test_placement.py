@@ -254,6 +254,11 @@ def test_gradients_of_shards_ask_for_graph_mode() -> None:
     model.reset_iter_state()
 
 
+def test_a_graph_of_another_model_is_refused() -> None:
+    with raises("graph-of-another-model"):
+        torch.ops.fsdp2.unshard([torch.ones(2)], "gone#0", [0])
+
+
 def test_an_unknown_compiler_is_refused() -> None:
     with raises("graph-mode-compiler"):
         placement.compile_graphs(

@@ -19,14 +19,10 @@ MINIMUM = 60
 
 NOT_CATALOGUED = {
     "AssertionError('one rank has nobody to communicate with')": "an assertion",
-    "resaid(CheckpointError, str(error))": "what `fsdp2.xla` says of its files",
     "resaid(ValueError, plan)": "what the first rank has said: a message of `fsdp1`",
     "resaid(CheckpointError, sentence)": "what a rank has said: a message of `checkpoint`",
     "MemoryError(str(error))": "the system's; reworded by `checkpoint.consensus`",
-    "OSError(errno.EINVAL, os.strerror(errno.EINVAL))": "as files raise it; zipfile expects it",
     "BrokenError()": "readers of `checkpoint` have messages for it",
-    "_unlike(source, name)": "a message of `checkpoint.contents`",
-    "_unlike(source, str(key))": "the same",
     "BlockingIOError(_said(file.read()))": "reworded by `checkpoint.stores`",
     "BlockingIOError(_said(before))": "the same",
     "BlockingIOError(_said(found))": "the same",

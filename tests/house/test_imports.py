@@ -22,12 +22,11 @@ SOURCE = Path(fsdp2.__file__)
 HOMES = {**fsdp2._HOMES, **dict.fromkeys(fsdp2._ROOMS, "")}
 """What loads when it is first used, by name: the module that has it."""
 
-LOADED = {"api", "checks", "comm_memory", "core", "interop", "module", "ranks"}
-LOADED |= {"sharding"}
+LOADED = {"checks", "core", "interop", "sharding"}
 """The modules and rooms of fsdp2 that `fully_shard` needs."""
 
-LEFT_OUT = ("checks.agreement", "checks.groups", "checks.switch", "interop.installing")
-LEFT_OUT += ("interop.startup", "interop.wrapped")
+LEFT_OUT = ("checks.agreement", "checks.groups", "checks.switch", "run.installing")
+LEFT_OUT += ("interop.wrapped", "sharding.wire", "sharding.wire_states")
 """Modules of those rooms that it does not need."""
 
 TORCHS = "import torch.distributed.fsdp, torch.distributed.tensor"
@@ -48,7 +47,7 @@ STEP = """if True:
     import json, sys
     import torch
     import torch.distributed.fsdp, torch.distributed.tensor
-    import fsdp2, fsdp2.api
+    import fsdp2, fsdp2.sharding.api
     from fsdp2.testing.null_group import init_null_group
     init_null_group(1)
     before = set(sys.modules)

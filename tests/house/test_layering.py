@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import fsdp2
-from fsdp2.core import notices
+from fsdp2.core import facts, notices
 from fsdp2.core.names import clean, clean_as_fsdp1
 from tests.common import upper_bounds
 
@@ -26,6 +26,8 @@ INSIDE = [p for p in FILES if not {"examples", "testing"} & {*p.relative_to(ROOT
 
 # The rooms of core, lowest first: each may import the rooms that it names, and the ground floor.
 GROUND = ("config", "custom_collectives", "errors", "names", "notices", "pieces", "progress")
+FACTS = "facts"
+"""The page that rooms above core import; on the roof of core."""
 ROOMS: dict[str, tuple[str, ...]] = {
     "codecs": (),
     "device": (),
@@ -42,27 +44,29 @@ TOUCHING: dict[str, set[str]] = {
     "core.device.backends": {"torch.distributed"},
     "core.device.collectives": {"torch.distributed", C10D},
     "core.device.one_off": {"torch.distributed", "torch.distributed._functional_collectives"},
-    "ranks.channels": {"torch.distributed", C10D},
-    "ranks.transfers": {"torch.distributed"},
+    "core.device.channels": {"torch.distributed", C10D},
+    "core.device.transfers": {"torch.distributed"},
     "core.device.process_groups": {"torch.distributed", "torch.distributed.distributed_c10d"},
     "core.custom_collectives": {"torch.distributed"},
-    "comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
-    "paper.null_group": {"torch.distributed"},
-    "paper.stage": {"torch.distributed"},
+    "core.device.comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
+    "tracing.paper.null_group": {"torch.distributed"},
+    "tracing.paper.stage": {"torch.distributed"},
     "elastic.contents": {"torch.distributed.checkpoint.stateful"},
     "elastic.transport": {"torch.distributed.checkpoint.stateful"},
     "command.checkpoint": {"torch.distributed.checkpoint.metadata"},
     "command.doctor": {"torch.distributed"},
     "command.selftest": {"torch.distributed"},
-    "interop.installing": {"torch.distributed.checkpoint.state_dict"},
+    "fsdp1.comm_hooks": {"torch.distributed.algorithms._comm_hooks.default_hooks"},
+    "run.installing": {"torch.distributed.checkpoint.state_dict"},
 }
-"""What modules touch c10d, and by what: the device's room, `ranks`, and what else is said here."""
+"""What modules touch c10d, and by what: the device's room, and what else is said here."""
 
 COMMUNICATING = {
     "core.device.collectives",
     "core.device.one_off",
-    "ranks.channels",
-    "ranks.transfers",
+    "core.device.channels",
+    "core.device.transfers",
+    "fsdp1.comm_hooks",  # torch's, which call them
 }
 """Modules that call collectives."""
 
@@ -166,11 +170,11 @@ def test_every_module_of_core_is_in_a_room() -> None:
     core = ROOT / "core"
     rooms = {path.name for path in core.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert rooms == set(ROOMS)
-    assert {path.stem for path in core.glob("*.py")} == {"__init__", *GROUND}
+    assert {path.stem for path in core.glob("*.py")} == {"__init__", FACTS, *GROUND}
     text = ast.get_docstring(_tree(core / "__init__.py")) or ""
     named = re.findall(r"^(\w+)(/?) ", text.partition("\n\n")[2], re.MULTILINE)
     assert {room for room, folder in named if folder} == set(ROOMS)
-    assert {module for module, folder in named if not folder} == set(GROUND)
+    assert {module for module, folder in named if not folder} == {FACTS, *GROUND}
 
 
 @pytest.mark.parametrize(
@@ -211,11 +215,6 @@ def test_a_room_imports_what_it_may(room: str) -> None:
 def test_a_room_says_what_lives_there(room: str) -> None:
     """Its docstring lists each module of the room, and none that is not there."""
     assert _listed(ROOT / "core" / room) == _modules_in(ROOT / "core" / room)
-
-
-@pytest.mark.parametrize("room", ["checkpoint", "fsdp1", "full", "paper", "planning", "tracing"])
-def test_a_room_above_core_lists_modules_that_are_there(room: str) -> None:
-    assert _listed(ROOT / room) <= _modules_in(ROOT / room)
 
 
 def _modules_in(room: Path) -> set[str]:
@@ -271,6 +270,7 @@ def test_who_watches_core_is_there_for_everyone() -> None:
     found = [
         (_name(path).removeprefix("core."), name, value)
         for path in (ROOT / "core").rglob("*.py")
+        if path.stem != FACTS  # which has them by other names, too
         for name, value in vars(sys.modules.get(f"fsdp2.{_name(path)}", notices)).items()
         if isinstance(value, notices.Notice)
     ]
@@ -297,27 +297,67 @@ def test_what_tests_share_is_on_one_page() -> None:
 
 
 FLOORS = (
-    *("core", "ranks", "record", "checks", "sharding", "tracing", "reports"),
-    *("wire", "wire_states", "comm_memory", "wrapper_module", "full", "optim", "interop"),
-    *("module", "api", "wrap", "xla", "fsdp1", "checkpoint", "elastic"),
-    *("paper", "planning", "testing", "installing", "command"),
+    {"core"},
+    {"checks", "full", "graph", "interop", "tracing"},
+    {"optim", "sharding", "testing"},
+    {"checkpoint", "wrap"},
+    {"elastic", "fsdp1", "planning", "xla"},
+    {"run"},
+    {""},
+    {"__main__", "command", "examples"},
 )
-"""Rooms and modules of the package, lowest first: each imports only what comes before it."""
+"""The rooms of the package, lowest first: a room imports only rooms below it. ``""`` is `fsdp2`."""
+
+SATELLITES = {*FLOORS[3], *FLOORS[4], "command", "full", "graph", "optim", "run", "tracing"}
+"""Rooms that a step does without: of core they import its facts, and its errors as everyone."""
 
 
-def _floor(module: str) -> str:
-    """`interop` has two: what is an FSDP module for torch, and what replaces torch's names."""
-    installs = ("interop.installing", "interop.startup", "run")
-    return "installing" if module in installs else module.partition(".")[0]
+def _room(module: str) -> str:
+    return "" if module == "fsdp2" else module.partition(".")[0]
+
+
+def test_the_house_has_nine_floors_with_the_benchmarks() -> None:
+    """And twenty rooms at most, each on one of them."""
+    rooms = [room for floor in FLOORS for room in floor]
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert sorted(rooms) == sorted({*folders, "", "__main__"})
+    assert {path.stem for path in ROOT.glob("*.py")} == {"__init__", "__main__"}
+    assert len(FLOORS) == 8
+    assert len(rooms) <= 20
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_imports_point_down(path: Path) -> None:
-    floor = _floor(_name(path))
-    if floor in ("", "__main__", "examples"):  # which stand on all
-        return
-    below = {"fsdp2", *FLOORS[: FLOORS.index(floor) + 1]}  # itself: whose names load at first use
-    assert {_floor(module) for module in _own_modules(path)} <= below
+    """Those inside functions, and those of type checkers, too."""
+    height = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+    own = _room(_name(path))
+    for module in _own_modules(path):
+        room = _room(module)
+        below = height[room] < height[own] or (own, room) == ("__main__", "command")
+        assert room == own or below, f"{_name(path)} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_satellites_stand_on_the_facts_of_the_engine(path: Path) -> None:
+    """`core.facts` has all that they use of core. The rooms of a step do not load it."""
+    own = {module for module in _own_modules(path) if _below(module, "core")}
+    if _room(_name(path)) in SATELLITES:
+        assert own <= {"core.facts"}
+    else:
+        assert "core.facts" not in own
+
+
+def test_the_facts_are_used() -> None:
+    """Each name on the page has a user outside of core."""
+    imported = {pair for path in FILES for pair in _imports_of(path)}
+    assert {name for module, name in imported if module == "fsdp2.core.facts"} == {*facts.__all__}
+
+
+@pytest.mark.parametrize("room", sorted({*SATELLITES, *FLOORS[1], "sharding"}))
+def test_a_room_above_core_says_what_lives_there(room: str) -> None:
+    text = ast.get_docstring(_tree(ROOT / room / "__init__.py")) or ""
+    for name in _modules_in(ROOT / room):
+        assert re.search(rf"\b{name}\b", text), name
 
 
 def test_data_of_traces_needs_no_torch() -> None:
@@ -363,7 +403,7 @@ def test_only_modules_that_become_fsdp_modules_change_their_class() -> None:
         or (isinstance(node, ast.Call) and _sets_class(node))
         or (isinstance(node, ast.Subscript) and "'__class__'" in ast.unparse(node.slice))
     ]
-    assert set(changing) == {"module", "checks.freed"}
+    assert set(changing) == {"sharding.module", "checks.freed"}
 
 
 def _is_stored(node: ast.Attribute) -> bool:
@@ -387,7 +427,8 @@ def test_examples_use_public_names_only() -> None:
     exported = {*fsdp2.__all__, "__version__"}
     for path in (ROOT / "examples").rglob("*.py"):
         for module, name in _imports_of(path):
-            if not _below(module, "fsdp2") or _below(module, "fsdp2.examples"):
+            known = ("fsdp2.examples", "fsdp2.planning.presets")
+            if not _below(module, "fsdp2") or any(_below(module, each) for each in known):
                 continue
             assert module == "fsdp2", f"{path.name} imports {module}"
             assert name in exported or name == "examples" or not name, f"{path.name}: {name}"

@@ -66,13 +66,11 @@ lines"""
 def test_lines_of_code() -> None:
     """Those of the rooms that `fully_shard` and a step enter."""
     rooms = {path.name: _room(path) for path in CORE.iterdir() if (path / "__init__.py").exists()}
-    beside = [ROOT / f"{name}.py" for name in ("api", "module")]
     upper_bounds.hold(
         "lines of code",
         **rooms,
         ground=_room(*CORE.glob("*.py")),
         sharding=_room(ROOT / "sharding"),
-        api=_room(*beside),
     )
 
 

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.interop import TORCHS_NAMES
-from fsdp2.interop.installing import HOLDERS, OURS
-from fsdp2.interop.startup import FOLDER, sitecustomize
 from fsdp2.run import main
+from fsdp2.run.installing import HOLDERS, OURS
+from fsdp2.run.startup import FOLDER, sitecustomize
 from fsdp2.testing.null_group import init_null_group, null_mesh
 
 pytestmark = pytest.mark.alone
@@ -260,7 +260,7 @@ def test_processes_that_are_started_meanwhile_install_too(
     started.append(_start(tmp_path, "child.py"))
     said = [process.communicate(timeout=300)[0].splitlines() for process in started]
     torchs_module = TORCHS_NAMES["fully_shard"].__module__
-    assert said[0] == ["fsdp2.api hidden a", ""]
+    assert said[0] == ["fsdp2.sharding.api hidden a", ""]
     assert said[1] == [f"{torchs_module} None", ""], "it was told to read no environment"
     assert said[2] == [f"{torchs_module} hidden", ""], "it was started after uninstall()"
 
@@ -348,7 +348,7 @@ def test_a_script_runs_as_it_would_without_us(
 ) -> None:
     monkeypatch.chdir(folder)
     assert _run(monkeypatch, "scripts/script.py", "-m", "--flag") == 3
-    expected = "__main__ fsdp2.api found ['scripts/script.py', '-m', '--flag'] script.py\n"
+    expected = "__main__ fsdp2.sharding.api found ['scripts/script.py', '-m', '--flag'] script.py\n"
     assert capsys.readouterr().out == expected
 
 
@@ -376,13 +376,15 @@ def test_a_module_runs_as_it_would_without_us(
     monkeypatch.chdir(folder / "scripts")
     assert _run(monkeypatch, "-m", "script", "a") == 3
     path = str(folder / "scripts" / "script.py")
-    assert capsys.readouterr().out == f"__main__ fsdp2.api found ['{path}', 'a'] script.py\n"
+    assert (
+        capsys.readouterr().out == f"__main__ fsdp2.sharding.api found ['{path}', 'a'] script.py\n"
+    )
 
 
 @pytest.mark.extended
 def test_a_process_of_its_own(folder: Path) -> None:
     done = _run_apart(folder, "-m", "fsdp2.run", "scripts/script.py")
-    expected = "__main__ fsdp2.api found ['scripts/script.py'] script.py\n"
+    expected = "__main__ fsdp2.sharding.api found ['scripts/script.py'] script.py\n"
     assert (done.stdout, done.returncode) == (expected, 3), done.stderr
 
 

@@ -21,9 +21,9 @@ from fsdp2.core.device.streams import COMPUTE, Streams
 from fsdp2.optim import offloaded
 from fsdp2.optim.offloaded import BACK, OUT, HostSection
 from fsdp2.optim.runs import Section
-from fsdp2.record.notes import HOST, Await, Notes, Operation, Place
-from fsdp2.record.replay import Cost, Replay, Span, replay
 from fsdp2.testing.null_group import null_mesh, null_world
+from fsdp2.tracing.record.notes import HOST, Await, Notes, Operation, Place
+from fsdp2.tracing.record.replay import Cost, Replay, Span, replay
 
 pytestmark = pytest.mark.alone
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.paper.devices import NamedDevices
-from fsdp2.paper.values import LARGEST, Following, Values
+from fsdp2.tracing.paper.devices import NamedDevices
+from fsdp2.tracing.paper.values import LARGEST, Following, Values
 
 pytestmark = pytest.mark.alone
 

@@ -23,12 +23,14 @@ from fsdp2.command import plan as command
 from fsdp2.core.device.rehearsal import Stage, rehearsing
 from fsdp2.core.device.streams import Lane
 from fsdp2.examples import train_lm
-from fsdp2.paper.stage import GlooOnPaper
 from fsdp2.planning import hardware, planner, presets
 from fsdp2.planning.hardware import Attained, Hardware
 from fsdp2.planning.memory import Ledger
 from fsdp2.planning.planner import Plan, plan
-from fsdp2.record.categories import (
+from fsdp2.testing.null_group import null_world
+from fsdp2.testing.stand_in import device
+from fsdp2.tracing.paper.stage import GlooOnPaper
+from fsdp2.tracing.record.categories import (
     ACTIVATIONS,
     GATHERED,
     GRADIENTS,
@@ -37,9 +39,7 @@ from fsdp2.record.categories import (
     REDUCTIONS,
     SHARDS,
 )
-from fsdp2.record.notes import HOST, Await, Operation, Signal
-from fsdp2.testing.null_group import null_world
-from fsdp2.testing.stand_in import device
+from fsdp2.tracing.record.notes import HOST, Await, Operation, Signal
 from fsdp2.tracing.summaries import amount
 from tests.common.errors import raises
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp2.command import plan as command
-from fsdp2.record.categories import (
+from fsdp2.tracing.record.categories import (
     ACTIVATIONS,
     GATHERED,
     GRADIENTS,

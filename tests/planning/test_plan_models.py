@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import fsdp2
 from fsdp2.planning import Plan
-from fsdp2.record.notes import Operation
+from fsdp2.tracing.record.notes import Operation
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone

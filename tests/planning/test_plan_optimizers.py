@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.planning.memory import Ledger
-from fsdp2.record.notes import Operation
+from fsdp2.tracing.record.notes import Operation
 from tests.common import workers
 from tests.common.models import seeded
 

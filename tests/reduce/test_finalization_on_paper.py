@@ -13,9 +13,9 @@ from expecttest import assert_expected_inline
 from fsdp2.core.config import CPUOffloadPolicy
 from fsdp2.core.schedule.in_flight import InFlight
 from fsdp2.core.schedule.unit import Phase
-from fsdp2.record.notes import HOST, Await, operations
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice
+from fsdp2.tracing.record.notes import HOST, Await, operations
 from tests.common import schedules
 
 pytestmark = pytest.mark.alone

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import fsdp2.core
-from fsdp2.record.notes import Note
 from fsdp2.testing.simulation import Simulation
 from fsdp2.testing.virtual import VirtualDevice
+from fsdp2.tracing.record.notes import Note
 from tests.common import combinations, random_models
 from tests.common import replay as common_replay
 from tests.common.oracle import unordered_conflicts

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fsdp2.core.device.streams import Lane
-from fsdp2.record.notes import HOST, Operation
-from fsdp2.record.replay import Cost, idle, replay
 from fsdp2.testing.virtual import VirtualDevice
+from fsdp2.tracing.record.notes import HOST, Operation
+from fsdp2.tracing.record.replay import Cost, idle, replay
 
 pytestmark = pytest.mark.alone
 

@@ -14,9 +14,9 @@ from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
-from fsdp2.record.notes import HOST, operations
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice
+from fsdp2.tracing.record.notes import HOST, operations
 from tests.common import random_models, schedules
 from tests.common.observing import observe
 

@@ -15,12 +15,12 @@ from torch import nn
 
 from fsdp2.core.device.streams import Lane
 from fsdp2.planning import Plan, plan
-from fsdp2.record.notes import Place
-from fsdp2.record.replay import Cost, replay
 from fsdp2.testing.simulation import Simulation
 from fsdp2.testing.virtual import VirtualDevice, VirtualEvent
 from fsdp2.tracing import Memory, Slice, Timeline, Wait, diff, summary
 from fsdp2.tracing.drawing import LANE_OF, draw
+from fsdp2.tracing.record.notes import Place
+from fsdp2.tracing.record.replay import Cost, replay
 from tests.common import perfetto, random_models
 
 pytestmark = pytest.mark.alone

@@ -14,7 +14,7 @@ import torch
 import fsdp2.xla
 from fsdp2.examples import train_digits, train_imagenet
 from fsdp2.examples.flags import GivenRanks
-from fsdp2.wrapper_module import WrapperModule
+from fsdp2.wrap.wrapper_module import WrapperModule
 from fsdp2.xla import XlaFullyShardedDataParallel as Wrapper
 from fsdp2.xla.consolidate import main as consolidate
 from fsdp2.xla.shards import FORMAT

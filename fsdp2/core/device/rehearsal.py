@@ -3,8 +3,8 @@
     fully_shard(…, mesh=<of "meta">)  ──  Stage(streams, kernels), while one is set
 
 A rehearsal runs a whole step, including autograd, on tensors that have no memory. The planned
-device has lanes and transient memory: the caller provides objects that record both (`fsdp2.paper`).
-Groups created in a rehearsal keep its stage.
+device has lanes and transient memory: the caller provides objects that record both
+(`fsdp2.tracing.paper`). Groups created in a rehearsal keep its stage.
 """
 
 from __future__ import annotations

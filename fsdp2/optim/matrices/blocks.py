@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp2.core.errors import coded
-from fsdp2.core.layout.mesh import part_at
+from fsdp2.core.facts import part_at
 
 Split = Callable[[str, torch.Tensor], "torch.Tensor | Iterable[torch.Tensor] | None"]
 """The user's choice of matrices in a weight, from its name and a full tensor without values."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.layout.mesh import local_of
+from fsdp2.core.facts import local_of
 from fsdp2.optim.runs import ParamGroupOptions, ParamState, localized, options_of, wrapped
 
 States = Mapping[torch.Tensor, ParamState]

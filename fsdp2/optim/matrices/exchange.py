@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdp2.core.facts import exchange_messages
 from fsdp2.optim.matrices.blocks import Box, Matrix
 from fsdp2.optim.matrices.members import Line, Member
-from fsdp2.ranks.transfers import exchange_messages
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,19 +17,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.device.one_off import gather_numbers
-from fsdp2.core.device.process_groups import (
+from fsdp2.core.errors import coded
+from fsdp2.core.facts import (
     ProcessGroup,
+    Unit,
     current_world,
     default_group,
+    device_of,
+    form_of,
+    gather_numbers,
+    local_of,
     new_groups,
     ranks_of,
+    units_by_param,
 )
-from fsdp2.core.errors import coded
-from fsdp2.core.layout.mesh import device_of, local_of
-from fsdp2.core.modules.registry import units_by_param
-from fsdp2.core.params.param import form_of
-from fsdp2.core.schedule.unit import Unit
 from fsdp2.optim.matrices.blocks import Matrix, Split, Spread, matrices_of, plain_spread, spread_of
 from fsdp2.optim.runs import ParamGroupOptions
 

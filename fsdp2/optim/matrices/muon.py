@@ -19,8 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import coded
-from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.modules.dynamo import uncompiled
+from fsdp2.core.facts import local_of, uncompiled
 from fsdp2.optim.matrices.blocks import Split, matrices_of
 from fsdp2.optim.matrices.elementwise import Elementwise
 from fsdp2.optim.matrices.exchange import Item, Message, Stack, Wave

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.core.device.backends import Traits, know
-from fsdp2.paper.null_group import PythonGroup
 from fsdp2.testing.stand_in import device
+from fsdp2.tracing.paper.null_group import PythonGroup
 
 COALESCING = "standin_ring"
 """Backend that gathers many tensors in one launch, as NCCL does."""

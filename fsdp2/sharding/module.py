@@ -22,7 +22,10 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.utils.parametrize import is_parametrized
 
-from fsdp2.comm_memory import (
+from fsdp2.core.config import EXACT_BELOW, Level, MixedPrecisionPolicy, Wire
+from fsdp2.core.custom_collectives import AllGather, MemoryComms, ReduceScatter
+from fsdp2.core.device.collectives import Collectives
+from fsdp2.core.device.comm_memory import (
     GroupAllGather,
     GroupMemory,
     GroupReduceScatter,
@@ -32,9 +35,6 @@ from fsdp2.comm_memory import (
     SymmetricReduceScatter,
     conflicting,
 )
-from fsdp2.core.config import EXACT_BELOW, Level, MixedPrecisionPolicy, Wire
-from fsdp2.core.custom_collectives import AllGather, MemoryComms, ReduceScatter
-from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.dynamo import uncompiled_methods
@@ -921,7 +921,7 @@ class FSDPModule(TorchIdentity):
                 gather="int8", reduce="bf16", exact=lambda name, _: "embed" in name
             )
         """
-        from fsdp2.wire import set_wire_format  # who does not use it does not load it
+        from fsdp2.sharding.wire import set_wire_format  # who does not use it does not load it
 
         wire = Wire(gather, reduce, differences, rotate=rotate, feedback=feedback)
         module, records = cast(nn.Module, self), self._records(recurse)

@@ -14,15 +14,20 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.config import Wire
-from fsdp2.core.gather.coded import CODED as GATHERS
-from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Segment, Slot, Transport
-from fsdp2.core.modules.registry import record_of
-from fsdp2.core.pieces import round_up
-from fsdp2.core.reduce.coded import codec_of
-from fsdp2.core.reduce.feedback import DTYPE as FEEDBACK_DTYPE
-from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.scheduler import window_of
+from fsdp2.core.facts import CODED as GATHERS
+from fsdp2.core.facts import (
+    COLLECTIVE_ALIGN_BYTES,
+    ParamGroup,
+    Segment,
+    Slot,
+    Transport,
+    Wire,
+    codec_of,
+    record_of,
+    round_up,
+    window_of,
+)
+from fsdp2.core.facts import DTYPE as FEEDBACK_DTYPE
 from fsdp2.tracing.summaries import amount, table
 
 WHOLE = "whole"

@@ -12,7 +12,7 @@ While names are installed, a parameter that is added to a sharded module, and th
 is left as it is with a warning; torch leaves it without one. Frameworks reduce its gradients
 themselves. Without `install` it is an error.
 
-Processes that are started in the meantime install as well (`fsdp2.interop.startup`): otherwise a
+Processes that are started in the meantime install as well (`fsdp2.run.startup`): otherwise a
 launcher that starts ranks from within a script would mix two implementations in one world.
 
 For FSDP1, the wrapper and its gradient scaler are replaced. Strategies, configurations and wrap
@@ -33,7 +33,6 @@ from types import ModuleType
 
 import torch.distributed.checkpoint.state_dict  # noqa: F401  # before: it keeps torch's wrapper
 
-from fsdp2.api import fully_shard
 from fsdp2.checks.registered import Unmanaged
 from fsdp2.fsdp1 import FullyShardedDataParallel, ShardedGradScaler
 from fsdp2.interop import (
@@ -43,9 +42,10 @@ from fsdp2.interop import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from fsdp2.interop.startup import install_children, uninstall_children
 from fsdp2.interop.wrapped import WRAPPER_NAMES
-from fsdp2.module import (
+from fsdp2.run.startup import install_children, uninstall_children
+from fsdp2.sharding.api import fully_shard
+from fsdp2.sharding.module import (
     GradientReductionHandle,
     UnshardHandle,
     register_fsdp_forward_method,

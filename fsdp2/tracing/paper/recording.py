@@ -1,6 +1,6 @@
 """The record of a rehearsed step, and its recorder: units and phases, and kinds of memory.
 
-    Recording.notes   see `fsdp2.record.notes`
+    Recording.notes   see `fsdp2.tracing.record.notes`
     Recording.before  what was allocated when the step began
 
 Kernels, groups and operators report to the `Recorder`, which also takes the place of streams. Until
@@ -19,9 +19,15 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp2.core.device.streams import Lane
-from fsdp2.record.categories import ACTIVATIONS, GRADIENTS, OPTIMIZER, TEMPORARY, category_of
-from fsdp2.record.notes import (
+from fsdp2.core.facts import Lane
+from fsdp2.tracing.record.categories import (
+    ACTIVATIONS,
+    GRADIENTS,
+    OPTIMIZER,
+    TEMPORARY,
+    category_of,
+)
+from fsdp2.tracing.record.notes import (
     COLLECTIVE,
     COMPUTE,
     COPY,

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from fsdp2.paper.recording import Recorder
-from fsdp2.paper.values import Values, tensors_in
-from fsdp2.record.notes import HOST
+from fsdp2.tracing.paper.recording import Recorder
+from fsdp2.tracing.paper.values import Values, tensors_in
+from fsdp2.tracing.record.notes import HOST
 
 _aten = torch.ops.aten
 

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     missing = f"there is no module '{target[0]}' that can be run"
     if as_module and importlib.util.find_spec(target[0].partition(".")[0]) is None:
         _refuse(missing)
-    from fsdp2.interop.installing import install  # with it comes torch
+    from fsdp2.run.installing import install  # with it comes torch
 
     install()
     sys.argv = target

@@ -16,18 +16,25 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from fsdp2.core.device.backends import Traits, know
-from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
-from fsdp2.core.device.kernels import FusedKernels, Tensors
-from fsdp2.core.device.rehearsal import Stage, rehearsing
-from fsdp2.core.device.streams import Streams
 from fsdp2.core.errors import coded
-from fsdp2.core.layout.mesh import local_of
-from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.observers import Observer, Run
-from fsdp2.paper.null_group import NullGroup, NullWork, null_world
-from fsdp2.paper.recording import Recorder
-from fsdp2.record.categories import GRADIENTS
+from fsdp2.core.facts import (
+    FlatBuffer,
+    FusedKernels,
+    Observer,
+    ParamGroup,
+    Run,
+    Stage,
+    Streams,
+    Tensors,
+    Traits,
+    TransientBuffer,
+    know,
+    local_of,
+    rehearsing,
+)
+from fsdp2.tracing.paper.null_group import NullGroup, NullWork, null_world
+from fsdp2.tracing.paper.recording import Recorder
+from fsdp2.tracing.record.categories import GRADIENTS
 
 META = torch.device("meta")
 

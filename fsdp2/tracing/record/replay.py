@@ -15,8 +15,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fsdp2.core.device.streams import Lane
-from fsdp2.record.notes import HOST, PLACES, Await, Note, Operation, Place, Signal
+from fsdp2.core.facts import Lane
+from fsdp2.tracing.record.notes import HOST, PLACES, Await, Note, Operation, Place, Signal
 
 
 class Cost(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fsdp2.core.errors import coded
-from fsdp2.core.schedule.unit import Unit
+from fsdp2.core.facts import Unit
 
 INSIDE = "_fsdp_wrapped_module"
 """The attribute under which a wrapper holds its module, as torch's and XLA's do."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp2.core.device.streams import Lane
+from fsdp2.core.facts import Lane
 
 
 class Beside(IntEnum):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp2.core.device.backends import Traits, know
+from fsdp2.core.facts import Traits, know
 
 BACKEND = "null"
 

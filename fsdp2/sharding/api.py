@@ -42,9 +42,9 @@ from fsdp2.interop import (
     replicated_parameters,
     state_of,
 )
-from fsdp2.module import set_sharded_class, sharded_class
 from fsdp2.sharding.assembly import connect_meshes, finish, make_groups, streams_for
 from fsdp2.sharding.meshes import Levels, resolve_axes
+from fsdp2.sharding.module import set_sharded_class, sharded_class
 from fsdp2.sharding.plan import Pending, PlacementFn, PlannedCall, plan_unit
 from fsdp2.sharding.random_values import draw_as_unsharded
 

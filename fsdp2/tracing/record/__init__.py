@@ -6,7 +6,7 @@ categories  the kind of memory that a name denotes
 replay      when each operation runs and what waits meanwhile, from the durations of operations
 
     `fsdp2.testing.virtual`    a device of names   ──┐
-    `fsdp2.paper`              a device of shapes  ──┼──> notes ──> replay ──┐
+    `fsdp2.tracing.paper`              a device of shapes  ──┼──> notes ──> replay ──┐
     `fsdp2.tracing.recording`  a device            ──┘    (or times as measured) ──> Timeline
 
 `fsdp2.planning` provides the durations of operations, and `fsdp2.tracing` draws.

@@ -1,0 +1,253 @@
+"""The facts of the engine that rooms above it stand on: the only module of core that they import.
+
+units       `Unit`, `UnitRecord`, `records_below`: what `fully_shard` made, and of which modules
+groups      `ParamGroup`, `ShardedParam`: parameters that are gathered together, and their forms
+layouts     `Slot`, `Segment`, `MeshAxes`: the position of every element, and the meshes
+operations  `Streams`, `Kernels`, `GroupCollectives`: what a step runs on, and who observes it
+ranks       `members_of`, `sum_over`, `gather_numbers`: exchanges outside of steps
+
+The core itself does not import it, nor do the rooms that `fully_shard` needs: nobody loads it
+before a satellite does. Exceptions come from `fsdp2.core.errors`. A room above core that needs one
+more name adds it here, so that this page shows what a change of the engine may break
+(tests/house/test_layering.py).
+"""
+
+from __future__ import annotations
+
+from fsdp2.core.config import CPUOffloadPolicy, Wire
+from fsdp2.core.custom_collectives import ReduceScatter
+from fsdp2.core.device.backends import Traits, know
+from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer, all_buffers, separate
+from fsdp2.core.device.channels import LostRankError, SideChannel, Vote, members_of, side_channel
+from fsdp2.core.device.collectives import (
+    GroupCollectives,
+    Launch,
+    ReduceKind,
+    Work,
+    run_all_gather,
+    run_reduce_scatter,
+)
+from fsdp2.core.device.kernels import FusedKernels, Kernels, Tensors, TorchKernels, kernels_for
+from fsdp2.core.device.one_off import gather_numbers, largest_over, run_barrier
+from fsdp2.core.device.process_groups import (
+    ProcessGroup,
+    current_world,
+    default_group,
+    new_groups,
+    rank_and_size,
+    ranks_of,
+    serves,
+)
+from fsdp2.core.device.rehearsal import META, Stage, rehearsing
+from fsdp2.core.device.streams import (
+    COMPUTE,
+    COPY_IN,
+    REDUCE,
+    DeviceStreams,
+    Event,
+    Lane,
+    Streams,
+    make_streams,
+)
+from fsdp2.core.device.transfers import (
+    broadcast_from_first,
+    exchange_messages,
+    gather_to_first,
+    scatter_from_first,
+    sum_over,
+)
+from fsdp2.core.gather.coded import CODED
+from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Segment, Slot, Transport
+from fsdp2.core.layout.levels import own_slot
+from fsdp2.core.layout.mesh import (
+    MeshAxes,
+    default_mesh,
+    device_of,
+    local_of,
+    locals_of,
+    part_at,
+    part_of,
+    with_dtype,
+    wrap_local,
+)
+from fsdp2.core.modules.containers import cast
+from fsdp2.core.modules.dynamo import uncompiled
+from fsdp2.core.modules.engine import after_backward, functions_of_shards
+from fsdp2.core.modules.hooks import UnitHooks
+from fsdp2.core.modules.optimizers import changed as optimizer_changed
+from fsdp2.core.modules.optimizers import steps, watch_steps
+from fsdp2.core.modules.registrations import Owners, Registrations, follow_replaced
+from fsdp2.core.modules.registry import (
+    UnitRecord,
+    managed_modules,
+    record_of,
+    record_of_unit,
+    records_below,
+    require_record,
+    start,
+    units_by_param,
+    walk,
+)
+from fsdp2.core.names import clean, clean_as_fsdp1
+from fsdp2.core.params.param import (
+    FORM,
+    Form,
+    ModuleEntry,
+    ShardedParam,
+    form_of,
+    gathered_name,
+    is_extended,
+    store_of,
+)
+from fsdp2.core.pieces import piece_of, round_up
+from fsdp2.core.progress import OptimizerSteps, ShardReaders, communication_error
+from fsdp2.core.reduce.coded import codec_of
+from fsdp2.core.reduce.division import Division, plan_division
+from fsdp2.core.reduce.feedback import DTYPE
+from fsdp2.core.reduce.reduction import Jobs
+from fsdp2.core.reduce.spec import ReductionSpec, reduction_spec
+from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.observers import Observer, Run
+from fsdp2.core.schedule.scheduler import Scheduler, window_of
+from fsdp2.core.schedule.states import HIDDEN
+from fsdp2.core.schedule.unit import (
+    BACKWARD,
+    FORWARD,
+    Phase,
+    Unit,
+    all_groups,
+    all_units,
+    free_if_outdated,
+    operations_of,
+    put_around,
+    unit_of,
+    watching,
+)
+
+__all__ = [
+    "BACKWARD",
+    "CODED",
+    "COLLECTIVE_ALIGN_BYTES",
+    "COMPUTE",
+    "COPY_IN",
+    "DTYPE",
+    "FORM",
+    "FORWARD",
+    "HIDDEN",
+    "META",
+    "REDUCE",
+    "CPUOffloadPolicy",
+    "DeviceStreams",
+    "Division",
+    "Event",
+    "FlatBuffer",
+    "Form",
+    "FusedKernels",
+    "GroupCollectives",
+    "Jobs",
+    "Kernels",
+    "Lane",
+    "Launch",
+    "LostRankError",
+    "MeshAxes",
+    "ModuleEntry",
+    "Observer",
+    "OptimizerSteps",
+    "Owners",
+    "ParamGroup",
+    "Phase",
+    "ProcessGroup",
+    "ReduceKind",
+    "ReduceScatter",
+    "ReductionSpec",
+    "Registrations",
+    "Run",
+    "Scheduler",
+    "Segment",
+    "ShardReaders",
+    "ShardedParam",
+    "SideChannel",
+    "Slot",
+    "Stage",
+    "Streams",
+    "Tensors",
+    "TorchKernels",
+    "Traits",
+    "TransientBuffer",
+    "Transport",
+    "Unit",
+    "UnitHooks",
+    "UnitRecord",
+    "Vote",
+    "Wire",
+    "Work",
+    "after_backward",
+    "all_buffers",
+    "all_groups",
+    "all_units",
+    "broadcast_from_first",
+    "cast",
+    "clean",
+    "clean_as_fsdp1",
+    "codec_of",
+    "communication_error",
+    "current_world",
+    "default_group",
+    "default_mesh",
+    "device_of",
+    "exchange_messages",
+    "follow_replaced",
+    "form_of",
+    "free_if_outdated",
+    "functions_of_shards",
+    "gather_numbers",
+    "gather_to_first",
+    "gathered_name",
+    "is_extended",
+    "kernels_for",
+    "know",
+    "largest_over",
+    "local_of",
+    "locals_of",
+    "make_streams",
+    "managed_modules",
+    "members_of",
+    "new_groups",
+    "operations_of",
+    "optimizer_changed",
+    "own_slot",
+    "part_at",
+    "part_of",
+    "piece_of",
+    "plan_division",
+    "put_around",
+    "rank_and_size",
+    "ranks_of",
+    "record_of",
+    "record_of_unit",
+    "records_below",
+    "reduction_spec",
+    "rehearsing",
+    "require_record",
+    "round_up",
+    "run_all_gather",
+    "run_barrier",
+    "run_reduce_scatter",
+    "scatter_from_first",
+    "separate",
+    "serves",
+    "side_channel",
+    "start",
+    "steps",
+    "store_of",
+    "sum_over",
+    "uncompiled",
+    "unit_of",
+    "units_by_param",
+    "walk",
+    "watch_steps",
+    "watching",
+    "window_of",
+    "with_dtype",
+    "wrap_local",
+]
