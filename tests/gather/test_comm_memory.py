@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2 import MixedPrecisionPolicy, comm_memory
+from fsdp2 import MixedPrecisionPolicy
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.custom_collectives import MemoryComms
+from fsdp2.core.device import comm_memory
 from fsdp2.core.device.comm_memory import (
     GroupAllGather,
     GroupMemory,
