@@ -8,6 +8,7 @@ matrices     Muon: whole matrices, each on its owner
 ema          EMA: averages of weights, sharded like the weights
 repoint      repoint_optimizer: optimizers that were created before `fully_shard`
 norms        clip_grad_norm_ and its parts
+clipping     torch's own functions of norms, on shards that may be empty: for `install`
 """
 
 from fsdp2.optim import norms

@@ -7,6 +7,7 @@
     torch.distributed.pipelining.stage, .schedules     torch's   ours         torch's
     torch.distributed.fsdp.fully_sharded_data_parallel torch's   ours         torch's
     torch.distributed.fsdp.sharded_grad_scaler         torch's   ours         torch's
+    torch.nn.utils[.clip_grad]                         torch's   ours         torch's
 
 While names are installed, a parameter that is added to a sharded module, and that no unit manages,
 is left as it is with a warning; torch leaves it without one. Frameworks reduce its gradients
@@ -17,6 +18,10 @@ launcher that starts ranks from within a script would mix two implementations in
 
 For FSDP1, the wrapper and its gradient scaler are replaced. Strategies, configurations and wrap
 policies remain torch's objects, and fsdp2's wrapper takes them: every importer has the same ones.
+
+``torch.nn.utils.clip_grad_norm_`` remains, and computes the norm with `fsdp2.optim.clipping`:
+torch's computation hangs if a rank's shard is empty and the order is ``inf``. This also applies to
+code that imported the function before.
 
 Two things remain torch's:
   - ``FSDPModule``, the base of fsdp2's class: ``isinstance`` holds for modules that either
@@ -43,6 +48,7 @@ from fsdp2.interop import (
     OffloadPolicy,
 )
 from fsdp2.interop.wrapped import WRAPPER_NAMES
+from fsdp2.optim.clipping import clip_grads_with_norm_, get_total_norm
 from fsdp2.run.startup import install_children, uninstall_children
 from fsdp2.sharding.api import fully_shard
 from fsdp2.sharding.module import (
@@ -61,10 +67,18 @@ HOLDERS = (
     "torch.distributed.pipelining.schedules",
     "torch.distributed.fsdp.fully_sharded_data_parallel",
     "torch.distributed.fsdp.sharded_grad_scaler",
+    "torch.nn.utils",
+    "torch.nn.utils.clip_grad",
 )
 """Modules whose names are replaced. One that is imported later finds ours in the first."""
 
-OURS: dict[str, object] = {
+_NORMS: dict[str, object] = {
+    name: public
+    for public in (clip_grads_with_norm_, get_total_norm)
+    for name in (public.__name__, f"_{public.__name__}")
+}
+
+OURS: dict[str, object] = _NORMS | {
     public.__name__: public
     for public in (
         fully_shard,

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.interop import TORCHS_NAMES
-from fsdp2.run import main
+from fsdp2.run.__main__ import main
 from fsdp2.run.installing import HOLDERS, OURS
 from fsdp2.run.startup import FOLDER, sitecustomize
 from fsdp2.testing.null_group import init_null_group, null_mesh

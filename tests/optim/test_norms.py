@@ -411,6 +411,45 @@ def test_no_gradients_at_all() -> None:
     parity.assert_equal(fsdp2.get_total_norm([]), torch.tensor(0.0), "no tensors")
 
 
+@workers.ranks(2, extended=(4,))
+@pytest.mark.parametrize("foreach", [None, False])
+def test_torchs_functions_while_installed(foreach: bool | None) -> None:
+    """Any order, shards that are empty on some rank, and whoever imported torch's before."""
+    early = torch.nn.utils.clip_grad_norm_
+    fsdp2.install()
+    try:
+        for norm_type in (*NORMS, *SMALLEST, 0.0, "inf"):
+            model, plain = trained(parity.OURS), trained(None)
+            rows = [param.to_local().numel() for param in model.parameters()]
+            assert dist.get_rank() == 0 or 0 in rows
+            actual = early(model.parameters(), 0.1, norm_type, foreach=foreach)
+            assert isinstance(actual, DTensor)  # as torch's
+            expected = early(plain.parameters(), 0.1, norm_type)
+            parity.assert_close(actual.full_tensor(), expected, SUMMED, f"norm {norm_type}")
+            parity.assert_close(
+                parity.full_grads(model),
+                parity.full_grads(plain),
+                SUMMED,
+                f"clipped by {norm_type}",
+            )
+            grads = [param.grad for param in model.parameters()]
+            norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1e-3, norm, foreach)
+            torch.nn.utils.clip_grads_with_norm_(plain.parameters(), 1e-3, norm.full_tensor())
+            parity.assert_close(
+                parity.full_grads(model), parity.full_grads(plain), SUMMED, f"scaled by {norm_type}"
+            )
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        sharded, _ = parameter(0, (1, 3), mesh, Shard(0))
+        sharded.grad.mul_(math.nan)
+        assert early(sharded, 1.0, math.inf).full_tensor().isnan()
+        assert early(sharded, 1.0, -math.inf).full_tensor().isnan()
+        partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+        assert float(torch.nn.utils.get_total_norm([partial])) > 0  # torch adds it up
+    finally:
+        fsdp2.uninstall()
+
+
 # -- values that are not finite, other dtypes -----------------------------------------------------
 
 
