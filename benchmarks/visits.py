@@ -56,12 +56,12 @@ PACKAGES = {
 }
 """Where functions count, by variant."""
 
-NOT_COUNTED = (_OURS / "testing", _OURS / "paper")  # the null process group
+NOT_COUNTED = (_OURS / "testing", _OURS / "tracing")  # the null process group
 
 ORDER = (
     *("custom_collectives", "config", "errors", "progress", "names", "pieces", "notices"),
     *("codecs", "device", "layout", "params", "gather", "reduce", "schedule", "modules"),
-    *("ranks", "checks", "interop", "sharding", "module", "api"),
+    *("checks", "interop", "sharding"),
 )
 """Rooms that `fully_shard` and a step enter, the lowest first."""
 
