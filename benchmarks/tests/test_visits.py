@@ -31,7 +31,7 @@ def test_calls_functions_and_files_are_counted() -> None:
 
 
 def test_climbs_are_moves_to_rooms_above() -> None:
-    walk = visits.Walk(("api", "api", "sharding", "layout", "sharding", "device", "layout"))
+    walk = visits.Walk(("sharding", "sharding", "modules", "layout", "modules", "device", "layout"))
     assert (len(walk.stays), walk.rooms, walk.climbs) == (6, 4, 2)
 
 
