@@ -164,11 +164,11 @@ class Job:
     def pids(self) -> dict[int, int]:
         """Processes of ranks, by rank."""
         found = {}
-        for entry in Path("/proc").glob("[0-9]*"):
+        for pid in _below(self.process.pid):
             with suppress(OSError):
-                rank = re.search(rb"\0RANK=(\d+)\0", (entry / "environ").read_bytes())
-                if rank and os.getsid(int(entry.name)) == self.process.pid:
-                    found[int(rank[1])] = int(entry.name)
+                environment = Path(f"/proc/{pid}/environ").read_bytes()
+                if rank := re.search(rb"\0RANK=(\d+)\0", environment):
+                    found[int(rank[1])] = pid
         return found
 
     def kill(self) -> None:

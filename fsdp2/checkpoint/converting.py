@@ -55,7 +55,7 @@ from fsdp2.checkpoint.folder import (
     read_manifest,
     steps,
 )
-from fsdp2.checkpoint.folders import BINARY_INDEX, TensorFolder
+from fsdp2.checkpoint.folders import BINARY_INDEX, TensorFolder, is_safetensors
 from fsdp2.checkpoint.items import file_of, index_of
 from fsdp2.checkpoint.snapshots import Nested
 from fsdp2.checkpoint.state import Reader, kept_values, read_into
@@ -112,8 +112,9 @@ def convert(
     file by name, as with FSDP1's FULL_STATE_DICT; both may also be a folder of weights in several
     files with ``pytorch_model.bin.index.json``; "safetensors".
 
-    Memory holds one tensor at a time; files are mapped. No code from a file runs. The hashes of a
-    step are compared first. Reading "safetensors" needs the package (extra `fsdp2[safetensors]`).
+    Memory holds one tensor at a time, and one of its saved chunks where torch wrote the DCP folder;
+    files are mapped. No code from a file runs. The hashes of a step are compared first. Reading
+    "safetensors" needs the package (extra `fsdp2[safetensors]`).
 
     Args:
         source: a file or a folder.
@@ -194,11 +195,11 @@ def kind_of(path: Path) -> str:
 
 
 def _kinds_of_file(path: Path) -> list[str]:
-    with path.open("rb") as file:
-        begin = file.read(9)
-    if begin[8:] == b"{":  # behind the length of the header
+    if is_safetensors(path):
         return ["safetensors"]
-    return ["torch"] if begin[:2] == b"PK" and path.suffix != ".distcp" else []
+    with path.open("rb") as file:
+        is_zip = file.read(2) == b"PK"
+    return ["torch"] if is_zip and path.suffix != ".distcp" else []
 
 
 def _kinds_of_folder(path: Path) -> list[str]:

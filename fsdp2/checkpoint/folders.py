@@ -53,7 +53,8 @@ class TensorFolder:
                     "tensors-missing",
                     f"'{self.path / file}' is missing; copy all files that the index names",
                 )
-            add = self._add_safetensors if file.endswith(SUFFIX) else self._add_binary
+            tensors = file.endswith(SUFFIX) or is_safetensors(self.path / file)
+            add = self._add_safetensors if tensors else self._add_binary
             for name, about, part in add(self.path / file):
                 if wanted.get(name, file) != file:
                     continue
@@ -159,6 +160,12 @@ def _files_of(path: Path) -> tuple[Path, list[str], dict[str, str]]:
             f"or save_pretrained() has written",
         )
     return path, found, {}
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a file begins as one, whatever its name is: with the header's length and ``{``."""
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
 
 
 def _files_of_index(index: Path) -> tuple[Path, list[str], dict[str, str]]:

@@ -29,6 +29,9 @@ from .flags import Common, GivenRanks, UsageError
 PREEMPTED = checkpoint.Preemption.exit_code
 _SIGNALS = "SIGTERM,SIGHUP,SIGQUIT,SIGUSR1"  # Ctrl-C ends workers by SIGTERM, so that they save
 _SPEAKING_SECONDS = 60.0
+_STARTED = "FSDP2_STARTED_BY"
+"""The process of `start`, which its ranks die with. torchrun's agent may be lost: ranks then live
+until they are told of the next one, and save first."""
 
 
 def torchrun(
@@ -72,6 +75,7 @@ def start(module: str, argv: Sequence[str], options: Common) -> int:
     # wants it too: 700 tokens/s with spinning against 8,000 without on two busy cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    os.environ[_STARTED] = str(os.getpid())
     agent = ["--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     agent += ["--local-addr=localhost", f"--max-restarts={options.restarts}"]
     agent += [f"--nproc-per-node={options.world_size}", "-m", module]
@@ -89,8 +93,8 @@ def run_as_worker(work: Callable[[], int]) -> NoReturn:
     """
     code = 1
     try:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan of the agent
+        if sys.platform == "linux" and os.environ.get(_STARTED) == str(os.getppid()):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan of `start`
         code = record(work)() or 0  # torchrun's summary names the exception
     except BaseException:
         traceback.print_exc()

@@ -105,11 +105,12 @@ def test_there_and_back(saved: Any, kind: str, tmp_path: Path) -> None:
     assert_same(everything(model, optimizer), came)
 
 
-def test_models_alone(saved: Any, tmp_path: Path) -> None:
-    """What safetensors do not have is named."""
+@pytest.mark.parametrize("name", ["there.safetensors", "a-blob"])
+def test_models_alone(saved: Any, name: str, tmp_path: Path) -> None:
+    """What safetensors do not have is named; a file is read by what it contains."""
     run, kept, _, _ = saved
-    there = tmp_path / "there.safetensors"
-    found = checkpoint.convert(run, there)
+    there = tmp_path / name
+    found = checkpoint.convert(run, there, to_kind="safetensors")
     assert found.left == ["optimizer", "rng", "extra"]
     assert kind_of(there) == "safetensors"
     assert checkpoint.convert(there, tmp_path / "back.pt").from_kind == "safetensors"
@@ -323,9 +324,11 @@ for number, (source, target, kind) in enumerate(small + jobs):
             seen.append(held())
     thread = threading.Thread(target=watch)
     thread.start()
-    convert(source, target, to_kind=kind, step=1 if kind == "steps" else None)
-    ended.set()
-    thread.join()
+    try:
+        convert(source, target, to_kind=kind, step=1 if kind == "steps" else None)
+    finally:
+        ended.set()
+        thread.join()
     if number >= len(jobs):
         print(max(seen) - before)
 """
@@ -334,7 +337,11 @@ for number, (source, target, kind) in enumerate(small + jobs):
 @pytest.mark.extended
 @pytest.mark.slow
 def test_memory(tmp_path: Path) -> None:
-    """Within 1.2 of the largest tensor, besides mapped pages; of four tensors of 32 MiB."""
+    """Of four tensors of 32 MiB: one at a time, besides mapped pages.
+
+    torch's reader of its own DCP folders holds a saved chunk beside the tensor that it belongs to:
+    here all of it.
+    """
     chain = [("a", "b", "torch"), ("b", "c", "safetensors"), ("c", "d", "steps"), ("d", "e", "dcp")]
     for name, rows in (("a", 8192), ("a-small", 8)):
         tensors = {f"w{n}": torch.full((rows, 1024), float(n)) for n in range(4)}
@@ -352,8 +359,10 @@ def test_memory(tmp_path: Path) -> None:
     largest = 8192 * 1024 * 4
     peaks = [int(line) for line in run.stdout.split()]
     assert len(peaks) == len(chain)
-    assert all(peak <= 1.2 * largest for peak in peaks), [peak / largest for peak in peaks]
-    assert peaks[0] > 0.9 * largest  # so that it is seen
+    bounds = [2.2, 1.2, 1.2, 1.2]
+    found = [peak / largest for peak in peaks]
+    assert all(peak <= bound for peak, bound in zip(found, bounds, strict=True)), found
+    assert found[0] > 1.9  # so that it is seen
 
 
 # ---- durable
