@@ -111,10 +111,9 @@ class _Rows:
         pieces = _copies_of(ordered, sizes, 1) if sizes else ()
         found = {}
         for slot, piece in zip(self._in_order, pieces, strict=True):
-            flat = piece.view(-1)
-            found[slot.index] = (flat if slot.even else flat.narrow(0, 0, slot.numel)).view(
-                slot.shape
-            )
+            if not slot.even:
+                piece = piece.view(-1).narrow(0, 0, slot.numel)
+            found[slot.index] = piece.view(slot.shape)
         rest = len(self._in_order)
         for slot, start in zip(self.slots[rest:], self.starts[rest:], strict=True):
             whole = found[slot.index] = rows.new_empty(slot.shape)
@@ -130,10 +129,9 @@ class _Rows:
         pieces = _copies_of(row, self.sizes, 0)
         for slot, piece in zip(self.slots, pieces, strict=True):
             shape = slot.local_shape(rank)
-            numel = math.prod(shape)
-            found[slot.index] = (piece if numel == len(piece) else piece.narrow(0, 0, numel)).view(
-                shape
-            )
+            if not slot.even:
+                piece = piece.narrow(0, 0, math.prod(shape))
+            found[slot.index] = piece.view(shape)
         return found
 
 
@@ -308,8 +306,8 @@ class Exchange:
 
 def _copies_of(source: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
     """All of it, in tensors of their own; one kernel on an accelerator."""
-    copies: Sequence[Tensor] = torch.split_with_sizes_copy(source, sizes, dim)  # type: ignore[func-returns-value]  # says torch's stub
-    return copies
+    split: Callable[..., Sequence[Tensor]] = torch.ops.aten.split_with_sizes_copy.default
+    return split(source, sizes, dim)
 
 
 def _wait_for(output: Tensor) -> None:
