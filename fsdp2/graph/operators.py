@@ -12,7 +12,9 @@ Each is also there in two halves, for graphs that compute in between (`fsdp2.gra
     unshard = end_unshard(start_unshard(shards))          the first launches, the second waits
     reduce  = end_reduce(start_reduce(gradients))
 
-A graph cannot hold a group: it holds the group's key, under which `Exchange` has it.
+A graph cannot hold a group: it holds the group's key, under which `Exchange` has it. A half that
+communicates returns a token besides, and takes the one of the collective before it: a compiler
+orders operators by what they read, and ranks with shards of other sizes could get another order.
 """
 
 from __future__ import annotations
@@ -411,30 +413,32 @@ def _like_shards(given: list[Tensor], key: str, trained: list[int]) -> list[Tens
     return [given[0].new_empty(shapes[i], dtype=params[i].grad_dtype) for i in trained]
 
 
-_KEYED, _TRAINED = "(Tensor[] given, str key)", "(Tensor[] given, str key, int[] trained)"
+def _and_token(run: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """With a token as the last output, which the next collective takes as ``after``."""
+
+    def with_token(given: list[Tensor], key: str, *facts: object) -> list[Tensor]:
+        return [*run(given, key, *facts[:-1]), given[0].new_empty(1)]
+
+    return with_token
+
+
+def _half(name: str) -> Callable[..., list[Tensor]]:
+    return lambda given, key, *facts: getattr(exchange(key), name)(given, *facts)
+
+
+_KEYED, _TRAINED = "(Tensor[] given, str key", "(Tensor[] given, str key, int[] trained"
+_AFTER = ", Tensor? after)"
 _OPERATORS: dict[str, tuple[str, Callable[..., object], Callable[..., object]]] = {
-    "unshard": (_TRAINED, _unshard, _like_unsharded),
+    "unshard": (_TRAINED + ")", _unshard, _like_unsharded),
     "start_unshard": (
-        _KEYED,
-        lambda given, key: exchange(key).start_unshard(given),
-        _like_gathered_rows,
+        _KEYED + _AFTER,
+        _and_token(_half("start_unshard")),
+        _and_token(_like_gathered_rows),
     ),
-    "end_unshard": (
-        _KEYED,
-        lambda given, key: exchange(key).end_unshard(given),
-        _like_parameters,
-    ),
-    "reduce": (_TRAINED, _reduce, _like_shards),
-    "start_reduce": (
-        _TRAINED,
-        lambda given, key, trained: exchange(key).start_reduce(given, trained),
-        _like_sums,
-    ),
-    "end_reduce": (
-        _TRAINED,
-        lambda given, key, trained: exchange(key).end_reduce(given, trained),
-        _like_shards,
-    ),
+    "end_unshard": (_KEYED + ")", _half("end_unshard"), _like_parameters),
+    "reduce": (_TRAINED + ")", _reduce, _like_shards),
+    "start_reduce": (_TRAINED + _AFTER, _and_token(_half("start_reduce")), _and_token(_like_sums)),
+    "end_reduce": (_TRAINED + _AFTER, _and_token(_half("end_reduce")), _and_token(_like_shards)),
 }
 """Signature, implementation, and what only allocates. `torch.library.custom_op` would do the same
 with checks of every call, which take half of a small step."""

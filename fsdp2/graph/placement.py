@@ -53,8 +53,9 @@ def place(graph: fx.Graph) -> None:
     previous: fx.Node | None = None
     for node in gathers:
         shards, key, _ = node.args
-        start = _insert(graph, node, ops.start_unshard.default, (shards, key))
-        end = _insert(graph, node, ops.end_unshard.default, (_items(graph, start), key))
+        start = _insert(graph, node, ops.start_unshard.default, (shards, key, None))
+        rows = _items(graph, start)[:-1]
+        end = _insert(graph, node, ops.end_unshard.default, (rows, key))
         node.replace_all_uses_with(end)
         graph.erase_node(node)
         _move_behind(previous or _last_input(graph), start)
@@ -62,17 +63,27 @@ def place(graph: fx.Graph) -> None:
     waiting: tuple[fx.Node, list[fx.Node]] | None = None
     for node in reductions:
         gradients, key, trained = node.args
-        start = _insert(graph, node, ops.start_reduce.default, (gradients, key, trained))
+        start = _insert(graph, node, ops.start_reduce.default, (gradients, key, trained, None))
         if waiting is not None:
             _move_before(start, *waiting)
-        rows = _items(graph, start)
-        end = _insert(graph, node, ops.end_reduce.default, (rows, key, trained))
+        rows = _items(graph, start)[:-1]
+        end = _insert(graph, node, ops.end_reduce.default, (rows, key, trained, None))
         node.replace_all_uses_with(end)
         graph.erase_node(node)
         waiting = end, rows
     if waiting is not None:
         _move_before(graph.output_node(), *waiting)
+    _chain(graph)
+    graph.eliminate_dead_code()
     graph.lint()
+
+
+def _chain(graph: fx.Graph) -> None:
+    """Let each collective read the token of the one before it."""
+    token: fx.Node | None = None
+    for node in [node for node in graph.nodes if node.target in _CHAINED]:
+        node.args = (*node.args[:-1], token)
+        token = _items(graph, node)[-1]
 
 
 def _last_input(graph: fx.Graph) -> fx.Node:
@@ -138,6 +149,10 @@ def _move_before(place: fx.Node, end: fx.Node, rows: list[fx.Node]) -> None:
         place.prepend(node)
 
 
+_CHAINED = {
+    getattr(torch.ops.fsdp2, name).default
+    for name in ("start_unshard", "start_reduce", "end_reduce")
+}
 _COLLECTIVES = {
     getattr(torch.ops.fsdp2, name).default
     for name in ("unshard", "reduce", "start_unshard", "start_reduce")
@@ -178,8 +193,9 @@ def compile_graphs(
         gm.recompile()
         return compile_fx_inner(gm, examples, **arguments)
 
+    # Inductor would move starts to where memory is least, next to their ends.
+    patches = {"reorder_for_peak_memory": False, **settings}
     # It returns other things where it exports, which this does not.
-    patches = settings or None
     found = cast(Compiled, compile_fx(graph, given, inner_compile=inner, config_patches=patches))
     return _with_local_shards(found, places)
 
