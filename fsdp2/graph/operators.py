@@ -41,6 +41,7 @@ from fsdp2.core.facts import (
     communication_error,
     fill_rows,
     plan_division,
+    plan_flat,
     reduction_spec,
     run_all_gather,
     run_reduce_scatter,
@@ -64,7 +65,8 @@ class _Rows:
     def __init__(self, slots: Sequence[Slot], ranks: int, width: int) -> None:
         self.slots, self.ranks, self.width = slots, ranks, width
         self.sizes = [slot.shard_numel for slot in slots]
-        self.starts = [*itertools.accumulate(self.sizes, initial=0)][:-1]
+        *self.starts, end = itertools.accumulate(self.sizes, initial=0)
+        self._tail = width - end
         self._in_order = list(itertools.takewhile(lambda slot: slot.in_order, slots))
         self._columns = sum(slot.shard_numel for slot in self._in_order)
 
@@ -83,7 +85,7 @@ class _Rows:
 
     def fill(self, row: Tensor, shards: Sequence[Tensor]) -> None:
         """Copy shards into a row."""
-        pieces = row.split_with_sizes([*self.sizes, self.width - sum(self.sizes)])
+        pieces = row.split_with_sizes([*self.sizes, self._tail])
         for slot, piece in zip(self.slots, pieces, strict=False):
             shard = shards[slot.index]
             piece.narrow(0, 0, shard.numel()).copy_(shard.reshape(-1))
@@ -101,6 +103,8 @@ class _Rows:
                 ordered = part.new_zeros(self.ranks, slot.shard_numel)
                 part = fill_rows(kernels, slot, part, ordered)
             parts.append(part.to(dtype))
+        if self._tail:
+            parts.append(some.new_zeros(self.ranks, self._tail, dtype=dtype))
         if parts:
             kernels.chunk_cat(parts, 0, self.ranks, out=rows.view(self.ranks, self.width))
         return rows
@@ -128,7 +132,7 @@ class _Rows:
     def parts(self, row: Tensor, rank: int) -> dict[int, Tensor]:
         """A rank's parts of a row, each in memory of its own, by its index."""
         found = {}
-        pieces = _copies_of(row, self.sizes, 0)
+        pieces = _copies_of(row.narrow(0, 0, self.width - self._tail), self.sizes, 0)
         for slot, piece in zip(self.slots, pieces, strict=True):
             shape = slot.local_shape(rank)
             if not slot.even:
@@ -279,18 +283,23 @@ class Exchange:
         made, collectives = [], group.collectives
         copies = 1 if group.replicas is None else group.replicas.size
         for spec, slots in alike.items():
-            width = sum(slot.shard_numel for slot in slots)
+            dtype, size = spec.reduce_dtype, collectives.size
+            # Marks are not sent, but have room as in the engine's rows: where an element lies
+            # decides in which order gloo and NCCL add up more than two ranks.
+            facts = collectives.rank, dtype, size > 1, group.replicas is not None, False, True
+            width = plan_flat(slots, *facts).width
+            alone = size == 1 and copies == 1
             division = plan_division(
-                spec.reduce_dtype,
-                collectives.size,
+                dtype,
+                size,
                 spec.factor,
                 collectives.premultiplies,
                 copies,
                 spec.sum_only,
-                collectives.size == 1 and copies == 1,
+                alone,
                 not width,
             )
-            made.append(_Reduction(spec, _Rows(slots, collectives.size, width), division))
+            made.append(_Reduction(spec, _Rows(slots, size, width), division))
         self._planned[key] = made
         return made
 
