@@ -23,7 +23,6 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,15 +30,12 @@ from torch import Tensor
 
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.facts import (
-    Division,
     Kernels,
     ParamGroup,
-    ReductionSpec,
     Slot,
     Unit,
     Work,
     communication_error,
-    fill_rows,
     plan_division,
     plan_flat,
     reduction_spec,
@@ -100,8 +96,12 @@ class _Rows:
             if not slot.shard_numel:
                 continue
             if slot.dim != 0 or slot.cut.bands > 1:
-                ordered = part.new_zeros(self.ranks, slot.shard_numel)
-                part = fill_rows(kernels, slot, part, ordered)
+                # Blocks of memory: an operator's gradient may have any strides.
+                source, width = part.contiguous(), slot.shard_numel
+                part = part.new_zeros(self.ranks, width)
+                for block in slot.blocks():
+                    pieces = _pieces_in(part, slot, block, 0, width)
+                    pieces.copy_(_block_of(source, slot, block))
             parts.append(part.to(dtype))
         if self._tail:
             parts.append(some.new_zeros(self.ranks, self._tail, dtype=dtype))
@@ -141,13 +141,21 @@ class _Rows:
         return found
 
 
-@dataclass(frozen=True)
 class _Reduction:
     """Parameters that are reduced in one collective: their dtypes, rows, and where it divides."""
 
-    spec: ReductionSpec
-    rows: _Rows
-    division: Division
+    def __init__(self, group: ParamGroup, slots: Sequence[Slot]) -> None:
+        param, collectives = group.params[slots[0].index], group.collectives
+        self.spec = reduction_spec(group.options, param, group.offload, group.device)
+        dtype, size = self.spec.reduce_dtype, collectives.size
+        # Marks are not sent, but have room as in the engine's rows: where an element lies decides
+        # in which order gloo and NCCL add up more than two ranks.
+        facts = collectives.rank, dtype, size > 1, group.replicas is not None, False, True
+        width = plan_flat(slots, *facts).width
+        copies = 1 if group.replicas is None else group.replicas.size
+        alone, where = size * copies == 1, (self.spec.factor, collectives.premultiplies, copies)
+        self.division = plan_division(dtype, size, *where, self.spec.sum_only, alone, not width)
+        self.rows = _Rows(slots, size, width)
 
 
 class Exchange:
@@ -273,33 +281,14 @@ class Exchange:
         group, key = self.group, tuple(trained)
         if key in self._planned:
             return self._planned[key]
-        alike: dict[ReductionSpec, list[Slot]] = {}
+        alike: dict[object, list[Slot]] = {}
         for _, rows in self.gathers:
             for slot in rows.slots:
                 if slot.index in trained:
                     param = group.params[slot.index]
                     spec = reduction_spec(group.options, param, group.offload, group.device)
                     alike.setdefault(spec, []).append(slot)
-        made, collectives = [], group.collectives
-        copies = 1 if group.replicas is None else group.replicas.size
-        for spec, slots in alike.items():
-            dtype, size = spec.reduce_dtype, collectives.size
-            # Marks are not sent, but have room as in the engine's rows: where an element lies
-            # decides in which order gloo and NCCL add up more than two ranks.
-            facts = collectives.rank, dtype, size > 1, group.replicas is not None, False, True
-            width = plan_flat(slots, *facts).width
-            alone = size == 1 and copies == 1
-            division = plan_division(
-                dtype,
-                size,
-                spec.factor,
-                collectives.premultiplies,
-                copies,
-                spec.sum_only,
-                alone,
-                not width,
-            )
-            made.append(_Reduction(spec, _Rows(slots, size, width), division))
+        made = [_Reduction(group, slots) for slots in alike.values()]
         self._planned[key] = made
         return made
 

@@ -26,6 +26,7 @@ from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
 import fsdp2.graph.operators  # noqa: F401  # which torch.ops.fsdp2 has
@@ -90,7 +91,7 @@ def _last_input(graph: fx.Graph) -> fx.Node:
     return [node for node in graph.nodes if node.op == "placeholder"][-1]
 
 
-def _insert(graph: fx.Graph, at: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+def _insert(graph: fx.Graph, at: fx.Node, target: OpOverload, args: tuple[Any, ...]) -> fx.Node:
     """A call of an operator in front of a node, with what it would return as its value."""
     with graph.inserting_before(at):
         node = graph.call_function(target, args)
@@ -220,7 +221,7 @@ class _LocalShards(torch.autograd.Function):
         )
 
 
-def _take_local_shards(graph: fx.GraphModule, inputs: list[Any]) -> list[int]:
+def _take_local_shards(graph: fx.GraphModule, inputs: list[object]) -> list[int]:
     """Let a graph take local shards where it only calls ``to_local()`` of a DTensor.
 
     Torch would make a DTensor of each gradient with a new spec: 20 us per parameter and step.
@@ -252,7 +253,7 @@ def _to_local(node: fx.Node) -> tuple[object, ...]:
 
 
 def _with_local_shards(compiled: Compiled, places: list[int]) -> Compiled:
-    def run(*args: Any) -> Any:
+    def run(*args: object) -> object:
         given = [*args]
         shards = _LocalShards.apply(*(given[place] for place in places))
         for place, shard in zip(places, shards, strict=True):
@@ -262,7 +263,7 @@ def _with_local_shards(compiled: Compiled, places: list[int]) -> Compiled:
     return run if places else compiled
 
 
-def _run_as_it_is(gm: fx.GraphModule, _: Sequence[Any]) -> Compiled:
+def _run_as_it_is(gm: fx.GraphModule, _: object) -> Compiled:
     place(gm.graph)
     gm.recompile()
     compiled: Compiled = make_boxed_func(gm.forward)
