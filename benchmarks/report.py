@@ -21,13 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import faults, harness, network, users
+from benchmarks import faults, harness, users
 from benchmarks.harness import RESULTS, ROOT, Summary
 
 PAGES = tuple(
     ROOT / path
     for path in (
-        *("docs/benchmarks.md", "README.md", "docs/guides/slow_network.md"),
+        *("docs/benchmarks.md", "README.md"),
         *("docs/guides/optimizers.md", "docs/guides/fault_tolerance.md"),
     )
 )
@@ -383,12 +383,10 @@ def _ratio(label: str, results: Any) -> str:
     return str(as_summary(results["ratios"][label]))
 
 
-SLOW = [run for run in RUNS if run.startswith("slow_link")]
 MADE: dict[str, Callable[[Path], str]] = {
     "targets": table,
     "instructions": instructions,
     "machines": machines,
-    "slow links": partial(tables, network.page_table, SLOW),
     "offload": partial(tables, partial(_steps, "flat"), ["optimizer_offload"]),
     "faults": partial(tables, faults.page_table, ["faults"]),
     "ema": partial(tables, partial(_steps, "fsdp2"), ["ema", "ema_small"]),
