@@ -361,16 +361,10 @@ def tables(table: Callable[[Any], str], runs: Sequence[str], folder: Path = RESU
     )
 
 
-def _steps(base: str, results: Any) -> str:
-    """Steps of an optimizer's variants, and their ratios to that of one."""
-    options, rounds = results["options"], results["rounds"]
-    rows = [
-        (name, harness.summarize(each["step"]), harness.ratio(each["step"], rounds[base]["step"]))
-        for name, each in rounds.items()
-    ]
-    shown = harness.markdown(("variant", "ms", f"variant / {base}"), rows)
-    clock = "CPU time" if options["clock"] == "cpu" else "time"
-    return f"{options['blocks']} units of width {options['dim']}, {clock} of a step:\n\n{shown}"
+def _beside(name: str, base: str, results: Any) -> str:
+    """A variant's steps as a part of those of another."""
+    rounds = results["rounds"]
+    return str(harness.ratio(rounds[name]["step"], rounds[base]["step"]))
 
 
 def _words(figure: Callable[[Any], str], run: str, folder: Path = RESULTS) -> str:
@@ -387,9 +381,10 @@ MADE: dict[str, Callable[[Path], str]] = {
     "targets": table,
     "instructions": instructions,
     "machines": machines,
-    "offload": partial(tables, partial(_steps, "flat"), ["optimizer_offload"]),
+    "offload": partial(_words, partial(_beside, "flat-offload", "flat"), "optimizer_offload"),
     "faults": partial(tables, faults.page_table, ["faults"]),
-    "ema": partial(tables, partial(_steps, "fsdp2"), ["ema", "ema_small"]),
+    "ema": partial(_words, partial(_beside, "ema", "fsdp2"), "ema"),
+    "ema, small": partial(_words, partial(_beside, "ema", "fsdp2"), "ema_small"),
     "users": partial(tables, users.page_table, ["users"]),
     **{
         f"added, {precision}": partial(_words, partial(_ratio, added("llama", precision)), "blocks")
