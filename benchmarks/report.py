@@ -21,15 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import faults, harness, users
+from benchmarks import harness, users
 from benchmarks.harness import RESULTS, ROOT, Summary
 
 PAGES = tuple(
-    ROOT / path
-    for path in (
-        *("docs/benchmarks.md", "README.md"),
-        *("docs/guides/optimizers.md", "docs/guides/fault_tolerance.md"),
-    )
+    ROOT / f"{name}.md" for name in ("docs/benchmarks", "README", "docs/guides/optimizers")
 )
 _SLOW = "network --mbit 200 --precision bf16 --rounds 5 --steps 3 --variants"
 _FEW = "one_process,torch,fsdp2,fp32_sums,8_bit,4_bit,levels,levels_and_fp32_sums"
@@ -382,7 +378,6 @@ MADE: dict[str, Callable[[Path], str]] = {
     "instructions": instructions,
     "machines": machines,
     "offload": partial(_words, partial(_beside, "flat-offload", "flat"), "optimizer_offload"),
-    "faults": partial(tables, faults.page_table, ["faults"]),
     "ema": partial(_words, partial(_beside, "ema", "fsdp2"), "ema"),
     "ema, small": partial(_words, partial(_beside, "ema", "fsdp2"), "ema_small"),
     "users": partial(tables, users.page_table, ["users"]),
