@@ -105,7 +105,9 @@ from fsdp2.core.reduce.coded import codec_of
 from fsdp2.core.reduce.division import Division, plan_division
 from fsdp2.core.reduce.feedback import DTYPE
 from fsdp2.core.reduce.reduction import Jobs
+from fsdp2.core.reduce.rows import plan_flat
 from fsdp2.core.reduce.spec import ReductionSpec, reduction_spec
+from fsdp2.core.reduce.transport import fill_rows
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer, Run
 from fsdp2.core.schedule.scheduler import Scheduler, window_of
@@ -196,6 +198,7 @@ __all__ = [
     "default_mesh",
     "device_of",
     "exchange_messages",
+    "fill_rows",
     "follow_replaced",
     "form_of",
     "free_if_outdated",
@@ -220,6 +223,7 @@ __all__ = [
     "part_of",
     "piece_of",
     "plan_division",
+    "plan_flat",
     "put_around",
     "rank_and_size",
     "ranks_of",

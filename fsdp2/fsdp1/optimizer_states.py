@@ -29,7 +29,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp2.core.errors import RankMismatchError, coded, resaid
 from fsdp2.core.facts import ProcessGroup, ShardedParam, clean_as_fsdp1, local_of
 from fsdp2.fsdp1.config import OptimStateKeyType, StateDictType
-from fsdp2.fsdp1.state_dicts import SHARDED_TENSOR, as_dtensor, get_state_dict_type
+from fsdp2.fsdp1.state_dicts import (
+    as_dtensor,
+    get_state_dict_type,
+    is_sharded_tensor,
+    other_rows,
+    rows_of_sharded_tensor,
+)
 from fsdp2.full.gathering import require_released
 from fsdp2.full.selection import MeshRanks, require_idle, selected_params, settle
 from fsdp2.full.unsharding import cut_rows, made_whole, scattered_rows
@@ -589,6 +595,7 @@ def _planned(given: object, held: _Held, model: nn.Module) -> _Plan:
         elif name not in known:
             others[name] = copy.copy(state)
     for at in sorted(found):
+        found[at] = {key: _without_shards(value, at, key, held) for key, value in found[at].items()}
         _check_state(held.names[at][0], found[at], held.params[at])
         found[at] = {
             key: value.detach().cpu()
@@ -612,12 +619,21 @@ def _not_loadable(problem: str) -> ValueError:
     )
 
 
+def _without_shards(value: object, at: int, key: str, held: _Held) -> object:
+    """A DTensor in the place of a ``ShardedTensor`` of torch's FSDP1."""
+    if not is_sharded_tensor(value):
+        return value
+    managed = held.units.get(id(held.params[at]))
+    rows = None if managed is None else rows_of_sharded_tensor(managed, value)
+    if managed is None or rows is None:
+        raise _not_loadable(other_rows(f"{held.names[at][0]}.{key}").replace("; ", ", "))
+    return as_dtensor(managed, rows)
+
+
 def _check_state(name: str, state: StateDict, param: torch.Tensor) -> None:
     """Raise if an entry has another shape, or if two are one tensor."""
     first: dict[object, str] = {}
     for key, value in state.items():
-        if hasattr(value, "local_shards"):
-            raise _not_loadable(f"'{name}.{key}' is {SHARDED_TENSOR}".replace("; ", ", "))
         if not isinstance(value, torch.Tensor) or value.numel() < 2:
             continue
         pairs = zip(value.shape, param.shape, strict=False)

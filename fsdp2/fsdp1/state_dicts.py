@@ -15,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import RankMismatchError, coded
@@ -29,7 +30,9 @@ from fsdp2.core.facts import (
     UnitRecord,
     all_units,
     is_extended,
+    local_of,
     managed_modules,
+    piece_of,
     records_below,
     with_dtype,
     wrap_local,
@@ -57,11 +60,6 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
-
-SHARDED_TENSOR = (
-    "a ShardedTensor of torch's FSDP1; load it with torch.distributed.checkpoint, or save it as "
-    "FULL_STATE_DICT"
-)
 
 _settings: weakref.WeakKeyDictionary[UnitRecord, StateDictSettings] = weakref.WeakKeyDictionary()
 _records: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnitRecord]]
@@ -394,9 +392,13 @@ def _before_load(
             continue
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
-        if hasattr(value, "local_shards"):
-            state_dict.pop(prefix + name)
-            error_msgs.append(f"'{prefix}{name}' is {SHARDED_TENSOR}")
+        if is_sharded_tensor(value):
+            rows = rows_of_sharded_tensor(param, value)
+            if rows is None:
+                state_dict.pop(prefix + name)
+                error_msgs.append(other_rows(prefix + name))
+                continue
+            state_dict[prefix + name] = as_dtensor(param, rows)
             continue
         if is_extended(param.local) or value.shape != registered.shape:
             continue  # nn.Module says what is wrong
@@ -419,3 +421,33 @@ def as_dtensor(param: ShardedParam, rows: torch.Tensor) -> DTensor:
     """Rows of a parameter, or of a state that is shaped like it, as a DTensor sharded like it."""
     spec = param.sharded._spec  # type: ignore[attr-defined]  # a DTensor
     return wrap_local(rows, with_dtype(spec, rows.dtype))
+
+
+def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
+    """Whether it is the class in sharded state dicts of torch's FSDP1 without a mesh."""
+    return isinstance(value, ShardedTensor)
+
+
+def rows_of_sharded_tensor(param: ShardedParam, value: ShardedTensor) -> torch.Tensor | None:
+    """This rank's rows in a ``ShardedTensor``; ``None`` if it has others."""
+    local = local_of(param.sharded)
+    if tuple(value.metadata().size) != tuple(param.sharded.shape) or param.parallel is not None:
+        return None
+    shards = value.local_shards()
+    if not shards and not local.numel():
+        return local.new_empty(local.shape)
+    first, _ = piece_of(param.sharded.shape[0], param.axes.size, param.axes.rank)
+    if len(shards) != 1 or param.cut.dims != (0,) or shards[0].tensor.shape != local.shape:
+        return None
+    if local.numel() and shards[0].metadata.shard_offsets[0] != first:
+        return None
+    found: torch.Tensor = shards[0].tensor
+    return found.detach()
+
+
+def other_rows(name: str) -> str:
+    """The sentence for a ``ShardedTensor`` of other rows than this rank's."""
+    return (
+        f"'{name}' is a ShardedTensor of torch's FSDP1 with other rows than this rank's; load it "
+        f"with torch.distributed.checkpoint, or save it as FULL_STATE_DICT"
+    )

@@ -182,7 +182,7 @@ def test_full_state_dicts_load_both_ways() -> None:
 
 @ranks(2)
 def test_sharded_state_dicts_load() -> None:
-    """Ours; ShardedTensors that torch's FSDP1 makes are refused by name."""
+    """Ours, and those of ShardedTensors that torch's FSDP1 makes."""
     source, target = sharded(1), sharded()
     for model in (source, target):
         FSDP.set_state_dict_type(model, SHARDED)
@@ -195,7 +195,11 @@ def test_sharded_state_dicts_load() -> None:
     ):
         state = other.state_dict()
     assert isinstance(state["embed.weight"], ShardedTensor)
-    with pytest.raises(RuntimeError, match="is a ShardedTensor"):
+    target.load_state_dict(state)
+    parity.assert_equal(dict(target.state_dict()), dict(plain(2).state_dict()), "torch's")
+    shard = state["embed.weight"].local_shards()[0]
+    shard.metadata.shard_offsets[0] += 1
+    with pytest.raises(RuntimeError, match=r"embed.weight' is a ShardedTensor .* other rows"):
         target.load_state_dict(state)
 
 
@@ -279,7 +283,7 @@ def test_optimizer_states_by_type() -> None:
 @pytest.mark.parametrize("orig", [True, False])
 @ranks(2)
 def test_optimizer_states_of_torchs_fsdp1(orig: bool) -> None:
-    """Full states of torch's into ours and of ours into torch's; ShardedTensors are refused."""
+    """Full states of torch's into ours and of ours into torch's; sharded ones of torch's."""
     theirs = torchs.FullyShardedDataParallel
     other = wrap(torchs, plain(), use_orig_params=orig)
     make = OPTIMIZERS["adamw"]
@@ -304,12 +308,13 @@ def test_optimizer_states_of_torchs_fsdp1(orig: bool) -> None:
         train(model, optimizer)
         found = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
         parity.assert_equal(in_order(found["state"]), in_order(expected["state"]), "alike")
-        fresh = make(model.parameters())
-        fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, expected))
-        loaded = FSDP.full_optim_state_dict(model, fresh, rank0_only=False)
-        parity.assert_equal(in_order(loaded["state"]), in_order(expected["state"]), "from torch's")
-        with raises("optim-not-loadable"):
-            FSDP.optim_state_dict_to_load(model, fresh, shards)
+        for given in (expected, shards):
+            fresh = make(model.parameters())
+            fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, given))
+            loaded = FSDP.full_optim_state_dict(model, fresh, rank0_only=False)
+            parity.assert_equal(
+                in_order(loaded["state"]), in_order(expected["state"]), "from torch's"
+            )
         fresh = make(other.parameters())
         fresh.load_state_dict(theirs.shard_full_optim_state_dict(found, other, optim=fresh))
         loaded = states(other, fresh, "Full")

@@ -40,6 +40,7 @@ def _graphs(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
 
     def note(graph: fx.Graph) -> None:
         place(graph)
+        _assert_chained(graph)
         steps: list[str] = []
         for node in graph.nodes:
             name = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
@@ -55,6 +56,16 @@ def _graphs(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
         run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
         run(torch.randn(2, models.DIM)).sum().backward()
     return found
+
+
+def _assert_chained(graph: fx.Graph) -> None:
+    """Each collective reads a token of the one before it, so that no compiler changes the order."""
+    names = ("start_unshard", "start_reduce", "end_reduce")
+    targets = [getattr(torch.ops.fsdp2, name).default for name in names]
+    found = [node for node in graph.nodes if node.target in targets]
+    for before, node in zip([None, *found], found, strict=False):
+        token: Any = node.args[-1]
+        assert token is before or token.args == (before, len(before.meta["val"]) - 1)
 
 
 FORWARD = """

@@ -53,6 +53,7 @@ TOUCHING: dict[str, set[str]] = {
     "tracing.paper.stage": {"torch.distributed"},
     "elastic.contents": {"torch.distributed.checkpoint.stateful"},
     "elastic.transport": {"torch.distributed.checkpoint.stateful"},
+    "fsdp1.state_dicts": {"torch.distributed._shard.sharded_tensor.api"},
     "command.checkpoint": {"torch.distributed.checkpoint.metadata"},
     "command.doctor": {"torch.distributed"},
     "command.selftest": {"torch.distributed"},
