@@ -78,12 +78,7 @@ def mapped(tree: Any, change: Callable[[Tensor], object]) -> Any:
 
 
 def read_file(path: Path) -> Any:
-    """The object passed to ``torch.save``; tensors are mapped from the file, tied ones are one.
-
-    Raises:
-        CheckpointError: it is truncated, contains classes other than plain ones, or one rank's
-            shards.
-    """
+    """The object passed to ``torch.save``; tensors are mapped from the file, tied ones are one."""
     known: dict[object, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
@@ -188,13 +183,7 @@ def _data_of(tensor: Tensor) -> Iterator[Bytes]:
 def write_archive(
     write: Write, tree: Any, data_of: Callable[[Tensor], Iterator[Bytes]] = _data_of
 ) -> None:
-    """Write what ``torch.load(weights_only=True, mmap=True)`` reads, one tensor after another.
-
-    Args:
-        write: takes the bytes.
-        tree: plain values and tensors, `lazy` ones too. One that is there twice is one tensor.
-        data_of: the bytes of a tensor. Default: its values.
-    """
+    """Write what ``torch.load(weights_only=True, mmap=True)`` reads, one tensor after another."""
     text = io.BytesIO()
     pickler = _Pickler(text)
     pickler.dump(tree)

@@ -48,21 +48,7 @@ def lost_rank(what: str) -> CheckpointError:
 
 
 class Call:
-    """A call of a public function, and the participating ranks.
-
-    Args:
-        what: the function that was called, and its folder, for messages.
-        group: the process group whose ranks call it. Default ``None``: the default group; only this
-            process if there is none.
-
-    Attributes:
-        what: as it was given.
-        rank: this process's number in the group.
-        size: the number of ranks in the group.
-
-    Raises:
-        CheckpointError: this rank is not in the group, or ``group`` is not a process group.
-    """
+    """A call of a public function, and the participating ranks."""
 
     def __init__(self, what: str, group: ProcessGroup | None = None) -> None:
         members = members_of(group)
@@ -86,11 +72,7 @@ class Call:
         return Vote(self._members)
 
     def asked(self, vote: Vote, yes: bool) -> bool:
-        """Whether any rank has said yes in a call before this one; the same on all ranks.
-
-        Raises:
-            CheckpointError: a rank is gone.
-        """
+        """Whether any rank has said yes in a call before this one; the same on all ranks."""
         try:
             return vote.ask(yes)
         except LostRankError as error:
@@ -114,11 +96,7 @@ class Call:
             return Outcome(sentence=str(said)), error
 
     def together(self, action: Callable[[], T]) -> list[T]:
-        """Run ``action`` on each rank; return what each returned, or raise on all of them.
-
-        Raises:
-            CheckpointError: it raised on a rank; the sentence is that of the first such rank.
-        """
+        """Run ``action`` on each rank; return what each returned, or raise on all of them."""
         own, cause = self.attempt(action)
         try:
             told = self._members.gather(own)
@@ -137,18 +115,7 @@ class Call:
         cause: Exception | None,
         decide: Callable[[list[T]], Sequence[V]],
     ) -> V:
-        """Let rank 0 decide on what all ranks have come to; return its answer to this one.
-
-        Args:
-            channel: to rank 0 and back.
-            own: of this rank.
-            cause: what this rank has raised.
-            decide: on rank 0, of each rank's value, an answer to each; it may raise.
-
-        Raises:
-            CheckpointError: a rank raised, or ``decide`` did: the same sentence on all ranks. Or a
-                rank is gone.
-        """
+        """Let rank 0 decide on what all ranks have come to; return its answer to this one."""
         answer: Outcome[V]
         try:
             told = channel.collect(own)

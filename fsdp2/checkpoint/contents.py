@@ -28,32 +28,16 @@ _OPTIMIZER = (
 
 @dataclass
 class Contents:
-    """A checkpoint without its kind.
-
-    Attributes:
-        model: tensors, and values of modules, by name.
-        optimizer: "state" by name and key, "param_groups" with names; ``None`` if there is none.
-        rng: by rank and device.
-        extra: whatever else there is.
-        beside: of a step, its "states" and "rank_extra".
-    """
+    """A checkpoint without its kind."""
 
     model: Nested
-    optimizer: Nested | None = None
-    rng: Nested = field(default_factory=dict)
+    optimizer: Nested | None = None  # parameters by name
+    rng: Nested = field(default_factory=dict)  # by rank and device
     extra: Any = None
-    beside: Nested = field(default_factory=dict)
+    beside: Nested = field(default_factory=dict)  # of a step: "states", "rank_extra"
 
     def strip(self, prefix: str, source: Path) -> None:
-        """Remove a prefix from the names that begin with it.
-
-        Args:
-            prefix: as "module." of DistributedDataParallel.
-            source: where they are, for messages.
-
-        Raises:
-            CheckpointError: no name begins with it, or two names become one.
-        """
+        """Remove a prefix from the names that begin with it."""
         if not any(name.startswith(prefix) for name in self.model):
             raise coded(
                 CheckpointError,
@@ -82,15 +66,7 @@ class Contents:
 
 
 def contents_of(tree: Any, source: Path) -> Contents:
-    """Find model and optimizer in the contents of a file or a folder.
-
-    Args:
-        tree: entries and plain values, nested as they were saved.
-        source: where they are, for messages.
-
-    Raises:
-        CheckpointError: the model cannot be identified, or the names of the optimizer's states.
-    """
+    """Find model and optimizer in the contents of a file or a folder."""
     while isinstance(tree, dict) and len(tree) == 1:  # {"app": {"model": …}}
         (inner,) = tree.values()
         if not isinstance(inner, dict) or not any(key in inner for key in _MODEL):

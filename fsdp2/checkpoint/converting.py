@@ -171,11 +171,7 @@ def convert(
 
 
 def kind_of(path: Path) -> str:
-    """The kind of the checkpoint at a path.
-
-    Raises:
-        CheckpointError: it is of none or of several.
-    """
+    """The kind of the checkpoint at a path."""
     found = _kinds_of_file(path) if path.is_file() else _kinds_of_folder(path)
     if not found:
         raise coded(

@@ -152,36 +152,20 @@ def export(
 
 @dataclass(frozen=True)
 class _Facts:
-    """A rank's message to the others.
+    """A rank's message to the others."""
 
-    Attributes:
-        arguments: which must be the same on all.
-        shard_bytes: one of them.
-        tensors: by the name in the files, in order; dtypes as they will be there.
-        sources: the source's name of each.
-        boxes: its parts of each tensor; tensors without a part are absent.
-        whole: names of those that every rank holds in full, such as buffers.
-        tied: names of the files for others of them.
-    """
-
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...]  # equal on all ranks
     shard_bytes: int
     tensors: dict[str, About]
-    sources: dict[str, str]
+    sources: dict[str, str]  # the source's name of each
     boxes: dict[str, list[Box]]
-    whole: set[str]
+    whole: set[str]  # what every rank holds in full
     tied: dict[str, str]
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """The facts that all ranks then know; the same on each.
-
-    Attributes:
-        tensors: by name, in order.
-        tied: other names.
-        owners: which rank writes which box of which tensor.
-    """
+    """The facts that all ranks then know; the same on each."""
 
     tensors: dict[str, About]
     tied: dict[str, str]
@@ -250,16 +234,7 @@ def _owners(facts: Sequence[_Facts], tensors: Mapping[str, About]) -> dict[tuple
 
 @dataclass
 class _Export(ABC):
-    """One export, on one rank.
-
-    Attributes:
-        call: the ranks that take part.
-        names: the name in the files of each of the source's; ``None``: left out.
-        dtype: of floating-point tensors.
-        tensors: by the source's name.
-        boxes: what this rank has of each, by the source's name.
-        tied: the source's names for others of them.
-    """
+    """One export, on one rank."""
 
     call: Call
     names: Names
@@ -269,11 +244,7 @@ class _Export(ABC):
     tied: dict[str, str] = field(default_factory=dict)
 
     def mapped(self) -> dict[str, str]:
-        """The names of the written tensors, by the source's.
-
-        Raises:
-            CheckpointError: two tensors have one name, or a name is not a string.
-        """
+        """The names of the written tensors, by the source's."""
         found: dict[str, str] = {}
         taken: dict[str, str] = {}
         for name in [*self.tensors, *self.tied]:
@@ -510,9 +481,7 @@ def _bytes_in(size: int | str) -> int:
 
 
 def _begin(out: Path, writing: Path, layout: Layout, writer: Writer) -> None:
-    """Create all files with their headers in a temporary folder; removes remains of an earlier
-    crash.
-    """
+    """Create all files with their headers in a temporary folder, emptied of an earlier crash."""
     files.discard(writing)
     above = next(path for path in out.absolute().parents if path.is_dir())
     free = files.free_bytes(above)

@@ -214,11 +214,7 @@ class DurableFile(Summed):
 
 
 class DurableFiles:
-    """New files, and what they are.
-
-    Attributes:
-        written: by name, the facts of each file.
-    """
+    """New files, and what they are."""
 
     def __init__(self) -> None:
         self.written: dict[str, Fact] = {}

@@ -44,30 +44,17 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a step.
-
-    Attributes:
-        step: its number.
-        ranks: the number of ranks that wrote it.
-        files: by name, [bytes, checksum] of every file but this one.
-        extra: the user's values; a tensor in it is {"tensor": position}.
-        has_optimizer: whether an optimizer was saved.
-        torch: the version that wrote it.
-        metric: the value that `Keep` compares, if given.
-        hash: the type of the checksums; see `files.Checksum`.
-        digest: SHA-256 of all other fields.
-        format: of the folder; any other one raises.
-    """
+    """The contents of a step."""
 
     step: int
     ranks: int
-    files: Mapping[str, tuple[int, str]]
-    extra: Json
+    files: Mapping[str, tuple[int, str]]  # bytes and checksum of every file but this one
+    extra: Json  # a tensor in it is {"tensor": position}
     has_optimizer: bool
     torch: str
     metric: float | None = None
-    hash: str = HASH
-    digest: str = ""
+    hash: str = HASH  # see `files.Checksum`
+    digest: str = ""  # SHA-256 of all other fields
     format: int = FORMAT
 
     def encoded(self) -> bytes:
@@ -91,11 +78,7 @@ class Manifest:
 
 
 def store_of(path: PathLike) -> Store:
-    """The store of a folder's steps: on a disk, or at a URL.
-
-    Raises:
-        CheckpointError: the URL cannot be reached from this process.
-    """
+    """The store of a folder's steps: on a disk, or at a URL."""
     return RemoteStore(os.fspath(path)) if is_url(path) else DiskStore(local_path(path))
 
 
@@ -136,11 +119,7 @@ def unfinished(folder: PathLike) -> list[str]:
 
 
 def read_manifest(store: Store, step: int | None) -> Manifest:
-    """The manifest of a complete step; without ``step``, of the newest.
-
-    Raises:
-        CheckpointError: there is no such step, or this version cannot read it.
-    """
+    """The manifest of a complete step; without ``step``, of the newest."""
     known = store.steps()
     there = step is not None and store.has(step)  # also one that a branch has replaced
     if not known and not there:
@@ -209,11 +188,7 @@ def _check_types(manifest: Manifest) -> None:
 
 @contextmanager
 def broken_values(place: AnyPath) -> Iterator[None]:
-    """Say in a sentence whatever is raised where values of a checkpoint are read and put together.
-
-    Raises:
-        CheckpointError: anything else was raised inside.
-    """
+    """Say in a sentence whatever is raised where values of a checkpoint are read."""
     try:
         yield
     except (CheckpointError, OSError):
@@ -235,11 +210,7 @@ def items_of(store: Store, manifest: Manifest) -> AnyPath:
 
 
 def check_files(store: Store, manifest: Manifest) -> None:
-    """Raise unless every file of a step is there and of its length.
-
-    Raises:
-        CheckpointError: a file is missing or of another length, named.
-    """
+    """Raise unless every file of a step is there and of its length."""
     place, there = store.folder(manifest.step), store.lengths(manifest.step, manifest.files)
     for name, (length, _) in manifest.files.items():
         path = place / name
@@ -259,11 +230,7 @@ def check_files(store: Store, manifest: Manifest) -> None:
 
 
 def check_hashes(store: Store, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read every byte of some files of a step, and raise unless it is what was saved.
-
-    Raises:
-        CheckpointError: a file has other bytes, named.
-    """
+    """Read every byte of some files of a step, and raise unless it is what was saved."""
     for name in names:
         path = store.folder(manifest.step) / name
         if hash_of(path) != manifest.files[name][1]:
@@ -276,15 +243,7 @@ def check_hashes(store: Store, manifest: Manifest, names: Iterable[str]) -> None
 
 
 def newest_readable(store: Store, verify: bool) -> Manifest:
-    """The manifest of the newest step whose files exist, with a complete index.
-
-    Args:
-        store: where the steps are.
-        verify: whether to also compare every byte, only on this rank.
-
-    Raises:
-        CheckpointError: no step can be read.
-    """
+    """The manifest of the newest step whose files exist, with a complete index."""
     known = store.steps()
     for step in reversed(known):
         try:

@@ -31,14 +31,6 @@ class TensorFolder:
 
     For a folder: the files of its index; otherwise ``model.safetensors``; otherwise all with that
     suffix; otherwise ``pytorch_model*.bin``.
-
-    Attributes:
-        path: the folder.
-        abouts: shapes and dtypes by name, in the order of the files.
-        tied: names that represent another tensor, according to the files' metadata.
-
-    Raises:
-        CheckpointError: there is no file; one is missing or broken.
     """
 
     def __init__(self, path: Path) -> None:

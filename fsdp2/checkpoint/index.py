@@ -129,11 +129,7 @@ class _Interpreter(_PYTHONS):
 
 
 def read_index(folder: AnyPath) -> Metadata:
-    """The index of a folder of DCP.
-
-    Raises:
-        CheckpointError: it is none, or says what no index does.
-    """
+    """The index of a folder of DCP."""
     path = folder / INDEX
     try:
         return _checked(_Interpreter(path.read_bytes()).load(), path)
@@ -277,10 +273,6 @@ def cover(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     """Whether boxes lie in a tensor, do not overlap, and leave no element out.
 
     The time grows with their number, except for those that begin at the same index of dim 0.
-
-    Args:
-        shape: of the tensor.
-        boxes: empty ones count for nothing.
     """
     full = [(first, sizes) for first, sizes in boxes if math.prod(sizes)]
     if sum(math.prod(sizes) for _, sizes in full) != math.prod(shape):

@@ -37,14 +37,7 @@ def file_of(rank: int) -> str:
 def write_items(
     rank: int, plan: SavePlan, planner: SavePlanner, attempt: Attempt
 ) -> list[WriteResult]:
-    """Write what a plan says into this rank's file, which is durable then; no file for nothing.
-
-    Args:
-        rank: this one.
-        plan: of this rank.
-        planner: gives the values.
-        attempt: makes the file, and takes note of it.
-    """
+    """Write what a plan says into this rank's file, which is durable then; no file for nothing."""
     if not plan.items:
         return []
     name, found = file_of(rank), []

@@ -337,19 +337,12 @@ class _Wanted:
 
 @dataclass
 class _Taken:
-    """A tensor that is loaded.
-
-    Attributes:
-        own: its name here.
-        value: what to read or copy into.
-        theirs: the step's name; "" where a function has made it.
-        rows: this rank's rows, where a function has made them.
-    """
+    """A tensor that is loaded."""
 
     own: str
     value: Tensor
-    theirs: str = ""
-    rows: Tensor | None = None
+    theirs: str = ""  # "" where a function has made the tensor
+    rows: Tensor | None = None  # this rank's, where a function has made them
 
 
 class _Load:
@@ -371,11 +364,7 @@ class _Load:
     # ---- comparing
 
     def compare(self) -> Differences:
-        """Find the differences; changes nothing.
-
-        Raises:
-            CheckpointError: the step cannot be loaded.
-        """
+        """Find the differences; changes nothing."""
         if not self.store.has(self._manifest.step):
             place = self.store.folder(self._manifest.step)
             raise coded(

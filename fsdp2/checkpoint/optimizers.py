@@ -36,52 +36,28 @@ _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum",
 
 @dataclass(frozen=True)
 class _Own:
-    """A parameter of an optimizer.
+    """A parameter of an optimizer."""
 
-    Attributes:
-        number: among the optimizer's.
-        name: the model's.
-        theirs: the step's name; ``None`` if the step has none.
-        param: it.
-        group: its group's place among all.
-        state: what the optimizer has of it.
-    """
-
-    number: int
+    number: int  # among the optimizer's parameters
     name: str
-    theirs: str | None
+    theirs: str | None  # the step's name
     param: Tensor
-    group: int
-    state: Nested
+    group: int  # its place among all groups
+    state: Nested  # what the optimizer has of it
 
 
 @dataclass
 class _Slot:
-    """A part of a parameter's state.
-
-    Attributes:
-        own: the parameter.
-        key: of the part.
-        unit: what the step calls it.
-        value: memory for a tensor, or a value that was read.
-    """
+    """A part of a parameter's state."""
 
     own: _Own
     key: str
-    unit: str
+    unit: str  # the step's name
     value: Any = None
 
 
 class OptimizerMatch:
-    """Optimizers and a step, side by side.
-
-    Args:
-        step: has an optimizer.
-        model: has the parameters.
-        optimizers: take states and options.
-        names: of parameters in the step.
-        cast: whether states may be of other floating-point dtypes.
-    """
+    """Optimizers and a step, side by side."""
 
     def __init__(
         self,

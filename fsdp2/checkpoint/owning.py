@@ -38,18 +38,7 @@ sleep: Callable[[float], object] = time.sleep
 
 @contextmanager
 def owned(path: Path, about: str) -> Iterator[Callable[[], bool]]:
-    """Hold the file ``path`` while inside; it is removed afterwards.
-
-    Args:
-        path: the file.
-        about: a line about the holder, written into the file.
-
-    Returns:
-        Whether it is still held: another job may have taken over a lease.
-
-    Raises:
-        BlockingIOError: another job holds it; its text is the line of that job.
-    """
+    """Hold the file ``path`` while inside; it is removed afterwards."""
     held, is_locked = _hold(path)
     ended = threading.Event()
 
@@ -122,11 +111,7 @@ def _hold(path: Path) -> tuple[BinaryIO, bool]:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Whether it is locked now; false if the file system has no locks.
-
-    Raises:
-        BlockingIOError: another job has locked it; its text is the line of that job.
-    """
+    """Whether it is locked now; false if the file system has no locks."""
     if fcntl is None:
         return False
     try:
@@ -139,11 +124,7 @@ def _lock(file: BinaryIO) -> bool:
 
 
 def _take_over(path: Path) -> None:
-    """Return when the file is free: its holder is done, or has given no sign of life.
-
-    Raises:
-        BlockingIOError: it has given one, or another one takes over.
-    """
+    """Return when the file is free: its holder is done, or has given no sign of life."""
     try:
         before = path.read_bytes()
         LOG.warning(

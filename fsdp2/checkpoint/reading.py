@@ -34,19 +34,7 @@ Units = dict[str, list[str]]
 
 
 class Step:
-    """The items of a step.
-
-    Attributes:
-        path: where DCP's files are.
-        metadata: DCP's index.
-        saved: what the index says of each item.
-        about: how it was saved.
-        model: items by name in the model.
-        states: items of optimizers, by parameter and key.
-
-    Raises:
-        CheckpointError: the index is none, or values are objects of classes.
-    """
+    """The items of a step."""
 
     def __init__(self, path: AnyPath) -> None:
         self.path = path
@@ -104,13 +92,7 @@ class Step:
             read_into(self.path, self.metadata, batch)
 
     def values(self, units: Mapping[str, Sequence[str]], like: Mapping[str, Tensor]) -> Nested:
-        """Values as they were saved.
-
-        Args:
-            units: the items of each, by its name.
-            like: DTensors that items shall be sharded as, and tensors on whose device they shall
-                be, by name. All others are whole, on the CPU.
-        """
+        """Values as they were saved."""
         items = {
             unit: tensors_in(self._typed[unit]) if unit in self._typed else list(names)
             for unit, names in units.items()

@@ -53,11 +53,7 @@ class FileSystem(Protocol):
 
 
 def reach(url: str) -> tuple[FileSystem, str]:
-    """The file system of a URL, and the path in it.
-
-    Raises:
-        CheckpointError: a package is missing, or the scheme is unknown.
-    """
+    """The file system of a URL, and the path in it."""
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:

@@ -87,14 +87,7 @@ def _ranked(store: Store, steps: list[int], highest: bool) -> list[int]:
 
 
 class Stay:
-    """The retention settings of a save.
-
-    Attributes:
-        model: the saved model.
-        asked: the argument as it was passed.
-        keep: the same, checked.
-        metric: of the step, as in its manifest: a value that is not finite is never the best.
-    """
+    """The retention settings of a save."""
 
     def __init__(self, model: nn.Module, asked: int | Keep | None, metric: float | None) -> None:
         self.model = model
@@ -103,11 +96,7 @@ class Stay:
         self.metric = metric
 
     def check(self) -> None:
-        """Raise unless `keep` is a number of steps, a `Keep` of such, or ``None``.
-
-        Raises:
-            CheckpointError: it is something else, or the metric is of another type.
-        """
+        """Raise unless `keep` is a number of steps, a `Keep` of such, or ``None``."""
         try:
             found = None if self.metric is None else float(self.metric)
         except (TypeError, ValueError):

@@ -261,17 +261,11 @@ class _Failure:
 
 @dataclass
 class _End:
-    """The result of a save.
-
-    Attributes:
-        path: of the step, if it is durable.
-        failure: if it is not.
-        before: the error of the save before, if it must be reported here.
-    """
+    """The result of a save."""
 
     path: AnyPath | None = None
     failure: _Failure | None = None
-    before: _Failure | None = None
+    before: _Failure | None = None  # of the save before, if it must be reported here
 
 
 class Saving:
@@ -376,26 +370,15 @@ class Saving:
 
 @dataclass
 class _WritePlan:
-    """The plan of which rank writes which data, valid while every rank's layout is the same.
+    """The plan of which rank writes which data, valid while every rank's layout is the same."""
 
-    Attributes:
-        token: rank 0's name for it, and for the temporary folder.
-        mine: this rank's part.
-        metadata: DCP's, for all; on rank 0.
-    """
-
-    token: str
-    mine: SavePlan
-    metadata: Metadata | None
+    token: str  # rank 0's name for it, and for the temporary folder
+    mine: SavePlan  # this rank's part
+    metadata: Metadata | None  # on rank 0
 
 
 class _Process:
-    """The state of this process: plans by layout, host memory, and running saves.
-
-    Attributes:
-        tokens: of plans that this process has made, as rank 0.
-        latest: the last two saves, running or ended.
-    """
+    """The state of this process: plans by layout, host memory, and running saves."""
 
     def __init__(self) -> None:
         self.tokens: list[str] = []
@@ -412,14 +395,6 @@ class _Process:
         Only the order of calls determines what is waited for, so that ranks raise in the same way,
         whichever saves have ended already. A rank that has asked for the result continues to save,
         and gets the error there.
-
-        Args:
-            overlaps: how many of the latest are not waited for.
-            call: the function that is called, and its ranks.
-            channel: to tell the others, after all earlier messages.
-
-        Raises:
-            CheckpointError: of the first that has failed.
         """
         for saving in self.latest[: len(self.latest) - overlaps]:
             saving._wait()
@@ -492,36 +467,21 @@ class _Source(DefaultSavePlanner):
 
 @dataclass
 class _Written:
-    """A rank's message about one attempt.
-
-    Attributes:
-        facts: see `Facts`.
-        stepped: see `Stepped`; of a save without an optimizer, ``None``.
-        token: of the plan that it has followed; ``None``: it has none for its layout.
-        results: DCP's, for each item.
-        files: by name, bytes and checksum.
-        buffers: checksums of buffers by name, of which one rank's are saved.
-        local: its proposal, if all are asked for it.
-        before: the error of the save before, if this rank did not know it at the call.
-    """
+    """A rank's message about one attempt."""
 
     facts: Facts
     stepped: Stepped | None
-    token: str | None
+    token: str | None  # of the plan that it has followed
     results: list[WriteResult]
     files: dict[str, files.Fact]
-    buffers: dict[str, int]
-    local: SavePlan | None = None
+    buffers: dict[str, int]  # checksums of those of which one rank's are saved
+    local: SavePlan | None = None  # this rank's proposal
     before: str | None = None
 
 
 @dataclass
 class _Answer:
-    """Rank 0's answer: done, or a new plan, or (neither) a request that all make one.
-
-    Attributes:
-        before: the error of the save before, if any rank did not know it at the call.
-    """
+    """Rank 0's answer: done, or a new plan, or (neither) a request that all make one."""
 
     is_done: bool = False
     plan: _WritePlan | None = None
@@ -529,15 +489,7 @@ class _Answer:
 
 
 class _Save:
-    """A save on one rank.
-
-    Args:
-        folder: of steps, on a disk or on a store.
-        step: the number of the step.
-        stay: which complete steps stay.
-        call: the function that is called, and its ranks.
-        beside: whether it continues during training.
-    """
+    """A save on one rank."""
 
     def __init__(self, folder: PathLike, step: int, stay: Stay, call: Call, beside: bool) -> None:
         self._call = call

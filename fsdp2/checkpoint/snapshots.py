@@ -199,11 +199,7 @@ def _flat_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def optimizer_state(
     optimizers: Sequence[torch.optim.Optimizer], params: Mapping[str, torch.Tensor]
 ) -> Nested:
-    """``"state"`` and ``"param_groups"`` of all, by name; of attributes, which runs no hook.
-
-    Raises:
-        CheckpointError: a parameter is not among ``params``, or of two optimizers.
-    """
+    """``"state"`` and ``"param_groups"`` of all, by name; of attributes, which runs no hook."""
     names: dict[int, str] = {}
     for name, param in params.items():
         names.setdefault(id(param), name)
@@ -226,11 +222,7 @@ def optimizer_state(
 
 
 def names_in(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Names of an optimizer's parameters in the order of their numbers, by their ``id``.
-
-    Raises:
-        CheckpointError: there is none for one.
-    """
+    """Names of an optimizer's parameters in the order of their numbers, by their ``id``."""
     return [name_of(param, names) for group in optimizer.param_groups for param in group["params"]]
 
 
@@ -256,11 +248,7 @@ def _has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def name_of(param: torch.Tensor, names: Mapping[int, str]) -> str:
-    """The name of a parameter of an optimizer's.
-
-    Raises:
-        CheckpointError: it has none.
-    """
+    """The name of a parameter of an optimizer's."""
     if id(param) not in names:
         raise coded(
             CheckpointError,

@@ -53,11 +53,7 @@ class HostMemory:
         self._places: list[torch.Tensor] = []
 
     def places(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
-        """A contiguous tensor for each, the same ones as long as shapes and dtypes are.
-
-        Raises:
-            MemoryError: the host has none left.
-        """
+        """A contiguous tensor for each, the same ones as long as shapes and dtypes are."""
         layout = [(source.dtype, tuple(source.shape)) for source in sources]
         if layout != self._layout:
             starts, total = [], 0
@@ -78,16 +74,7 @@ class HostMemory:
 
 
 class Copy:
-    """A running copy of everything that one save needs.
-
-    Args:
-        state: what to copy; this rank's rows are taken of DTensors.
-        beside: tensors that only optimizers and loads write; all else is copied during the call.
-        memory: the destination; reserved until the ``staged`` data was written.
-
-    Raises:
-        MemoryError: there is no host memory for it.
-    """
+    """A running copy of everything that one save needs."""
 
     def __init__(self, state: State, beside: State, memory: HostMemory) -> None:
         self.staged: dict[str, Any] = {}
@@ -135,11 +122,7 @@ class Copy:
         return event
 
     def run(self) -> None:
-        """Copy what is in host memory already; return when all is. For a thread of the save's.
-
-        Raises:
-            CheckpointError: something was written meanwhile by who did not wait.
-        """
+        """Copy what is in host memory already; return when all is. For a thread of the save's."""
         try:
             for name, source in self._sources.items():
                 if source.device.type == "cpu":

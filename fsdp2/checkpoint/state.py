@@ -91,25 +91,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Saved:
-    """How a step was saved. Steps of older versions, and DCP's, have none.
-
-    Attributes:
-        trainable: whether frozen parameters were left out.
-        ties: names of the model's tensors, each with the first name of the same tensor.
-        optimizers: names of classes.
-    """
+    """How a step was saved. Steps of older versions, and DCP's, have none."""
 
     trainable: bool = False
-    ties: Mapping[str, str] = field(default_factory=dict)
-    optimizers: Sequence[str] = ()
+    ties: Mapping[str, str] = field(default_factory=dict)  # to the first name of the same tensor
+    optimizers: Sequence[str] = ()  # names of classes
 
 
 def as_module(model: Models) -> nn.Module:
-    """Several models as one, whose parameters are called by both names.
-
-    Raises:
-        CheckpointError: it is neither a model nor models by name.
-    """
+    """Several models as one, whose parameters are called by both names."""
     if isinstance(model, nn.Module):
         return model
     if not isinstance(model, Mapping) or not all(
@@ -131,11 +121,7 @@ def first_of(model: Models) -> nn.Module:
 
 
 def as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
-    """Optimizers in their order; none for ``None``.
-
-    Raises:
-        CheckpointError: one is none.
-    """
+    """Optimizers in their order; none for ``None``."""
     found: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     found = [each for each in found if each is not None]
     wrong = next((each for each in found if not hasattr(each, "param_groups")), None)
@@ -150,11 +136,7 @@ def as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
 
 
 def as_states(states: object) -> States:
-    """States by name, each of tensors by name; none for ``None``.
-
-    Raises:
-        CheckpointError: they are something else.
-    """
+    """States by name, each of tensors by name; none for ``None``."""
     given = {} if states is None else states
     if not isinstance(given, Mapping) or not all(
         isinstance(name, str)
@@ -394,15 +376,7 @@ class Differences:
         return {*self.missing, *self.reshaped, *self.retyped, *self.conflicting}
 
     def compare(self, name: str, value: Tensor, saved: object, cast: bool = False) -> bool:
-        """Return whether ``value`` has the saved shape and dtype, and this rank's part of it the
-        shape of a part; if not, record it.
-
-        Args:
-            name: the name of ``value``.
-            value: the tensor that would receive the saved one.
-            saved: the entry of the index.
-            cast: whether another floating-point dtype is accepted.
-        """
+        """Whether ``value`` fits the saved tensor in shape, part and dtype; if not, record it."""
         if (
             not isinstance(saved, TensorStorageMetadata)
             or tuple(value.shape) != tuple(saved.size)
@@ -594,18 +568,11 @@ def read_chunk(path: AnyPath, metadata: Metadata, name: str, chunk: ChunkStorage
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of a model, and what this rank has of it.
-
-    Attributes:
-        shape: of the whole tensor.
-        local: this rank's part, a plain tensor.
-        offsets: of its first element in the whole, in each dim.
-        sharded: whether it is a part: a DTensor's.
-    """
+    """A tensor of a model, and what this rank has of it."""
 
     shape: tuple[int, ...]
     local: Tensor
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # of its first element in the whole, in each dim
     sharded: bool
 
     @property
@@ -614,11 +581,7 @@ class Held:
 
 
 def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str]]:
-    """Parameters and persistent buffers by name; names tied to others; names of other values.
-
-    Raises:
-        CheckpointError: one is of a class whose bytes are not its values.
-    """
+    """Parameters and persistent buffers by name; names tied to others; names of other values."""
     found: dict[str, Held] = {}
     tied: dict[str, str] = {}
     others: list[str] = []
@@ -649,11 +612,7 @@ def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def held_of(name: str, value: Tensor) -> Held:
-    """This rank's part of a tensor.
-
-    Raises:
-        CheckpointError: it is of a class whose bytes are not its values.
-    """
+    """This rank's part of a tensor."""
     shape = tuple(value.shape)
     local = value.to_local() if isinstance(value, DTensor) else value
     if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided:

@@ -74,15 +74,9 @@ def hash_of(path: AnyPath, read: Callable[[int], None] | None = None) -> str:
 
 
 class Attempt(Protocol):
-    """A step that is being written, and does not exist yet.
+    """A step that is being written, and does not exist yet."""
 
-    Attributes:
-        folder: where DCP's files will be in the step's folder; "" if in itself.
-        path: the same, as a path; DCP can read the step there when it is complete.
-        written: by name, the facts of files that this rank has created.
-    """
-
-    folder: str
+    folder: str  # of DCP's files, in the step's folder; "" for itself
     path: AnyPath
     written: dict[str, files.Fact]
 
@@ -133,34 +127,19 @@ class Store(Protocol):
         """Bytes of those files of a step that are there."""
 
     def prepare(self) -> None:
-        """Make the folder if it is not there.
-
-        Raises:
-            CheckpointError: it is a file.
-        """
+        """Make the folder if it is not there."""
 
     def hold(self) -> AbstractContextManager[Callable[[], bool]]:
-        """Let no other job save into it while inside, where the store knows how; whether it does.
-
-        Raises:
-            CheckpointError: another one does.
-        """
+        """Let no other job save into it, where the store knows how; yields whether it does."""
 
     def sweep(self, step: int, own: tuple[str, ...]) -> None:
-        """Remove old attempts at a step, except those of tokens ``own``, if no other job can be
-        writing one.
-        """
+        """Remove old attempts at a step but of tokens ``own``, if no other job can be at one."""
 
     def attempt(self, step: int, token: str) -> Attempt:
         """A step to write; all ranks pass the same token, which no other try has."""
 
     def remove_steps(self, doomed: list[int]) -> None:
-        """Remove complete steps: each disappears from the store at once, and then its files are
-        removed.
-
-        If a step is a link, only the link is removed; its target remains. A step that cannot be
-        removed does not prevent the removal of others; its error is raised at the end.
-        """
+        """Remove complete steps, of links only the link; raise the first error at the end."""
 
     def remove_unfinished(self, names: list[str]) -> None:
         """Remove what `unfinished` has named."""
@@ -173,11 +152,7 @@ def is_url(path: PathLike) -> bool:
 
 
 def local_path(path: PathLike) -> Path:
-    """A path of this machine's file system.
-
-    Raises:
-        CheckpointError: it is a URL of a store.
-    """
+    """A path of this machine's file system."""
     if is_url(path):
         raise coded(
             CheckpointError,
@@ -431,10 +406,6 @@ def is_inside(name: str) -> bool:
 
 
 def items_folder(names: Mapping[str, object]) -> str:
-    """The folder of DCP's files in a step's folder, from the names of all of its files.
-
-    Raises:
-        ValueError: there is no index, or there are several.
-    """
+    """The folder of DCP's files in a step's folder, from the names of all of its files."""
     (index,) = (name for name in names if name.rpartition("/")[2] == INDEX)
     return index.rpartition("/")[0]

@@ -76,13 +76,7 @@ class About:
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a full tensor's bytes.
-
-    Attributes:
-        file: the file's name, in the folder.
-        offset: of its first byte, from the file's beginning.
-        about: shape and dtype there.
-    """
+    """The position of a full tensor's bytes."""
 
     file: str
     offset: int
@@ -91,14 +85,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """The files that tensors become.
-
-    Attributes:
-        headers: the first bytes of each file, by its name.
-        lengths: of each file, in bytes.
-        places: of each tensor, by its name.
-        index: the bytes of the index; ``None`` where there is one file.
-    """
+    """The files that tensors become."""
 
     headers: Mapping[str, bytes]
     lengths: Mapping[str, int]
@@ -124,15 +111,6 @@ def plan(
 
     Tensors go into files in their order: a file takes the next tensor as long as it stays within
     ``shard_bytes``, and a larger tensor has a file of its own, as ``save_pretrained`` does it.
-
-    Args:
-        tensors: shapes and dtypes by name, in order.
-        shard_bytes: bytes of tensors that a file has at most. Default ``None``: one file.
-        tied: other names of tensors, which the header's metadata tell, as ``save_model`` of the
-            package does. Default: none.
-
-    Raises:
-        CheckpointError: the format does not know a dtype or a name.
     """
     for name, about in tensors.items():
         if about.dtype not in _NAMES:
@@ -211,20 +189,7 @@ def _header(tensors: Mapping[str, About], tied: Mapping[str, str]) -> tuple[byte
 
 
 class Writer:
-    """The files of a layout, to which any number of processes write their slices at once.
-
-    Args:
-        folder: where the files are.
-        layout: of `plan`.
-
-    Example::
-
-        writer = Writer(folder, layout)
-        writer.create()              # one process; all others after it
-        with writer:
-            writer.write("weight", rows, (first_row, 0))
-        # what this process has written is on the disk
-    """
+    """The files of a layout, to which any number of processes write their slices at once."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
         self._folder = folder
@@ -244,11 +209,6 @@ class Writer:
         """Write a tensor, or a box of one; no other bytes are touched.
 
         At most 8 MiB are staged: where they must be cast, copied from a device or put in order.
-
-        Args:
-            name: of the whole tensor.
-            tensor: a plain tensor of any device and stride; cast to the dtype of the file.
-            offsets: of its first element in the whole one, in each dim. Default: all 0.
         """
         place = self._layout.places[name]
         first = tuple(offsets or (0,) * tensor.dim())

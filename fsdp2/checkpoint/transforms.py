@@ -29,23 +29,14 @@ Transform: TypeAlias = Callable[..., Tensor]
 
 
 class Transforms:
-    """Functions by names, or patterns of names, of the model's tensors.
-
-    Args:
-        given: the functions; of several patterns that fit a name, the first counts.
-        names: of the step.
-    """
+    """Functions by names, or patterns of names, of the model's tensors."""
 
     def __init__(self, given: Mapping[str, Transform], names: Sources) -> None:
         self._given = given
         self._names = names
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise unless each pattern fits one of the model's names.
-
-        Raises:
-            CheckpointError: one does not.
-        """
+        """Raise unless each pattern fits one of the model's names."""
         known = list(names)
         for pattern in self._given:
             if not any(fnmatchcase(name, pattern) for name in known):
@@ -64,11 +55,7 @@ class Transforms:
         return (found,) if isinstance(found, str) else tuple(found)
 
     def of(self, name: str) -> Transform | None:
-        """The function for a tensor of the model; ``None`` where it is read as it is.
-
-        Raises:
-            CheckpointError: it has several sources, and no function makes one of them.
-        """
+        """The function for a tensor of the model; ``None`` where it is read as it is."""
         for pattern, function in self._given.items():
             if fnmatchcase(name, pattern):
                 return function
@@ -94,17 +81,7 @@ class Transforms:
 
 @torch.no_grad()
 def rows_of(name: str, value: Tensor, function: Transform, sources: Sequence[Tensor]) -> Tensor:
-    """This rank's rows of what a function makes, in new memory, of the dtype that it returned.
-
-    Args:
-        name: of the model's tensor.
-        value: the model's tensor.
-        function: takes ``sources``.
-        sources: whole tensors of the step, on the CPU.
-
-    Raises:
-        CheckpointError: the function raised, or did not return a tensor of ``value``'s shape.
-    """
+    """This rank's rows of what a function makes, in new memory, of the dtype that it returned."""
     held = held_of(name, value.detach())
     shapes = [tuple(source.shape) for source in sources]
     try:

@@ -31,15 +31,7 @@ def unsaved(model: nn.Module) -> list[str]:
 
 
 def recomputed(model: nn.Module, name: str) -> Tensor | None:
-    """The value that its module's initialization gives a buffer; changes nothing.
-
-    Args:
-        model: has the buffer.
-        name: the buffer's full name.
-
-    Returns:
-        In CPU memory, of the buffer's shape and dtype; ``None`` where nothing sets it.
-    """
+    """The value that its module's initialization gives a buffer; changes nothing."""
     prefix, _, key = name.rpartition(".")
     owner = model.get_submodule(prefix)
     for initialise in _initialisers(model, prefix):
@@ -59,9 +51,7 @@ def recomputed(model: nn.Module, name: str) -> Tensor | None:
 
 
 def _initialisers(model: nn.Module, prefix: str) -> Iterator[Callable[[Any], object]]:
-    """A module's own initializer, and then ``_init_weights`` of enclosing modules, the nearest
-    first.
-    """
+    """A module's own initializer, then ``_init_weights`` of modules around it, from inside."""
     if callable(getattr(model.get_submodule(prefix), "reset_parameters", None)):
         yield lambda twin: twin.reset_parameters()
     parts = prefix.split(".") if prefix else []

@@ -44,29 +44,16 @@ Named = Callable[[Tensor, tuple[str, ...], bool], str]
 
 @dataclass
 class Packed:
-    """A value, packed.
-
-    Attributes:
-        content: what JSON has of it.
-        tensors: of it, by name.
-        shared: (path, shape, dtype) of its DTensors, which all ranks must have alike.
-        wrong: what cannot be kept, each with its path; empty if all of it is kept.
-    """
+    """A value, packed."""
 
     content: Json = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    shared: list[tuple[str, tuple[int, ...], torch.dtype]] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
+    shared: list[tuple[str, tuple[int, ...], torch.dtype]] = field(default_factory=list)  # DTensors
+    wrong: list[str] = field(default_factory=list)  # what cannot be kept, each with its path
 
 
 def packed(value: Value, named: Named | None = None) -> Packed:
-    """Take a value apart; nothing is copied.
-
-    Args:
-        value: arbitrarily nested.
-        named: names tensors. Default ``None``: numbers, with the prefix "d" for DTensors, because
-            ranks may have other tensors as well.
-    """
+    """Take a value apart; nothing is copied."""
     found = Packed()
     found.content = _Packer(found, named).pack(value, (), True)
     return found
