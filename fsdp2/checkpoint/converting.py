@@ -13,8 +13,6 @@ written. The target is written next to its final path until it is complete and d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -65,8 +63,6 @@ from fsdp2.checkpoint.stores import (
     DiskStore,
     PathLike,
     local_path,
-    saving_folder,
-    step_folder,
 )
 from fsdp2.checkpoint.tensors import SUFFIX, About, bytes_of, plan
 from fsdp2.checkpoint.values import packed, unpacked
@@ -348,25 +344,10 @@ def _write(place: Path, contents: Contents, found: Converted, progress: Progress
         found.left = [name for name, value in (rest | contents.beside).items() if value]
         found.left += [n for n, value in contents.model.items() if not isinstance(value, Tensor)]
     files.make_folders(place.parent)
-    with _replacing(place.with_name(f".saving-{place.name}"), place) as path:
-        if kind == "dcp":
-            files.DISK.make_folder(path)
-            _write_dcp(path, contents.tree(), files.DurableFiles(), progress)
-            files.DISK.sync_folder(path)
-        elif kind == "safetensors":
-            _write_safetensors(path, contents, progress)
-        else:
-            tree = contents.tree(numbered=kind == "torch")
-            with files.DurableFile(path) as stream:
-                write_archive(_Stream(stream.write, progress, tree).write, tree)
-
-
-@contextmanager
-def _replacing(path: Path, place: Path) -> Iterator[Path]:
-    """The file to write: renamed to ``place`` when it is durable, and removed after an error."""
+    path = place.with_name(f".saving-{place.name}")
     files.discard(path)
     try:
-        yield path
+        _write_beside(path, kind, contents, progress)
     except BaseException:
         files.discard(path)
         raise
@@ -374,10 +355,32 @@ def _replacing(path: Path, place: Path) -> Iterator[Path]:
     files.DISK.sync_folder(place.parent)
 
 
+def _write_beside(path: Path, kind: str, contents: Contents, progress: Progress | None) -> None:
+    if kind == "dcp":
+        files.DISK.make_folder(path)
+        with files.DurableFile(path / file_of(0)) as stream:
+            index = _write_items(stream, contents.tree(), progress)
+        files.write_durably({path / INDEX: index})
+        files.DISK.sync_folder(path)
+    elif kind == "safetensors":
+        _write_safetensors(path, contents, progress)
+    else:
+        tree = contents.tree(numbered=kind == "torch")
+        with files.DurableFile(path) as stream:
+            write_archive(_Stream(stream.write, progress, tree).write, tree)
+
+
 def _write_step(
     root: Path, contents: Contents, found: Converted, progress: Progress | None
 ) -> None:
-    step = _step_to_write(root, found)
+    step, store = found.step, DiskStore(root)
+    if step is None:
+        raise coded(
+            CheckpointError,
+            "ckpt-convert-step",
+            "convert() to kind 'steps' needs the number of the step; pass step=",
+        )
+    store.require_free(step)
     held = packed(contents.extra)
     if held.wrong:
         raise coded(
@@ -388,67 +391,45 @@ def _write_step(
         )
     tree = contents.tree() | {"extra": held.tensors}
     tree["values"] = kept_values(tree)
-    files.make_folders(root)
-    place, disk = step_folder(root, step), files.DurableFiles()
-    files.discard(place)
-    with _replacing(saving_folder(root, step), place) as saving:
-        files.DISK.make_folder(saving)
-        _write_dcp(saving, tree, disk, progress)
+    store.prepare()
+    attempt = store.attempt(step, "")
+    attempt.clear(0)
+    try:
+        attempt.begin()
+        with attempt.create(file_of(0)) as stream:
+            index = _write_items(stream, tree, progress)
         manifest = Manifest(
             step=step,
             ranks=1,
-            files=dict(sorted(disk.written.items())),
+            files={INDEX: files.fact_of(index), **attempt.written},
             extra=held.content,
             has_optimizer=contents.optimizer is not None,
             torch=torch.__version__,
         )
-        files.write_durably({saving / MANIFEST: manifest.encoded()})
-        files.DISK.sync_folder(saving)
+        attempt.commit(index, manifest.encoded())
+    except BaseException:
+        attempt.clear(0)
+        raise
 
 
-def _step_to_write(root: Path, found: Converted) -> int:
-    """The number of the step, of which the folder has none yet."""
-    step = found.step
-    if step is None:
-        raise coded(
-            CheckpointError,
-            "ckpt-convert-step",
-            "convert() to kind 'steps' needs the number of the step; pass step=",
-        )
-    if root.exists() and not root.is_dir():
-        raise coded(CheckpointError, "ckpt-is-file", f"'{root}' is a file; pass a folder")
-    if DiskStore(root).has(step):
-        raise coded(
-            CheckpointError,
-            "ckpt-step-there",
-            f"'{root}' already has step {step}; save another step, or call "
-            f"fsdp2.checkpoint.remove(folder, {step}) first",
-        )
-    return step
-
-
-def _write_dcp(
-    folder: Path, tree: Nested, disk: files.DurableFiles, progress: Progress | None
-) -> None:
-    """Write one file, and the index."""
+def _write_items(stream: files.Summed, tree: Nested, progress: Progress | None) -> bytes:
+    """Write all of a state dict into DCP's one file, and return the index."""
     flat, paths = flatten_state_dict(tree)
     about: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     stored: dict[MetadataIndex, object] = {}
-    with disk.create(folder / file_of(0)) as stream:
-        counted = _Stream(stream.write, progress, tree)
-        for name, value in flat.items():
-            begin, index = counted.done, MetadataIndex(name)
-            about[name] = BytesStorageMetadata()
-            if isinstance(value, Tensor):
-                zeros = torch.Size([0] * value.dim())
-                index = MetadataIndex(name, zeros)
-                chunk = ChunkStorageMetadata(zeros, value.shape)
-                properties = TensorProperties(dtype=value.dtype)
-                about[name] = TensorStorageMetadata(properties, value.shape, [chunk])
-            write_archive(counted.write, value)
-            stored[index] = filesystem._StorageInfo(file_of(0), begin, counted.done - begin)
-    with disk.create(folder / INDEX) as stream:
-        stream.write(index_of(Metadata(about, paths), stored))
+    counted = _Stream(stream.write, progress, tree)
+    for name, value in flat.items():
+        begin, index = counted.done, MetadataIndex(name)
+        about[name] = BytesStorageMetadata()
+        if isinstance(value, Tensor):
+            zeros = torch.Size([0] * value.dim())
+            index = MetadataIndex(name, zeros)
+            chunk = ChunkStorageMetadata(zeros, value.shape)
+            properties = TensorProperties(dtype=value.dtype)
+            about[name] = TensorStorageMetadata(properties, value.shape, [chunk])
+        write_archive(counted.write, value)
+        stored[index] = filesystem._StorageInfo(file_of(0), begin, counted.done - begin)
+    return index_of(Metadata(about, paths), stored)
 
 
 def _write_safetensors(path: Path, contents: Contents, progress: Progress | None) -> None:

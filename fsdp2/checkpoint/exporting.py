@@ -14,18 +14,15 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.consensus import Call
@@ -36,8 +33,8 @@ from fsdp2.checkpoint.folder import (
     read_manifest,
     store_of,
 )
-from fsdp2.checkpoint.state import Held, Reader, held_by, read_chunk
-from fsdp2.checkpoint.stores import AnyPath, PathLike, disk_path, local_path
+from fsdp2.checkpoint.state import Reader, held_by, read_chunk
+from fsdp2.checkpoint.stores import PathLike, disk_path, local_path
 from fsdp2.checkpoint.tensors import About, Layout, Writer, plan
 from fsdp2.core.errors import CheckpointError, coded
 from fsdp2.core.facts import ProcessGroup
@@ -125,18 +122,19 @@ def export(
     """
     out = disk_path(folder)
     call = Call(f"export('{out}')", process_group)
-    jobs: list[_Export] = []
+    mine: list[_Part] = []
     facts = call.together(
-        lambda: _facts(call, jobs, out, source, step, format, dtype, shard_size, names)
+        lambda: _facts(call, mine, out, source, step, format, dtype, shard_size, names)
     )
-    (job,) = jobs
-    shared = _Shared.of(facts)
-    layout = plan(shared.tensors, shard_bytes=facts[0].shard_bytes, tied=shared.tied)
+    tensors, tied = _shared(facts)
+    owners = _owners(facts, tensors)
+    layout = plan(tensors, shard_bytes=facts[0].shard_bytes, tied=tied)
     writing = out.with_name(_EXPORTING + out.name)
     writer = Writer(writing, layout)
+    own = [part for part in mine if owners[part.name, part.box] == call.rank]
     try:
         call.together(lambda: _begin(out, writing, layout, writer) if call.is_first else None)
-        call.together(lambda: job.write(writer, shared, progress))
+        call.together(lambda: _write(writer, own, tensors, progress))
         call.together(lambda: _commit(out, writing) if call.is_first else None)
     except CheckpointError:
         writer.abandon()
@@ -144,7 +142,7 @@ def export(
             with contextlib.suppress(OSError):
                 files.discard(writing)
         raise
-    return Exported(out, sorted(layout.lengths), layout.total, shared.tied)
+    return Exported(out, sorted(layout.lengths), layout.total, tied)
 
 
 # ---- what there is
@@ -163,48 +161,46 @@ class _Facts:
     tied: dict[str, str]
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """The facts that all ranks then know; the same on each."""
+class _Part(NamedTuple):
+    """What this rank has of a tensor."""
 
-    tensors: dict[str, About]
-    tied: dict[str, str]
-    owners: dict[tuple[str, Box], int]
+    name: str
+    box: Box
+    get: Callable[[], Tensor]
 
-    @classmethod
-    def of(cls, facts: Sequence[_Facts]) -> _Shared:
-        """Raises what cannot be written, from what all have told: on all ranks alike."""
-        if any(other.arguments != facts[0].arguments for other in facts):
-            raise coded(
-                CheckpointError,
-                "export-arguments",
-                f"export() got different arguments on different ranks "
-                f"({[other.arguments for other in facts]}); pass the same on all ranks",
-            )
-        tensors: dict[str, About] = {}
-        sources: dict[str, str] = {}
-        tied: dict[str, str] = {}
-        for other in facts:
-            for name, about in other.tensors.items():
-                if tensors.setdefault(name, about) != about:
-                    raise coded(
-                        CheckpointError,
-                        "export-models",
-                        f"'{name}' is {about} on one rank and {tensors[name]} on another; build "
-                        f"the same model on all ranks",
-                    )
-            for name, own in other.sources.items():
-                if sources.setdefault(name, own) != own:
-                    raise coded(
-                        CheckpointError,
-                        "export-clash-on-ranks",
-                        f"export(names=…) returned '{name}' for '{sources[name]}', and for "
-                        f"'{own}' on another rank; return another name for one, or None to leave "
-                        f"it out",
-                    )
-            tied |= other.tied
-        tied = {name: kept for name, kept in tied.items() if name not in tensors}
-        return cls(tensors, tied, _owners(facts, tensors))
+
+def _shared(facts: Sequence[_Facts]) -> tuple[dict[str, About], dict[str, str]]:
+    """All tensors and the names tied to them, as each rank then knows them."""
+    if any(other.arguments != facts[0].arguments for other in facts):
+        raise coded(
+            CheckpointError,
+            "export-arguments",
+            f"export() got different arguments on different ranks "
+            f"({[other.arguments for other in facts]}); pass the same on all ranks",
+        )
+    tensors: dict[str, About] = {}
+    sources: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    for other in facts:
+        for name, about in other.tensors.items():
+            if tensors.setdefault(name, about) != about:
+                raise coded(
+                    CheckpointError,
+                    "export-models",
+                    f"'{name}' is {about} on one rank and {tensors[name]} on another; build "
+                    f"the same model on all ranks",
+                )
+        for name, own in other.sources.items():
+            if sources.setdefault(name, own) != own:
+                raise coded(
+                    CheckpointError,
+                    "export-clash-on-ranks",
+                    f"export(names=…) returned '{name}' for '{sources[name]}', and for "
+                    f"'{own}' on another rank; return another name for one, or None to leave "
+                    f"it out",
+                )
+        tied |= other.tied
+    return tensors, {name: kept for name, kept in tied.items() if name not in tensors}
 
 
 def _owners(facts: Sequence[_Facts], tensors: Mapping[str, About]) -> dict[tuple[str, Box], int]:
@@ -232,181 +228,115 @@ def _owners(facts: Sequence[_Facts], tensors: Mapping[str, About]) -> dict[tuple
     return found
 
 
+def _mapped(found: Iterable[str], names: Names) -> dict[str, str]:
+    """The names of the written tensors, by the source's."""
+    mapped: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for name in found:
+        other = names(name)
+        if other is None:
+            continue
+        if not isinstance(other, str):
+            raise coded(
+                CheckpointError,
+                "export-name",
+                f"export(names=…) returned {other!r} for '{name}'; return a string, or None "
+                f"to leave it out",
+            )
+        if other in taken:
+            raise coded(
+                CheckpointError,
+                "export-clash",
+                f"export(names=…) returned '{other}' for '{taken[other]}' and for '{name}'; "
+                f"return another name for one, or None to leave it out",
+            )
+        taken[other] = name
+        mapped[name] = other
+    return mapped
+
+
+def _write(
+    writer: Writer, own: list[_Part], tensors: Mapping[str, About], progress: Progress | None
+) -> None:
+    sizes = [math.prod(part.box[1]) * tensors[part.name].dtype.itemsize for part in own]
+    done, total = 0, sum(sizes)
+    with writer:
+        for part, size in zip(own, sizes, strict=True):
+            writer.write(part.name, part.get(), part.box[0])
+            done += size
+            if progress is not None:
+                progress(done, total)
+
+
 @dataclass
-class _Export(ABC):
-    """One export, on one rank."""
+class _Source:
+    """What this rank has of a model or of a saved step, by the source's names."""
 
-    call: Call
-    names: Names
-    dtype: torch.dtype | None
     tensors: dict[str, About] = field(default_factory=dict)
-    boxes: dict[str, list[Box]] = field(default_factory=dict)
+    parts: list[_Part] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)  # what every rank holds in full
 
-    def mapped(self) -> dict[str, str]:
-        """The names of the written tensors, by the source's."""
-        found: dict[str, str] = {}
-        taken: dict[str, str] = {}
-        for name in [*self.tensors, *self.tied]:
-            other = self.names(name)
-            if other is None:
-                continue
-            if not isinstance(other, str):
-                raise coded(
-                    CheckpointError,
-                    "export-name",
-                    f"export(names=…) returned {other!r} for '{name}'; return a string, or None "
-                    f"to leave it out",
-                )
-            if other in taken:
-                raise coded(
-                    CheckpointError,
-                    "export-clash",
-                    f"export(names=…) returned '{other}' for '{taken[other]}' and for '{name}'; "
-                    f"return another name for one, or None to leave it out",
-                )
-            taken[other] = name
-            found[name] = other
-        return found
 
-    def about(self, name: str) -> About:
-        """As it will be in the files."""
-        about = self.tensors[name]
-        if self.dtype is None or not about.dtype.is_floating_point:
-            return about
-        return About(about.shape, self.dtype)
-
-    def facts(self, arguments: tuple[str, ...], shard_bytes: int) -> _Facts:
-        mapped = self.mapped()
-        kept = {name: mapped[name] for name in self.tensors if name in mapped}
-        tied: dict[str, str] = {}
-        for other, first in self.tied.items():
-            if other in mapped and first in kept:
-                tied[mapped[other]] = kept[first]
-        return _Facts(
-            arguments,
-            shard_bytes,
-            {other: self.about(name) for name, other in kept.items()},
-            {other: name for name, other in kept.items()},
-            {other: self.boxes[name] for name, other in kept.items() if name in self.boxes},
-            {kept[name] for name in self.whole() if name in kept},
-            tied,
+def _require_left_out(name: str, names: Names) -> None:
+    if names(name) is not None:
+        raise coded(
+            CheckpointError,
+            "export-no-tensor",
+            f"'{name}' is not a tensor, and safetensors stores only tensors; let names= "
+            f"return None for it",
         )
 
-    def whole(self) -> set[str]:
-        """For tensors that every rank holds in full, the first rank's copy is used."""
-        return set()
 
-    @abstractmethod
-    def parts(self, name: str) -> Iterator[tuple[Box, Callable[[], Tensor]]]:
-        """This rank's parts of a tensor, and how to read them."""
-
-    def write(self, writer: Writer, shared: _Shared, progress: Progress | None) -> None:
-        mapped = self.mapped()
-        mine = [
-            (other, box, get)
-            for name, other in mapped.items()
-            if name in self.tensors
-            for box, get in self.parts(name)
-            if shared.owners[other, box] == self.call.rank
-        ]
-        sizes = [math.prod(box[1]) * shared.tensors[o].dtype.itemsize for o, box, _ in mine]
-        done, total = 0, sum(sizes)
-        with writer:
-            for (other, box, get), size in zip(mine, sizes, strict=True):
-                writer.write(other, get(), box[0])
-                done += size
-                if progress is not None:
-                    progress(done, total)
+def _of_model(model: nn.Module, names: Names) -> _Source:
+    held_here, tied, others = held_by(model)
+    found = _Source(tied=tied)
+    for name in others:
+        _require_left_out(name, names)
+    for name, held in held_here.items():
+        if held.local.is_meta and names(name) is not None:
+            raise coded(
+                CheckpointError,
+                "export-meta",
+                f"'{name}' is on the meta device and has no values; give it values before export()",
+            )
+        found.tensors[name] = About(held.shape, held.dtype)
+        if not held.sharded:
+            found.whole.add(name)
+        if held.local.numel():
+            box = (held.offsets, tuple(held.local.shape))
+            found.parts.append(_Part(name, box, partial(getattr, held, "local")))
+    return found
 
 
-@dataclass
-class _LiveJob(_Export):
-    """The export of a model."""
-
-    held: dict[str, Held] = field(default_factory=dict)
-
-    def take(self, model: nn.Module) -> None:
-        self.held, self.tied, others = held_by(model)
-        for name in others:
-            if self.names(name) is not None:
-                raise coded(
-                    CheckpointError,
-                    "export-no-tensor",
-                    f"'{name}' is not a tensor, and safetensors stores only tensors; let names= "
-                    f"return None for it",
-                )
-        for name, held in self.held.items():
-            if held.local.is_meta and self.names(name) is not None:
-                raise coded(
-                    CheckpointError,
-                    "export-meta",
-                    f"'{name}' is on the meta device and has no values; give it values before "
-                    f"export()",
-                )
-            self.tensors[name] = About(held.shape, held.dtype)
-            if held.local.numel():
-                self.boxes[name] = [(held.offsets, tuple(held.local.shape))]
-
-    def whole(self) -> set[str]:
-        return {name for name, held in self.held.items() if not held.sharded}
-
-    def parts(self, name: str) -> Iterator[tuple[Box, Callable[[], Tensor]]]:
-        for box in self.boxes.get(name, ()):
-            yield box, lambda: self.held[name].local
-
-
-@dataclass
-class _SavedJob(_Export):
-    """The export of a saved step: ranks take pieces in turn."""
-
-    path: AnyPath = Path()
-    metadata: Metadata = field(default_factory=lambda: Metadata({}))
-    chunks: dict[str, list[ChunkStorageMetadata]] = field(default_factory=dict)
-
-    def take(self, folder: PathLike, step: int | None) -> None:
-        store = store_of(folder)
-        manifest = read_manifest(store, step)
-        check_files(store, manifest)
-        self.path = items_of(store, manifest)
-        self.metadata = Reader(self.path).read_metadata()
-        rank, size = self.call.rank, self.call.size
-        number = 0
-        for saved, about in self.metadata.state_dict_metadata.items():
-            if not saved.startswith("model."):
-                continue
-            name = saved.removeprefix("model.")
-            if not isinstance(about, TensorStorageMetadata):
-                if self.names(name) is None:
-                    continue
-                raise coded(
-                    CheckpointError,
-                    "export-no-tensor",
-                    f"'{name}' is not a tensor, and safetensors stores only tensors; let names= "
-                    f"return None for it",
-                )
-            self.tensors[name] = About(tuple(about.size), about.properties.dtype)
-            for chunk in about.chunks:
-                number += 1
-                if number % size == rank and chunk.sizes.numel():
-                    self.chunks.setdefault(name, []).append(chunk)
-        self.boxes = {n: [_box_of(chunk) for chunk in chunks] for n, chunks in self.chunks.items()}
-
-    def parts(self, name: str) -> Iterator[tuple[Box, Callable[[], Tensor]]]:
-        def get(chunk: ChunkStorageMetadata) -> Callable[[], Tensor]:
-            return lambda: read_chunk(self.path, self.metadata, f"model.{name}", chunk)
-
-        for chunk in self.chunks.get(name, ()):
-            yield _box_of(chunk), get(chunk)
-
-
-def _box_of(chunk: ChunkStorageMetadata) -> Box:
-    return tuple(chunk.offsets), tuple(chunk.sizes)
+def _of_step(call: Call, folder: PathLike, step: int | None, names: Names) -> _Source:
+    """Ranks take the saved pieces in turn."""
+    store = store_of(folder)
+    manifest = read_manifest(store, step)
+    check_files(store, manifest)
+    path = items_of(store, manifest)
+    metadata = Reader(path).read_metadata()
+    found, number = _Source(), 0
+    for saved, about in metadata.state_dict_metadata.items():
+        if not saved.startswith("model."):
+            continue
+        name = saved.removeprefix("model.")
+        if not isinstance(about, TensorStorageMetadata):
+            _require_left_out(name, names)
+            continue
+        found.tensors[name] = About(tuple(about.size), about.properties.dtype)
+        for chunk in about.chunks:
+            number += 1
+            if number % call.size == call.rank and chunk.sizes.numel():
+                box = (tuple(chunk.offsets), tuple(chunk.sizes))
+                get = partial(read_chunk, path, metadata, saved, chunk)
+                found.parts.append(_Part(name, box, get))
+    return found
 
 
 def _facts(
     call: Call,
-    jobs: list[_Export],
+    mine: list[_Part],
     out: Path,
     source: nn.Module | PathLike,
     step: int | None,
@@ -415,7 +345,7 @@ def _facts(
     shard_size: int | str,
     names: Names | None,
 ) -> _Facts:
-    """Check the arguments, look at the source; the job is put into ``jobs``."""
+    """Check the arguments, look at the source; this rank's parts are put into ``mine``."""
     if format != "safetensors":
         raise coded(
             CheckpointError,
@@ -437,7 +367,6 @@ def _facts(
             f"'{out}' already exists, and export() replaces nothing; pass another folder, or "
             f"remove this one",
         )
-    job: _LiveJob | _SavedJob
     named = names or (lambda name: name)
     if isinstance(source, nn.Module):
         if step is not None:
@@ -447,14 +376,32 @@ def _facts(
                 f"export(step={step}) needs a folder of steps, but export() got a model; leave "
                 f"step out, or pass the folder",
             )
-        job = _LiveJob(call, named, dtype)
-        job.take(source)
+        found, kind = _of_model(source, named), "model"
     else:
-        job = _SavedJob(call, named, dtype)
-        job.take(source, step)
-    jobs.append(job)
-    kind = "model" if isinstance(source, nn.Module) else str(source)
-    return job.facts((str(out), kind, str(step), str(dtype), str(shard_bytes)), shard_bytes)
+        found, kind = _of_step(call, source, step, named), str(source)
+    mapped = _mapped([*found.tensors, *found.tied], named)
+    kept = {name: mapped[name] for name in found.tensors if name in mapped}
+    mine += [part._replace(name=kept[part.name]) for part in found.parts if part.name in kept]
+    boxes: dict[str, list[Box]] = {}
+    for part in mine:
+        boxes.setdefault(part.name, []).append(part.box)
+    tensors = {other: found.tensors[name] for name, other in kept.items()}
+    return _Facts(
+        (str(out), kind, str(step), str(dtype), str(shard_bytes)),
+        shard_bytes,
+        {
+            other: replace(about, dtype=dtype) if dtype and about.dtype.is_floating_point else about
+            for other, about in tensors.items()
+        },
+        {other: name for name, other in kept.items()},
+        boxes,
+        {kept[name] for name in found.whole if name in kept},
+        {
+            mapped[other]: kept[first]
+            for other, first in found.tied.items()
+            if other in mapped and first in kept
+        },
+    )
 
 
 def _bytes_in(size: int | str) -> int:

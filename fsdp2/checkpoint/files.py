@@ -13,9 +13,9 @@ import logging
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -211,19 +211,6 @@ class DurableFile(Summed):
             with self._file:
                 DISK.sync(self._file)
         super().close()
-
-
-class DurableFiles:
-    """New files, and what they are."""
-
-    def __init__(self) -> None:
-        self.written: dict[str, Fact] = {}
-
-    @contextmanager
-    def create(self, path: Path) -> Iterator[DurableFile]:
-        with DurableFile(path) as stream:
-            yield stream
-        self.written[path.name] = stream.facts()
 
 
 def fact_of(data: bytes) -> Fact:

@@ -18,17 +18,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import PurePosixPath
-from typing import BinaryIO, Protocol, cast
+from typing import Any, BinaryIO
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.stores import (
     INDEX,
     MANIFEST,
-    REPLACED,
     STEP,
     AnyPath,
+    Attempt,
     Failures,
-    number_of,
+    Store,
     step_name,
 )
 from fsdp2.core.errors import CheckpointError, coded
@@ -36,20 +36,8 @@ from fsdp2.core.errors import CheckpointError, coded
 _PART = 1 << 26  # bytes that an upload sends at once, and holds: S3 takes 10,000 parts of an object
 
 
-class FileSystem(Protocol):
-    """The methods used from an ``fsspec.AbstractFileSystem``."""
-
-    def open(self, path: str, mode: str, block_size: int = ...) -> BinaryIO: ...
-    def cat_file(self, path: str) -> bytes: ...
-    def pipe_file(self, path: str, value: bytes) -> object: ...
-    def ls(self, path: str, detail: bool) -> list[Mapping[str, object]]: ...
-    def find(self, path: str, detail: bool) -> dict[str, Mapping[str, object]]: ...
-    def exists(self, path: str) -> bool: ...
-    def isfile(self, path: str) -> bool: ...
-    def makedirs(self, path: str, exist_ok: bool) -> None: ...
-    def rm(self, path: str, recursive: bool) -> None: ...
-    def rm_file(self, path: str) -> None: ...
-    def invalidate_cache(self) -> None: ...
+FileSystem = Any
+"""An ``fsspec.AbstractFileSystem``."""
 
 
 def reach(url: str) -> tuple[FileSystem, str]:
@@ -72,7 +60,7 @@ def reach(url: str) -> tuple[FileSystem, str]:
             f"'{url}' cannot be reached ({type(error).__name__}: {error}); install the package "
             f"for that store, or correct the URL",
         ) from error
-    return cast(FileSystem, found), str(path)
+    return found, str(path)
 
 
 @dataclass(frozen=True)
@@ -142,33 +130,15 @@ def remote_path(url: str) -> RemotePath:
     return RemotePath(fs, path.rstrip("/"), url)
 
 
-class RemoteStore:
+class RemoteStore(Store):
     """A folder of steps on a store."""
 
     def __init__(self, url: str) -> None:
-        self.root = remote_path(url)
+        self.root: RemotePath = remote_path(url)
         self.fs = self.root.fs
 
-    def __str__(self) -> str:
-        return str(self.root)
-
-    # ---- what is there
-
-    def steps(self) -> list[int]:
-        inside = self.root.inside()
-        names = [name for name in inside if f"{REPLACED}{name}" not in inside]
-        return sorted(step for step in map(number_of, names) if step is not None and self._is(step))
-
-    def _is(self, step: int) -> bool:
-        return MANIFEST in self.folder(step).inside()
-
-    def replaced(self) -> dict[int, str]:
-        found = {}
-        for name in self.root.inside():
-            step = number_of(name.removeprefix(REPLACED)) if name.startswith(REPLACED) else None
-            if step is not None and self._is(step):
-                found[step] = (self.root / name).read_bytes().decode(errors="replace")
-        return found
+    def names(self) -> dict[str, bool]:
+        return self.root.inside()
 
     def half_removed(self) -> list[str]:
         """None: what has no manifest may be about to have one."""
@@ -176,7 +146,7 @@ class RemoteStore:
 
     def has(self, step: int) -> bool:
         self.fs.invalidate_cache()
-        return self.fs.exists((self.folder(step) / MANIFEST).path)
+        return bool(self.fs.exists((self.folder(step) / MANIFEST).path))
 
     def unfinished(self) -> list[str]:
         found = []
@@ -196,19 +166,12 @@ class RemoteStore:
         # A store that has real folders may keep them when they are empty.
         return sorted(name for name in found if self.fs.find((self.root / name).path, detail=False))
 
-    def folder(self, step: int) -> RemotePath:
-        return self.root / step_name(step)
-
     def lengths(self, step: int, names: Iterable[str]) -> dict[str, int]:
         """In one listing: each of many ranks asks for the files of all."""
         self.fs.invalidate_cache()
         begin = f"{self.folder(step).path}/"
         there = self.fs.find(begin, detail=True)
-        return {
-            name: int(cast(int, there[begin + name]["size"]))
-            for name in names
-            if begin + name in there
-        }
+        return {name: int(there[begin + name]["size"]) for name in names if begin + name in there}
 
     def used(self, name: str) -> set[str] | None:
         """First parts of the names that a step's manifest has; ``None``: it tells nothing."""
@@ -217,12 +180,6 @@ class RemoteStore:
             return {file.partition("/")[0] for file in content["files"]}
         except (OSError, ValueError, KeyError, TypeError):
             return None
-
-    # ---- what is done
-
-    def prepare(self) -> None:
-        if self.fs.isfile(self.root.path):
-            raise coded(CheckpointError, "ckpt-is-file", f"'{self.root}' is a file; pass a folder")
 
     def hold(self) -> AbstractContextManager[Callable[[], bool]]:
         return nullcontext(lambda: True)
@@ -243,9 +200,6 @@ class RemoteStore:
             if self._mark(step).is_file():
                 self.fs.rm_file(self._mark(step).path)
 
-    def _mark(self, step: int) -> RemotePath:
-        return self.root / f"{REPLACED}{step_name(step)}"
-
     def remove_steps(self, doomed: list[int]) -> None:
         with Failures() as failures:
             for step in doomed:
@@ -254,16 +208,13 @@ class RemoteStore:
                     self.remove_unfinished([step_name(step)])
                     self.reinstate([step])
 
-    def remove_unfinished(self, names: list[str]) -> None:
-        with Failures() as failures:
-            for name in names:
-                with failures.noted():
-                    self.fs.invalidate_cache()
-                    with suppress(FileNotFoundError):  # the manifest was all
-                        self.fs.rm((self.root / name).path, recursive=True)
+    def _remove(self, name: str) -> None:
+        self.fs.invalidate_cache()
+        with suppress(FileNotFoundError):  # the manifest was all
+            self.fs.rm((self.root / name).path, recursive=True)
 
 
-class RemoteAttempt:
+class RemoteAttempt(Attempt):
     """Put under a name of its own; the manifest says that it is the step."""
 
     def __init__(self, store: RemoteStore, step: int, token: str) -> None:

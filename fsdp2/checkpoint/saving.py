@@ -671,13 +671,8 @@ class _Save:
     def _begin(self) -> None:
         """See that the step may be written; rank 0 holds the folder, and clears it of old tries."""
         store, step = self._store, self._step
-        if store.has(step) and step not in {*left_behind(store, self._origin()), *store.replaced()}:
-            raise coded(
-                CheckpointError,
-                "ckpt-step-there",
-                f"'{store}' already has step {step}; save another step, or call "
-                f"fsdp2.checkpoint.remove(folder, {step}) first",
-            )
+        if store.has(step):
+            store.require_free(step, {*left_behind(store, self._origin()), *store.replaced()})
         store.prepare()
         if self._call.is_first and self._is_ours is None:
             self._is_ours = self._held.enter_context(store.hold())

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -543,23 +543,15 @@ def read_below(path: AnyPath, metadata: Metadata, prefix: str) -> Any:
 
 def read_chunk(path: AnyPath, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> Tensor:
     """One saved piece of a tensor, on the CPU; about three times its bytes are held on the way."""
-    about = metadata.state_dict_metadata[name]
+    about, origin = metadata.state_dict_metadata[name], torch.Size([0] * len(chunk.sizes))
     assert isinstance(about, TensorStorageMetadata)
     out = torch.empty(chunk.sizes, dtype=about.properties.dtype)
-    origin = torch.Size([0] * out.dim())
-    item = ReadItem(
-        type=LoadItemType.TENSOR,
-        dest_index=MetadataIndex(name, origin),
-        dest_offsets=origin,
-        storage_index=MetadataIndex(name, chunk.offsets),
-        storage_offsets=origin,
-        lengths=chunk.sizes,
+    alone = TensorStorageMetadata(
+        about.properties, chunk.sizes, [ChunkStorageMetadata(origin, chunk.sizes)]
     )
-    reader, planner = Reader(path), _Planner(flatten_state_dict=False)
-    planner.set_up_planner({name: out}, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, True)
-    (plan,) = reader.prepare_global_plan([reader.prepare_local_plan(LoadPlan([item]))])
-    reader.read_data(plan, planner).wait()
+    stored = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+    piece = Metadata({name: alone}, storage_data={MetadataIndex(name, origin): stored})
+    read_into(path, piece, {name: out})
     return out
 
 

@@ -17,10 +17,11 @@ import functools
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import BinaryIO, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 from fsdp2.checkpoint import files, owning
 from fsdp2.core.errors import CheckpointError, coded
@@ -73,76 +74,134 @@ def hash_of(path: AnyPath, read: Callable[[int], None] | None = None) -> str:
     return found.hexdigest()
 
 
-class Attempt(Protocol):
+class Attempt(ABC):
     """A step that is being written, and does not exist yet."""
 
-    folder: str  # of DCP's files, in the step's folder; "" for itself
-    path: AnyPath
-    written: dict[str, files.Fact]
+    folder = ""  # of DCP's files, in the step's folder; "" for itself
+    path: AnyPath  # the same; DCP can read the step there when it is complete
+    written: dict[str, files.Fact]  # of the files that this rank has created
 
+    @abstractmethod
     def begin(self) -> None:
         """Make room for files."""
 
+    @abstractmethod
     def create(self, name: str) -> AbstractContextManager[files.Summed]:
         """A new file, which is durable when it is closed."""
 
+    @abstractmethod
     def commit(self, index: bytes, manifest: bytes) -> None:
         """Let the step be there, in the place of one that is replaced; durable on return."""
 
+    @abstractmethod
     def clear(self, rank: int) -> None:
         """Remove the files of ``rank``, as far as possible; the attempt will not be committed."""
 
     def give_up(self, rank: int) -> None:
         """The same after a failure, when only rank 0 knows whether it was committed."""
+        self.clear(rank)
 
 
-class Store(Protocol):
+class Store(ABC):
     """A folder of steps; ``str`` of it is its name in messages."""
+
+    root: Any  # an `AnyPath`
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """Names of all that is in the folder; none without a folder."""
 
     def steps(self) -> list[int]:
         """The complete steps that no branch has replaced, oldest first; none without a folder."""
+        names = self.names()
+        found = (number_of(name) for name in names if f"{REPLACED}{name}" not in names)
+        return sorted(step for step in found if step is not None and self.has(step))
 
+    @abstractmethod
     def has(self, step: int) -> bool:
         """Whether a step is complete, replaced or not."""
 
+    def require_free(self, step: int, but: Iterable[int] = ()) -> None:
+        """Raise if a step is there, except those that a save overwrites."""
+        if self.has(step) and step not in but:
+            raise coded(
+                CheckpointError,
+                "ckpt-step-there",
+                f"'{self}' already has step {step}; save another step, or call "
+                f"fsdp2.checkpoint.remove(folder, {step}) first",
+            )
+
     def replaced(self) -> dict[int, str]:
         """The complete steps that a branch has replaced, and the words that it left for each."""
+        marks = sorted(name for name in self.names() if name.startswith(REPLACED))
+        numbers = ((number_of(name.removeprefix(REPLACED)), name) for name in marks)
+        return {
+            step: (self.root / name).read_bytes().decode(errors="replace")
+            for step, name in numbers
+            if step is not None and self.has(step)
+        }
 
+    @abstractmethod
     def replace(self, why: Mapping[int, str]) -> None:
         """Let steps be replaced, durably; they stay, and `steps` does not have them."""
 
+    @abstractmethod
     def reinstate(self, steps: Iterable[int]) -> None:
         """Take `replace` back."""
 
+    def _mark(self, step: int) -> Any:
+        return self.root / f"{REPLACED}{step_name(step)}"
+
+    @abstractmethod
     def half_removed(self) -> list[str]:
         """Names of what removals have left here, where it is told from what is being written."""
 
+    @abstractmethod
     def unfinished(self) -> list[str]:
         """Names of what is half-done."""
 
-    def folder(self, step: int) -> AnyPath:
+    def folder(self, step: int) -> Any:
         """The folder of a complete step."""
+        return self.root / step_name(step)
 
+    @abstractmethod
     def lengths(self, step: int, names: Iterable[str]) -> dict[str, int]:
         """Bytes of those files of a step that are there."""
 
     def prepare(self) -> None:
         """Make the folder if it is not there."""
+        if self.root.is_file():
+            raise coded(CheckpointError, "ckpt-is-file", f"'{self}' is a file; pass a folder")
 
+    @abstractmethod
     def hold(self) -> AbstractContextManager[Callable[[], bool]]:
         """Let no other job save into it, where the store knows how; yields whether it does."""
 
+    @abstractmethod
     def sweep(self, step: int, own: tuple[str, ...]) -> None:
         """Remove old attempts at a step but of tokens ``own``, if no other job can be at one."""
 
+    @abstractmethod
     def attempt(self, step: int, token: str) -> Attempt:
         """A step to write; all ranks pass the same token, which no other try has."""
 
+    @abstractmethod
     def remove_steps(self, doomed: list[int]) -> None:
         """Remove complete steps, of links only the link; raise the first error at the end."""
 
     def remove_unfinished(self, names: list[str]) -> None:
         """Remove what `unfinished` has named."""
+        with Failures() as failures:
+            for name in names:
+                with failures.noted():
+                    self._remove(name)
+
+    @abstractmethod
+    def _remove(self, name: str) -> None:
+        """Remove a folder, if it is there, with all that is in it."""
 
 
 def is_url(path: PathLike) -> bool:
@@ -171,11 +230,6 @@ def disk_path(path: PathLike) -> Path:
 def step_name(step: int) -> str:
     """The name of a step's folder."""
     return f"{STEP}{step:08d}"
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    """The folder of a complete step."""
-    return folder / step_name(step)
 
 
 def saving_folder(folder: Path, step: int, token: str = "") -> Path:
@@ -212,32 +266,17 @@ class Failures:
             raise self._first
 
 
-class DiskStore:
+class DiskStore(Store):
     """A folder on a disk: files are synced, and one rename makes a step."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root: Path = root
 
-    def __str__(self) -> str:
-        return str(self.root)
-
-    def steps(self) -> list[int]:
-        if not self.root.is_dir():
-            return []
-        names = {path.name for path in self.root.iterdir()}
-        found = (number_of(name) for name in names if f"{REPLACED}{name}" not in names)
-        return sorted(step for step in found if step is not None and self.has(step))
+    def names(self) -> set[str]:
+        return {path.name for path in self.root.iterdir()} if self.root.is_dir() else set()
 
     def has(self, step: int) -> bool:
-        return (self.folder(step) / MANIFEST).is_file()
-
-    def replaced(self) -> dict[int, str]:
-        found = {}
-        for path in sorted(self.root.glob(f"{REPLACED}{STEP}*")):
-            step = number_of(path.name.removeprefix(REPLACED))
-            if step is not None and self.has(step):
-                found[step] = path.read_bytes().decode(errors="replace")
-        return found
+        return (self.root / step_name(step) / MANIFEST).is_file()
 
     def replace(self, why: Mapping[int, str]) -> None:
         if why:
@@ -249,28 +288,25 @@ class DiskStore:
             files.discard(self._mark(step))
 
     def half_removed(self) -> list[str]:
-        return sorted(path.name for path in self.root.glob(f"{_REMOVING}*"))
-
-    def _mark(self, step: int) -> Path:
-        return self.root / f"{REPLACED}{step_name(step)}"
+        return sorted(name for name in self.names() if name.startswith(_REMOVING))
 
     def unfinished(self) -> list[str]:
-        root = self.root
-        found = [path.name for kind in (_SAVING, _REMOVING) for path in root.glob(f"{kind}*")]
-        steps = (path for path in root.glob(f"{STEP}*") if path.is_dir())
-        headless = (path for path in steps if not (path / MANIFEST).is_file())
-        return sorted([*found, *(path.name for path in headless)])
-
-    def folder(self, step: int) -> Path:
-        return step_folder(self.root, step)
+        return sorted(
+            name
+            for name in self.names()
+            if name.startswith((_SAVING, _REMOVING))
+            or (
+                (name.startswith(STEP) and (path := self.root / name).is_dir())
+                and not (path / MANIFEST).is_file()
+            )
+        )
 
     def lengths(self, step: int, names: Iterable[str]) -> dict[str, int]:
         paths = ((name, self.folder(step) / name) for name in names)
         return {name: path.stat().st_size for name, path in paths if path.is_file()}
 
     def prepare(self) -> None:
-        if self.root.exists() and not self.root.is_dir():
-            raise coded(CheckpointError, "ckpt-is-file", f"'{self.root}' is a file; pass a folder")
+        super().prepare()
         files.make_folders(self.root)
 
     @contextmanager
@@ -324,41 +360,37 @@ class DiskStore:
         files.DISK.rename(path, self.root / other)
         return self.root / other
 
-    def remove_unfinished(self, names: list[str]) -> None:
-        with Failures() as failures:
-            for name in names:
-                with failures.noted():
-                    files.remove_tree(self.root / name)
+    def _remove(self, name: str) -> None:
+        files.remove_tree(self.root / name)
 
 
-class DiskAttempt:
+class DiskAttempt(Attempt):
     """Written to a temporary folder, and renamed."""
-
-    folder = ""
 
     def __init__(self, store: DiskStore, step: int, token: str) -> None:
         self._store, self._step = store, step
-        self._root = store.root
         self._saving = saving_folder(store.root, step, token)
-        self._disk = files.DurableFiles()
         self.path: AnyPath = store.folder(step)
-        self.written = self._disk.written
+        self.written = {}
 
     def begin(self) -> None:
         files.make_folder(self._saving)
 
-    def create(self, name: str) -> AbstractContextManager[files.DurableFile]:
-        return self._disk.create(self._saving / name)
+    @contextmanager
+    def create(self, name: str) -> Iterator[files.DurableFile]:
+        with files.DurableFile(self._saving / name) as stream:
+            yield stream
+        self.written[name] = stream.facts()
 
     def commit(self, index: bytes, manifest: bytes) -> None:
         """The index, the manifest, and the one rename; taken back if it cannot be durable."""
         files.write_durably({self._saving / INDEX: index, self._saving / MANIFEST: manifest})
         files.DISK.sync_folder(self._saving)
         before = self._displaced()
-        place = self._root / self.path.name
+        place = self._store.root / self.path.name
         files.DISK.rename(self._saving, place)
         try:
-            files.DISK.sync_folder(self._root)
+            files.DISK.sync_folder(self._store.root)
         except BaseException:
             with suppress(OSError):  # else `save` would say that it failed, and the step be there
                 files.DISK.rename(place, self._saving)
@@ -375,7 +407,7 @@ class DiskAttempt:
         before = None
         if os.path.lexists(self._store.folder(self._step)):
             before = self._store.move_away(self._step)
-            files.DISK.sync_folder(self._root)
+            files.DISK.sync_folder(self._store.root)
         self._store.reinstate([self._step])
         return before
 
@@ -391,10 +423,6 @@ class DiskAttempt:
                     files.DISK.remove(path)
         with suppress(OSError):  # others have files in it: the last removes it
             files.DISK.remove_folder(self._saving)
-
-    def give_up(self, rank: int) -> None:
-        """The same: what was committed has another name."""
-        self.clear(rank)
 
 
 @functools.cache  # an index names few files, for many tensors
