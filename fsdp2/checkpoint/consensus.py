@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NoReturn, TypeVar
 
-from fsdp2.core.errors import CheckpointError, coded, resaid
+from fsdp2.core.errors import CheckpointError, checkpoint_error, resaid
 from fsdp2.core.facts import (
     LostRankError,
     ProcessGroup,
@@ -39,8 +39,7 @@ class Outcome(Generic[T]):
 
 def lost_rank(what: str) -> CheckpointError:
     """The error that the other ranks raise."""
-    return coded(
-        CheckpointError,
+    return checkpoint_error(
         "ckpt-lost-rank",
         f"{what} lost a rank; everything that was complete before is unchanged, so start the "
         f"ranks again and load",
@@ -86,8 +85,7 @@ class Call:
             return Outcome(sentence=str(error)), error
         except Exception as error:  # whatever it is, no rank may wait for this one
             text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-            said = coded(
-                CheckpointError,
+            said = checkpoint_error(
                 "ckpt-rank-failed",
                 f"{self.what} failed on rank {self.rank} ({type(error).__name__}: {text}); "
                 f"everything that was complete before is unchanged, so correct the cause and call "
@@ -151,14 +149,12 @@ class Call:
 def _refuse(what: str, group: object) -> NoReturn:
     """``new_group`` returns a number on ranks outside of the group."""
     if isinstance(group, (ProcessGroup, int)):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-not-in-group",
             f"{what} was called on rank {rank_and_size()[0]}, which is not in its process_group; "
             f"call it only on the ranks of the group, before the group is destroyed",
         )
-    raise coded(
-        CheckpointError,
+    raise checkpoint_error(
         "ckpt-group-kind",
         f"{what} takes a process group of torch.distributed as process_group=, not a "
         f"{type(group).__qualname__}; pass mesh.get_group() of a mesh, or None for all ranks",

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import clean
 
 Nested = dict[str, Any]
@@ -39,8 +39,7 @@ class Contents:
     def strip(self, prefix: str, source: Path) -> None:
         """Remove a prefix from the names that begin with it."""
         if not any(name.startswith(prefix) for name in self.model):
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-no-prefix",
                 f"no tensor of '{source}' has a name that begins with '{prefix}': "
                 f"'{next(iter(self.model))}' does not; pass another strip_prefix, or none",
@@ -79,8 +78,7 @@ def contents_of(tree: Any, source: Path) -> Contents:
     if not models and _is_model(tree):
         return Contents(_cleaned(tree, source))
     if len(models) != 1 or len(optimizers) > 1 or not _is_model(tree[models[0]]):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-no-model",
             f"convert() cannot tell which entry of '{source}' is the model, among "
             f"{sorted(map(str, tree))}; save a dict with model.state_dict() as 'model' and "
@@ -123,8 +121,7 @@ def _renamed(model: Mapping[str, object], change: Callable[[str], str], source: 
     for name, value in model.items():
         new = change(name)
         if new in found:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-names-clash",
                 f"'{source}' has several tensors that are called '{new}' after the parts that "
                 f"wrappers add to names are removed; rename all but one",
@@ -142,8 +139,7 @@ def _by_name(optimizer: Nested, model: Nested, source: Path) -> Nested:
         names = _names_of(groups, model)
     known = all(key in names for key in state)
     if not known or len({*names.values()}) != len(keys) or not _fits(state, names, model):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-optimizer-numbers",
             f"'{source}' has an optimizer of {len(keys)} parameters without names, and a model of "
             f"{len(model)} tensors, so they cannot be matched; save the result of "
@@ -158,8 +154,7 @@ def _by_name(optimizer: Nested, model: Nested, source: Path) -> Nested:
                 and value.numel()
                 and first.setdefault(value, kind) != kind
             ):
-                raise coded(
-                    CheckpointError,
+                raise checkpoint_error(
                     "ckpt-states-aliased",
                     f"'{source}' has one tensor as '{first[value]}' and '{kind}' of "
                     f"'{names[key]}', so one of them is lost, as torch's FSDP1 writes it on a CPU "

@@ -66,7 +66,7 @@ from fsdp2.checkpoint.stores import (
 )
 from fsdp2.checkpoint.tensors import SUFFIX, About, bytes_of, plan
 from fsdp2.checkpoint.values import packed, unpacked
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 
 KINDS = ("steps", "dcp", "torch", "fsdp1", "safetensors")
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -141,8 +141,7 @@ def convert(
     origin, place = local_path(source), local_path(target)
     for kind in (from_kind, to_kind):
         if kind is not None and kind not in KINDS:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-kind",
                 f"convert() does not know the kind '{kind}'; pass one of {list(KINDS)}",
             )
@@ -153,8 +152,7 @@ def convert(
             contents.strip(strip_prefix, origin)
         _write(place, contents, found, progress)
     except OSError as error:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-convert-failed",
             f"convert('{origin}', '{place}') failed ({type(error).__name__}: "
             f"{error.strerror or error}); existing files are unchanged, so correct the cause and "
@@ -170,15 +168,13 @@ def kind_of(path: Path) -> str:
     """The kind of the checkpoint at a path."""
     found = _kinds_of_file(path) if path.is_file() else _kinds_of_folder(path)
     if not found:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-kind-none",
             f"'{path}' is not a checkpoint that convert() knows; pass a folder of steps, a DCP "
             f"folder, or files of torch.save or safetensors",
         )
     if len(found) > 1:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-kind-several",
             f"'{path}' may have any of the kinds {found}; pass from_kind=, or the path of one of "
             f"them",
@@ -212,8 +208,7 @@ def _kind_to_be(path: Path) -> str:
         return "steps"
     kind = "torch" if path.suffix in _FILES else "safetensors" if path.suffix == SUFFIX else None
     if kind is None:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-kind-to-be",
             f"the name '{path}' does not tell which kind to write; pass to_kind=, one of "
             f"{list(KINDS)}",
@@ -236,8 +231,7 @@ def _read(path: Path, found: Converted) -> Contents:
         return contents_of(model, path)
     tree = read_file(path)
     if isinstance(tree, dict) and "shard_metadata" in tree:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-file-xla",
             f"'{path}' has the shards of one rank; join the files of all ranks with "
             f"fsdp2.xla.consolidate_sharded_model_checkpoints() first",
@@ -334,8 +328,7 @@ def _write(place: Path, contents: Contents, found: Converted, progress: Progress
         return
     contents.beside.pop("about", None)
     if place.exists():
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-target-there",
             f"'{place}' already exists; pass another target, or remove it first",
         )
@@ -375,16 +368,14 @@ def _write_step(
 ) -> None:
     step, store = found.step, DiskStore(root)
     if step is None:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-convert-step",
             "convert() to kind 'steps' needs the number of the step; pass step=",
         )
     store.require_free(step)
     held = packed(contents.extra)
     if held.wrong:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-convert-value",
             f"convert() found {held.wrong[0]}, which cannot be loaded without running code; "
             f"remove it before you convert to steps",

@@ -36,7 +36,7 @@ from fsdp2.checkpoint.folder import (
 from fsdp2.checkpoint.state import Reader, held_by, read_chunk
 from fsdp2.checkpoint.stores import PathLike, disk_path, local_path
 from fsdp2.checkpoint.tensors import About, Layout, Writer, plan
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import CheckpointError, checkpoint_error
 from fsdp2.core.facts import ProcessGroup
 
 Names = Callable[[str], str | None]
@@ -172,8 +172,7 @@ class _Part(NamedTuple):
 def _shared(facts: Sequence[_Facts]) -> tuple[dict[str, About], dict[str, str]]:
     """All tensors and the names tied to them, as each rank then knows them."""
     if any(other.arguments != facts[0].arguments for other in facts):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "export-arguments",
             f"export() got different arguments on different ranks "
             f"({[other.arguments for other in facts]}); pass the same on all ranks",
@@ -184,16 +183,14 @@ def _shared(facts: Sequence[_Facts]) -> tuple[dict[str, About], dict[str, str]]:
     for other in facts:
         for name, about in other.tensors.items():
             if tensors.setdefault(name, about) != about:
-                raise coded(
-                    CheckpointError,
+                raise checkpoint_error(
                     "export-models",
                     f"'{name}' is {about} on one rank and {tensors[name]} on another; build "
                     f"the same model on all ranks",
                 )
         for name, own in other.sources.items():
             if sources.setdefault(name, own) != own:
-                raise coded(
-                    CheckpointError,
+                raise checkpoint_error(
                     "export-clash-on-ranks",
                     f"export(names=…) returned '{name}' for '{sources[name]}', and for "
                     f"'{own}' on another rank; return another name for one, or None to leave "
@@ -219,8 +216,7 @@ def _owners(facts: Sequence[_Facts], tensors: Mapping[str, About]) -> dict[tuple
         elements[name] += math.prod(box[1])
     for name, about in tensors.items():
         if elements[name] != math.prod(about.shape):
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "export-incomplete",
                 f"the ranks have only {elements[name]} of {math.prod(about.shape)} elements of "
                 f"'{name}'; call export() on all ranks of the model's meshes",
@@ -237,15 +233,13 @@ def _mapped(found: Iterable[str], names: Names) -> dict[str, str]:
         if other is None:
             continue
         if not isinstance(other, str):
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "export-name",
                 f"export(names=…) returned {other!r} for '{name}'; return a string, or None "
                 f"to leave it out",
             )
         if other in taken:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "export-clash",
                 f"export(names=…) returned '{other}' for '{taken[other]}' and for '{name}'; "
                 f"return another name for one, or None to leave it out",
@@ -280,8 +274,7 @@ class _Source:
 
 def _require_left_out(name: str, names: Names) -> None:
     if names(name) is not None:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "export-no-tensor",
             f"'{name}' is not a tensor, and safetensors stores only tensors; let names= "
             f"return None for it",
@@ -295,8 +288,7 @@ def _of_model(model: nn.Module, names: Names) -> _Source:
         _require_left_out(name, names)
     for name, held in held_here.items():
         if held.local.is_meta and names(name) is not None:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "export-meta",
                 f"'{name}' is on the meta device and has no values; give it values before export()",
             )
@@ -347,22 +339,19 @@ def _facts(
 ) -> _Facts:
     """Check the arguments, look at the source; this rank's parts are put into ``mine``."""
     if format != "safetensors":
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "export-format",
             f"export(format=…) takes 'safetensors', not {format!r}",
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "export-dtype",
             f"export(dtype=…) takes a floating-point dtype or None, not {dtype}",
         )
     shard_bytes = _bytes_in(shard_size)
     local_path(out)
     if out.exists() or out.is_symlink():
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "export-there",
             f"'{out}' already exists, and export() replaces nothing; pass another folder, or "
             f"remove this one",
@@ -370,8 +359,7 @@ def _facts(
     named = names or (lambda name: name)
     if isinstance(source, nn.Module):
         if step is not None:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "export-step-of-model",
                 f"export(step={step}) needs a folder of steps, but export() got a model; leave "
                 f"step out, or pass the folder",
@@ -415,8 +403,7 @@ def _bytes_in(size: int | str) -> int:
         units = _BINARY if binary else _UNITS
         bytes_ = int(float(number) * units.get(unit.upper(), 0))
     if bytes_ < 1:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "export-shard-size",
             f"export(shard_size=…) takes bytes, or a string such as '5GB' or '500MiB', not "
             f"{size!r}",
@@ -433,8 +420,7 @@ def _begin(out: Path, writing: Path, layout: Layout, writer: Writer) -> None:
     above = next(path for path in out.absolute().parents if path.is_dir())
     free = files.free_bytes(above)
     if free < layout.total:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "export-disk",
             f"'{out}' needs {layout.total:,} bytes, but the disk of '{above}' has only {free:,} "
             f"free; free space, or pass a folder on another disk",

@@ -30,7 +30,7 @@ from fsdp2.checkpoint.stores import (
     local_path,
     step_name,
 )
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import CheckpointError, checkpoint_error
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 
@@ -123,14 +123,12 @@ def read_manifest(store: Store, step: int | None) -> Manifest:
     known = store.steps()
     there = step is not None and store.has(step)  # also one that a branch has replaced
     if not known and not there:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-none",
             f"'{store}' has no complete step; pass the folder that save() was given",
         )
     if step is not None and not there:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-unknown-step",
             f"'{store}' has no complete step {step}; load one of {known}",
         )
@@ -140,16 +138,14 @@ def read_manifest(store: Store, step: int | None) -> Manifest:
         content = json.loads(path.read_bytes().decode())
         version, kind = content["format"], content.get("hash", HASH)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-no-manifest",
             f"'{path}' is not the manifest of a step; load another step, or use a copy of the "
             f"folder",
         ) from error
     if version != FORMAT or kind != HASH:
         about = version if kind == HASH else f"{version} with {kind}"
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-format",
             f"'{path}' has format {about}, but this version of fsdp2 reads format {FORMAT}; load "
             f"it with the version that wrote it",
@@ -162,8 +158,7 @@ def read_manifest(store: Store, step: int | None) -> Manifest:
     except (TypeError, ValueError, AttributeError, RecursionError):
         whole = False
     if not whole:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-manifest-changed",
             f"'{path}' has changed since save() wrote it; load another step, or use a copy of the "
             f"folder",
@@ -194,8 +189,7 @@ def broken_values(place: AnyPath) -> Iterator[None]:
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # files may be broken in any way
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-value-broken",
             f"'{os.fspath(place)}' holds a value that save() never writes "
             f"({type(error).__name__}); load another step, or copy its files again",
@@ -215,14 +209,12 @@ def check_files(store: Store, manifest: Manifest) -> None:
     for name, (length, _) in manifest.files.items():
         path = place / name
         if name not in there:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-file-missing",
                 f"'{path}' is missing; load another step, or copy all files of this one",
             )
         if there[name] != length:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-file-short",
                 f"'{path}' has only {there[name]} of {length} bytes; load another step, or copy "
                 f"the file again",
@@ -234,8 +226,7 @@ def check_hashes(store: Store, manifest: Manifest, names: Iterable[str]) -> None
     for name in names:
         path = store.folder(manifest.step) / name
         if hash_of(path) != manifest.files[name][1]:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-file-changed",
                 f"'{path}' has changed since it was saved; load another step, or copy the file "
                 f"again",
@@ -256,8 +247,7 @@ def newest_readable(store: Store, verify: bool) -> Manifest:
             LOG.warning("step %d of '%s' cannot be read (%s); an older one is", step, store, error)
         else:
             return manifest
-    raise coded(
-        CheckpointError,
+    raise checkpoint_error(
         "ckpt-none-readable",
         f"'{store}' has the complete steps {known}, but none of them can be read; pass the folder "
         f"that save() was given, or a copy of it",
@@ -349,8 +339,7 @@ def remove(folder: PathLike, step: int | None = None) -> list[str]:
         return names
     if not store.has(step):
         known = store.steps()
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-remove",
             f"'{store}' has no complete step {step}; pass one of {known}",
         )

@@ -21,7 +21,7 @@ from fsdp2.checkpoint.contents import contents_of
 from fsdp2.checkpoint.files import BrokenError
 from fsdp2.checkpoint.stores import is_inside
 from fsdp2.checkpoint.tensors import BLOCK, DTYPES, INDEX, SUFFIX, About
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 
 BINARY_INDEX = "pytorch_model.bin.index.json"
 
@@ -40,8 +40,7 @@ class TensorFolder:
         self._slices: dict[str, Any] = {}  # of safetensors, or mapped tensors
         for file in names:
             if not (self.path / file).is_file():
-                raise coded(
-                    CheckpointError,
+                raise checkpoint_error(
                     "tensors-missing",
                     f"'{self.path / file}' is missing; copy all files that the index names",
                 )
@@ -51,8 +50,7 @@ class TensorFolder:
                 if wanted.get(name, file) != file:
                     continue
                 if name in self.abouts:
-                    raise coded(
-                        CheckpointError,
+                    raise checkpoint_error(
                         "tensors-twice",
                         f"'{name}' is in several files of '{self.path}', and no index says which "
                         f"one to read; pass one file instead of the folder",
@@ -60,8 +58,7 @@ class TensorFolder:
                 self.abouts[name], self._slices[name] = about, part
         for name, file in wanted.items():
             if name not in self.abouts:
-                raise coded(
-                    CheckpointError,
+                raise checkpoint_error(
                     "tensors-not-there",
                     f"the index of '{self.path}' says that '{name}' is in '{file}', but it is not "
                     f"there; copy the file again",
@@ -79,8 +76,7 @@ class TensorFolder:
                 part = file.get_slice(name)
                 kind = part.get_dtype()
                 if kind not in DTYPES:
-                    raise coded(
-                        CheckpointError,
+                    raise checkpoint_error(
                         "tensors-unknown-dtype",
                         f"'{path}' has '{name}' in dtype {kind}, which this version does not "
                         f"read; write it in another dtype",
@@ -115,8 +111,7 @@ def _readable(path: Path) -> Any:
     try:
         from safetensors import safe_open
     except ImportError as error:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "tensors-package",
             f"'{path}' is a safetensors file, which the package safetensors reads; pip install "
             f"'fsdp2[safetensors]'",
@@ -124,8 +119,7 @@ def _readable(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except Exception as error:  # of its own class
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "tensors-header",
             f"'{path}' is not a complete safetensors file ({error}); copy it again",
         ) from error
@@ -145,8 +139,7 @@ def _files_of(path: Path) -> tuple[Path, list[str], dict[str, str]]:
             return path, [single.name] if single.is_file() else several, {}
     found = sorted(file.name for file in path.glob("pytorch_model*.bin"))
     if not found:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "tensors-none",
             f"'{path}' has no safetensors and no pytorch_model*.bin; pass a folder that export() "
             f"or save_pretrained() has written",
@@ -167,8 +160,7 @@ def _files_of_index(index: Path) -> tuple[Path, list[str], dict[str, str]]:
         if any("/" in name or not is_inside(name) for name in names):
             raise BrokenError()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "tensors-index",
             f"'{index}' is not an index of files of tensors; pass the folder of save_pretrained, "
             f"or one of its files",

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdp2.checkpoint.files import BrokenError
 from fsdp2.checkpoint.stores import INDEX, AnyPath, is_inside
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import CheckpointError, checkpoint_error
 
 T = TypeVar("T")
 
@@ -90,8 +90,7 @@ class _Interpreter(_PYTHONS):
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
         if (module, name) not in _CLASSES:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-index-code",
                 f"the index of the step refers to '{module}.{name}', which DCP never writes into "
                 f"an index; load only steps that save() has written",
@@ -136,8 +135,7 @@ def read_index(folder: AnyPath) -> Metadata:
     except CheckpointError:
         raise
     except Exception as error:  # a pickle may break in any way
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-index-broken",
             f"'{path}' is not a DCP index; load another step, or copy the file again",
         ) from error
@@ -219,8 +217,7 @@ def _require_whole(name: str, about: TensorStorageMetadata, path: AnyPath) -> No
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in about.chunks]
     if not cover(about.size, boxes):
         held = sum(math.prod(sizes) for _, sizes in boxes)
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-parts-missing",
             f"'{path}' has only {held} of {math.prod(about.size)} elements of '{name}'; copy the "
             f"files of all ranks, from the same step",
@@ -241,8 +238,7 @@ def _place(draft: object, index: AnyPath) -> object:
     state = _state(draft, "_StorageInfo")
     name = _of(state["relative_path"], str)
     if not is_inside(name):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-index-path",
             f"'{index}' names the file {name!r}, which is not in its folder; load only steps that "
             f"save() has written",

@@ -11,18 +11,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from fsdp2.checkpoint.consensus import Call
 from fsdp2.checkpoint.converting import kind_of
@@ -61,7 +58,7 @@ from fsdp2.checkpoint.state import (
 from fsdp2.checkpoint.stores import STEP, AnyPath, PathLike, Store, is_url, local_path
 from fsdp2.checkpoint.transforms import Sources, Transform, Transforms, rows_of
 from fsdp2.checkpoint.values import Value, unpacked
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import CheckpointError, checkpoint_error
 from fsdp2.core.facts import ProcessGroup, local_of
 from fsdp2.sharding.module import FSDPModule
 from fsdp2.sharding.wire_states import wire_state
@@ -165,40 +162,44 @@ def load(
     """
     call = Call(f"load('{folder}')", process_group)
     end_saves()
-    options = (
-        strict,
-        rng,
-        buffers,
-        cast,
-        names is None,
-        sorted(map(str, states)) if isinstance(states, Mapping) else [],
-        list(transforms or {}),
-    )
-    told = call.together(
-        lambda: _told(call, folder, model, optimizer, step, fallback, verify, states, options)
-    )
-    if any(asked != told[0][0] for asked, _, _ in told):
-        raise coded(
-            CheckpointError,
+
+    def look() -> tuple[tuple[object, ...], PathLike, Manifest | None]:
+        """The facts on which ranks must agree, this rank's folder, and rank 0's manifest."""
+        place, number = _place_of(folder, step)
+        store = store_of(place)
+        as_module(model)  # which raises on all ranks, as do these
+        kept = sorted(map(str, as_states(states)))
+        if number is not None:
+            check_step("load", number)
+        options = (fallback, verify, strict, rng, buffers, cast, names is None)
+        asked = (str(store), number, options, kept, list(transforms or {}), len(as_list(optimizer)))
+        if not call.is_first:
+            return asked, place, None
+        _check_kind(store, folder)
+        if fallback and number is None:
+            return asked, place, newest_readable(store, verify)
+        return asked, place, read_manifest(store, number)
+
+    told = call.together(look)
+    asked, _, manifest = told[0]
+    if any(other != asked for other, _, _ in told):
+        raise checkpoint_error(
             "ckpt-load-ranks-differ",
             f"load() got different folders, steps, optimizers or options on different ranks "
             f"({[asked for asked, _, _ in told]}); pass the same on all ranks",
         )
-    manifest = told[0][1]
     assert manifest is not None
-    wanted = _Wanted(
+    job = _Load(
         call,
+        store_of(told[call.rank][1]),
+        manifest,
         as_module(model),
         as_list(optimizer),
-        bool(rng),
-        verify,
-        buffers,
-        cast,
         Transforms(transforms or {}, names or (lambda name: name)),
         as_states(states),
+        cast,
     )
-    job = _Load(store_of(told[call.rank][2]), manifest, wanted)
-    left = Differences.over_ranks(call.together(job.compare))
+    left = Differences.over_ranks(call.together(lambda: job.compare(bool(rng), verify, buffers)))
     if strict:
         _require_alike(folder, manifest.step, left, rng)
     call.together(lambda: job.read(left))
@@ -215,8 +216,7 @@ def _require_alike(
     if rng == "if_saved":
         refused = replace(left, missing=[n for n in left.missing if not n.startswith("rng.")])
     if refused:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-differs",
             f"step {step} of '{folder}' does not fit this model: missing {left.missing}, "
             f"unexpected {left.unexpected}, of other shapes {left.reshaped}, of other dtypes "
@@ -262,33 +262,6 @@ def _rank_extra(path: AnyPath, metadata: Metadata, rank: int) -> Value:
     return unpacked(json.loads(held.pop("content")), held) if held else None
 
 
-def _told(
-    call: Call,
-    folder: PathLike,
-    model: Models,
-    optimizer: Optimizers | None,
-    step: int | None,
-    fallback: bool,
-    verify: bool,
-    states: States | None,
-    options: tuple[object, ...],
-) -> tuple[tuple[object, ...], Manifest | None, PathLike]:
-    """The facts on which ranks must agree, rank 0's manifest, and this rank's folder."""
-    place, step = _place_of(folder, step)
-    store = store_of(place)
-    as_module(model)  # which raises on all ranks, as do these
-    as_states(states)
-    if step is not None:
-        check_step("load", step)
-    asked = (str(store), step, fallback, verify, *options, len(as_list(optimizer)))
-    if not call.is_first:
-        return asked, None, place
-    _check_kind(store, folder)
-    if fallback and step is None:
-        return asked, newest_readable(store, verify), place
-    return asked, read_manifest(store, step), place
-
-
 def _place_of(folder: PathLike, step: int | None) -> tuple[PathLike, int | None]:
     """The folder of steps and the step, where the path of a step is given; else what is given."""
     above, name = os.path.split(os.fspath(folder).rstrip("/"))
@@ -302,37 +275,17 @@ def _place_of(folder: PathLike, step: int | None) -> tuple[PathLike, int | None]
 
 def _check_kind(store: Store, given: PathLike) -> None:
     """If the folder holds a checkpoint of another kind instead of steps, raise with that kind."""
-    kind = None if is_url(given) or store.steps() else _kind_at(local_path(given))
+    kind = None
+    if not is_url(given) and not store.steps() and (path := local_path(given)).exists():
+        with suppress(CheckpointError):
+            kind = kind_of(path)
     if kind not in (None, "steps"):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-other-kind",
             f"'{given}' is a checkpoint of kind '{kind}', but load() takes a folder of steps; "
             f"call fsdp2.checkpoint.convert('{given}', FOLDER, to_kind='steps', step=0) once, and "
             f"load FOLDER",
         )
-
-
-def _kind_at(path: Path) -> str | None:
-    try:
-        return kind_of(path) if path.exists() else None
-    except CheckpointError:
-        return None
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """The targets of `load`, and the ranks that call it."""
-
-    call: Call
-    model: nn.Module
-    optimizers: Sequence[torch.optim.Optimizer]
-    rng: bool
-    verify: bool
-    buffers: bool
-    cast: bool
-    transforms: Transforms
-    states: States
 
 
 @dataclass
@@ -345,13 +298,20 @@ class _Taken:
     rows: Tensor | None = None  # this rank's, where a function has made them
 
 
+@dataclass
 class _Load:
     """One load, on one rank."""
 
-    def __init__(self, store: Store, manifest: Manifest, wanted: _Wanted) -> None:
-        self.store = store
-        self._manifest = manifest
-        self._wanted = wanted
+    call: Call
+    store: Store
+    manifest: Manifest
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    transforms: Transforms
+    states: States
+    cast: bool
+
+    def __post_init__(self) -> None:
         self._step: Step
         self._optimizer: OptimizerMatch | None = None
         self._tensors: list[_Taken] = []
@@ -363,42 +323,40 @@ class _Load:
 
     # ---- comparing
 
-    def compare(self) -> Differences:
+    def compare(self, rng: bool, verify: bool, buffers: bool) -> Differences:
         """Find the differences; changes nothing."""
-        if not self.store.has(self._manifest.step):
-            place = self.store.folder(self._manifest.step)
-            raise coded(
-                CheckpointError,
+        if not self.store.has(self.manifest.step):
+            place = self.store.folder(self.manifest.step)
+            raise checkpoint_error(
                 "ckpt-not-shared",
-                f"rank {self._wanted.call.rank} does not see '{place}', which rank 0 sees; pass a "
+                f"rank {self.call.rank} does not see '{place}', which rank 0 sees; pass a "
                 f"folder on a file system that all ranks share",
             )
-        check_files(self.store, self._manifest)
-        wanted = self._wanted
-        if wanted.verify:
-            rank, size = wanted.call.rank, wanted.call.size
-            check_hashes(self.store, self._manifest, sorted(self._manifest.files)[rank::size])
-        self._step = Step(items_of(self.store, self._manifest))
+        check_files(self.store, self.manifest)
+        if verify:
+            rank, size = self.call.rank, self.call.size
+            check_hashes(self.store, self.manifest, sorted(self.manifest.files)[rank::size])
+        self._step = Step(items_of(self.store, self.manifest))
         found = Differences()
         self._compare_model(found)
-        beside = {f"states.{name}": held for name, held in wanted.states.items()}
-        if wanted.buffers:
-            beside["buffers"] = snapshot(wanted.model).buffers
+        beside = {f"states.{name}": held for name, held in self.states.items()}
+        if buffers:
+            beside["buffers"] = snapshot(self.model).buffers
         for name, held in beside.items():
             self._compare_beside(name, held, found)
-        if wanted.optimizers:
+        if self.optimizers:
             self._compare_optimizers(found)
-        if wanted.rng:
+        if rng:
             self._compare_rng(found)
-        wire = wire_state(wanted.model).state_dict()
+        wire = wire_state(self.model).state_dict()
         found.reshaped += [f"wire.{name}" for name, own in wire.items() if not is_part(own)]
         path, metadata = self._step.path, self._step.metadata
-        self.extra = unpacked(self._manifest.extra, read_below(path, metadata, "extra"))
-        self.rank_extra = _rank_extra(path, metadata, wanted.call.rank)
+        self.extra = unpacked(self.manifest.extra, read_below(path, metadata, "extra"))
+        self.rank_extra = _rank_extra(path, metadata, self.call.rank)
         return found
 
     def _compare_rng(self, found: Differences) -> None:
-        step, prefix = self._step, f"rng.{self._wanted.call.rank}"
+        step, prefix = self._step, f"rng.{self.call.rank}"
         saved = read_below(step.path, step.metadata, prefix)
         for kind, value in rng_states().items():
             name = f"{prefix}.{kind}"
@@ -410,11 +368,11 @@ class _Load:
     def _compare_model(self, found: Differences) -> None:
         """Tensors are read in place later; values now, so that a class in them changes nothing."""
         step, taken, units, here = self._step, set[str](), dict[str, str](), dict[str, Tensor]()
-        state = whole_state(self._wanted.model)
-        params = named_parameters(self._wanted.model) if step.about.trainable else ()
+        state = whole_state(self.model)
+        params = named_parameters(self.model) if step.about.trainable else ()
         frozen = {name for name, param in params if not param.requires_grad}
         tensors = dict(_read_in_place(state))
-        transforms = self._wanted.transforms
+        transforms = self.transforms
         transforms.check(tensors)
         for name, value in state.items():
             sources = transforms.sources(name)
@@ -429,7 +387,7 @@ class _Load:
                 self._make(name, tensor, transform, sources, found)
             elif tensor is not None:
                 about = step.saved.get(f"model.{theirs}")
-                if found.compare(f"model.{name}", tensor, about, self._wanted.cast):
+                if found.compare(f"model.{name}", tensor, about, self.cast):
                     self._tensors.append(_Taken(f"model.{name}", tensor, f"model.{theirs}"))
             else:
                 units[name] = theirs
@@ -452,7 +410,7 @@ class _Load:
         wholes = self._step.values(units, {})
         rows = rows_of(name, value, transform, [wholes[f"model.{each}"] for each in sources])
         both = rows.is_floating_point() and value.is_floating_point()
-        if rows.dtype != value.dtype and not (self._wanted.cast and both):
+        if rows.dtype != value.dtype and not (self.cast and both):
             found.retyped.append(f"model.{name}")
         else:
             self._tensors.append(_Taken(f"model.{name}", value, rows=rows))
@@ -489,7 +447,7 @@ class _Load:
             own = f"{name}.{key}"
             if own not in self._step.saved:
                 found.missing.append(own)
-            elif found.compare(own, value, self._step.saved[own], self._wanted.cast):
+            elif found.compare(own, value, self._step.saved[own], self.cast):
                 self._tensors.append(_Taken(own, value, own))
         if name.startswith("states."):
             found.unexpected += [
@@ -499,16 +457,14 @@ class _Load:
             ]
 
     def _compare_optimizers(self, found: Differences) -> None:
-        wanted = self._wanted
-        if not self._manifest.has_optimizer:
-            raise coded(
-                CheckpointError,
+        if not self.manifest.has_optimizer:
+            raise checkpoint_error(
                 "ckpt-no-optimizer",
-                f"step {self._manifest.step} of '{self.store}' was saved without an optimizer; "
+                f"step {self.manifest.step} of '{self.store}' was saved without an optimizer; "
                 f"load it without one",
             )
         self._optimizer = OptimizerMatch(
-            self._step, wanted.model, wanted.optimizers, wanted.transforms.plain(), wanted.cast
+            self._step, self.model, self.optimizers, self.transforms.plain(), self.cast
         )
         self._optimizer.compare(found)
 
@@ -516,7 +472,7 @@ class _Load:
 
     def read(self, left: Differences) -> None:
         """Read everything except the differences into place."""
-        out, model = left.left(), self._wanted.model
+        out, model = left.left(), self.model
         tensors = [each for each in self._tensors if each.own not in out]
         with torch.inference_mode(False), torch.no_grad():
             self._step.read((each.theirs, each.value) for each in tensors if each.rows is None)
@@ -535,16 +491,16 @@ class _Load:
 
     def _read_wire(self, out: set[str]) -> None:
         """Read the state that wire formats keep between steps, after the parameters."""
-        own, saved = wire_state(self._wanted.model).state_dict(), self._step.saved
+        own, saved = wire_state(self.model).state_dict(), self._step.saved
         own = {name: value for name, value in own.items() if f"wire.{name}" not in out}
         self._wire = {n: v for n, v in own.items() if is_whole(saved.get(f"wire.{n}"), v)}
         self._step.read((f"wire.{name}", value) for name, value in self._wire.items())
 
     def take_wire(self) -> None:
         """Put it in place, which may communicate: all ranks have read theirs."""
-        step, call = f"step {self._manifest.step} of '{self.store}'", self._wanted.call
+        step = f"step {self.manifest.step} of '{self.store}'"
         with torch.inference_mode(False), torch.no_grad():
-            wire_state(self._wanted.model).take(self._wire, step, call.is_first, call.size)
+            wire_state(self.model).take(self._wire, step, self.call.is_first, self.call.size)
 
 
 def _read_in_place(state: Nested) -> Iterator[tuple[str, Tensor]]:

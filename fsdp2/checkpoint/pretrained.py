@@ -18,7 +18,7 @@ from fsdp2.checkpoint.folders import TensorFolder
 from fsdp2.checkpoint.state import Differences, Held, held_by
 from fsdp2.checkpoint.stores import PathLike, local_path
 from fsdp2.checkpoint.unsaved import recomputed, unsaved
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import ProcessGroup
 from fsdp2.full.loading import require_writable, rewritten
 
@@ -77,8 +77,7 @@ def load_pretrained(
     job = _PretrainedLoad(model, folder, names or (lambda name: name))
     left = Differences.over_ranks(call.together(job.compare))
     if left and strict:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "pretrained-differs",
             f"'{folder}' does not fit this model: missing {left.missing}, unexpected "
             f"{left.unexpected}, of other shapes {left.reshaped}, of other dtypes {left.retyped}; "
@@ -142,8 +141,7 @@ class _PretrainedLoad:
             first, *others = self._sources[name]
             for other in others:
                 if not _equal(self._found, first, other, held[name]):
-                    raise coded(
-                        CheckpointError,
+                    raise checkpoint_error(
                         "pretrained-tied",
                         f"'{first}' and '{other}' are tied in the model, but differ in "
                         f"'{self._found.path}'; let names= return None for one of them",
@@ -163,8 +161,7 @@ class _PretrainedLoad:
             self._refuse_unset(name)
 
     def _refuse_unset(self, name: str) -> NoReturn:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "pretrained-no-values",
             f"'{name}' is on the meta device and not in '{self._found.path}', so it would have "
             f"no values; give its module a reset_parameters(), or a module around it an "

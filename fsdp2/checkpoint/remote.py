@@ -31,7 +31,7 @@ from fsdp2.checkpoint.stores import (
     Store,
     step_name,
 )
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 
 _PART = 1 << 26  # bytes that an upload sends at once, and holds: S3 takes 10,000 parts of an object
 
@@ -45,8 +45,7 @@ def reach(url: str) -> tuple[FileSystem, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-no-fsspec",
             f"'{url}' is on an object store, which fsdp2 reaches through the package fsspec; pip "
             f"install fsspec and the package for that store",
@@ -54,8 +53,7 @@ def reach(url: str) -> tuple[FileSystem, str]:
     try:
         found, path = url_to_fs(url)
     except Exception as error:  # of each store's own classes
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-not-reached",
             f"'{url}' cannot be reached ({type(error).__name__}: {error}); install the package "
             f"for that store, or correct the URL",

@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp2.checkpoint.folder import read_manifest, store_of
 from fsdp2.checkpoint.stores import Failures, PathLike, Store, step_name
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import CheckpointError, checkpoint_error
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 # No `warnings`: where they are errors, a step that is durable would be told as one that is not.
@@ -64,8 +64,7 @@ def best_step(folder: PathLike, *, highest: bool = False) -> int:
     store = store_of(folder)
     ranked = _ranked(store, store.steps(), highest)
     if not ranked:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-no-metric",
             f"'{store}' has no complete step with a metric; pass metric= to save(), or load the "
             f"newest step",
@@ -86,37 +85,25 @@ def _ranked(store: Store, steps: list[int], highest: bool) -> list[int]:
     return [-step for _, step in sorted(found)]
 
 
-class Stay:
-    """The retention settings of a save."""
-
-    def __init__(self, model: nn.Module, asked: int | Keep | None, metric: float | None) -> None:
-        self.model = model
-        self.asked = asked
-        self.keep = Keep(asked) if isinstance(asked, int) else asked
-        self.metric = metric
-
-    def check(self) -> None:
-        """Raise unless `keep` is a number of steps, a `Keep` of such, or ``None``."""
-        try:
-            found = None if self.metric is None else float(self.metric)
-        except (TypeError, ValueError):
-            raise coded(
-                CheckpointError,
-                "ckpt-metric",
-                f"save(metric=…) takes a number or None, not {self.metric!r}",
-            ) from None
-        self.metric = found if found is not None and math.isfinite(found) else None
-        keep = self.keep
-        if keep is None:
-            return
-        numbers = [keep.newest, keep.best] if isinstance(keep, Keep) else [0, 0]
-        whole = all(isinstance(each, int) and not isinstance(each, bool) for each in numbers)
-        if isinstance(self.asked, bool) or not whole or numbers[0] < 1 or numbers[1] < 0:
-            raise coded(
-                CheckpointError,
-                "ckpt-keep",
-                f"save(keep=…) takes a number of steps from 1, a Keep, or None, not {self.asked!r}",
-            )
+def checked(asked: int | Keep | None, metric: float | None) -> tuple[Keep | None, float | None]:
+    """The arguments ``keep`` and ``metric`` of `save`; a metric that is not finite is none."""
+    try:
+        found = None if metric is None else float(metric)
+    except (TypeError, ValueError):
+        raise checkpoint_error(
+            "ckpt-metric",
+            f"save(metric=…) takes a number or None, not {metric!r}",
+        ) from None
+    keep = Keep(asked) if type(asked) is int else asked
+    numbers = [keep.newest, keep.best] if isinstance(keep, Keep) else [0, 0]
+    whole = all(isinstance(each, int) and not isinstance(each, bool) for each in numbers)
+    if keep is not None and (not whole or numbers[0] < 1 or numbers[1] < 0):
+        raise checkpoint_error(
+            "ckpt-keep",
+            f"save(keep=…) takes a number of steps from 1, a Keep, or None, not {asked!r}",
+        )
+    assert not isinstance(keep, int)
+    return keep, found if found is not None and math.isfinite(found) else None
 
 
 # ---- what a branch replaces

@@ -33,7 +33,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,17 +45,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.consensus import Call, Outcome
-from fsdp2.checkpoint.folder import (
-    Manifest,
-    store_of,
-)
+from fsdp2.checkpoint.folder import Manifest, store_of
 from fsdp2.checkpoint.items import index_of, write_items
 from fsdp2.checkpoint.owning import LEASE
-from fsdp2.checkpoint.retention import Keep, Origins, Pruner, Stay, branch, left_behind
+from fsdp2.checkpoint.retention import Keep, Origins, Pruner, branch, checked, left_behind
 from fsdp2.checkpoint.snapshots import Nested, named_buffers, named_parameters
 from fsdp2.checkpoint.staging import Copy, HostMemory, State, plain, watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import (
-    Asked,
     Models,
     Optimizers,
     States,
@@ -64,12 +60,13 @@ from fsdp2.checkpoint.state import (
     as_states,
     check_step,
     first_of,
+    rng_states,
     state_of,
 )
 from fsdp2.checkpoint.stores import INDEX, AnyPath, Attempt, PathLike, Store
 from fsdp2.checkpoint.tensors import bytes_of
 from fsdp2.checkpoint.values import Packed, Value, packed
-from fsdp2.core.errors import CheckpointError, coded, resaid
+from fsdp2.core.errors import CheckpointError, checkpoint_error, coded, resaid
 from fsdp2.core.facts import LostRankError, ProcessGroup, SideChannel
 from fsdp2.sharding.wire_states import RESIDUALS, wire_state
 
@@ -153,22 +150,9 @@ def save(
 
         fsdp2.checkpoint.save("run", model, optimizer, step=100, extra={"lr": 0.1}, keep=3)
     """
-    what, stay = f"save('{folder}', step={step})", Stay(first_of(model), keep, metric)
-    job = _Save(folder, step, stay, Call(what, process_group), beside=False)
-    job.take(
-        lambda: Asked(
-            as_module(model),
-            as_list(optimizer),
-            extra,
-            rank_extra,
-            rng,
-            buffers,
-            trainable,
-            as_states(states),
-            job.rank,
-        )
-    )
-    return job.start().result()
+    given = folder, model, optimizer, step, extra, keep, metric, rng, buffers, rank_extra
+    asked = _Asked(*given, trainable, states)
+    return _Save("save", asked, process_group).start().result()
 
 
 def async_save(
@@ -233,22 +217,26 @@ def async_save(
         train_on()
         saving.result()
     """
-    what, stay = f"async_save('{folder}', step={step})", Stay(first_of(model), keep, metric)
-    job = _Save(folder, step, stay, Call(what, process_group), beside=True)
-    job.take(
-        lambda: Asked(
-            as_module(model),
-            as_list(optimizer),
-            extra,
-            rank_extra,
-            rng,
-            buffers,
-            trainable,
-            as_states(states),
-            job.rank,
-        )
-    )
-    return job.start()
+    given = folder, model, optimizer, step, extra, keep, metric, rng, buffers, rank_extra
+    asked = _Asked(*given, trainable, states)
+    return _Save("async_save", asked, process_group).start()
+
+
+class _Asked(NamedTuple):
+    """The arguments of `save`."""
+
+    folder: PathLike
+    model: Models
+    optimizer: Optimizers | None
+    step: int
+    extra: Value
+    keep: int | Keep | None
+    metric: float | None
+    rng: bool
+    buffers: bool
+    rank_extra: Value
+    trainable: bool
+    states: States | None
 
 
 @dataclass
@@ -321,16 +309,14 @@ class Saving:
         if end.failure is not None:
             end.failure.told = True
             if before is not None:
-                raise coded(
-                    CheckpointError,
+                raise checkpoint_error(
                     "ckpt-both-failed",
                     f"step {self.step} has failed ({end.failure.error}), and so has the save "
                     f"before it ({before.error}); correct the cause and save again",
                 ) from end.failure.error
             raise end.failure.error
         if before is not None:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-before-failed",
                 f"step {self.step} is durable, but the save before it has failed "
                 f"({before.error}); continue training, or save again",
@@ -491,20 +477,19 @@ class _Answer:
 class _Save:
     """A save on one rank."""
 
-    def __init__(self, folder: PathLike, step: int, stay: Stay, call: Call, beside: bool) -> None:
-        self._call = call
-        self._channel = call.channel()
-        _process.wait(_OVERLAPS if beside else 0, call, self._channel)
-        self._beside = beside
+    def __init__(self, caller: str, asked: _Asked, process_group: ProcessGroup | None) -> None:
+        self._beside = caller == "async_save"  # whether training continues
+        self._step = asked.step
+        self._call = Call(f"{caller}('{asked.folder}', step={asked.step})", process_group)
+        self._channel = self._call.channel()
+        _process.wait(_OVERLAPS if self._beside else 0, self._call, self._channel)
         self._before = _process.latest[-1] if _process.latest else None
         # As it is at the call: later it would be a matter of who is faster.
         self._knows = self._before is not None and self._before._is_told
-        self._folder = folder
         self._store: Store
-        self._step = step
-        self._stay = stay
-        self._taken: Outcome[None] = Outcome()
-        self._cause: Exception | None = None
+        self._model = first_of(asked.model)
+        self._keep: Keep | None = None
+        self._metric: float | None = None
         self._extra: Packed
         self._stepped: Stepped | None = None
         self._planner = DefaultSavePlanner()
@@ -519,28 +504,25 @@ class _Save:
         self._local = False  # whether to tell what this rank would write
         self._held = ExitStack()  # on rank 0, the folder
         self._is_ours: Callable[[], bool] | None = None  # once the folder is held
-
-    @property
-    def rank(self) -> int:
-        """This process's number in the process group."""
-        return self._call.rank
+        self._taken, self._cause = self._call.attempt(lambda: self._take(asked))
 
     # ---- in the call
 
-    def take(self, asked: Callable[[], Asked]) -> None:
-        """Take note of all that is saved; what it fails with is told to all ranks."""
-        self._taken, self._cause = self._call.attempt(lambda: self._take(asked()))
-
-    def _take(self, asked: Asked) -> None:
+    def _take(self, asked: _Asked) -> None:
+        """Take note of all that is saved."""
         check_step("save", self._step)
-        self._stay.check()
-        self._store = store_of(self._folder)
+        self._keep, self._metric = checked(asked.keep, asked.metric)
+        model, optimizers = as_module(asked.model), as_list(asked.optimizer)
+        states = as_states(asked.states)
+        self._store = store_of(asked.folder)
         extra, own = _packed("extra", asked.extra), _packed("rank_extra", asked.rank_extra)
         self._extra = extra
-        state = state_of(asked)
-        if asked.optimizers:
+        state = state_of(model, optimizers, states, asked.buffers, asked.trainable)
+        if optimizers:
             self._stepped = _stepped_by(state["optimizer"]["param_groups"])
-        if wire := self._of_these_ranks(wire_state(asked.model).state_dict()):
+        if asked.rng:
+            state["rng"] = {str(self._call.rank): rng_states()}
+        if wire := self._of_these_ranks(wire_state(model).state_dict()):
             state["wire"] = wire
         state["extra"] = {
             name: value
@@ -549,17 +531,17 @@ class _Save:
         }
         if asked.rank_extra is not None:
             content = {"content": json.dumps(own.content), **own.tensors}
-            state["rank_extra"] = {str(self.rank): content}
+            state["rank_extra"] = {str(self._call.rank): content}
         self._planner.set_up_planner(state, is_coordinator=self._call.is_first)
         self._state = flat = self._planner.state_dict
         self._layout = [(name, _facts_of(value)) for name, value in flat.items()]
-        names = [f"{kind}.{name}" for name, _ in named_buffers(asked.model) for kind in _HELD_IN]
+        names = [f"{kind}.{name}" for name, _ in named_buffers(model) for kind in _HELD_IN]
         self._buffers = [name for name in names if type(flat.get(name)) is Tensor]
         if self._beside:
             watch_optimizers()
-            watch_loads(asked.model)
+            watch_loads(model)
             trained = {k: v for k, v in flat.items() if k.startswith("optimizer.state.")}
-            trained |= {f"model.{name}": param for name, param in named_parameters(asked.model)}
+            trained |= {f"model.{name}": param for name, param in named_parameters(model)}
             self._copy = _copied(flat, trained)
 
     def _of_these_ranks(self, wire: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -626,14 +608,14 @@ class _Save:
                     own, cause = self._call.attempt(self._attempt)
                 answer = self._call.agree(self._channel, own, cause, self._decide)
                 if answer.is_done:
-                    _process.origins.saved(self._stay.model, self._store, self._step)
+                    _process.origins.saved(self._model, self._store, self._step)
                     if answer.before is not None:
                         error = CheckpointError(answer.before)
                         self._end.before = self._untold or _Failure(error)
                     assert self._tried is not None
                     return self._tried.path
                 if self._tried is not None:
-                    self._tried.clear(self.rank)
+                    self._tried.clear(self._call.rank)
                 self._local = answer.plan is None
                 if answer.plan is not None:
                     self._follow_plan(answer.plan)
@@ -644,12 +626,12 @@ class _Save:
             # Unless rank 0 has decided so, it may be about to commit what this rank has written.
             alone = not self._call.is_first and isinstance(error.__cause__, LostRankError)
             if self._tried is not None and not alone:
-                self._tried.give_up(self.rank)
+                self._tried.give_up(self._call.rank)
             raise
 
     def _attempt(self) -> _Written:
         """Write this rank's file, or say that there is no plan."""
-        facts = (str(self._store), self._step, self._stay.keep, tuple(self._extra.shared))
+        facts = (str(self._store), self._step, self._keep, tuple(self._extra.shared))
         self._begin()
         tried = self._tried
         if self._local or self._plan is None or tried is None:
@@ -662,7 +644,7 @@ class _Save:
         staged = self._state if self._copy is None else self._copy.staged
         mine = self._plan.mine
         source.state_dict = {i.index.fqn: plain(staged[i.index.fqn]) for i in mine.items}
-        results = write_items(self.rank, mine, source, tried)
+        results = write_items(self._call.rank, mine, source, tried)
         before = None if self._untold is None else str(self._untold.error)
         token = self._plan.token
         sums = {name: _checksum(plain(staged[name])) for name in self._buffers}
@@ -683,8 +665,7 @@ class _Save:
     def _decide(self, told: list[_Written]) -> Sequence[_Answer]:
         facts = [written.facts for written in told]
         if any(other != facts[0] for other in facts):
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-ranks-differ",
                 f"save() got different steps, folders, keep or DTensors in extra on different "
                 f"ranks ({facts}); pass the same on all ranks",
@@ -698,7 +679,7 @@ class _Save:
             return [_Answer()] * len(told)
         self._commit(told)
         _warn_of_buffers([written.buffers for written in told])
-        _process.pruner.prune(self._store, self._step, self._stay.keep)
+        _process.pruner.prune(self._store, self._step, self._keep)
         before = next((written.before for written in told if written.before is not None), None)
         return [_Answer(is_done=True, before=before)] * len(told)
 
@@ -731,11 +712,10 @@ class _Save:
             extra=self._extra.content,
             has_optimizer=self._stepped is not None,
             torch=torch.__version__,
-            metric=self._stay.metric,
+            metric=self._metric,
         )
         if self._is_ours is not None and not self._is_ours():
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-taken-over",
                 f"another job has taken over '{self._store}', because it saw no sign of this one "
                 f"for {LEASE} seconds; stop one of the two, or give each its own folder",
@@ -750,7 +730,7 @@ class _Save:
 
     def _origin(self) -> int | None:
         """Determined after the save before, which may be the first of the branch."""
-        return _process.origins.of(self._stay.model, self._store)
+        return _process.origins.of(self._model, self._store)
 
 
 def _copied(state: State, beside: State) -> Copy:
@@ -773,8 +753,7 @@ def _check_parts(plans: list[SavePlan]) -> None:
             found[index.fqn] = found.get(index.fqn, 0) + item.tensor_data.chunk.sizes.numel()
     for name, size in sizes.items():
         if found[name] < size:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-parts",
                 f"the ranks that save have only {found[name]} of {size} elements of '{name}'; "
                 f"pass a process_group with all ranks of the model's meshes, or with a complete "
@@ -814,8 +793,7 @@ def _packed(argument: str, value: Value) -> Packed:
     if argument == "rank_extra" and found.shared:
         wrong.append(f"a DTensor at '{found.shared[0][0]}'")
     if wrong:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-extra",
             f"save({argument}=…) has {wrong[0]}, which cannot be loaded without running code, or "
             f"not on other ranks; pass numbers, strings, bytes, tensors, numpy arrays, and "
@@ -835,8 +813,7 @@ def _require_one_optimizer(stepped: Sequence[Stepped | None]) -> None:
     for rank, other in enumerate(stepped):
         if other != stepped[0]:
             firsts = [None if each is None else each[0] for each in (stepped[0], other)]
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-optimizers-differ",
                 f"save() got optimizers over different parameters: the first one is '{firsts[0]}' "
                 f"on rank 0 and '{firsts[1]}' on rank {rank}; save the ranks of each pipeline "

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import clean, local_of, records_below, wrap_local
 
 Nested = dict[str, Any]
@@ -209,8 +209,7 @@ def optimizer_state(
         state = _state_of_one(optimizer, names)
         own = {name for group in state["param_groups"] for name in group["params"]}
         if own & seen:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-two-optimizers",
                 f"two optimizers have parameter '{min(own & seen)}', so their states would have "
                 f"one name; give it to one of them, or save them in two folders",
@@ -250,8 +249,7 @@ def _has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 def name_of(param: torch.Tensor, names: Mapping[int, str]) -> str:
     """The name of a parameter of an optimizer's."""
     if id(param) not in names:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-foreign-parameter",
             f"the optimizer has a parameter of shape {tuple(getattr(param, 'shape', ()))} that "
             f"the model does not have now; create the optimizer with model.parameters(), or call "

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import FlatBuffer, ShardReaders, local_of, round_up, steps, watch_steps
 
 _ALIGNMENT = 64  # bytes
@@ -135,8 +135,7 @@ class Copy:
             ShardReaders.waiting.remove(self.wait)
             self._sources, self._counters = {}, {}
         if self._torn is not None:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-written-while-copied",
                 f"'{self._torn}' was written while async_save() was copying it, but not by an "
                 f"optimizer or a load; call wait_staged() on the result of async_save() before "

@@ -57,8 +57,8 @@ from fsdp2.checkpoint.snapshots import (
 from fsdp2.checkpoint.stores import AnyPath
 from fsdp2.checkpoint.tensors import About, Place
 from fsdp2.checkpoint.tensors import Reader as TensorReader
-from fsdp2.checkpoint.values import Value, is_kept_by_dcp, packed
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.checkpoint.values import is_kept_by_dcp, packed
+from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import clean, local_of, part_of
 
 # ---- what is there
@@ -72,21 +72,6 @@ Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 States: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 """Tensors by name, by the name of the state."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The arguments of `save` that select the state."""
-
-    model: nn.Module
-    optimizers: Sequence[torch.optim.Optimizer]
-    extra: Value = None
-    rank_extra: Value = None
-    rng: bool = False
-    buffers: bool = False
-    trainable: bool = False
-    states: States = field(default_factory=dict)
-    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,8 +91,7 @@ def as_module(model: Models) -> nn.Module:
         isinstance(name, str) and name and "." not in name and isinstance(each, nn.Module)
         for name, each in model.items()
     ):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-models",
             f"checkpoints take a module, or a dict from names without dots to modules, not "
             f"{_shown(model)}; pass the model",
@@ -126,8 +110,7 @@ def as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
     found = [each for each in found if each is not None]
     wrong = next((each for each in found if not hasattr(each, "param_groups")), None)
     if wrong is not None:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-optimizers",
             f"checkpoints take an optimizer, or a list of them, not {_shown(wrong)}; pass the "
             f"optimizer",
@@ -144,8 +127,7 @@ def as_states(states: object) -> States:
         and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in held.items())
         for name, held in given.items()
     ):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-states",
             f"checkpoints take states as a dict of dicts of tensors, all by name, not "
             f"{_shown(given)}; pass for example states=dict(ema=averages), and other values in "
@@ -157,8 +139,7 @@ def as_states(states: object) -> States:
 def check_step(caller: str, step: object) -> None:
     """Raise a `CheckpointError` unless ``step`` is the number of one."""
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-step",
             f"{caller}(step=…) takes an integer from 0, not {step!r}",
         )
@@ -170,26 +151,29 @@ def _shown(given: object) -> str:
     return f"a {type(given).__qualname__}"
 
 
-def state_of(asked: Asked) -> Nested:
-    """All that is saved but what is ``extra``; tensors are those of the model, not copies."""
-    seen = snapshot(asked.model)
-    params = dict(named_parameters(asked.model))
-    frozen = {name for name, p in params.items() if asked.trainable and not p.requires_grad}
+def state_of(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    states: States,
+    buffers: bool,
+    trainable: bool,
+) -> Nested:
+    """All that is saved of a model and optimizers; tensors are theirs, not copies."""
+    seen = snapshot(model)
+    params = dict(named_parameters(model))
+    frozen = {name for name, p in params.items() if trainable and not p.requires_grad}
     kept = {k: v for k, v in seen.model.items() if above(k, params) not in frozen}
     _check_below(kept, params)
     state: Nested = {"model": kept}
-    if asked.optimizers:
-        state["optimizer"] = optimizer_state(asked.optimizers, params)
-    if asked.buffers:
+    if optimizers:
+        state["optimizer"] = optimizer_state(optimizers, params)
+    if buffers:
         state["buffers"] = dict(seen.buffers)
-    if asked.states:
-        state["states"] = {name: dict(held) for name, held in asked.states.items()}
-    if asked.rng:
-        state["rng"] = {str(asked.rank): rng_states()}
+    if states:
+        state["states"] = {name: dict(held) for name, held in states.items()}
     state["values"] = kept_values(state)
-    kinds = [class_of(optimizer) for optimizer in asked.optimizers]
-    about = Saved(asked.trainable, ties_of(state["model"]), kinds)
-    state["about"] = json.dumps(asdict(about))
+    kinds = [class_of(optimizer) for optimizer in optimizers]
+    state["about"] = json.dumps(asdict(Saved(trainable, ties_of(kept), kinds)))
     return state
 
 
@@ -239,8 +223,7 @@ def _values_in(state: Nested) -> Iterator[tuple[tuple[str | int, ...], object]]:
 def _text(key: object, of: str) -> str:
     if isinstance(key, str):
         return key
-    raise coded(
-        CheckpointError,
+    raise checkpoint_error(
         "ckpt-state-key",
         f"the optimizer's state of '{of}' has the key {key!r}, which load() would return as a "
         f"string; use strings as keys of states",
@@ -251,8 +234,7 @@ def _check_layout(path: tuple[str | int, ...], rows: Tensor) -> None:
     """A load writes into the tensor that is there, which has other elements then, or scales."""
     if rows.layout is not torch.strided or rows.is_quantized:
         what = f"of {rows.dtype}" if rows.is_quantized else f"of {rows.layout}"
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-layout",
             f"save() cannot store '{'.'.join(map(str, path))}', a tensor {what}, which load() "
             f"could not restore in place; make it dense, or a buffer that is not persistent",
@@ -262,8 +244,7 @@ def _check_layout(path: tuple[str | int, ...], rows: Tensor) -> None:
 def _check_class(path: tuple[str | int, ...], rows: Tensor) -> None:
     """Low-precision states are codes in a subclass, and scales that depend on this rank's rows."""
     if path[0] == "optimizer" and is_traceable_wrapper_subclass(rows):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-subclass",
             f"save() cannot store '{'.'.join(map(str, path))}', whose shards are of the tensor "
             f"subclass {type(rows).__name__}; save this optimizer with "
@@ -276,8 +257,7 @@ def _check_below(model: Mapping[str, object], params: Mapping[str, object]) -> N
     for name in model:
         param = above(name, params)
         if param != name and param in model:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-beside",
                 f"save() cannot store '{name}', which a module stores in addition to the "
                 f"quantized parameter '{param}', and which load() could not restore; pass "
@@ -299,8 +279,7 @@ def kept_values(state: Nested) -> Nested:
 
         def named(tensor: Tensor, inside: tuple[str, ...], reached: bool, name: str = name) -> str:
             if isinstance(tensor, DTensor) and name.startswith("optimizer.state."):
-                raise coded(
-                    CheckpointError,
+                raise checkpoint_error(
                     "ckpt-contained",
                     f"save() cannot store '{name}', which has a DTensor in a container, because "
                     f"load() would return a plain tensor; save the model without this optimizer",
@@ -313,8 +292,7 @@ def kept_values(state: Nested) -> Nested:
 
         held = packed(value, named)
         if held.wrong:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-value",
                 f"save() cannot store '{name}', which has {held.wrong[0]} and cannot be loaded "
                 f"without running code; build it from numbers, strings, bytes, tensors and "
@@ -496,8 +474,7 @@ class _Planner(DefaultLoadPlanner):
         try:
             self.state_dict[name] = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-value-code",
                 f"the step has '{name}' as an object of a class, which cannot be loaded without "
                 f"running code; load it with torch.distributed.checkpoint, or leave it out with "
@@ -609,8 +586,7 @@ def held_of(name: str, value: Tensor) -> Held:
     local = value.to_local() if isinstance(value, DTensor) else value
     if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided:
         kind = type(local).__name__ if local.layout is torch.strided else str(local.layout)
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "export-class",
             f"'{name}' is a {kind}, not a plain tensor, so its bytes are not its values; convert "
             f"it, or let names= return None for it",
@@ -619,8 +595,7 @@ def held_of(name: str, value: Tensor) -> Held:
         return Held(shape, local, (0,) * len(shape), False)
     offsets, lengths = part_of(value.device_mesh, value.placements, shape)
     if lengths != tuple(local.shape):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "export-part",
             f"'{name}' has shape {tuple(local.shape)} on this rank, which does not follow from "
             f"its placements {value.placements}; redistribute it to Shard and Replicate",

@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, BinaryIO, Literal, Protocol
 
 from fsdp2.checkpoint import files, owning
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 
 MANIFEST = "manifest.json"
 OWNER = ".owner"
@@ -127,8 +127,7 @@ class Store(ABC):
     def require_free(self, step: int, but: Iterable[int] = ()) -> None:
         """Raise if a step is there, except those that a save overwrites."""
         if self.has(step) and step not in but:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-step-there",
                 f"'{self}' already has step {step}; save another step, or call "
                 f"fsdp2.checkpoint.remove(folder, {step}) first",
@@ -174,7 +173,7 @@ class Store(ABC):
     def prepare(self) -> None:
         """Make the folder if it is not there."""
         if self.root.is_file():
-            raise coded(CheckpointError, "ckpt-is-file", f"'{self}' is a file; pass a folder")
+            raise checkpoint_error("ckpt-is-file", f"'{self}' is a file; pass a folder")
 
     @abstractmethod
     def hold(self) -> AbstractContextManager[Callable[[], bool]]:
@@ -213,8 +212,7 @@ def is_url(path: PathLike) -> bool:
 def local_path(path: PathLike) -> Path:
     """A path of this machine's file system."""
     if is_url(path):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-not-local",
             f"'{path}' is on an object store, which supports only saving and "
             f"loading steps; pass a path on a disk, and copy the files",
@@ -317,8 +315,7 @@ class DiskStore(Store):
             try:
                 is_ours = held.enter_context(owning.owned(path, about))
             except BlockingIOError as error:
-                raise coded(
-                    CheckpointError,
+                raise checkpoint_error(
                     "ckpt-other-job",
                     f"another job is saving into '{self.root}' ({error}); pass another folder, "
                     f"or, if that job is gone, remove '{path}'",

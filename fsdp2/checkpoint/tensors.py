@@ -29,7 +29,7 @@ import torch
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.stores import AnyPath
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 
 DTYPES = {
     "U64": torch.uint64,
@@ -114,15 +114,13 @@ def plan(
     """
     for name, about in tensors.items():
         if about.dtype not in _NAMES:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "tensors-dtype",
                 f"'{name}' has dtype {about.dtype}, which safetensors does not support; pass "
                 f"dtype= if it is a floating-point tensor, or let names= return None for it",
             )
         if name == METADATA:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "tensors-name",
                 f"'{name}' is a name that safetensors reserves; let names= return another name "
                 f"for it",
@@ -314,8 +312,7 @@ class Reader:
         for at, length in runs:
             if files.read_at(file, data[done : done + length], place.offset + at) != length:
                 path = self._folder / place.file
-                raise coded(
-                    CheckpointError,
+                raise checkpoint_error(
                     "tensors-shorter",
                     f"'{path}' became shorter while fsdp2 read it; copy the file again",
                 )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdp2.checkpoint.optimizers import Names
 from fsdp2.checkpoint.state import held_of
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 
 Sources: TypeAlias = Callable[[str], str | Sequence[str] | None]
 """The model's name of a tensor to the step's, or to several; ``None`` leaves it out."""
@@ -40,8 +40,7 @@ class Transforms:
         known = list(names)
         for pattern in self._given:
             if not any(fnmatchcase(name, pattern) for name in known):
-                raise coded(
-                    CheckpointError,
+                raise checkpoint_error(
                     "ckpt-transform-unused",
                     f"transforms= has '{pattern}', which matches no tensor of the model; pass "
                     f"names of its state dict, or patterns",
@@ -61,8 +60,7 @@ class Transforms:
                 return function
         sources = self.sources(name)
         if len(sources) > 1:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-transform-several",
                 f"names= maps several tensors of the step to '{name}', {list(sources)}; pass "
                 f"transforms= with a function that combines them",
@@ -87,8 +85,7 @@ def rows_of(name: str, value: Tensor, function: Transform, sources: Sequence[Ten
     try:
         made = function(*sources)
     except Exception as error:  # of the user's function
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-transform-raised",
             f"transforms= of '{name}' raised {type(error).__name__} for tensors of shapes "
             f"{shapes} ({error}); correct the function",
@@ -96,8 +93,7 @@ def rows_of(name: str, value: Tensor, function: Transform, sources: Sequence[Ten
     is_plain = type(made) in (Tensor, nn.Parameter)
     if not is_plain or tuple(made.shape) != held.shape:
         found = f"a tensor of shape {tuple(made.shape)}" if is_plain else f"a {type(made).__name__}"
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-transform-shape",
             f"transforms= of '{name}' returned {found} for tensors of shapes {shapes}, but the "
             f"model has one of shape {held.shape}; return a tensor of that shape",
