@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fsdp2.checkpoint.snapshots import Nested, renamed
 from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import clean
-
-Nested = dict[str, Any]
 
 _MODEL = ("model", "state_dict", "model_state_dict", "model_state")
 _OPTIMIZER = (
@@ -46,11 +45,11 @@ class Contents:
             )
         self.model = _renamed(self.model, lambda name: name.removeprefix(prefix), source)
         if self.optimizer is not None:
-            state, groups = self.optimizer["state"], self.optimizer["param_groups"]
-            state = {name.removeprefix(prefix): kept for name, kept in state.items()}
-            for group in groups:
-                group["params"] = [name.removeprefix(prefix) for name in group["params"]]
-            self.optimizer = {"state": state, "param_groups": groups}
+            groups = self.optimizer["param_groups"]
+            names = [name for group in groups for name in group["params"]]
+            self.optimizer = renamed(
+                self.optimizer, {name: name.removeprefix(prefix) for name in names}
+            )
 
     def tree(self, numbered: bool = False) -> Nested:
         """Nested as state dicts are, the optimizer by name or by number."""
@@ -161,14 +160,7 @@ def _by_name(optimizer: Nested, model: Nested, source: Path) -> Nested:
                     f"with offload_to_cpu=True; save it again with offload_to_cpu=False, or remove "
                     f"the optimizer from the file",
                 )
-    return {
-        "state": {names[key]: dict(kept) for key, kept in state.items()},
-        "param_groups": [
-            {key: value for key, value in group.items() if key != "param_names"}
-            | {"params": [names[key] for key in group["params"]]}
-            for group in groups
-        ],
-    }
+    return renamed({"state": state, "param_groups": groups}, names)
 
 
 def _names_of(groups: Sequence[Nested], model: Nested) -> dict[Any, str]:

@@ -53,7 +53,7 @@ class Manifest:
     has_optimizer: bool
     torch: str
     metric: float | None = None
-    hash: str = HASH  # see `files.Checksum`
+    hash: str = HASH  # of the checksums
     digest: str = ""  # SHA-256 of all other fields
     format: int = FORMAT
 

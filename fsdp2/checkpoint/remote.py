@@ -229,10 +229,10 @@ class RemoteAttempt(Attempt):
         self._fs.makedirs(self._own.path, exist_ok=True)  # stores without folders do nothing
 
     @contextmanager
-    def create(self, name: str) -> Iterator[Upload]:
+    def create(self, name: str) -> Iterator[files.Summed]:
         path = (self._own / name).path
         with self._fs.open(path, "wb", block_size=_PART) as file:
-            upload = Upload(file)
+            upload = files.Summed(file)
             yield upload
         self.written[name] = upload.facts()
 
@@ -272,18 +272,3 @@ class RemoteAttempt(Attempt):
             with suppress(Exception):
                 self._fs.invalidate_cache()
                 self._fs.rm(self._own.path, recursive=True)
-
-
-class Upload(files.Summed):
-    """A new object: its checksum is computed while it is sent."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__()
-        self._file = file
-
-    def write(self, data: object) -> int:
-        piece = memoryview(data).cast("B")  # type: ignore[arg-type]  # anything with a buffer
-        self._file.write(piece)
-        self._checksum.update(piece)
-        self._bytes += len(piece)
-        return len(piece)

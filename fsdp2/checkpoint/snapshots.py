@@ -226,18 +226,15 @@ def names_in(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list
 
 
 def _state_of_one(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Nested:
-    own = names_in(optimizer, names)
     if _has_own_state_dict(optimizer):
-        return renamed(optimizer.state_dict(), own)
-    state = optimizer.state
-    groups = []
-    start = 0
-    for group in optimizer.param_groups:
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        groups.append({**options, "params": own[start : start + len(group["params"])]})
-        start += len(group["params"])
-    kept = {name_of(param, names): dict(entries) for param, entries in state.items()}
-    return {"state": kept, "param_groups": groups}
+        return renamed(optimizer.state_dict(), names_in(optimizer, names))
+    groups = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        | {"params": [name_of(param, names) for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state = {name_of(param, names): dict(kept) for param, kept in optimizer.state.items()}
+    return {"state": state, "param_groups": groups}
 
 
 def _has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
@@ -258,7 +255,7 @@ def name_of(param: torch.Tensor, names: Mapping[int, str]) -> str:
     return names[id(param)]
 
 
-def renamed(plain: Nested, names: list[str]) -> Nested:
+def renamed(plain: Nested, names: Mapping[Any, str] | Sequence[str]) -> Nested:
     """An optimizer's state dict, with ``names`` in the place of numbers."""
     groups = [
         {key: value for key, value in group.items() if key != "param_names"}

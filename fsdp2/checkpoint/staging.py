@@ -207,16 +207,16 @@ def _stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
 
 
+def _finish_copies(*_: object) -> None:
+    if ShardReaders.waiting:
+        ShardReaders.finish()
+
+
 @functools.cache
 def watch_optimizers() -> None:
     """From now on, let every optimizer of torch's wait for copies before it steps."""
-
-    def before(*_: object) -> None:
-        if ShardReaders.waiting:
-            ShardReaders.finish()
-
     watch_steps()
-    steps.add(before)
+    steps.add(_finish_copies)
 
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -224,11 +224,6 @@ _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def watch_loads(model: nn.Module) -> None:
     """From now on, let ``model.load_state_dict`` wait for copies; units see to theirs anyway."""
-
-    def before(*_: object) -> None:
-        if ShardReaders.waiting:
-            ShardReaders.finish()
-
     if model not in _watched:
         _watched.add(model)
-        model.register_load_state_dict_pre_hook(before)
+        model.register_load_state_dict_pre_hook(_finish_copies)
