@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.files import HASH, BrokenError
-from fsdp2.checkpoint.index import read_index
+from fsdp2.checkpoint.items import read_index
 from fsdp2.checkpoint.remote import RemoteStore
 from fsdp2.checkpoint.stores import (
     MANIFEST,

@@ -4,16 +4,23 @@
 2. every rank   files and lengths, DCP's index, names, shapes of wholes and parts, dtypes; ``extra``
 3. all          differences on any rank                ─> raised on all, or reported
 4. every rank   reads its own shards, into the parameters; new memory for an optimizer's state
+
+With ``transforms``, functions make tensors of the step's, before anything of the model is written:
+
+    step   q [4, 4] ┐
+           k [4, 4] ├─ whole, on the CPU ─> function ─> qkv [12, 4] ─> this rank's rows
+           v [4, 4] ┘
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +40,7 @@ from fsdp2.checkpoint.folder import (
     read_manifest,
     store_of,
 )
-from fsdp2.checkpoint.optimizers import OptimizerMatch
+from fsdp2.checkpoint.optimizers import Names, OptimizerMatch
 from fsdp2.checkpoint.reading import Step
 from fsdp2.checkpoint.saving import end_saves, note_load
 from fsdp2.checkpoint.snapshots import Nested, above, named_parameters, snapshot, whole_state
@@ -48,6 +55,7 @@ from fsdp2.checkpoint.state import (
     as_states,
     check_step,
     first_of,
+    held_of,
     is_part,
     is_whole,
     read_below,
@@ -56,12 +64,17 @@ from fsdp2.checkpoint.state import (
     ties_of,
 )
 from fsdp2.checkpoint.stores import STEP, AnyPath, PathLike, Store, is_url, local_path
-from fsdp2.checkpoint.transforms import Sources, Transform, Transforms, rows_of
 from fsdp2.checkpoint.values import Value, unpacked
 from fsdp2.core.errors import CheckpointError, checkpoint_error
 from fsdp2.core.facts import ProcessGroup, local_of
 from fsdp2.sharding.module import FSDPModule
 from fsdp2.sharding.wire_states import wire_state
+
+Sources: TypeAlias = Callable[[str], str | Sequence[str] | None]
+"""The model's name of a tensor to the step's, or to several; ``None`` leaves it out."""
+
+Transform: TypeAlias = Callable[..., Tensor]
+"""Makes a whole tensor of the step's whole tensors, in the order of their names."""
 
 
 @dataclass
@@ -195,7 +208,7 @@ def load(
         manifest,
         as_module(model),
         as_list(optimizer),
-        Transforms(transforms or {}, names or (lambda name: name)),
+        _Transforms(transforms or {}, names or (lambda name: name)),
         as_states(states),
         cast,
     )
@@ -307,7 +320,7 @@ class _Load:
     manifest: Manifest
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
-    transforms: Transforms
+    transforms: _Transforms
     states: States
     cast: bool
 
@@ -408,7 +421,7 @@ class _Load:
         """Let a function make a tensor; this rank's rows of it stay."""
         units = {f"model.{each}": self._step.model[each] for each in sources}
         wholes = self._step.values(units, {})
-        rows = rows_of(name, value, transform, [wholes[f"model.{each}"] for each in sources])
+        rows = _rows_of(name, value, transform, [wholes[f"model.{each}"] for each in sources])
         both = rows.is_floating_point() and value.is_floating_point()
         if rows.dtype != value.dtype and not (self.cast and both):
             found.retyped.append(f"model.{name}")
@@ -521,3 +534,82 @@ def _reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+# ---- tensors that functions make
+
+
+class _Transforms:
+    """Functions by names, or patterns of names, of the model's tensors."""
+
+    def __init__(self, given: Mapping[str, Transform], names: Sources) -> None:
+        self._given = given
+        self._names = names
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise unless each pattern fits one of the model's names."""
+        known = list(names)
+        for pattern in self._given:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise checkpoint_error(
+                    "ckpt-transform-unused",
+                    f"transforms= has '{pattern}', which matches no tensor of the model; pass "
+                    f"names of its state dict, or patterns",
+                )
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """The step's names of what a tensor is made of; none: it is left out."""
+        found = self._names(name)
+        if found is None:
+            return ()
+        return (found,) if isinstance(found, str) else tuple(found)
+
+    def of(self, name: str) -> Transform | None:
+        """The function for a tensor of the model; ``None`` where it is read as it is."""
+        for pattern, function in self._given.items():
+            if fnmatchcase(name, pattern):
+                return function
+        sources = self.sources(name)
+        if len(sources) > 1:
+            raise checkpoint_error(
+                "ckpt-transform-several",
+                f"names= maps several tensors of the step to '{name}', {list(sources)}; pass "
+                f"transforms= with a function that combines them",
+            )
+        return None
+
+    def plain(self) -> Names:
+        """The step's name of what is read as it is, for states of optimizers; else ``None``."""
+
+        def name_of(name: str) -> str | None:
+            sources = self.sources(name)
+            return sources[0] if sources and self.of(name) is None else None
+
+        return name_of
+
+
+@torch.no_grad()
+def _rows_of(name: str, value: Tensor, function: Transform, sources: Sequence[Tensor]) -> Tensor:
+    """This rank's rows of what a function makes, in new memory, of the dtype that it returned."""
+    held = held_of(name, value.detach())
+    shapes = [tuple(source.shape) for source in sources]
+    try:
+        made = function(*sources)
+    except Exception as error:  # of the user's function
+        raise checkpoint_error(
+            "ckpt-transform-raised",
+            f"transforms= of '{name}' raised {type(error).__name__} for tensors of shapes "
+            f"{shapes} ({error}); correct the function",
+        ) from error
+    is_plain = type(made) in (Tensor, nn.Parameter)
+    if not is_plain or tuple(made.shape) != held.shape:
+        found = f"a tensor of shape {tuple(made.shape)}" if is_plain else f"a {type(made).__name__}"
+        raise checkpoint_error(
+            "ckpt-transform-shape",
+            f"transforms= of '{name}' returned {found} for tensors of shapes {shapes}, but the "
+            f"model has one of shape {held.shape}; return a tensor of that shape",
+        )
+    rows = made.detach()
+    for dim, (start, length) in enumerate(zip(held.offsets, held.local.shape, strict=True)):
+        rows = rows.narrow(dim, start, length)
+    return rows.clone()

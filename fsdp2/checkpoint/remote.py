@@ -13,11 +13,9 @@ nothing that another job may be writing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatch
-from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 from fsdp2.checkpoint import files
@@ -74,10 +72,6 @@ class RemotePath:
         return self.path.rpartition("/")[2]
 
     @property
-    def suffix(self) -> str:
-        return PurePosixPath(self.path).suffix
-
-    @property
     def parent(self) -> RemotePath:
         return RemotePath(self.fs, self.path.rpartition("/")[0], self.url.rpartition("/")[0])
 
@@ -94,12 +88,6 @@ class RemotePath:
 
     def is_file(self) -> bool:
         return self.fs.isfile(self.path)
-
-    def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Files of the folder itself."""
-        for name, is_folder in self.inside().items():
-            if not is_folder and fnmatch(name, pattern):
-                yield self / name
 
     def inside(self) -> dict[str, bool]:
         """Names in the folder, and which of them are folders."""
@@ -138,10 +126,6 @@ class RemoteStore(Store):
     def names(self) -> dict[str, bool]:
         return self.root.inside()
 
-    def half_removed(self) -> list[str]:
-        """None: what has no manifest may be about to have one."""
-        return []
-
     def has(self, step: int) -> bool:
         self.fs.invalidate_cache()
         return bool(self.fs.exists((self.folder(step) / MANIFEST).path))
@@ -178,12 +162,6 @@ class RemoteStore(Store):
             return {file.partition("/")[0] for file in content["files"]}
         except (OSError, ValueError, KeyError, TypeError):
             return None
-
-    def hold(self) -> AbstractContextManager[Callable[[], bool]]:
-        return nullcontext(lambda: True)
-
-    def sweep(self, step: int, own: tuple[str, ...]) -> None:
-        """Nothing: another job may be at it, and `remove` is there."""
 
     def attempt(self, step: int, token: str) -> RemoteAttempt:
         return RemoteAttempt(self, step, token)

@@ -44,8 +44,7 @@ from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.checkpoint.files import read_at
-from fsdp2.checkpoint.index import read_index
-from fsdp2.checkpoint.items import framing_of
+from fsdp2.checkpoint.items import framing_of, read_index
 from fsdp2.checkpoint.snapshots import (
     Nested,
     above,
