@@ -19,7 +19,6 @@ from fsdp2.core.facts import (
     LostRankError,
     ProcessGroup,
     SideChannel,
-    Vote,
     members_of,
     rank_and_size,
     side_channel,
@@ -55,7 +54,7 @@ class Call:
             _refuse(what, group)
         self.what = what
         self.rank, self.size = members.rank, members.size
-        self._members = members
+        self.members = members
 
     @property
     def is_first(self) -> bool:
@@ -64,18 +63,7 @@ class Call:
 
     def channel(self) -> SideChannel:
         """The channel for objects during training; created in the first call of these ranks."""
-        return side_channel(self._members)
-
-    def vote(self) -> Vote:
-        """A `Vote` among these ranks; every rank makes the call."""
-        return Vote(self._members)
-
-    def asked(self, vote: Vote, yes: bool) -> bool:
-        """Whether any rank has said yes in a call before this one; the same on all ranks."""
-        try:
-            return vote.ask(yes)
-        except LostRankError as error:
-            raise lost_rank(self.what) from error
+        return side_channel(self.members)
 
     def attempt(self, action: Callable[[], T]) -> tuple[Outcome[T], Exception | None]:
         """Run ``action``, which does not communicate; return its result and its exception."""
@@ -97,7 +85,7 @@ class Call:
         """Run ``action`` on each rank; return what each returned, or raise on all of them."""
         own, cause = self.attempt(action)
         try:
-            told = self._members.gather(own)
+            told = self.members.gather(own)
         except RuntimeError as error:
             raise lost_rank(self.what) from error
         for outcome in told:

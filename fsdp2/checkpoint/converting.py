@@ -304,21 +304,18 @@ def _whole(folder: Path, metadata: Metadata, name: str) -> Tensor:
 # ---- writing
 
 
-class _Stream:
-    """Passes bytes on, and reports how many there were."""
+def _reported(stream: files.Summed, progress: Progress | None, tree: object) -> Write:
+    """Writes into a file, and reports how many bytes there were."""
+    sizes: dict[int, int] = {}
+    mapped(tree, lambda tensor: sizes.setdefault(id(tensor), tensor.nbytes))
+    total = sum(sizes.values())
 
-    def __init__(self, write: Write, progress: Progress | None, tree: object) -> None:
-        sizes: dict[int, int] = {}
-        mapped(tree, lambda tensor: sizes.setdefault(id(tensor), tensor.nbytes))
-        self._write, self._progress, self._total = write, progress, sum(sizes.values())
-        self.done = 0
+    def write(data: Bytes) -> None:
+        stream.write(data)
+        if progress is not None:
+            progress(min(stream.tell(), total), total)
 
-    def write(self, data: Bytes) -> int:
-        self._write(data)
-        self.done += len(data)
-        if self._progress is not None:
-            self._progress(min(self.done, self._total), self._total)
-        return len(data)
+    return write
 
 
 def _write(place: Path, contents: Contents, found: Converted, progress: Progress | None) -> None:
@@ -360,7 +357,7 @@ def _write_beside(path: Path, kind: str, contents: Contents, progress: Progress 
     else:
         tree = contents.tree(numbered=kind == "torch")
         with files.DurableFile(path) as stream:
-            write_archive(_Stream(stream.write, progress, tree).write, tree)
+            write_archive(_reported(stream, progress, tree), tree)
 
 
 def _write_step(
@@ -408,9 +405,9 @@ def _write_items(stream: files.Summed, tree: Nested, progress: Progress | None) 
     flat, paths = flatten_state_dict(tree)
     about: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     stored: dict[MetadataIndex, object] = {}
-    counted = _Stream(stream.write, progress, tree)
+    write = _reported(stream, progress, tree)
     for name, value in flat.items():
-        begin, index = counted.done, MetadataIndex(name)
+        begin, index = stream.tell(), MetadataIndex(name)
         about[name] = BytesStorageMetadata()
         if isinstance(value, Tensor):
             zeros = torch.Size([0] * value.dim())
@@ -418,8 +415,8 @@ def _write_items(stream: files.Summed, tree: Nested, progress: Progress | None) 
             chunk = ChunkStorageMetadata(zeros, value.shape)
             properties = TensorProperties(dtype=value.dtype)
             about[name] = TensorStorageMetadata(properties, value.shape, [chunk])
-        write_archive(counted.write, value)
-        stored[index] = filesystem._StorageInfo(file_of(0), begin, counted.done - begin)
+        write_archive(write, value)
+        stored[index] = filesystem._StorageInfo(file_of(0), begin, stream.tell() - begin)
     return index_of(Metadata(about, paths), stored)
 
 
@@ -434,9 +431,9 @@ def _write_safetensors(path: Path, contents: Contents, progress: Progress | None
     layout = plan({n: About(tuple(t.shape), t.dtype) for n, t in tensors.items()}, tied=tied)
     (header,) = layout.headers.values()
     with files.DurableFile(path) as stream:
-        counted = _Stream(stream.write, progress, tensors)
-        counted.write(header)
+        write = _reported(stream, progress, tensors)
+        write(header)
         for name in sorted(tensors, key=lambda n: (layout.places[n].offset, tensors[n].nbytes)):
             if tensors[name].numel():
                 values = values_of(tensors[name])
-                counted.write(bytes_of(values))
+                write(bytes_of(values))

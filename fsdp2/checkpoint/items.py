@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from fsdp2.checkpoint import files
 from fsdp2.checkpoint.archives import ALIGNMENT, write_archive
 from fsdp2.checkpoint.files import BrokenError
 from fsdp2.checkpoint.staging import copied
@@ -76,19 +75,16 @@ def write_items(
             if item.type is WriteItemType.BYTE_IO:
                 stream.write(cast(BytesIO, value).getbuffer())
             else:
-                _write_tensor(stream, cast(torch.Tensor, value))
+                rows = cast(torch.Tensor, value).detach().cpu()
+                is_plain = type(rows) in (torch.Tensor, nn.Parameter) and not rows.is_quantized
+                if is_plain and rows.layout is torch.strided:
+                    write_archive(stream.write, rows)
+                else:  # a class of the user's, sparse ones: torch knows how
+                    torch.save(copied(rows), cast(IO[bytes], stream))
             length = stream.tell() - begin
             place = filesystem._StorageInfo(name, begin, length)
             found.append(WriteResult(item.index, length, place))
     return found
-
-
-def _write_tensor(stream: files.Summed, value: torch.Tensor) -> None:
-    rows = value.detach().cpu()
-    if type(rows) in (torch.Tensor, nn.Parameter) and _is_strided(rows):
-        write_archive(stream.write, rows)
-    else:  # a class of the user's, sparse ones: torch knows how
-        torch.save(copied(rows), cast(IO[bytes], stream))
 
 
 @functools.lru_cache(4096)
@@ -111,10 +107,6 @@ def framing_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int]:
 
     write_archive(whole.write, like, data_of)
     return whole.getvalue()[:before], len(whole.getvalue()) - over
-
-
-def _is_strided(rows: torch.Tensor) -> bool:
-    return rows.layout is torch.strided and not rows.is_quantized
 
 
 def index_of(metadata: Metadata, places: Mapping[MetadataIndex, object]) -> bytes:

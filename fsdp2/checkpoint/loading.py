@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -384,7 +384,11 @@ class _Load:
         state = whole_state(self.model)
         params = named_parameters(self.model) if step.about.trainable else ()
         frozen = {name for name, param in params if not param.requires_grad}
-        tensors = dict(_read_in_place(state))
+        tensors = {  # a tensor that is an extra state is a value
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and not name.endswith("_extra_state")
+        }
         transforms = self.transforms
         transforms.check(tensors)
         for name, value in state.items():
@@ -404,7 +408,8 @@ class _Load:
                     self._tensors.append(_Taken(f"model.{name}", tensor, f"model.{theirs}"))
             else:
                 units[name] = theirs
-                here.update(_tensors_of(f"model.{theirs}", value))
+                flat, _ = flatten_state_dict({f"model.{theirs}": value})  # as DCP's items are
+                here.update((n, each) for n, each in flat.items() if isinstance(each, Tensor))
         values = step.values({f"model.{each}": step.model[each] for each in units.values()}, here)
         self._values = {name: values[f"model.{theirs}"] for name, theirs in units.items()}
         found.unexpected += [f"model.{name}" for name in step.model if name not in taken]
@@ -438,16 +443,14 @@ class _Load:
                 continue
             each, other = read[name], read[first]
             one, two = (saved.get(it.theirs[6:], it.theirs[6:]) for it in (each, other))
-            if (one != two or not one) and not self._same(each, other):
-                found.conflicting.append(name)
+            if one != two or not one:
+                a, b = self._rows(each), self._rows(other)
+                if not ((a == b) | ((a != a) & (b != b))).all():
+                    found.conflicting.append(name)
         self._tensors = [each for each in self._tensors if ties.get(each.own) not in read]
 
-    def _same(self, first: _Taken, second: _Taken) -> bool:
-        """Whether this rank's rows of two tensors are to be the same."""
-        a, b = self._rows(first), self._rows(second)
-        return bool(((a == b) | ((a != a) & (b != b))).all())
-
     def _rows(self, taken: _Taken) -> Tensor:
+        """This rank's rows of a tensor that is loaded."""
         if taken.rows is not None:
             return taken.rows.to(taken.value.device, taken.value.dtype)
         copy = torch.empty_like(taken.value)
@@ -492,48 +495,29 @@ class _Load:
             for each in tensors:
                 if each.rows is not None:
                     local_of(each.value).copy_(each.rows)
-            _reshard(model)
+            for module in model.modules():  # torch finds parameters only while shards are there
+                if isinstance(module, FSDPModule):
+                    module.reshard()
             chosen = {each.own[6:]: each.value for each in tensors if each.own.startswith("model.")}
             set_model_state_dict(
                 model, {**chosen, **self._values}, options=StateDictOptions(strict=False)
             )
             if self._optimizer is not None:
                 self._optimizer.load(out)
-            self._read_wire(out)
+            saved = self._step.saved
+            self._wire = {
+                name: value
+                for name, value in wire_state(self.model).state_dict().items()
+                if f"wire.{name}" not in out and is_whole(saved.get(f"wire.{name}"), value)
+            }
+            self._step.read((f"wire.{name}", value) for name, value in self._wire.items())
         set_rng_states(self._rng)
 
-    def _read_wire(self, out: set[str]) -> None:
-        """Read the state that wire formats keep between steps, after the parameters."""
-        own, saved = wire_state(self.model).state_dict(), self._step.saved
-        own = {name: value for name, value in own.items() if f"wire.{name}" not in out}
-        self._wire = {n: v for n, v in own.items() if is_whole(saved.get(f"wire.{n}"), v)}
-        self._step.read((f"wire.{name}", value) for name, value in self._wire.items())
-
     def take_wire(self) -> None:
-        """Put it in place, which may communicate: all ranks have read theirs."""
+        """Put the wire formats' state in place, which may communicate, when all have read it."""
         step = f"step {self.manifest.step} of '{self.store}'"
         with torch.inference_mode(False), torch.no_grad():
             wire_state(self.model).take(self._wire, step, self.call.is_first, self.call.size)
-
-
-def _read_in_place(state: Nested) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers; a tensor that is an extra state is a value."""
-    for name, value in state.items():
-        if isinstance(value, Tensor) and not name.endswith("_extra_state"):
-            yield name, value
-
-
-def _tensors_of(name: str, value: object) -> dict[str, Tensor]:
-    """Tensors inside of a value, by the names that DCP's items have."""
-    flat, _ = flatten_state_dict({name: value})
-    return {name: each for name, each in flat.items() if isinstance(each, Tensor)}
-
-
-def _reshard(model: nn.Module) -> None:
-    """torch's functions find parameters only while shards are registered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 # ---- tensors that functions make

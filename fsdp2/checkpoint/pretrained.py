@@ -159,17 +159,14 @@ class _PretrainedLoad:
                     )
         for name, part in held.items():
             if part.local.is_meta and name not in loaded:
-                self._check_reset(name)
+                owner = self._model.get_submodule(name.rpartition(".")[0])
+                if not callable(getattr(owner, "reset_parameters", None)):
+                    self._refuse_unset(name)
         for name in _unsaved(self._model):
             value = _recomputed(self._model, name)
             if value is None:
                 self._refuse_unset(name)
             self._values[name] = value
-
-    def _check_reset(self, name: str) -> None:
-        owner = self._model.get_submodule(name.rpartition(".")[0])
-        if not callable(getattr(owner, "reset_parameters", None)):
-            self._refuse_unset(name)
 
     def _refuse_unset(self, name: str) -> NoReturn:
         raise checkpoint_error(

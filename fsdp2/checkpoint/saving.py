@@ -247,15 +247,6 @@ class _Failure:
     told: bool = False
 
 
-@dataclass
-class _End:
-    """The result of a save."""
-
-    path: AnyPath | None = None
-    failure: _Failure | None = None
-    before: _Failure | None = None  # of the save before, if it must be reported here
-
-
 class Saving:
     """A running save.
 
@@ -267,7 +258,9 @@ class Saving:
         self.step = step
         self._copy = copy
         self._ended = threading.Event()
-        self._end = _End()
+        self._path: AnyPath | None = None  # if the step is durable
+        self._failure: _Failure | None = None
+        self._failed_before: _Failure | None = None  # of the save before, if reported here
         self._thread: threading.Thread | None = None
 
     @property
@@ -278,7 +271,7 @@ class Saving:
     @property
     def durable(self) -> bool:
         """Whether the step is complete and durable."""
-        return self._end.path is not None
+        return self._path is not None
 
     def wait_staged(self) -> None:
         """Wait until parameters and states may be written in any way."""
@@ -302,31 +295,27 @@ class Saving:
                 "ckpt-not-yet",
                 f"step {self.step} is not durable after {timeout} seconds; wait longer",
             )
-        end = self._end
-        before, end.before = end.before, None
+        before, self._failed_before = self._failed_before, None
         if before is not None:
             before.told = True
-        if end.failure is not None:
-            end.failure.told = True
+        if self._failure is not None:
+            self._failure.told = True
+            error = self._failure.error
             if before is not None:
                 raise checkpoint_error(
                     "ckpt-both-failed",
-                    f"step {self.step} has failed ({end.failure.error}), and so has the save "
-                    f"before it ({before.error}); correct the cause and save again",
-                ) from end.failure.error
-            raise end.failure.error
+                    f"step {self.step} has failed ({error}), and so has the save before it "
+                    f"({before.error}); correct the cause and save again",
+                ) from error
+            raise self._failure.error
         if before is not None:
             raise checkpoint_error(
                 "ckpt-before-failed",
                 f"step {self.step} is durable, but the save before it has failed "
                 f"({before.error}); continue training, or save again",
             ) from before.error
-        assert end.path is not None
-        return end.path
-
-    @property
-    def _is_told(self) -> bool:
-        return self._end.failure is not None and self._end.failure.told
+        assert self._path is not None
+        return self._path
 
     def _wait(self, timeout: float | None = None) -> bool:
         """Whether it is over; then its thread is, too."""
@@ -346,8 +335,7 @@ class Saving:
             LOG.warning("no thread can be started, so that training waits for step %d", self.step)
             job()
 
-    def _finish(self, end: _End) -> None:
-        self._end = end
+    def _finish(self) -> None:
         self._ended.set()
 
 
@@ -384,7 +372,7 @@ class _Process:
         """
         for saving in self.latest[: len(self.latest) - overlaps]:
             saving._wait()
-            failure = saving._end.failure
+            failure = saving._failure
             if failure is not None and not failure.told:
                 self.finish()
                 failure.told = True
@@ -485,7 +473,8 @@ class _Save:
         _process.wait(_OVERLAPS if self._beside else 0, self._call, self._channel)
         self._before = _process.latest[-1] if _process.latest else None
         # As it is at the call: later it would be a matter of who is faster.
-        self._knows = self._before is not None and self._before._is_told
+        failure = None if self._before is None else self._before._failure
+        self._knows = failure is not None and failure.told
         self._store: Store
         self._model = first_of(asked.model)
         self._keep: Keep | None = None
@@ -500,7 +489,6 @@ class _Save:
         self._plan: _WritePlan | None = None
         self._tried: Attempt | None = None  # of the plan
         self._untold: _Failure | None = None  # of the save before
-        self._end = _End()
         self._local = False  # whether to tell what this rank would write
         self._held = ExitStack()  # on rank 0, the folder
         self._is_ours: Callable[[], bool] | None = None  # once the folder is held
@@ -519,7 +507,9 @@ class _Save:
         self._extra = extra
         state = state_of(model, optimizers, states, asked.buffers, asked.trainable)
         if optimizers:
-            self._stepped = _stepped_by(state["optimizer"]["param_groups"])
+            stepped = [name for g in state["optimizer"]["param_groups"] for name in g["params"]]
+            digest = hashlib.sha256("\n".join(stepped).encode()).digest()
+            self._stepped = (stepped[0] if stepped else "none", digest)
         if asked.rng:
             state["rng"] = {str(self._call.rank): rng_states()}
         if wire := self._of_these_ranks(wire_state(model).state_dict()):
@@ -555,43 +545,43 @@ class _Save:
 
     def start(self) -> Saving:
         """Write, now or in a thread of its own."""
-        saving = Saving(self._step, self._copy)
+        self._saving = saving = Saving(self._step, self._copy)
         _process.latest = [*_process.latest[-1:], saving]
         if self._beside:
-            saving._run(lambda: self._run(saving))
+            saving._run(self._run)
         else:
-            self._run(saving)
+            self._run()
         return saving
 
     # ---- beside training
 
-    def _run(self, saving: Saving) -> None:
+    def _run(self) -> None:
+        saving = self._saving
         try:
             if self._copy is not None and self._cause is None:
                 self._taken, self._cause = self._call.attempt(self._copy.run)
             self._follow()
-            self._end.path = self._save()
+            saving._path = self._save()
         except CheckpointError as error:
-            self._end = _End(failure=_Failure(error), before=self._untold)
+            saving._failure, saving._failed_before = _Failure(error), self._untold
             if self._copy is not None:
                 LOG.error("%s", error)  # in case that nobody asks
         except BaseException as error:
-            self._end = _End(
-                failure=_Failure(resaid(CheckpointError, str(error))), before=self._untold
-            )
+            failed = resaid(CheckpointError, str(error))
+            saving._failure, saving._failed_before = _Failure(failed), self._untold
             raise
         finally:
             self._held.close()
             if self._copy is not None:
                 self._copy.staged = {}
-            saving._finish(self._end)
+            saving._finish()
 
     def _follow(self) -> None:
         """Wait for the save before: ranks exchange, and plan, in the order of the calls."""
         before, self._before = self._before, None
         if before is not None:
             before._wait()
-            self._untold = None if self._knows else before._end.failure
+            self._untold = None if self._knows else before._failure
         plan = _process.plan_of(self._layout, self._channel)
         if plan is not None and self._cause is None:
             self._follow_plan(plan)
@@ -611,7 +601,7 @@ class _Save:
                     _process.origins.saved(self._model, self._store, self._step)
                     if answer.before is not None:
                         error = CheckpointError(answer.before)
-                        self._end.before = self._untold or _Failure(error)
+                        self._saving._failed_before = self._untold or _Failure(error)
                     assert self._tried is not None
                     return self._tried.path
                 if self._tried is not None:
@@ -800,12 +790,6 @@ def _packed(argument: str, value: Value) -> Packed:
             f"containers of them",
         )
     return found
-
-
-def _stepped_by(groups: Sequence[Nested]) -> Stepped:
-    names = [name for group in groups for name in group["params"]]
-    digest = hashlib.sha256("\n".join(names).encode()).digest()
-    return (names[0] if names else "none", digest)
 
 
 def _require_one_optimizer(stepped: Sequence[Stepped | None]) -> None:

@@ -226,7 +226,8 @@ def names_in(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list
 
 
 def _state_of_one(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Nested:
-    if _has_own_state_dict(optimizer):
+    hooks = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
+    if hooks or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         return renamed(optimizer.state_dict(), names_in(optimizer, names))
     groups = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -235,12 +236,6 @@ def _state_of_one(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) ->
     ]
     state = {name_of(param, names): dict(kept) for param, kept in optimizer.state.items()}
     return {"state": state, "param_groups": groups}
-
-
-def _has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).state_dict is not torch.optim.Optimizer.state_dict or bool(
-        optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
-    )
 
 
 def name_of(param: torch.Tensor, names: Mapping[int, str]) -> str:

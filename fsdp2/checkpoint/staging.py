@@ -144,7 +144,8 @@ class Copy:
 
     def wait(self) -> None:
         """Return when what was copied may be written: the host waits, or the current stream."""
-        if self._event is not None and not self._from_host():
+        from_host = any(source.device.type == "cpu" for source in self._sources.values())
+        if self._event is not None and not from_host:
             self._check()
             torch.accelerator.current_stream().wait_event(self._event)
         else:
@@ -153,9 +154,6 @@ class Copy:
     def finish(self) -> None:
         """Return when all is in host memory, or has failed to come there."""
         self._done.wait()
-
-    def _from_host(self) -> bool:
-        return any(source.device.type == "cpu" for source in self._sources.values())
 
     def _check(self) -> None:
         """Whether anything was written since the call; once, before the first that may write."""

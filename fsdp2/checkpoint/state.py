@@ -229,25 +229,22 @@ def _text(key: object, of: str) -> str:
     )
 
 
-def _check_layout(path: tuple[str | int, ...], rows: Tensor) -> None:
-    """A load writes into the tensor that is there, which has other elements then, or scales."""
+def _check_stored(path: tuple[str | int, ...], rows: Tensor) -> None:
+    name = ".".join(map(str, path))
+    # A load writes into the tensor that is there, which has other elements then, or scales.
     if rows.layout is not torch.strided or rows.is_quantized:
         what = f"of {rows.dtype}" if rows.is_quantized else f"of {rows.layout}"
         raise checkpoint_error(
             "ckpt-layout",
-            f"save() cannot store '{'.'.join(map(str, path))}', a tensor {what}, which load() "
-            f"could not restore in place; make it dense, or a buffer that is not persistent",
+            f"save() cannot store '{name}', a tensor {what}, which load() could not restore in "
+            f"place; make it dense, or a buffer that is not persistent",
         )
-
-
-def _check_class(path: tuple[str | int, ...], rows: Tensor) -> None:
-    """Low-precision states are codes in a subclass, and scales that depend on this rank's rows."""
+    # Low-precision states are codes in a subclass, and scales that depend on this rank's rows.
     if path[0] == "optimizer" and is_traceable_wrapper_subclass(rows):
         raise checkpoint_error(
             "ckpt-subclass",
-            f"save() cannot store '{'.'.join(map(str, path))}', whose shards are of the tensor "
-            f"subclass {type(rows).__name__}; save this optimizer with "
-            f"torch.distributed.checkpoint",
+            f"save() cannot store '{name}', whose shards are of the tensor subclass "
+            f"{type(rows).__name__}; save this optimizer with torch.distributed.checkpoint",
         )
 
 
@@ -269,8 +266,7 @@ def kept_values(state: Nested) -> Nested:
     found: Nested = {}
     for path, value in _values_in(state):
         if isinstance(value, Tensor):
-            _check_layout(path, local_of(value))
-            _check_class(path, local_of(value))
+            _check_stored(path, local_of(value))
             continue
         if is_kept_by_dcp(value):
             continue
@@ -372,13 +368,8 @@ class Differences:
     def over_ranks(cls, parts: Sequence[Differences]) -> Differences:
         """Differences on any rank; unexpected names are those that no rank has."""
         unexpected = set(parts[0].unexpected).intersection(*(part.unexpected for part in parts))
-        return cls(
-            sorted({name for part in parts for name in part.missing}),
-            sorted(unexpected),
-            sorted({name for part in parts for name in part.reshaped}),
-            sorted({name for part in parts for name in part.retyped}),
-            sorted({name for part in parts for name in part.conflicting}),
-        )
+        found = {key: sorted({n for part in parts for n in vars(part)[key]}) for key in vars(cls())}
+        return cls(**found | {"unexpected": sorted(unexpected)})
 
 
 def is_whole(saved: object, like: Tensor) -> bool:
@@ -555,7 +546,11 @@ def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str
     others: list[str] = []
     first: dict[object, str] = {}
     state = whole_state(model)
-    registered = {clean(name): id(param) for name, param in _registered(model)}
+    registered = {
+        clean(name): id(each)
+        for named in (model.named_parameters, model.named_buffers)
+        for name, each in named(remove_duplicate=False)
+    }
     for name, value in state.items():
         if not isinstance(value, Tensor):
             others.append(name)
@@ -571,12 +566,6 @@ def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str
         else:
             tied[name] = kept
     return found, tied, others
-
-
-def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under all of their names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def held_of(name: str, value: Tensor) -> Held:
