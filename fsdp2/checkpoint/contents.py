@@ -32,7 +32,7 @@ class Contents:
     model: Nested
     optimizer: Nested | None = None  # parameters by name
     rng: Nested = field(default_factory=dict)  # by rank and device
-    extra: Any = None
+    extra: object = None
     beside: Nested = field(default_factory=dict)  # of a step: "states", "rank_extra"
 
     def strip(self, prefix: str, source: Path) -> None:
@@ -63,7 +63,7 @@ class Contents:
         return {**found, **self.beside}
 
 
-def contents_of(tree: Any, source: Path) -> Contents:
+def contents_of(tree: object, source: Path) -> Contents:
     """Find model and optimizer in the contents of a file or a folder."""
     while isinstance(tree, dict) and len(tree) == 1:  # {"app": {"model": …}}
         (inner,) = tree.values()

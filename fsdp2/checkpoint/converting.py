@@ -54,16 +54,10 @@ from fsdp2.checkpoint.folder import (
     steps,
 )
 from fsdp2.checkpoint.folders import BINARY_INDEX, TensorFolder, is_safetensors
-from fsdp2.checkpoint.items import file_of, index_of
+from fsdp2.checkpoint.items import file_of, index_of, read_index
 from fsdp2.checkpoint.snapshots import Nested
-from fsdp2.checkpoint.state import Reader, kept_values, read_into
-from fsdp2.checkpoint.stores import (
-    INDEX,
-    MANIFEST,
-    DiskStore,
-    PathLike,
-    local_path,
-)
+from fsdp2.checkpoint.state import kept_values, read_into
+from fsdp2.checkpoint.stores import INDEX, MANIFEST, DiskStore, PathLike, local_path
 from fsdp2.checkpoint.tensors import SUFFIX, About, bytes_of, plan
 from fsdp2.checkpoint.values import packed, unpacked
 from fsdp2.core.errors import checkpoint_error
@@ -271,7 +265,7 @@ def _put_value(tree: Nested, flat: Nested, written: list[Any]) -> None:
 
 def _read_dcp(folder: Path) -> tuple[Nested, Nested]:
     """The state dict, nested as it was; and by items."""
-    metadata = Reader(folder).read_metadata()
+    metadata = read_index(folder)
     saved, paths = metadata.state_dict_metadata, metadata.planner_data or {}
     flat: Nested = {}
     for name, about in saved.items():

@@ -26,14 +26,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.consensus import Call
-from fsdp2.checkpoint.folder import (
-    Progress,
-    check_files,
-    items_of,
-    read_manifest,
-    store_of,
-)
-from fsdp2.checkpoint.state import Reader, held_by, read_chunk
+from fsdp2.checkpoint.folder import Progress, check_files, items_of, read_manifest, store_of
+from fsdp2.checkpoint.items import read_index
+from fsdp2.checkpoint.state import held_by, read_chunk
 from fsdp2.checkpoint.stores import PathLike, disk_path, local_path
 from fsdp2.checkpoint.tensors import About, Layout, Writer, plan
 from fsdp2.core.errors import CheckpointError, checkpoint_error
@@ -162,7 +157,7 @@ class _Facts:
 
 
 class _Part(NamedTuple):
-    """What this rank has of a tensor."""
+    """This rank's part of a tensor."""
 
     name: str
     box: Box
@@ -264,7 +259,7 @@ def _write(
 
 @dataclass
 class _Source:
-    """What this rank has of a model or of a saved step, by the source's names."""
+    """This rank's part of a model or of a saved step, by the source's names."""
 
     tensors: dict[str, About] = field(default_factory=dict)
     parts: list[_Part] = field(default_factory=list)
@@ -307,7 +302,7 @@ def _of_step(call: Call, folder: PathLike, step: int | None, names: Names) -> _S
     manifest = read_manifest(store, step)
     check_files(store, manifest)
     path = items_of(store, manifest)
-    metadata = Reader(path).read_metadata()
+    metadata = read_index(path)
     found, number = _Source(), 0
     for saved, about in metadata.state_dict_metadata.items():
         if not saved.startswith("model."):

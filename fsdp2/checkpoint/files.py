@@ -215,10 +215,7 @@ def fact_of(data: bytes) -> Fact:
 
 
 def write_durably(contents: Mapping[Path, bytes]) -> None:
-    """Make files, and return when their bytes are on the disk.
-
-    All are on their way before the first is waited for: a journal has them in one go.
-    """
+    """Make files, durably: all are on their way before the first is waited for."""
     with ExitStack() as opened:
         made = []
         for path, data in contents.items():

@@ -94,10 +94,7 @@ class TensorFolder:
         return found
 
     def read(self, name: str, out: Tensor, offsets: Sequence[int]) -> None:
-        """Fill ``out``, of any device and dtype, with the box of a tensor that begins there.
-
-        Blocks of 8 MiB are cast or sent to a device at a time.
-        """
+        """Fill ``out``, of any device and dtype, with the box that begins there, by 8 MiB."""
         part, rows = self._slices[name], len(out) if out.dim() else 1
         step = max(1, BLOCK * rows // max(1, math.prod(out.shape) * out.element_size()))
         for start in range(0, rows, step):

@@ -89,11 +89,9 @@ def write_items(
 
 @functools.lru_cache(4096)
 def framing_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int]:
-    """The bytes that `write_items` puts before the values of a tensor, and the size of all but the
-    values.
+    """The bytes of an item before a tensor's values, and the size of all but the values.
 
-    If an item begins with these bytes and has this length, its values follow them: it is read
-    without a parser.
+    An item that begins with these bytes and has this length is read without a parser.
     """
     whole, before = io.BytesIO(), 0
     like = torch.empty(shape, dtype=dtype, device="meta")
@@ -156,8 +154,7 @@ _CLASSES: dict[tuple[str, str], type[_Draft]] = {
 class _Interpreter(_PYTHONS):
     """Creates drafts: no class of the process is named, so that BUILD changes none.
 
-    The one in C would allocate a memo as large as a file says, and crashes on keys of nested
-    tuples.
+    The one in C allocates a memo as large as a file says, and crashes on keys of nested tuples.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -344,10 +341,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def cover(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes lie in a tensor, do not overlap, and leave no element out.
-
-    The time grows with their number, except for those that begin at the same index of dim 0.
-    """
+    """Whether boxes lie in a tensor, do not overlap, and leave no element out."""
     full = [(first, sizes) for first, sizes in boxes if math.prod(sizes)]
     if sum(math.prod(sizes) for _, sizes in full) != math.prod(shape):
         return False

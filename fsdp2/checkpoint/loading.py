@@ -40,6 +40,7 @@ from fsdp2.checkpoint.folder import (
     read_manifest,
     store_of,
 )
+from fsdp2.checkpoint.items import read_index
 from fsdp2.checkpoint.optimizers import Names, OptimizerMatch
 from fsdp2.checkpoint.reading import Step
 from fsdp2.checkpoint.saving import end_saves, note_load
@@ -48,7 +49,6 @@ from fsdp2.checkpoint.state import (
     Differences,
     Models,
     Optimizers,
-    Reader,
     States,
     as_list,
     as_module,
@@ -263,7 +263,7 @@ def read_extra(folder: PathLike, step: int | None = None, *, rank: int | None = 
     manifest = read_manifest(store, step)
     check_files(store, manifest)
     path = items_of(store, manifest)
-    metadata = Reader(path).read_metadata()
+    metadata = read_index(path)
     with broken_values(path):
         if rank is not None:
             return _rank_extra(path, metadata, rank)

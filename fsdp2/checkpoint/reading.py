@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.folder import Json
+from fsdp2.checkpoint.items import read_index
 from fsdp2.checkpoint.snapshots import Nested
-from fsdp2.checkpoint.state import Reader, Saved, read_into
+from fsdp2.checkpoint.state import Saved, read_into
 from fsdp2.checkpoint.stores import AnyPath
 from fsdp2.checkpoint.values import Value, tensors_in, unpacked
 
@@ -38,7 +39,7 @@ class Step:
 
     def __init__(self, path: AnyPath) -> None:
         self.path = path
-        self.metadata = Reader(path).read_metadata()
+        self.metadata = read_index(path)
         self.saved = self.metadata.state_dict_metadata
         self.model: Units = {}
         self.states: dict[str, Units] = {}

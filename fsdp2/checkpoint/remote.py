@@ -27,6 +27,7 @@ from fsdp2.checkpoint.stores import (
     Attempt,
     Failures,
     Store,
+    mark_of,
     step_name,
 )
 from fsdp2.core.errors import checkpoint_error
@@ -128,7 +129,7 @@ class RemoteStore(Store):
 
     def has(self, step: int) -> bool:
         self.fs.invalidate_cache()
-        return bool(self.fs.exists((self.folder(step) / MANIFEST).path))
+        return bool(self.fs.exists((self.root / step_name(step) / MANIFEST).path))
 
     def unfinished(self) -> list[str]:
         found = []
@@ -151,7 +152,7 @@ class RemoteStore(Store):
     def lengths(self, step: int, names: Iterable[str]) -> dict[str, int]:
         """In one listing: each of many ranks asks for the files of all."""
         self.fs.invalidate_cache()
-        begin = f"{self.folder(step).path}/"
+        begin = f"{(self.root / step_name(step)).path}/"
         there = self.fs.find(begin, detail=True)
         return {name: int(there[begin + name]["size"]) for name in names if begin + name in there}
 
@@ -168,19 +169,20 @@ class RemoteStore(Store):
 
     def replace(self, why: Mapping[int, str]) -> None:
         for step, text in why.items():
-            self.fs.pipe_file(self._mark(step).path, text.encode())
+            self.fs.pipe_file((self.root / mark_of(step)).path, text.encode())
 
     def reinstate(self, steps: Iterable[int]) -> None:
         for step in steps:
             self.fs.invalidate_cache()
-            if self._mark(step).is_file():
-                self.fs.rm_file(self._mark(step).path)
+            mark = self.root / mark_of(step)
+            if mark.is_file():
+                self.fs.rm_file(mark.path)
 
     def remove_steps(self, doomed: list[int]) -> None:
         with Failures() as failures:
             for step in doomed:
                 with failures.noted():
-                    self.fs.rm_file((self.folder(step) / MANIFEST).path)
+                    self.fs.rm_file((self.root / step_name(step) / MANIFEST).path)
                     self.remove_unfinished([step_name(step)])
                     self.reinstate([step])
 
@@ -197,8 +199,8 @@ class RemoteAttempt(Attempt):
         self._fs = store.fs
         self._store, self._step = store, step
         self._decided = False  # whether the manifest may be there
-        self._manifest = store.folder(step) / MANIFEST
-        self._own = store.folder(step) / token
+        self._manifest = store.root / step_name(step) / MANIFEST
+        self._own = store.root / step_name(step) / token
         self.folder = token
         self.path: AnyPath = self._own
         self.written: dict[str, files.Fact] = {}

@@ -132,10 +132,7 @@ class Origins:
         self._known.pop(model, None)
 
     def of(self, model: nn.Module, store: Store) -> int | None:
-        """The step from which a save of the model continues, if it is the first after a load.
-
-        If several models were loaded from several steps of one folder, it is the newest.
-        """
+        """The step from which a model's first save after loads continues: the newest of all."""
         name = str(store)
         if name not in self._known.get(model, {}):
             return None

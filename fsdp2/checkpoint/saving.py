@@ -363,12 +363,10 @@ class _Process:
         self._plans: list[tuple[Layout, object, _WritePlan]] = []
 
     def wait(self, overlaps: int, call: Call, channel: SideChannel) -> None:
-        """In the next save: wait for earlier ones, and raise errors that this rank's user has not
-        seen.
+        """Wait for all but some earlier saves, and raise errors that this rank's user has not seen.
 
-        Only the order of calls determines what is waited for, so that ranks raise in the same way,
-        whichever saves have ended already. A rank that has asked for the result continues to save,
-        and gets the error there.
+        Only the order of calls determines what is waited for, so that ranks raise in the same way.
+        A rank that has asked for the result continues to save, and gets the error there.
         """
         for saving in self.latest[: len(self.latest) - overlaps]:
             saving._wait()
@@ -752,10 +750,7 @@ def _check_parts(plans: list[SavePlan]) -> None:
 
 
 def _values_of_the_first(plans: list[SavePlan], buffers: set[str]) -> list[SavePlan]:
-    """Buffers, values, and tensors inside of them, are those of the first rank that has them.
-
-    They fit together then; DCP would take each from whom has the least to write.
-    """
+    """Buffers, values and tensors in them are the first rank's, so that they fit together."""
     seen: set[MetadataIndex] = set()
     found = []
     for plan in plans:

@@ -80,10 +80,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
 
 def whole_state(model: nn.Module) -> Nested:
-    """As ``get_model_state_dict``, which needs an attribute of each entry's name.
-
-    A quantized weight has those that its module writes below its name; the weight's shard does not.
-    """
+    """As ``get_model_state_dict``, also of a quantized weight with entries below its name."""
     try:
         return dict(get_model_state_dict(model))
     except AttributeError:

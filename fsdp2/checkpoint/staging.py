@@ -42,10 +42,7 @@ def plain(value: object) -> object:
 
 
 class HostMemory:
-    """Memory that is copied into, allocated once, and used by one save after the other.
-
-    It grows where a save needs more, and is page-locked where an accelerator copies into it.
-    """
+    """Memory that saves copy into: it grows, and is page-locked for an accelerator."""
 
     def __init__(self) -> None:
         self._buffer: FlatBuffer | None = None

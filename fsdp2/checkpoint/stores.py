@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import BinaryIO, Literal, Protocol
 
 from fsdp2.checkpoint import files, owning
 from fsdp2.core.errors import checkpoint_error
@@ -97,7 +97,7 @@ class Attempt(ABC):
 class Store(ABC):
     """A folder of steps; ``str`` of it is its name in messages."""
 
-    root: Any  # an `AnyPath`
+    root: AnyPath
 
     def __str__(self) -> str:
         return str(self.root)
@@ -143,9 +143,6 @@ class Store(ABC):
     def reinstate(self, steps: Iterable[int]) -> None:
         """Take `replace` back."""
 
-    def _mark(self, step: int) -> Any:
-        return self.root / f"{REPLACED}{step_name(step)}"
-
     def half_removed(self) -> list[str]:
         """Names of what removals have left here, where it is told from what is being written."""
         return []
@@ -154,7 +151,7 @@ class Store(ABC):
     def unfinished(self) -> list[str]:
         """Names of what is half-done."""
 
-    def folder(self, step: int) -> Any:
+    def folder(self, step: int) -> AnyPath:
         """The folder of a complete step."""
         return self.root / step_name(step)
 
@@ -226,6 +223,11 @@ def saving_folder(folder: Path, step: int, token: str = "") -> Path:
     return folder / f"{_SAVING}{step_name(step)}{token and '-'}{token}"
 
 
+def mark_of(step: int) -> str:
+    """The name of the file that says why a step is replaced."""
+    return f"{REPLACED}{step_name(step)}"
+
+
 def number_of(name: str) -> int | None:
     """The step whose folder has this very name; ``None``: no step's has."""
     digits = name.removeprefix(STEP)
@@ -269,12 +271,14 @@ class DiskStore(Store):
 
     def replace(self, why: Mapping[int, str]) -> None:
         if why:
-            files.write_durably({self._mark(step): text.encode() for step, text in why.items()})
+            files.write_durably(
+                {self.root / mark_of(step): text.encode() for step, text in why.items()}
+            )
             files.DISK.sync_folder(self.root)
 
     def reinstate(self, steps: Iterable[int]) -> None:
         for step in steps:
-            files.discard(self._mark(step))
+            files.discard(self.root / mark_of(step))
 
     def half_removed(self) -> list[str]:
         return sorted(name for name in self.names() if name.startswith(_REMOVING))
@@ -291,7 +295,7 @@ class DiskStore(Store):
         )
 
     def lengths(self, step: int, names: Iterable[str]) -> dict[str, int]:
-        paths = ((name, self.folder(step) / name) for name in names)
+        paths = ((name, self.root / step_name(step) / name) for name in names)
         return {name: path.stat().st_size for name, path in paths if path.is_file()}
 
     def prepare(self) -> None:
@@ -316,7 +320,7 @@ class DiskStore(Store):
     def sweep(self, step: int, own: tuple[str, ...]) -> None:
         name = saving_folder(self.root, step).name
         kin = [p for p in self.root.iterdir() if p.name == name or p.name.startswith(f"{name}-")]
-        for left in kin if self.has(step) else [*kin, self.folder(step)]:
+        for left in kin if self.has(step) else [*kin, self.root / step_name(step)]:
             if not left.name.endswith(own):
                 files.discard(left)
 
@@ -339,7 +343,7 @@ class DiskStore(Store):
 
     def move_away(self, step: int) -> Path:
         """Let a step be half-removed, under a name that nothing else has; not durable yet."""
-        path = self.folder(step)
+        path = self.root / step_name(step)
         names, number = {each.name for each in self.root.iterdir()}, 0
         other = f"{_REMOVING}{path.name}"
         while other in names:  # what another removal has left

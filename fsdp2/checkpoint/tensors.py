@@ -204,10 +204,7 @@ class Writer:
             files.write_durably({self._folder / INDEX: self._layout.index})
 
     def write(self, name: str, tensor: torch.Tensor, offsets: Sequence[int] | None = None) -> None:
-        """Write a tensor, or a box of one; no other bytes are touched.
-
-        At most 8 MiB are staged: where they must be cast, copied from a device or put in order.
-        """
+        """Write a tensor, or a box of one, and no other bytes; at most 8 MiB are staged."""
         place = self._layout.places[name]
         first = tuple(offsets or (0,) * tensor.dim())
         _check_box(name, place.about.shape, first, tuple(tensor.shape))
