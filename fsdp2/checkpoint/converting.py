@@ -59,7 +59,7 @@ from fsdp2.checkpoint.snapshots import Nested
 from fsdp2.checkpoint.state import kept_values, read_into
 from fsdp2.checkpoint.stores import INDEX, MANIFEST, DiskStore, PathLike, local_path
 from fsdp2.checkpoint.tensors import SUFFIX, About, bytes_of, plan
-from fsdp2.checkpoint.values import packed, unpacked
+from fsdp2.checkpoint.values import Packed, unpacked
 from fsdp2.core.errors import checkpoint_error
 
 KINDS = ("steps", "dcp", "torch", "fsdp1", "safetensors")
@@ -364,7 +364,7 @@ def _write_step(
             "convert() to kind 'steps' needs the number of the step; pass step=",
         )
     store.require_free(step)
-    held = packed(contents.extra)
+    held = Packed(contents.extra)
     if held.wrong:
         raise checkpoint_error(
             "ckpt-convert-value",

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.checkpoint.reading import GROUPS, Step
 from fsdp2.checkpoint.snapshots import Nested, named_parameters, names_in
 from fsdp2.checkpoint.state import Differences, class_of
-from fsdp2.checkpoint.values import Value, packed
+from fsdp2.checkpoint.values import Packed, Value
 
 Names = Callable[[str], str | None]
 """The model's name of a tensor to the step's; ``None`` leaves it out."""
@@ -245,7 +245,7 @@ def _alike(values: Sequence[Value]) -> bool:
     """Whether all are of one type and value; tensors in them, too."""
     if len(values) < 2:
         return True
-    first, *others = (packed(value) for value in values)
+    first, *others = (Packed(value) for value in values)
     return all(
         each.content == first.content
         and all(map(torch.equal, each.tensors.values(), first.tensors.values()))

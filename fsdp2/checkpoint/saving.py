@@ -65,7 +65,7 @@ from fsdp2.checkpoint.state import (
 )
 from fsdp2.checkpoint.stores import INDEX, AnyPath, Attempt, PathLike, Store
 from fsdp2.checkpoint.tensors import bytes_of
-from fsdp2.checkpoint.values import Packed, Value, packed
+from fsdp2.checkpoint.values import Packed, Value
 from fsdp2.core.errors import CheckpointError, checkpoint_error, coded, resaid
 from fsdp2.core.facts import LostRankError, ProcessGroup, SideChannel
 from fsdp2.sharding.wire_states import RESIDUALS, wire_state
@@ -773,7 +773,7 @@ def _is_of_a_value(item: WriteItem, paths: Mapping[str, tuple[Any, ...]]) -> boo
 
 
 def _packed(argument: str, value: Value) -> Packed:
-    found = packed(value)
+    found = Packed(value)
     wrong = found.wrong[:1]
     if argument == "rank_extra" and found.shared:
         wrong.append(f"a DTensor at '{found.shared[0][0]}'")

@@ -56,7 +56,7 @@ from fsdp2.checkpoint.snapshots import (
 from fsdp2.checkpoint.stores import AnyPath
 from fsdp2.checkpoint.tensors import About, Place
 from fsdp2.checkpoint.tensors import Reader as TensorReader
-from fsdp2.checkpoint.values import is_kept_by_dcp, packed
+from fsdp2.checkpoint.values import Packed, is_kept_by_dcp
 from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import clean, local_of, part_of
 
@@ -285,7 +285,7 @@ def kept_values(state: Nested) -> Nested:
             found[place] = tensor.detach() if tensor.requires_grad else tensor
             return f"values.{place}"
 
-        held = packed(value, named)
+        held = Packed(value, named)
         if held.wrong:
             raise checkpoint_error(
                 "ckpt-value",
