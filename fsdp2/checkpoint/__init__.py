@@ -10,7 +10,6 @@ loading    `load`, `read_extra`: compared on all ranks before anything is writte
 exporting  `export`: a folder that Hugging Face's libraries load, written by all ranks at once
 pretrained `load_pretrained`: such a folder into a model, each rank its own slices
 retention  `Keep`, `best_step`: which steps to keep, and which ones a branch replaces
-folders    the same folders, and pytorch_model*.bin, read: slices of mapped files
 folder     `steps`, `replaced`, `verify`, `unfinished`, `remove`; the manifest of a step
 stores     the storage of steps, its operations, and the implementation on a disk
 remote     the implementation for URLs, with fsspec: no renames, no syncs
@@ -19,7 +18,7 @@ values     values other than tensors, with their types, as JSON
 reading    a step's items, by their owner
 optimizers states and options of optimizers, found by parameter name
 converting `convert`: from any kind of checkpoint to any other, streamed
-contents   model, optimizer by name and the rest, of any kind
+contents   model, optimizer by name and the rest, of any kind; slices of mapped files
 archives   files of torch.save: read by torch without running code, written tensor by tensor
 tensors    the safetensors format by offsets: slices written and items read in place
 preemption `Preemption`: a signal before the end, and ranks that agree when to exit

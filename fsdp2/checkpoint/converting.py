@@ -42,7 +42,14 @@ from fsdp2.checkpoint.archives import (
     values_of,
     write_archive,
 )
-from fsdp2.checkpoint.contents import Contents, contents_of, contents_of_step
+from fsdp2.checkpoint.contents import (
+    BINARY_INDEX,
+    Contents,
+    TensorFolder,
+    contents_of,
+    contents_of_step,
+    is_safetensors,
+)
 from fsdp2.checkpoint.folder import (
     Manifest,
     Progress,
@@ -53,7 +60,6 @@ from fsdp2.checkpoint.folder import (
     read_manifest,
     steps,
 )
-from fsdp2.checkpoint.folders import BINARY_INDEX, TensorFolder, is_safetensors
 from fsdp2.checkpoint.items import file_of, index_of, read_index
 from fsdp2.checkpoint.snapshots import Nested
 from fsdp2.checkpoint.state import kept_values, read_into

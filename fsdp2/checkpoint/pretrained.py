@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2.checkpoint.consensus import Call
+from fsdp2.checkpoint.contents import TensorFolder
 from fsdp2.checkpoint.exporting import Names
-from fsdp2.checkpoint.folders import TensorFolder
 from fsdp2.checkpoint.state import Differences, Held, held_by
 from fsdp2.checkpoint.stores import PathLike, local_path
 from fsdp2.core.errors import checkpoint_error

@@ -44,7 +44,7 @@ from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.checkpoint.files import read_at
-from fsdp2.checkpoint.items import framing_of, read_index
+from fsdp2.checkpoint.items import framing_of
 from fsdp2.checkpoint.snapshots import (
     Nested,
     above,
@@ -404,7 +404,7 @@ def _chunk_at(about: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorag
 
 
 class Reader(FileSystemReader):
-    """DCP's, of a step wherever it is, with an index that runs no code and is checked."""
+    """DCP's, of the data of a step wherever it is."""
 
     def __init__(self, path: AnyPath) -> None:
         super().__init__("")
@@ -453,9 +453,6 @@ class Reader(FileSystemReader):
             reader.read_box(place, target, tuple(item.storage_offsets))
         planner.commit_tensor(item, target)
         return True
-
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        return read_index(self.path)
 
 
 class _Planner(DefaultLoadPlanner):

@@ -10,7 +10,7 @@ This module knows plain names, shapes and dtypes; it knows no model and does not
 
 The package ``safetensors`` writes a file from one process that has all tensors whole, and does not
 return the offsets of tensors. Here each rank writes its own slices, which requires the offsets;
-`folders` reads such files with the package. Order, header and padding are identical to the
+`contents` reads such files with the package. Order, header and padding are identical to the
 package's, byte for byte; tests compare them.
 """
 

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import items
 from fsdp2.checkpoint.archives import mapped, read_file, values_of
+from fsdp2.checkpoint.contents import TensorFolder
 from fsdp2.checkpoint.folder import Manifest
-from fsdp2.checkpoint.folders import TensorFolder
 from fsdp2.checkpoint.items import cover
 from fsdp2.core.errors import CheckpointError
 from tests.common.errors import raises
