@@ -147,6 +147,3 @@ def _refuse(what: str, group: object) -> NoReturn:
         f"{what} takes a process group of torch.distributed as process_group=, not a "
         f"{type(group).__qualname__}; pass mesh.get_group() of a mesh, or None for all ranks",
     )
-
-
-__all__ = ["Call", "Outcome"]

@@ -88,7 +88,7 @@ def contents_of(tree: object, source: Path) -> Contents:
     models = [key for key in _MODEL if isinstance(tree.get(key), dict)]
     optimizers = [key for key in _OPTIMIZER if isinstance(tree.get(key), dict)]
     if not models and _is_model(tree):
-        return Contents(_cleaned(tree, source))
+        return Contents(_renamed(tree, clean, source))
     if len(models) != 1 or len(optimizers) > 1 or not _is_model(tree[models[0]]):
         raise checkpoint_error(
             "ckpt-no-model",
@@ -96,7 +96,7 @@ def contents_of(tree: object, source: Path) -> Contents:
             f"{sorted(map(str, tree))}; save a dict with model.state_dict() as 'model' and "
             f"optimizer.state_dict() as 'optimizer'",
         )
-    found = Contents(_cleaned(tree[models[0]], source))
+    found = Contents(_renamed(tree[models[0]], clean, source))
     if optimizers:
         found.optimizer = _by_name(tree[optimizers[0]], found.model, source)
     rest = {key: value for key, value in tree.items() if key not in (*models, *optimizers)}
@@ -109,7 +109,7 @@ def contents_of(tree: object, source: Path) -> Contents:
 
 def contents_of_step(tree: Nested, source: Path) -> Contents:
     """The same of a step, whose places are known, and whose modules may have values of any kind."""
-    found = Contents(_cleaned(tree.get("model", {}), source), rng=tree.get("rng", {}))
+    found = Contents(_renamed(tree.get("model", {}), clean, source), rng=tree.get("rng", {}))
     if "optimizer" in tree:
         found.optimizer = _by_name(tree["optimizer"], found.model, source)
     found.beside = {name: tree[name] for name in ("states", "rank_extra", "about") if name in tree}
@@ -122,10 +122,6 @@ def _is_model(tree: Nested) -> bool:
         not isinstance(key, str) or (isinstance(value, dict) and not key.endswith("_extra_state"))
         for key, value in tree.items()
     )
-
-
-def _cleaned(model: Mapping[str, object], source: Path) -> Nested:
-    return _renamed(model, clean, source)
 
 
 def _renamed(model: Mapping[str, object], change: Callable[[str], str], source: Path) -> Nested:

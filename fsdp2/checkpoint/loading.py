@@ -213,29 +213,21 @@ def load(
         cast,
     )
     left = Differences.over_ranks(call.together(lambda: job.compare(bool(rng), verify, buffers)))
-    if strict:
-        _require_alike(folder, manifest.step, left, rng)
-    call.together(lambda: job.read(left))
-    job.take_wire()
-    note_load(first_of(model), job.store, manifest.step)
-    return Loaded(manifest.step, job.extra, job.rank_extra, left)
-
-
-def _require_alike(
-    folder: PathLike, step: int, left: Differences, rng: bool | Literal["if_saved"]
-) -> None:
-    """Raise for differences, except for random states that were never saved, if so requested."""
     refused = left
-    if rng == "if_saved":
+    if rng == "if_saved":  # random states that were never saved are no difference then
         refused = replace(left, missing=[n for n in left.missing if not n.startswith("rng.")])
-    if refused:
+    if strict and refused:
         raise checkpoint_error(
             "ckpt-differs",
-            f"step {step} of '{folder}' does not fit this model: missing {left.missing}, "
+            f"step {manifest.step} of '{folder}' does not fit this model: missing {left.missing}, "
             f"unexpected {left.unexpected}, of other shapes {left.reshaped}, of other dtypes "
             f"{left.retyped}, with several values for one {left.conflicting}; pass strict=False "
             f"to load what fits",
         )
+    call.together(lambda: job.read(left))
+    job.take_wire()
+    note_load(first_of(model), job.store, manifest.step)
+    return Loaded(manifest.step, job.extra, job.rank_extra, left)
 
 
 def read_extra(folder: PathLike, step: int | None = None, *, rank: int | None = None) -> Value:
@@ -357,8 +349,18 @@ class _Load:
             beside["buffers"] = snapshot(self.model).buffers
         for name, held in beside.items():
             self._compare_beside(name, held, found)
+        if self.optimizers and not self.manifest.has_optimizer:
+            raise checkpoint_error(
+                "ckpt-no-optimizer",
+                f"step {self.manifest.step} of '{self.store}' was saved without an optimizer; "
+                f"load it without one",
+            )
         if self.optimizers:
-            self._compare_optimizers(found)
+            plain = self.transforms.plain()
+            self._optimizer = OptimizerMatch(
+                self._step, self.model, self.optimizers, plain, self.cast
+            )
+            self._optimizer.compare(found)
         if rng:
             self._compare_rng(found)
         wire = wire_state(self.model).state_dict()
@@ -471,18 +473,6 @@ class _Load:
                 for each in self._step.saved
                 if each.startswith(f"{name}.") and each[len(name) + 1 :] not in held
             ]
-
-    def _compare_optimizers(self, found: Differences) -> None:
-        if not self.manifest.has_optimizer:
-            raise checkpoint_error(
-                "ckpt-no-optimizer",
-                f"step {self.manifest.step} of '{self.store}' was saved without an optimizer; "
-                f"load it without one",
-            )
-        self._optimizer = OptimizerMatch(
-            self._step, self.model, self.optimizers, self.transforms.plain(), self.cast
-        )
-        self._optimizer.compare(found)
 
     # ---- loading
 

@@ -70,7 +70,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         >>> fsdp2.checkpoint.snapshot(model).model["blocks.0.weight"].to_local().norm()
     """
     with torch.inference_mode(False), torch.no_grad():
-        params = dict(_parameters(model, _sharded(model)))
+        params = dict(named_parameters(model))
         return Snapshot(
             MappingProxyType(_model_state(model, params)),
             MappingProxyType({name: value.detach() for name, value in _buffers(model, False)}),
@@ -96,7 +96,17 @@ def above(name: str, params: Container[str]) -> str:
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, parameter) of all, sharded wherever a unit has it; a tied one under each name."""
-    yield from _parameters(model, _sharded(model))
+    sharded = {  # by the place that a unit manages, whatever is registered there
+        (id(module), name): param.sharded
+        for record in records_below(model)
+        for group in record.unit.own_groups
+        for param in group.params
+        for module, name in param.entries
+    }
+    for prefix, module in _modules(model):
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield prefix + name, sharded.get((id(module), name), param)
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -115,17 +125,6 @@ def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 # ---- the model
 
 
-def _sharded(model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
-    """The sharded parameter of each place that a unit manages, whatever is registered there."""
-    return {
-        (id(module), name): param.sharded
-        for record in records_below(model)
-        for group in record.unit.own_groups
-        for param in group.params
-        for module, name in param.entries
-    }
-
-
 def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Each module with the prefix of its parameters' names; a shared one under each."""
     yield prefix, module
@@ -134,15 +133,6 @@ def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
         if child is not None:
             left_out = not clean(f"{name}.") or (is_wrapper and name == "module")
             yield from _modules(child, prefix if left_out else f"{prefix}{name}.")
-
-
-def _parameters(
-    model: nn.Module, sharded: Mapping[tuple[int, str], nn.Parameter]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in _modules(model):
-        for name, param in module._parameters.items():
-            if param is not None:
-                yield prefix + name, sharded.get((id(module), name), param)
 
 
 def _buffers(model: nn.Module, persistent: bool) -> Iterator[tuple[str, torch.Tensor]]:
