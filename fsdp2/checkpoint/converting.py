@@ -341,8 +341,7 @@ def _write(place: Path, contents: Contents, found: Converted, progress: Progress
     except BaseException:
         files.discard(path)
         raise
-    files.DISK.rename(path, place)
-    files.DISK.sync_folder(place.parent)
+    files.publish(path, place)
 
 
 def _write_beside(path: Path, kind: str, contents: Contents, progress: Progress | None) -> None:
@@ -351,7 +350,6 @@ def _write_beside(path: Path, kind: str, contents: Contents, progress: Progress 
         with files.DurableFile(path / file_of(0)) as stream:
             index = _write_items(stream, contents.tree(), progress)
         files.write_durably({path / INDEX: index})
-        files.DISK.sync_folder(path)
     elif kind == "safetensors":
         _write_safetensors(path, contents, progress)
     else:

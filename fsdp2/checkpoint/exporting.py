@@ -15,7 +15,7 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -42,8 +42,6 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and lengths."""
 
 _EXPORTING = ".exporting-"
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -117,10 +115,65 @@ def export(
     """
     out = disk_path(folder)
     call = Call(f"export('{out}')", process_group)
+    named = names or (lambda name: name)
     mine: list[_Part] = []
-    facts = call.together(
-        lambda: _facts(call, mine, out, source, step, format, dtype, shard_size, names)
-    )
+
+    def look() -> _Facts:
+        """Check the arguments, look at the source; this rank's parts become ``mine``."""
+        if format != "safetensors":
+            raise checkpoint_error(
+                "export-format",
+                f"export(format=…) takes 'safetensors', not {format!r}",
+            )
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise checkpoint_error(
+                "export-dtype",
+                f"export(dtype=…) takes a floating-point dtype or None, not {dtype}",
+            )
+        shard_bytes = _bytes_in(shard_size)
+        local_path(out)
+        if out.exists() or out.is_symlink():
+            raise checkpoint_error(
+                "export-there",
+                f"'{out}' already exists, and export() replaces nothing; pass another folder, or "
+                f"remove this one",
+            )
+        if isinstance(source, nn.Module):
+            if step is not None:
+                raise checkpoint_error(
+                    "export-step-of-model",
+                    f"export(step={step}) needs a folder of steps, but export() got a model; leave "
+                    f"step out, or pass the folder",
+                )
+            found, kind = _of_model(source, named), "model"
+        else:
+            found, kind = _of_step(call, source, step, named), str(source)
+        mapped = _mapped([*found.tensors, *found.tied], named)
+        kept = {name: mapped[name] for name in found.tensors if name in mapped}
+        mine.extend(p._replace(name=kept[p.name]) for p in found.parts if p.name in kept)
+        boxes: dict[str, list[Box]] = {}
+        for part in mine:
+            boxes.setdefault(part.name, []).append(part.box)
+        abouts = {}
+        for name, other in kept.items():
+            about = found.tensors[name]
+            into = dtype or about.dtype
+            abouts[other] = About(about.shape, into) if about.dtype.is_floating_point else about
+        return _Facts(
+            (str(out), kind, str(step), str(dtype), str(shard_bytes)),
+            shard_bytes,
+            abouts,
+            {other: name for name, other in kept.items()},
+            boxes,
+            {kept[name] for name in found.whole if name in kept},
+            {
+                mapped[other]: kept[first]
+                for other, first in found.tied.items()
+                if other in mapped and first in kept
+            },
+        )
+
+    facts = call.together(look)
     tensors, tied = _shared(facts)
     owners = _owners(facts, tensors)
     layout = plan(tensors, shard_bytes=facts[0].shard_bytes, tied=tied)
@@ -130,7 +183,7 @@ def export(
     try:
         call.together(lambda: _begin(out, writing, layout, writer) if call.is_first else None)
         call.together(lambda: _write(writer, own, tensors, progress))
-        call.together(lambda: _commit(out, writing) if call.is_first else None)
+        call.together(lambda: files.publish(writing, out) if call.is_first else None)
     except CheckpointError:
         writer.abandon()
         if call.is_first and not out.exists():
@@ -321,82 +374,17 @@ def _of_step(call: Call, folder: PathLike, step: int | None, names: Names) -> _S
     return found
 
 
-def _facts(
-    call: Call,
-    mine: list[_Part],
-    out: Path,
-    source: nn.Module | PathLike,
-    step: int | None,
-    format: str,
-    dtype: torch.dtype | None,
-    shard_size: int | str,
-    names: Names | None,
-) -> _Facts:
-    """Check the arguments, look at the source; this rank's parts are put into ``mine``."""
-    if format != "safetensors":
-        raise checkpoint_error(
-            "export-format",
-            f"export(format=…) takes 'safetensors', not {format!r}",
-        )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise checkpoint_error(
-            "export-dtype",
-            f"export(dtype=…) takes a floating-point dtype or None, not {dtype}",
-        )
-    shard_bytes = _bytes_in(shard_size)
-    local_path(out)
-    if out.exists() or out.is_symlink():
-        raise checkpoint_error(
-            "export-there",
-            f"'{out}' already exists, and export() replaces nothing; pass another folder, or "
-            f"remove this one",
-        )
-    named = names or (lambda name: name)
-    if isinstance(source, nn.Module):
-        if step is not None:
-            raise checkpoint_error(
-                "export-step-of-model",
-                f"export(step={step}) needs a folder of steps, but export() got a model; leave "
-                f"step out, or pass the folder",
-            )
-        found, kind = _of_model(source, named), "model"
-    else:
-        found, kind = _of_step(call, source, step, named), str(source)
-    mapped = _mapped([*found.tensors, *found.tied], named)
-    kept = {name: mapped[name] for name in found.tensors if name in mapped}
-    mine += [part._replace(name=kept[part.name]) for part in found.parts if part.name in kept]
-    boxes: dict[str, list[Box]] = {}
-    for part in mine:
-        boxes.setdefault(part.name, []).append(part.box)
-    tensors = {other: found.tensors[name] for name, other in kept.items()}
-    return _Facts(
-        (str(out), kind, str(step), str(dtype), str(shard_bytes)),
-        shard_bytes,
-        {
-            other: replace(about, dtype=dtype) if dtype and about.dtype.is_floating_point else about
-            for other, about in tensors.items()
-        },
-        {other: name for name, other in kept.items()},
-        boxes,
-        {kept[name] for name in found.whole if name in kept},
-        {
-            mapped[other]: kept[first]
-            for other, first in found.tied.items()
-            if other in mapped and first in kept
-        },
-    )
-
-
 def _bytes_in(size: int | str) -> int:
     """5 * 10**9 of "5GB", 5 * 2**30 of "5GiB"."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
+    pattern = r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*"
+    match = re.fullmatch(pattern, size, re.IGNORECASE) if isinstance(size, str) else None
     bytes_ = 0
-    if isinstance(size, str) and match is not None:
+    if match is not None:
         number, unit, binary = match.groups()
-        units = _BINARY if binary else _UNITS
-        bytes_ = int(float(number) * units.get(unit.upper(), 0))
+        power = "KMGT".index(unit.upper()) + 1 if unit else 0
+        bytes_ = int(float(number) * (1024 if binary else 1000) ** power)
     if bytes_ < 1:
         raise checkpoint_error(
             "export-shard-size",
@@ -423,9 +411,3 @@ def _begin(out: Path, writing: Path, layout: Layout, writer: Writer) -> None:
     files.make_folders(out.parent)
     files.DISK.make_folder(writing)
     writer.create()
-
-
-def _commit(out: Path, writing: Path) -> None:
-    files.DISK.sync_folder(writing)
-    files.DISK.rename(writing, out)
-    files.DISK.sync_folder(out.parent)

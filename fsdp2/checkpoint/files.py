@@ -268,6 +268,14 @@ def make_folder(path: Path) -> None:
         DISK.make_folder(path)
 
 
+def publish(path: Path, place: Path) -> None:
+    """Give what is complete its name, durably."""
+    if path.is_dir():
+        DISK.sync_folder(path)
+    DISK.rename(path, place)
+    DISK.sync_folder(place.parent)
+
+
 def remove_tree(path: Path) -> None:
     """Remove a folder and everything below; of a link only the link, never its target."""
     if path.is_symlink() or not path.is_dir():
