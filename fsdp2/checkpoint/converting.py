@@ -142,8 +142,7 @@ def convert(
     for kind in (from_kind, to_kind):
         if kind is not None and kind not in KINDS:
             raise checkpoint_error(
-                "ckpt-kind",
-                f"convert() does not know the kind '{kind}'; pass one of {list(KINDS)}",
+                "ckpt-kind", f"convert() does not know the kind '{kind}'; pass one of {list(KINDS)}"
             )
     found = Converted(from_kind or kind_of(origin), to_kind or _kind_to_be(place), step)
     try:

@@ -122,13 +122,11 @@ def export(
         """Check the arguments, look at the source; this rank's parts become ``mine``."""
         if format != "safetensors":
             raise checkpoint_error(
-                "export-format",
-                f"export(format=…) takes 'safetensors', not {format!r}",
+                "export-format", f"export(format=…) takes 'safetensors', not {format!r}"
             )
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise checkpoint_error(
-                "export-dtype",
-                f"export(dtype=…) takes a floating-point dtype or None, not {dtype}",
+                "export-dtype", f"export(dtype=…) takes a floating-point dtype or None, not {dtype}"
             )
         shard_bytes = _bytes_in(shard_size)
         local_path(out)

@@ -124,13 +124,11 @@ def read_manifest(store: Store, step: int | None) -> Manifest:
     there = step is not None and store.has(step)  # also one that a branch has replaced
     if not known and not there:
         raise checkpoint_error(
-            "ckpt-none",
-            f"'{store}' has no complete step; pass the folder that save() was given",
+            "ckpt-none", f"'{store}' has no complete step; pass the folder that save() was given"
         )
     if step is not None and not there:
         raise checkpoint_error(
-            "ckpt-unknown-step",
-            f"'{store}' has no complete step {step}; load one of {known}",
+            "ckpt-unknown-step", f"'{store}' has no complete step {step}; load one of {known}"
         )
     number = known[-1] if step is None else step
     path = store.folder(number) / MANIFEST
@@ -340,8 +338,7 @@ def remove(folder: PathLike, step: int | None = None) -> list[str]:
     if not store.has(step):
         known = store.steps()
         raise checkpoint_error(
-            "ckpt-remove",
-            f"'{store}' has no complete step {step}; pass one of {known}",
+            "ckpt-remove", f"'{store}' has no complete step {step}; pass one of {known}"
         )
     store.remove_steps([step])
     return [step_name(step)]

@@ -91,8 +91,7 @@ def checked(asked: int | Keep | None, metric: float | None) -> tuple[Keep | None
         found = None if metric is None else float(metric)
     except (TypeError, ValueError):
         raise checkpoint_error(
-            "ckpt-metric",
-            f"save(metric=…) takes a number or None, not {metric!r}",
+            "ckpt-metric", f"save(metric=…) takes a number or None, not {metric!r}"
         ) from None
     keep = Keep(asked) if type(asked) is int else asked
     numbers = [keep.newest, keep.best] if isinstance(keep, Keep) else [0, 0]

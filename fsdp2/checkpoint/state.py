@@ -139,8 +139,7 @@ def check_step(caller: str, step: object) -> None:
     """Raise a `CheckpointError` unless ``step`` is the number of one."""
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise checkpoint_error(
-            "ckpt-step",
-            f"{caller}(step=…) takes an integer from 0, not {step!r}",
+            "ckpt-step", f"{caller}(step=…) takes an integer from 0, not {step!r}"
         )
 
 
