@@ -43,7 +43,8 @@ from fsdp2.checkpoint.folder import (
 from fsdp2.checkpoint.items import read_index
 from fsdp2.checkpoint.optimizers import Names, OptimizerMatch
 from fsdp2.checkpoint.reading import Step
-from fsdp2.checkpoint.saving import end_saves, note_load
+from fsdp2.checkpoint.retention import note_load
+from fsdp2.checkpoint.saving import end_saves
 from fsdp2.checkpoint.snapshots import Nested, above, named_parameters, snapshot, whole_state
 from fsdp2.checkpoint.state import (
     Differences,

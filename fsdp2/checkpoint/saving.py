@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -48,7 +48,15 @@ from fsdp2.checkpoint.consensus import Call, Outcome
 from fsdp2.checkpoint.folder import Manifest, store_of
 from fsdp2.checkpoint.items import index_of, write_items
 from fsdp2.checkpoint.owning import LEASE
-from fsdp2.checkpoint.retention import Keep, Origins, Pruner, branch, checked, left_behind
+from fsdp2.checkpoint.retention import (
+    Keep,
+    branch,
+    checked,
+    left_behind,
+    note_save,
+    origin_of,
+    prune,
+)
 from fsdp2.checkpoint.snapshots import Nested, named_buffers, named_parameters
 from fsdp2.checkpoint.staging import Copy, HostMemory, State, plain, watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import (
@@ -357,8 +365,6 @@ class _Process:
     def __init__(self) -> None:
         self.tokens: list[str] = []
         self.latest: list[Saving] = []
-        self.origins = Origins()
-        self.pruner = Pruner()
         self._memories = [HostMemory(), HostMemory()]
         self._plans: list[tuple[Layout, object, _WritePlan]] = []
 
@@ -410,16 +416,6 @@ _PLANS = 3
 """Plans of other layouts that are kept, where a process saves several models in turn."""
 
 _process = _Process()
-
-
-def note_load(model: nn.Module, store: Store, step: int) -> None:
-    """The next save of this model continues from a step, and replaces newer ones."""
-    _process.origins.loaded(model, store, step)
-
-
-def forget_load(model: nn.Module) -> None:
-    """The next save of this model is not a branch: others have gone on from the step it loaded."""
-    _process.origins.forget(model)
 
 
 def end_saves() -> None:
@@ -596,7 +592,7 @@ class _Save:
                     own, cause = self._call.attempt(self._attempt)
                 answer = self._call.agree(self._channel, own, cause, self._decide)
                 if answer.is_done:
-                    _process.origins.saved(self._model, self._store, self._step)
+                    note_save(self._model, self._store, self._step)
                     if answer.before is not None:
                         error = CheckpointError(answer.before)
                         self._saving._failed_before = self._untold or _Failure(error)
@@ -667,7 +663,7 @@ class _Save:
             return [_Answer()] * len(told)
         self._commit(told)
         _warn_of_buffers([written.buffers for written in told])
-        _process.pruner.prune(self._store, self._step, self._keep)
+        prune(self._store, self._step, self._keep)
         before = next((written.before for written in told if written.before is not None), None)
         return [_Answer(is_done=True, before=before)] * len(told)
 
@@ -718,7 +714,7 @@ class _Save:
 
     def _origin(self) -> int | None:
         """Determined after the save before, which may be the first of the branch."""
-        return _process.origins.of(self._model, self._store)
+        return origin_of(self._model, self._store)
 
 
 def _copied(state: State, beside: State) -> Copy:
