@@ -274,7 +274,7 @@ class Saving:
     @property
     def staged(self) -> bool:
         """Whether shards are in host memory, so that no operation waits for them any more."""
-        return self._copy is None or self._copy.is_done
+        return self._copy is None or self._copy.done.is_set()
 
     @property
     def durable(self) -> bool:
@@ -284,7 +284,7 @@ class Saving:
     def wait_staged(self) -> None:
         """Wait until parameters and states may be written in any way."""
         if self._copy is not None:
-            self._copy.finish()
+            self._copy.done.wait()
 
     def result(self, timeout: float | None = None) -> AnyPath:
         """Wait until the step is durable; return its folder.

@@ -86,19 +86,13 @@ class Copy:
                 self._sources[name] = rows
         self.memory = memory
         # A write to a DTensor counts in it, and not in its rows.
-        self._counters = {name: (rows, beside[name]) for name, rows in self._sources.items()}
-        self._versions = {name: _versions(two) for name, two in self._counters.items()}
+        both = {name: (rows, beside[name]) for name, rows in self._sources.items()}
+        self._versions = [(name, two, _versions(two)) for name, two in both.items()]
         self._torn: str | None = None
-        self._checked = False
         self._checking = threading.Lock()
-        self._done = threading.Event()
+        self.done = threading.Event()  # all is in host memory, or has failed to come there
         self._event = self._launch()
         ShardReaders.waiting.append(self.wait)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all is in host memory, or has failed to come there."""
-        return self._done.is_set()
 
     def _launch(self) -> torch.Event | None:
         """If shards are on an accelerator, copy them on a separate stream."""
@@ -128,9 +122,9 @@ class Copy:
                 self._event.synchronize()
         finally:
             self._check()
-            self._done.set()
+            self.done.set()
             ShardReaders.waiting.remove(self.wait)
-            self._sources, self._counters = {}, {}
+            self._sources = {}
         if self._torn is not None:
             raise checkpoint_error(
                 "ckpt-written-while-copied",
@@ -146,22 +140,15 @@ class Copy:
             self._check()
             torch.accelerator.current_stream().wait_event(self._event)
         else:
-            self._done.wait()
-
-    def finish(self) -> None:
-        """Return when all is in host memory, or has failed to come there."""
-        self._done.wait()
+            self.done.wait()
 
     def _check(self) -> None:
         """Whether anything was written since the call; once, before the first that may write."""
         with self._checking:
-            if self._checked:
-                return
-            self._checked = True
-            for name, counters in self._counters.items():
-                if _versions(counters) != self._versions[name]:
-                    self._torn = name
-                    return
+            for name, both, before in self._versions:
+                if _versions(both) != before:
+                    self._torn = self._torn or name
+            self._versions = []
 
 
 def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -416,18 +416,14 @@ class Reader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Tensors as `write_items` writes them right into their memory; all others by DCP."""
-        stored, others = self.storage_data, []
-        ordered = sorted(
-            plan.items,
-            key=lambda item: (
-                stored[item.storage_index].relative_path,
-                stored[item.storage_index].offset,
-            ),
-        )
+
+        def place(item: ReadItem) -> tuple[str, int]:
+            info = self.storage_data[item.storage_index]
+            return info.relative_path, info.offset
+
         with TensorReader(self.path) as reader:
-            for item in ordered:
-                if not self._read_framed(reader, item, planner):
-                    others.append(item)
+            ordered = sorted(plan.items, key=place)
+            others = [each for each in ordered if not self._read_framed(reader, each, planner)]
         return super().read_data(replace(plan, items=others), planner)
 
     def _read_framed(self, reader: TensorReader, item: ReadItem, planner: LoadPlanner) -> bool:
