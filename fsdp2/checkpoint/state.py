@@ -348,7 +348,15 @@ class Differences:
         return {*self.missing, *self.reshaped, *self.retyped, *self.conflicting}
 
     def compare(self, name: str, value: Tensor, saved: object, cast: bool = False) -> bool:
-        """Whether ``value`` fits the saved tensor in shape, part and dtype; if not, record it."""
+        """Return whether ``value`` has the saved shape and dtype, and this rank's part of it the
+        shape of a part; if not, record it.
+
+        Args:
+            name: the name of ``value``.
+            value: the tensor that would receive the saved one.
+            saved: the entry of the index.
+            cast: whether another floating-point dtype is accepted.
+        """
         if (
             not isinstance(saved, TensorStorageMetadata)
             or tuple(value.shape) != tuple(saved.size)
