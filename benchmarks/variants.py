@@ -21,8 +21,8 @@ OURS = ("fsdp2", "packed", "graph", *WINDOWS)
 VARIANTS = ("none", "torch", *OURS, "fsdp1")
 """none: not sharded, the floor that every runtime adds to. torch, fsdp1: torch's FSDP2 and FSDP1.
 fsdp2: each parameter that can be sent coalesced is, as over legacy NCCL. packed: all parameters of
-a unit are sent in one buffer, as over gloo and nccl2. graph: fsdp2's graph mode; compiled, it is one
-graph of the whole model."""
+a unit are sent in one buffer, as over gloo and nccl2. graph: fsdp2's graph mode; compiled, it is
+one graph of the whole model."""
 ALL_PACKED = 1 << 62  # bytes: no parameter is too large to be packed
 PRECISIONS = ("fp32", "mixed")
 """mixed: parameters gathered and used in bf16, gradients reduced in fp32."""
