@@ -356,7 +356,7 @@ class _LiveJob(_Export):
     held: dict[str, Held] = field(default_factory=dict)
 
     def take(self, model: nn.Module) -> None:
-        self.held, self.tied, others = held_by(model)
+        self.held, self.tied, others = held_by(model, self.names)
         for name in others:
             if self.names(name) is not None:
                 raise coded(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -613,11 +613,13 @@ class Held:
         return self.local.dtype
 
 
-def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str]]:
+def held_by(
+    model: nn.Module, names: Callable[[str], str | None]
+) -> tuple[dict[str, Held], dict[str, str], list[str]]:
     """Parameters and persistent buffers by name; names tied to others; names of other values.
 
     Raises:
-        CheckpointError: one is of a class whose bytes are not its values.
+        CheckpointError: one is of a class whose bytes are not its values, and `names` keeps it.
     """
     found: dict[str, Held] = {}
     tied: dict[str, str] = {}
@@ -628,6 +630,8 @@ def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str
     for name, value in state.items():
         if not isinstance(value, Tensor):
             others.append(name)
+            continue
+        if not _is_plain(value) and names(name) is None:
             continue
         held = held_of(name, value.detach())
         # What has no memory is tied where it is the same object; its storage tells nothing: two
@@ -648,6 +652,12 @@ def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
+def _is_plain(value: Tensor) -> bool:
+    """Whether the bytes of this rank's part are its values."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return type(local) in (Tensor, nn.Parameter) and local.layout is torch.strided
+
+
 def held_of(name: str, value: Tensor) -> Held:
     """This rank's part of a tensor.
 
@@ -656,7 +666,7 @@ def held_of(name: str, value: Tensor) -> Held:
     """
     shape = tuple(value.shape)
     local = value.to_local() if isinstance(value, DTensor) else value
-    if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided:
+    if not _is_plain(value):
         kind = type(local).__name__ if local.layout is torch.strided else str(local.layout)
         raise coded(
             CheckpointError,
