@@ -1,0 +1,91 @@
+"""Each script of docs/recipes trains its `--tiny` model on gloo ranks, as its page says."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp2 import checkpoint
+from tests.common import jobs
+
+pytestmark = pytest.mark.ranks
+
+RECIPES = jobs.ROOT / "docs" / "recipes"
+
+
+def losses(recipe: str, folder: Path, *options: str, ranks: int = 2) -> dict[int, float]:
+    """Losses by step, as rank 0 prints them."""
+    folder.mkdir(exist_ok=True)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    script = (str(RECIPES / recipe), "--tiny", *options)
+    run = jobs.Run(
+        "env", "-C", str(folder), sys.executable, *launcher, *script, OMP_NUM_THREADS="1"
+    )
+    code, out, err = run.finish()
+    assert code == 0, err
+    found = re.findall(r"^step (\d+) loss ([\d.]+)", out, re.MULTILINE)
+    assert found, out
+    return {int(step): float(loss) for step, loss in found}
+
+
+@pytest.mark.clients
+def test_llama_8b(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    straight = losses("llama_8b.py", tmp_path, "--steps", "8")
+    assert straight[8] < straight[1] - 0.2
+    options = ("--weights", "../weights", "--data", "../tokens.bin", "--steps", "8")
+    stopped = losses("llama_8b.py", tmp_path / "resumed", *options, "--stop", "4")
+    resumed = losses("llama_8b.py", tmp_path / "resumed", *options)
+    assert min(resumed) == 5
+    assert stopped | resumed == straight
+    one = losses("llama_8b.py", tmp_path / "one", *options, ranks=1)
+    assert one == pytest.approx(straight, rel=2e-3)  # bf16 products of other batch sizes
+
+    plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "weights"))
+    checkpoint.load(tmp_path / "out" / "steps", plain)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "export")
+    tokens = torch.arange(64).view(2, 32)
+    assert torch.equal(plain.bfloat16()(tokens).logits, loaded.bfloat16()(tokens).logits)
+
+
+@pytest.mark.clients
+def test_llama_70b(tmp_path: Path) -> None:
+    found = losses("llama_70b.py", tmp_path, "--steps", "4", ranks=8)
+    options = ("--weights", "../weights", "--data", "../tokens.bin", "--steps", "4")
+    plain = ("--replicate", "1", "--tp", "1")
+    one = losses("llama_70b.py", tmp_path / "one", *options, *plain, ranks=1)
+    assert one == pytest.approx(found, rel=2e-3)  # bf16 sums of tp in another order
+
+
+@pytest.mark.clients
+def test_lora(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    found = losses("lora.py", tmp_path, "--steps", "6")
+    assert found[6] < found[1] - 0.05
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.bfloat16)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").merge_and_unload()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged", dtype=torch.bfloat16)
+    tokens = torch.arange(64).view(2, 32)
+    assert torch.equal(adapted(tokens).logits, merged(tokens).logits)
+
+
+@pytest.mark.clients
+def test_qlora(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    found = losses("lora.py", tmp_path, "--steps", "6", "--nf4")
+    assert found[6] < found[1] - 0.05
+
+
+@pytest.mark.extended
+def test_experts(tmp_path: Path) -> None:
+    found = losses("experts.py", tmp_path, "--steps", "6", "--ep", "2", ranks=4)
+    assert found[6] < found[1] - 0.5
+    one = losses("experts.py", tmp_path, "--steps", "6", "--ep", "1", "--out", "one", ranks=1)
+    assert one == pytest.approx(found, rel=5e-3)  # bf16 may route a token to another expert
