@@ -17,7 +17,9 @@ pytestmark = pytest.mark.ranks
 RECIPES = jobs.ROOT / "docs" / "recipes"
 
 
-def losses(recipe: str, folder: Path, *options: str, ranks: int = 2) -> dict[int, float]:
+def losses(
+    recipe: str, folder: Path, *options: str, ranks: int = 2, what: str = "loss"
+) -> dict[int, float]:
     """Losses by step, as rank 0 prints them."""
     folder.mkdir(exist_ok=True)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
@@ -27,7 +29,7 @@ def losses(recipe: str, folder: Path, *options: str, ranks: int = 2) -> dict[int
     )
     code, out, err = run.finish()
     assert code == 0, err
-    found = re.findall(r"^step (\d+) loss ([\d.]+)", out, re.MULTILINE)
+    found = re.findall(rf"^step (\d+) {what} ([\d.]+)", out, re.MULTILINE)
     assert found, out
     return {int(step): float(loss) for step, loss in found}
 
@@ -89,3 +91,27 @@ def test_experts(tmp_path: Path) -> None:
     assert found[6] < found[1] - 0.5
     one = losses("experts.py", tmp_path, "--steps", "6", "--ep", "1", "--out", "one", ranks=1)
     assert one == pytest.approx(found, rel=5e-3)  # bf16 may route a token to another expert
+
+
+@pytest.mark.clients
+def test_rl(tmp_path: Path) -> None:
+    rewards = losses("rl.py", tmp_path, "--steps", "20", ranks=3, what="reward")
+    assert sum(rewards[step] for step in (18, 19, 20)) > 3 * 0.56  # from 0.5
+
+
+@pytest.mark.clients
+def test_distill(tmp_path: Path) -> None:
+    found = losses("distill.py", tmp_path, "--steps", "6")
+    assert found[6] < found[1] - 0.05
+    models = ("--teacher", "../teacher", "--student", "../student", "--data", "../tokens.bin")
+    one = losses("distill.py", tmp_path / "one", "--steps", "6", *models, ranks=1)
+    assert one == pytest.approx(found, rel=2e-3)
+
+
+@pytest.mark.clients
+def test_long_context(tmp_path: Path) -> None:
+    found = losses("long_context.py", tmp_path, "--steps", "6", "--context", "2", ranks=4)
+    assert found[6] < found[1] - 0.2
+    whole = ("--weights", "../weights", "--data", "../tokens.bin", "--context", "1")
+    one = losses("long_context.py", tmp_path / "one", "--steps", "6", *whole, ranks=1)
+    assert one == pytest.approx(found, rel=2e-3)
