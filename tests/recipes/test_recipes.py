@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 import sys
 from pathlib import Path
@@ -115,3 +117,24 @@ def test_long_context(tmp_path: Path) -> None:
     whole = ("--weights", "../weights", "--data", "../tokens.bin", "--context", "1")
     one = losses("long_context.py", tmp_path / "one", "--steps", "6", *whole, ranks=1)
     assert one == pytest.approx(found, rel=2e-3)
+
+
+@pytest.mark.clients
+def test_accelerate(tmp_path: Path) -> None:
+    """The page has every key, and its files are read without a key that is not known."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.commands.config.config_args import load_config_from_file
+    from transformers import TrainingArguments
+
+    page = (RECIPES / "accelerate.md").read_text(encoding="utf-8")
+    table = page.partition("## Every key")[2]
+    fields = dataclasses.fields(FullyShardedDataParallelPlugin)
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.M)) == sorted(f.name for f in fields)
+    yaml, settings = re.findall(r"^```(?:yaml|json)\n(.*?)^```", page, re.M | re.S)
+    (tmp_path / "fsdp2.yaml").write_text(yaml, encoding="utf-8")
+    known = load_config_from_file(str(tmp_path / "fsdp2.yaml")).fsdp_config
+    trainer = TrainingArguments(
+        str(tmp_path), use_cpu=True, fsdp=True, fsdp_config=json.loads(settings)
+    )
+    assert known["fsdp_version"] == trainer.fsdp_config["version"] == 2
+    assert known["fsdp_state_dict_type"] == trainer.fsdp_config["state_dict_type"]
