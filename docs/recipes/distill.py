@@ -107,7 +107,7 @@ for step in range(start + 1, args.steps + 1):
     if step % 100 == 0 or step == args.steps:
         checkpoint.save(folder, student, optimizer, step=step, keep=2)
 
-export = os.path.join(args.out, "export")
+export = os.path.join(args.out, f"export-{args.steps}")
 checkpoint.export(export, student, dtype=torch.bfloat16)
 if rank == 0:
     student.config.save_pretrained(export)

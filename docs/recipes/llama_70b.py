@@ -149,7 +149,7 @@ for step, tokens in enumerate(islice(batches(start), args.steps - start), start 
         saving = checkpoint.async_save(folder, model, optimizer, step=step, keep=2)
 if start < args.steps:
     saving.result()
-export = os.path.join(args.out, "export")
+export = os.path.join(args.out, f"export-{args.steps}")
 checkpoint.export(export, model, dtype=torch.bfloat16)
 if rank == 0:
     config.save_pretrained(export)

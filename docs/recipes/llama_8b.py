@@ -122,7 +122,7 @@ for step, tokens in enumerate(islice(batches(start), stop - start), start + 1):
 if saving:
     saving.result()
 if stop == args.steps:
-    export = os.path.join(args.out, "export")
+    export = os.path.join(args.out, f"export-{args.steps}")
     checkpoint.export(export, model, dtype=torch.bfloat16, shard_size="5GB")
     if rank == 0:
         config.save_pretrained(export)  # and the tokenizer's files, from the folder of the weights

@@ -37,7 +37,7 @@ if gpu:
     torch.cuda.set_device(device)
 dist.init_process_group("nccl" if gpu else "gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(0)  # the same adapters on every rank
+torch.manual_seed(0)
 
 if args.tiny and rank == 0 and not os.path.exists(args.weights):
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
@@ -77,6 +77,7 @@ names = {"names": lambda name: None if name in done else name, "strict": False} 
 checkpoint.load_pretrained(model, args.weights, **names)
 
 # 2. The adapters, in fp32: peft adds them to the sharded base, and each layer's unit takes its own.
+torch.manual_seed(0)  # the same adapters on every rank
 adapted = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
 for layer in layers:
     layer.shard_new_parameters()
@@ -116,9 +117,8 @@ for step in range(start + 1, args.steps + 1):
 # 4. The adapters, as peft saves them; all ranks gather, rank 0 writes.
 state = {name: param.full_tensor().cpu() for name, param in adapters.items()}
 if rank == 0:
-    adapted.save_pretrained(
-        os.path.join(args.out, "adapter"), state_dict=state, save_embedding_layers=False
-    )
+    adapter = os.path.join(args.out, f"adapter-{args.steps}")
+    adapted.save_pretrained(adapter, state_dict=state, save_embedding_layers=False)
 
 # 5. The base with the adapters in it, one layer at a time, as files for from_pretrained.
 if not args.nf4:  # else merge into the bf16 base, with peft: see the page
@@ -127,7 +127,7 @@ if not args.nf4:  # else merge into the bf16 base, with peft: see the page
             for module in layer.modules():
                 if isinstance(module, LoraLayer):
                     module.merge()
-    merged = os.path.join(args.out, "merged")
+    merged = os.path.join(args.out, f"merged-{args.steps}")
     checkpoint.export(
         merged,
         model,

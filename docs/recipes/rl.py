@@ -47,6 +47,7 @@ dist.barrier()
 
 config = AutoConfig.from_pretrained(args.weights)
 if args.tiny:
+    torch.manual_seed(0)  # the same prompts on every rank
     prompts, end = torch.randint(3, 256, (args.steps, 4)).tolist(), 2
 else:
     tokenizer = AutoTokenizer.from_pretrained(args.weights)

@@ -52,7 +52,7 @@ def test_llama_8b(tmp_path: Path) -> None:
 
     plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "weights"))
     checkpoint.load(tmp_path / "out" / "steps", plain)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "export")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "export-8")
     tokens = torch.arange(64).view(2, 32)
     assert torch.equal(plain.bfloat16()(tokens).logits, loaded.bfloat16()(tokens).logits)
 
@@ -73,9 +73,12 @@ def test_lora(tmp_path: Path) -> None:
 
     found = losses("lora.py", tmp_path, "--steps", "6")
     assert found[6] < found[1] - 0.05
+    stopped = losses("lora.py", tmp_path, "--out", "again", "--steps", "3")
+    assert stopped | losses("lora.py", tmp_path, "--out", "again", "--steps", "6") == found
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.bfloat16)
-    adapted = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").merge_and_unload()
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "merged", dtype=torch.bfloat16)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter-6").merge_and_unload()
+    folder = tmp_path / "out" / "merged-6"
+    merged = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     tokens = torch.arange(64).view(2, 32)
     assert torch.equal(adapted(tokens).logits, merged(tokens).logits)
 
@@ -89,7 +92,9 @@ def test_qlora(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_experts(tmp_path: Path) -> None:
-    found = losses("experts.py", tmp_path, "--steps", "6", "--ep", "2", ranks=4)
+    options = ("--ep", "2", "--steps")
+    stopped = losses("experts.py", tmp_path, *options, "3", ranks=4)
+    found = stopped | losses("experts.py", tmp_path, *options, "6", ranks=4)
     assert found[6] < found[1] - 0.5
     one = losses("experts.py", tmp_path, "--steps", "6", "--ep", "1", "--out", "one", ranks=1)
     assert one == pytest.approx(found, rel=5e-3)  # bf16 may route a token to another expert
