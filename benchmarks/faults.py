@@ -452,11 +452,6 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> tuple[tuple[str, ...], list[
     ]
 
 
-def page_table(results: Mapping[str, Any]) -> str:
-    """The table in Markdown."""
-    return "\n\n" + harness.markdown(*table(results["rows"]))
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = harness.make_parser(__doc__, rounds=None)
     words = "; ".join(FAULTS)

@@ -136,28 +136,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {"options": vars(options), "rounds": rounds, "ratios": ratios}
 
 
-def where(options: dict[str, Any]) -> str:
-    """How many nodes, ranks and micro-batches, and how fast links are."""
-    ranks, batches = options["ranks_per_node"], options["grad_accum"]
-    return (
-        f"{options['nodes']} nodes of {ranks} rank{'s' if ranks > 1 else ''}, links of "
-        f"{options['mbit']:g} Mbit/s, {batches} micro-batch{'es' if batches > 1 else ''} per step"
-    )
-
-
-def page_table(result: dict[str, Any]) -> str:
-    """Links and ranks, and a table in Markdown."""
-    header = ("variant", "ms per step", "MB sent per node", "times torch's speed", "loss")
-    rows = []
-    for name, each in result["rounds"].items():
-        sent = harness.summarize(each["sent"]).median / 1e6
-        found = result["ratios"].get(f"torch / {name}")
-        times = f"{found['median']:.2f}" if found else ""
-        step, loss = harness.summarize(each["step"]), f"{each['loss'][-1]:.4f}"
-        rows.append((name, step, f"{sent:.1f}", times, loss))
-    return f"{where(result['options'])}:\n\n{harness.markdown(header, rows)}"
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = harness.make_parser(__doc__, steps=10)
     known = harness.among([*VARIANTS, "all"])

@@ -21,15 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import faults, harness, network, users
+from benchmarks import harness, users
 from benchmarks.harness import RESULTS, ROOT, Summary
 
 PAGES = tuple(
-    ROOT / path
-    for path in (
-        *("docs/benchmarks.md", "README.md", "docs/guides/slow_network.md"),
-        *("docs/guides/optimizers.md", "docs/guides/fault_tolerance.md"),
-    )
+    ROOT / f"{name}.md" for name in ("docs/benchmarks", "README", "docs/guides/optimizers")
 )
 _SLOW = "network --mbit 200 --precision bf16 --rounds 5 --steps 3 --variants"
 _FEW = "one_process,torch,fsdp2,fp32_sums,8_bit,4_bit,levels,levels_and_fp32_sums"
@@ -361,16 +357,10 @@ def tables(table: Callable[[Any], str], runs: Sequence[str], folder: Path = RESU
     )
 
 
-def _steps(base: str, results: Any) -> str:
-    """Steps of an optimizer's variants, and their ratios to that of one."""
-    options, rounds = results["options"], results["rounds"]
-    rows = [
-        (name, harness.summarize(each["step"]), harness.ratio(each["step"], rounds[base]["step"]))
-        for name, each in rounds.items()
-    ]
-    shown = harness.markdown(("variant", "ms", f"variant / {base}"), rows)
-    clock = "CPU time" if options["clock"] == "cpu" else "time"
-    return f"{options['blocks']} units of width {options['dim']}, {clock} of a step:\n\n{shown}"
+def _beside(name: str, base: str, results: Any) -> str:
+    """A variant's steps as a part of those of another."""
+    rounds = results["rounds"]
+    return str(harness.ratio(rounds[name]["step"], rounds[base]["step"]))
 
 
 def _words(figure: Callable[[Any], str], run: str, folder: Path = RESULTS) -> str:
@@ -383,15 +373,13 @@ def _ratio(label: str, results: Any) -> str:
     return str(as_summary(results["ratios"][label]))
 
 
-SLOW = [run for run in RUNS if run.startswith("slow_link")]
 MADE: dict[str, Callable[[Path], str]] = {
     "targets": table,
     "instructions": instructions,
     "machines": machines,
-    "slow links": partial(tables, network.page_table, SLOW),
-    "offload": partial(tables, partial(_steps, "flat"), ["optimizer_offload"]),
-    "faults": partial(tables, faults.page_table, ["faults"]),
-    "ema": partial(tables, partial(_steps, "fsdp2"), ["ema", "ema_small"]),
+    "offload": partial(_words, partial(_beside, "flat-offload", "flat"), "optimizer_offload"),
+    "ema": partial(_words, partial(_beside, "ema", "fsdp2"), "ema"),
+    "ema, small": partial(_words, partial(_beside, "ema", "fsdp2"), "ema_small"),
     "users": partial(tables, users.page_table, ["users"]),
     **{
         f"added, {precision}": partial(_words, partial(_ratio, added("llama", precision)), "blocks")

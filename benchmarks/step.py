@@ -137,9 +137,12 @@ class Subject:
                 model = models.Decoder(shape)
         if spec.get("recompute"):
             models.recompute_blocks(model)
-        for block in model.blocks if spec.get("compiler") else ():
-            block.compile(backend=spec["compiler"], fullgraph=True)
+        compiler, whole = spec.get("compiler"), variant == "graph"
+        for block in model.blocks if compiler and not whole else ():
+            block.compile(backend=compiler, fullgraph=True)
         self.model = variants.place(model, variant, precision, world_size, self.device)
+        if compiler and whole:
+            self.model.compile(backend="fsdp2", fullgraph=True, options={"compiler": compiler})
         if self.is_stack:
             # Like an embedding's output, the input needs a gradient: so do all blocks' inputs.
             dtype = variants.input_dtype(variant, precision)

@@ -11,16 +11,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import harness
+from fsdp2 import graph_mode
 from fsdp2.testing.null_group import NullGroup, fill_gathered, init_null_group, null_mesh
 from fsdp2.testing.stand_in import device as stand_in
 
 WINDOWS = {"window1": 1, "window2": 2, "window3": 3}
 """fsdp2 with `set_prefetch_window` of so many units."""
-OURS = ("fsdp2", "packed", *WINDOWS)
+OURS = ("fsdp2", "packed", "graph", *WINDOWS)
 VARIANTS = ("none", "torch", *OURS, "fsdp1")
 """none: not sharded, the floor that every runtime adds to. torch, fsdp1: torch's FSDP2 and FSDP1.
 fsdp2: each parameter that can be sent coalesced is, as over legacy NCCL. packed: all parameters of
-a unit are sent in one buffer, as over gloo and nccl2."""
+a unit are sent in one buffer, as over gloo and nccl2. graph: fsdp2's graph mode; compiled, it is
+one graph of the whole model."""
 ALL_PACKED = 1 << 62  # bytes: no parameter is too large to be packed
 PRECISIONS = ("fp32", "mixed")
 """mixed: parameters gathered and used in bf16, gradients reduced in fp32."""
@@ -133,6 +135,8 @@ def shard(
             root.set_packing_threshold(0)
         if variant in WINDOWS:
             root.set_prefetch_window(WINDOWS[variant])
+        if variant == "graph":
+            graph_mode(root)
     elif variant not in VARIANTS:
         raise ValueError(f"unknown variant {variant!r}: choose among {', '.join(VARIANTS)}")
 

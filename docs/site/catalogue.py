@@ -26,7 +26,7 @@ PATHS = [
     if not {"examples", "testing"} & {*path.relative_to(ROOT).parts}
 ]
 
-MAKERS = {"coded", "reword"}
+MAKERS = {"coded", "reword", "checkpoint_error"}
 """What gives an exception its message and its code."""
 
 KINDS = {"error": "RuntimeError", "missing": "AttributeError"}
@@ -137,11 +137,12 @@ def said_in(path: Path) -> Iterator[Entry]:
     section = _section_of(path)
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
-            if node.func.id in MAKERS and isinstance(node.args[1], ast.Constant):
-                kind, code, message = node.args[:3]
+            if node.func.id in MAKERS and isinstance(node.args[-2], ast.Constant):
+                *kinds, code, message = node.args
                 text = template(message)
                 assert text is not None, ast.unparse(node)
-                raised = KINDS.get(ast.unparse(kind), ast.unparse(kind))
+                kind = ast.unparse(kinds[0]) if kinds else "CheckpointError"
+                raised = KINDS.get(kind, kind)
                 yield Entry(ast.literal_eval(code), raised, text, section)
             elif node.func.id.endswith("Error") and template(node.args[0]) is not None:
                 yield Entry("", node.func.id, str(template(node.args[0])), section)

@@ -3,16 +3,13 @@
 The formats that fsdp2 reads by itself, and why, are those of decision 32.
 
 saving     `save`, `async_save`: written to a temporary folder, synced, listed, renamed
-items      DCP's files, written: a rank's items, and the index
+items      DCP's files: a rank's items, and the index, which is read without running code
 staging    copies to host memory, during training
 snapshots  `snapshot`: the current contents, read without any change
 loading    `load`, `read_extra`: compared on all ranks before anything is written
 exporting  `export`: a folder that Hugging Face's libraries load, written by all ranks at once
-transforms tensors of a model computed from a step's: transposed, joined, split
 pretrained `load_pretrained`: such a folder into a model, each rank its own slices
-unsaved    buffers that no file has, set by their modules' own code
 retention  `Keep`, `best_step`: which steps to keep, and which ones a branch replaces
-folders    the same folders, and pytorch_model*.bin, read: slices of mapped files
 folder     `steps`, `replaced`, `verify`, `unfinished`, `remove`; the manifest of a step
 stores     the storage of steps, its operations, and the implementation on a disk
 remote     the implementation for URLs, with fsspec: no renames, no syncs
@@ -21,9 +18,8 @@ values     values other than tensors, with their types, as JSON
 reading    a step's items, by their owner
 optimizers states and options of optimizers, found by parameter name
 converting `convert`: from any kind of checkpoint to any other, streamed
-contents   model, optimizer by name and the rest, of any kind
+contents   model, optimizer by name and the rest, of any kind; slices of mapped files
 archives   files of torch.save: read by torch without running code, written tensor by tensor
-index      DCP's index: read without running code, and checked before it is used
 tensors    the safetensors format by offsets: slices written and items read in place
 preemption `Preemption`: a signal before the end, and ranks that agree when to exit
 consensus  ranks that succeed together or fail together

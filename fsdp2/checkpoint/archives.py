@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.tensors import bytes_of
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import CheckpointError, checkpoint_error
 
 ALIGNMENT = 64  # bytes, of storages in the file, as torch.save does it
 _SMALL, _ZIP64 = 30, 20  # bytes: of a member's header without names, and of its sizes of 64 bits
@@ -78,18 +78,12 @@ def mapped(tree: Any, change: Callable[[Tensor], object]) -> Any:
 
 
 def read_file(path: Path) -> Any:
-    """The object passed to ``torch.save``; tensors are mapped from the file, tied ones are one.
-
-    Raises:
-        CheckpointError: it is truncated, contains classes other than plain ones, or one rank's
-            shards.
-    """
+    """The object passed to ``torch.save``; tensors are mapped from the file, tied ones are one."""
     known: dict[object, Tensor] = {}
 
     def once(tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-file-shards",
                 f"'{path}' has DTensors, the shards of one rank; load it in a job of as many ranks "
                 f"and save it with torch.distributed.checkpoint",
@@ -105,14 +99,12 @@ def read_file(path: Path) -> Any:
     except Exception as error:  # zip files and pickles may break in any way
         name = re.search(r"GLOBAL (\S+)", str(error))
         if isinstance(error, pickle.UnpicklingError) and name is not None:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-file-code",
                 f"'{path}' refers to '{name[1]}', which plain values do not need; save only "
                 f"tensors, numbers, strings, lists and dicts",
             ) from error
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-file-cut",
             f"'{path}' is not a complete file of torch.save, from torch 1.6 or later; save it "
             f"again, or copy the whole file",
@@ -188,13 +180,7 @@ def _data_of(tensor: Tensor) -> Iterator[Bytes]:
 def write_archive(
     write: Write, tree: Any, data_of: Callable[[Tensor], Iterator[Bytes]] = _data_of
 ) -> None:
-    """Write what ``torch.load(weights_only=True, mmap=True)`` reads, one tensor after another.
-
-    Args:
-        write: takes the bytes.
-        tree: plain values and tensors, `lazy` ones too. One that is there twice is one tensor.
-        data_of: the bytes of a tensor. Default: its values.
-    """
+    """Write what ``torch.load(weights_only=True, mmap=True)`` reads, one tensor after another."""
     text = io.BytesIO()
     pickler = _Pickler(text)
     pickler.dump(tree)

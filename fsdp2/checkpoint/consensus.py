@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NoReturn, TypeVar
 
-from fsdp2.core.errors import CheckpointError, coded, resaid
+from fsdp2.core.errors import CheckpointError, checkpoint_error, resaid
 from fsdp2.core.facts import (
     LostRankError,
     ProcessGroup,
     SideChannel,
-    Vote,
     members_of,
     rank_and_size,
     side_channel,
@@ -39,8 +38,7 @@ class Outcome(Generic[T]):
 
 def lost_rank(what: str) -> CheckpointError:
     """The error that the other ranks raise."""
-    return coded(
-        CheckpointError,
+    return checkpoint_error(
         "ckpt-lost-rank",
         f"{what} lost a rank; everything that was complete before is unchanged, so start the "
         f"ranks again and load",
@@ -48,21 +46,7 @@ def lost_rank(what: str) -> CheckpointError:
 
 
 class Call:
-    """A call of a public function, and the participating ranks.
-
-    Args:
-        what: the function that was called, and its folder, for messages.
-        group: the process group whose ranks call it. Default ``None``: the default group; only this
-            process if there is none.
-
-    Attributes:
-        what: as it was given.
-        rank: this process's number in the group.
-        size: the number of ranks in the group.
-
-    Raises:
-        CheckpointError: this rank is not in the group, or ``group`` is not a process group.
-    """
+    """A call of a public function, and the participating ranks."""
 
     def __init__(self, what: str, group: ProcessGroup | None = None) -> None:
         members = members_of(group)
@@ -70,7 +54,7 @@ class Call:
             _refuse(what, group)
         self.what = what
         self.rank, self.size = members.rank, members.size
-        self._members = members
+        self.members = members
 
     @property
     def is_first(self) -> bool:
@@ -79,22 +63,7 @@ class Call:
 
     def channel(self) -> SideChannel:
         """The channel for objects during training; created in the first call of these ranks."""
-        return side_channel(self._members)
-
-    def vote(self) -> Vote:
-        """A `Vote` among these ranks; every rank makes the call."""
-        return Vote(self._members)
-
-    def asked(self, vote: Vote, yes: bool) -> bool:
-        """Whether any rank has said yes in a call before this one; the same on all ranks.
-
-        Raises:
-            CheckpointError: a rank is gone.
-        """
-        try:
-            return vote.ask(yes)
-        except LostRankError as error:
-            raise lost_rank(self.what) from error
+        return side_channel(self.members)
 
     def attempt(self, action: Callable[[], T]) -> tuple[Outcome[T], Exception | None]:
         """Run ``action``, which does not communicate; return its result and its exception."""
@@ -104,8 +73,7 @@ class Call:
             return Outcome(sentence=str(error)), error
         except Exception as error:  # whatever it is, no rank may wait for this one
             text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-            said = coded(
-                CheckpointError,
+            said = checkpoint_error(
                 "ckpt-rank-failed",
                 f"{self.what} failed on rank {self.rank} ({type(error).__name__}: {text}); "
                 f"everything that was complete before is unchanged, so correct the cause and call "
@@ -114,14 +82,10 @@ class Call:
             return Outcome(sentence=str(said)), error
 
     def together(self, action: Callable[[], T]) -> list[T]:
-        """Run ``action`` on each rank; return what each returned, or raise on all of them.
-
-        Raises:
-            CheckpointError: it raised on a rank; the sentence is that of the first such rank.
-        """
+        """Run ``action`` on each rank; return what each returned, or raise on all of them."""
         own, cause = self.attempt(action)
         try:
-            told = self._members.gather(own)
+            told = self.members.gather(own)
         except RuntimeError as error:
             raise lost_rank(self.what) from error
         for outcome in told:
@@ -137,18 +101,7 @@ class Call:
         cause: Exception | None,
         decide: Callable[[list[T]], Sequence[V]],
     ) -> V:
-        """Let rank 0 decide on what all ranks have come to; return its answer to this one.
-
-        Args:
-            channel: to rank 0 and back.
-            own: of this rank.
-            cause: what this rank has raised.
-            decide: on rank 0, of each rank's value, an answer to each; it may raise.
-
-        Raises:
-            CheckpointError: a rank raised, or ``decide`` did: the same sentence on all ranks. Or a
-                rank is gone.
-        """
+        """Let rank 0 decide on what all ranks have come to; return its answer to this one."""
         answer: Outcome[V]
         try:
             told = channel.collect(own)
@@ -184,18 +137,13 @@ class Call:
 def _refuse(what: str, group: object) -> NoReturn:
     """``new_group`` returns a number on ranks outside of the group."""
     if isinstance(group, (ProcessGroup, int)):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-not-in-group",
             f"{what} was called on rank {rank_and_size()[0]}, which is not in its process_group; "
             f"call it only on the ranks of the group, before the group is destroyed",
         )
-    raise coded(
-        CheckpointError,
+    raise checkpoint_error(
         "ckpt-group-kind",
         f"{what} takes a process group of torch.distributed as process_group=, not a "
         f"{type(group).__qualname__}; pass mesh.get_group() of a mesh, or None for all ranks",
     )
-
-
-__all__ = ["Call", "Outcome"]

@@ -13,8 +13,6 @@ written. The target is written next to its final path until it is complete and d
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,7 +42,14 @@ from fsdp2.checkpoint.archives import (
     values_of,
     write_archive,
 )
-from fsdp2.checkpoint.contents import Contents, contents_of, contents_of_step
+from fsdp2.checkpoint.contents import (
+    BINARY_INDEX,
+    Contents,
+    TensorFolder,
+    contents_of,
+    contents_of_step,
+    is_safetensors,
+)
 from fsdp2.checkpoint.folder import (
     Manifest,
     Progress,
@@ -55,22 +60,13 @@ from fsdp2.checkpoint.folder import (
     read_manifest,
     steps,
 )
-from fsdp2.checkpoint.folders import BINARY_INDEX, TensorFolder, is_safetensors
-from fsdp2.checkpoint.items import file_of, index_of
+from fsdp2.checkpoint.items import file_of, index_of, read_index
 from fsdp2.checkpoint.snapshots import Nested
-from fsdp2.checkpoint.state import Reader, kept_values, read_into
-from fsdp2.checkpoint.stores import (
-    INDEX,
-    MANIFEST,
-    DiskStore,
-    PathLike,
-    local_path,
-    saving_folder,
-    step_folder,
-)
+from fsdp2.checkpoint.state import kept_values, read_into
+from fsdp2.checkpoint.stores import INDEX, MANIFEST, DiskStore, PathLike, local_path
 from fsdp2.checkpoint.tensors import SUFFIX, About, bytes_of, plan
-from fsdp2.checkpoint.values import packed, unpacked
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.checkpoint.values import Packed, unpacked
+from fsdp2.core.errors import checkpoint_error
 
 KINDS = ("steps", "dcp", "torch", "fsdp1", "safetensors")
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
@@ -145,10 +141,8 @@ def convert(
     origin, place = local_path(source), local_path(target)
     for kind in (from_kind, to_kind):
         if kind is not None and kind not in KINDS:
-            raise coded(
-                CheckpointError,
-                "ckpt-kind",
-                f"convert() does not know the kind '{kind}'; pass one of {list(KINDS)}",
+            raise checkpoint_error(
+                "ckpt-kind", f"convert() does not know the kind '{kind}'; pass one of {list(KINDS)}"
             )
     found = Converted(from_kind or kind_of(origin), to_kind or _kind_to_be(place), step)
     try:
@@ -157,8 +151,7 @@ def convert(
             contents.strip(strip_prefix, origin)
         _write(place, contents, found, progress)
     except OSError as error:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-convert-failed",
             f"convert('{origin}', '{place}') failed ({type(error).__name__}: "
             f"{error.strerror or error}); existing files are unchanged, so correct the cause and "
@@ -171,22 +164,16 @@ def convert(
 
 
 def kind_of(path: Path) -> str:
-    """The kind of the checkpoint at a path.
-
-    Raises:
-        CheckpointError: it is of none or of several.
-    """
+    """The kind of the checkpoint at a path."""
     found = _kinds_of_file(path) if path.is_file() else _kinds_of_folder(path)
     if not found:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-kind-none",
             f"'{path}' is not a checkpoint that convert() knows; pass a folder of steps, a DCP "
             f"folder, or files of torch.save or safetensors",
         )
     if len(found) > 1:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-kind-several",
             f"'{path}' may have any of the kinds {found}; pass from_kind=, or the path of one of "
             f"them",
@@ -220,8 +207,7 @@ def _kind_to_be(path: Path) -> str:
         return "steps"
     kind = "torch" if path.suffix in _FILES else "safetensors" if path.suffix == SUFFIX else None
     if kind is None:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-kind-to-be",
             f"the name '{path}' does not tell which kind to write; pass to_kind=, one of "
             f"{list(KINDS)}",
@@ -244,8 +230,7 @@ def _read(path: Path, found: Converted) -> Contents:
         return contents_of(model, path)
     tree = read_file(path)
     if isinstance(tree, dict) and "shard_metadata" in tree:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-file-xla",
             f"'{path}' has the shards of one rank; join the files of all ranks with "
             f"fsdp2.xla.consolidate_sharded_model_checkpoints() first",
@@ -285,7 +270,7 @@ def _put_value(tree: Nested, flat: Nested, written: list[Any]) -> None:
 
 def _read_dcp(folder: Path) -> tuple[Nested, Nested]:
     """The state dict, nested as it was; and by items."""
-    metadata = Reader(folder).read_metadata()
+    metadata = read_index(folder)
     saved, paths = metadata.state_dict_metadata, metadata.planner_data or {}
     flat: Nested = {}
     for name, about in saved.items():
@@ -318,21 +303,18 @@ def _whole(folder: Path, metadata: Metadata, name: str) -> Tensor:
 # ---- writing
 
 
-class _Stream:
-    """Passes bytes on, and reports how many there were."""
+def _reported(stream: files.Summed, progress: Progress | None, tree: object) -> Write:
+    """Writes into a file, and reports how many bytes there were."""
+    sizes: dict[int, int] = {}
+    mapped(tree, lambda tensor: sizes.setdefault(id(tensor), tensor.nbytes))
+    total = sum(sizes.values())
 
-    def __init__(self, write: Write, progress: Progress | None, tree: object) -> None:
-        sizes: dict[int, int] = {}
-        mapped(tree, lambda tensor: sizes.setdefault(id(tensor), tensor.nbytes))
-        self._write, self._progress, self._total = write, progress, sum(sizes.values())
-        self.done = 0
+    def write(data: Bytes) -> None:
+        stream.write(data)
+        if progress is not None:
+            progress(min(stream.tell(), total), total)
 
-    def write(self, data: Bytes) -> int:
-        self._write(data)
-        self.done += len(data)
-        if self._progress is not None:
-            self._progress(min(self.done, self._total), self._total)
-        return len(data)
+    return write
 
 
 def _write(place: Path, contents: Contents, found: Converted, progress: Progress | None) -> None:
@@ -342,8 +324,7 @@ def _write(place: Path, contents: Contents, found: Converted, progress: Progress
         return
     contents.beside.pop("about", None)
     if place.exists():
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-target-there",
             f"'{place}' already exists; pass another target, or remove it first",
         )
@@ -352,107 +333,88 @@ def _write(place: Path, contents: Contents, found: Converted, progress: Progress
         found.left = [name for name, value in (rest | contents.beside).items() if value]
         found.left += [n for n, value in contents.model.items() if not isinstance(value, Tensor)]
     files.make_folders(place.parent)
-    with _replacing(place.with_name(f".saving-{place.name}"), place) as path:
-        if kind == "dcp":
-            files.DISK.make_folder(path)
-            _write_dcp(path, contents.tree(), files.DurableFiles(), progress)
-            files.DISK.sync_folder(path)
-        elif kind == "safetensors":
-            _write_safetensors(path, contents, progress)
-        else:
-            tree = contents.tree(numbered=kind == "torch")
-            with files.DurableFile(path) as stream:
-                write_archive(_Stream(stream.write, progress, tree).write, tree)
-
-
-@contextmanager
-def _replacing(path: Path, place: Path) -> Iterator[Path]:
-    """The file to write: renamed to ``place`` when it is durable, and removed after an error."""
+    path = place.with_name(f".saving-{place.name}")
     files.discard(path)
     try:
-        yield path
+        _write_beside(path, kind, contents, progress)
     except BaseException:
         files.discard(path)
         raise
-    files.DISK.rename(path, place)
-    files.DISK.sync_folder(place.parent)
+    files.publish(path, place)
+
+
+def _write_beside(path: Path, kind: str, contents: Contents, progress: Progress | None) -> None:
+    if kind == "dcp":
+        files.DISK.make_folder(path)
+        with files.DurableFile(path / file_of(0)) as stream:
+            index = _write_items(stream, contents.tree(), progress)
+        files.write_durably({path / INDEX: index})
+    elif kind == "safetensors":
+        _write_safetensors(path, contents, progress)
+    else:
+        tree = contents.tree(numbered=kind == "torch")
+        with files.DurableFile(path) as stream:
+            write_archive(_reported(stream, progress, tree), tree)
 
 
 def _write_step(
     root: Path, contents: Contents, found: Converted, progress: Progress | None
 ) -> None:
-    step = _step_to_write(root, found)
-    held = packed(contents.extra)
+    step, store = found.step, DiskStore(root)
+    if step is None:
+        raise checkpoint_error(
+            "ckpt-convert-step",
+            "convert() to kind 'steps' needs the number of the step; pass step=",
+        )
+    store.require_free(step)
+    held = Packed(contents.extra)
     if held.wrong:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-convert-value",
             f"convert() found {held.wrong[0]}, which cannot be loaded without running code; "
             f"remove it before you convert to steps",
         )
     tree = contents.tree() | {"extra": held.tensors}
     tree["values"] = kept_values(tree)
-    files.make_folders(root)
-    place, disk = step_folder(root, step), files.DurableFiles()
-    files.discard(place)
-    with _replacing(saving_folder(root, step), place) as saving:
-        files.DISK.make_folder(saving)
-        _write_dcp(saving, tree, disk, progress)
+    store.prepare()
+    attempt = store.attempt(step, "")
+    attempt.clear(0)
+    try:
+        attempt.begin()
+        with attempt.create(file_of(0)) as stream:
+            index = _write_items(stream, tree, progress)
         manifest = Manifest(
             step=step,
             ranks=1,
-            files=dict(sorted(disk.written.items())),
+            files={INDEX: files.fact_of(index), **attempt.written},
             extra=held.content,
             has_optimizer=contents.optimizer is not None,
             torch=torch.__version__,
         )
-        files.write_durably({saving / MANIFEST: manifest.encoded()})
-        files.DISK.sync_folder(saving)
+        attempt.commit(index, manifest.encoded())
+    except BaseException:
+        attempt.clear(0)
+        raise
 
 
-def _step_to_write(root: Path, found: Converted) -> int:
-    """The number of the step, of which the folder has none yet."""
-    step = found.step
-    if step is None:
-        raise coded(
-            CheckpointError,
-            "ckpt-convert-step",
-            "convert() to kind 'steps' needs the number of the step; pass step=",
-        )
-    if root.exists() and not root.is_dir():
-        raise coded(CheckpointError, "ckpt-is-file", f"'{root}' is a file; pass a folder")
-    if DiskStore(root).has(step):
-        raise coded(
-            CheckpointError,
-            "ckpt-step-there",
-            f"'{root}' already has step {step}; save another step, or call "
-            f"fsdp2.checkpoint.remove(folder, {step}) first",
-        )
-    return step
-
-
-def _write_dcp(
-    folder: Path, tree: Nested, disk: files.DurableFiles, progress: Progress | None
-) -> None:
-    """Write one file, and the index."""
+def _write_items(stream: files.Summed, tree: Nested, progress: Progress | None) -> bytes:
+    """Write all of a state dict into DCP's one file, and return the index."""
     flat, paths = flatten_state_dict(tree)
     about: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     stored: dict[MetadataIndex, object] = {}
-    with disk.create(folder / file_of(0)) as stream:
-        counted = _Stream(stream.write, progress, tree)
-        for name, value in flat.items():
-            begin, index = counted.done, MetadataIndex(name)
-            about[name] = BytesStorageMetadata()
-            if isinstance(value, Tensor):
-                zeros = torch.Size([0] * value.dim())
-                index = MetadataIndex(name, zeros)
-                chunk = ChunkStorageMetadata(zeros, value.shape)
-                properties = TensorProperties(dtype=value.dtype)
-                about[name] = TensorStorageMetadata(properties, value.shape, [chunk])
-            write_archive(counted.write, value)
-            stored[index] = filesystem._StorageInfo(file_of(0), begin, counted.done - begin)
-    with disk.create(folder / INDEX) as stream:
-        stream.write(index_of(Metadata(about, paths), stored))
+    write = _reported(stream, progress, tree)
+    for name, value in flat.items():
+        begin, index = stream.tell(), MetadataIndex(name)
+        about[name] = BytesStorageMetadata()
+        if isinstance(value, Tensor):
+            zeros = torch.Size([0] * value.dim())
+            index = MetadataIndex(name, zeros)
+            chunk = ChunkStorageMetadata(zeros, value.shape)
+            properties = TensorProperties(dtype=value.dtype)
+            about[name] = TensorStorageMetadata(properties, value.shape, [chunk])
+        write_archive(write, value)
+        stored[index] = filesystem._StorageInfo(file_of(0), begin, stream.tell() - begin)
+    return index_of(Metadata(about, paths), stored)
 
 
 def _write_safetensors(path: Path, contents: Contents, progress: Progress | None) -> None:
@@ -466,9 +428,9 @@ def _write_safetensors(path: Path, contents: Contents, progress: Progress | None
     layout = plan({n: About(tuple(t.shape), t.dtype) for n, t in tensors.items()}, tied=tied)
     (header,) = layout.headers.values()
     with files.DurableFile(path) as stream:
-        counted = _Stream(stream.write, progress, tensors)
-        counted.write(header)
+        write = _reported(stream, progress, tensors)
+        write(header)
         for name in sorted(tensors, key=lambda n: (layout.places[n].offset, tensors[n].nbytes)):
             if tensors[name].numel():
                 values = values_of(tensors[name])
-                counted.write(bytes_of(values))
+                write(bytes_of(values))

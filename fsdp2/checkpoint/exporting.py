@@ -14,32 +14,24 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.consensus import Call
-from fsdp2.checkpoint.folder import (
-    Progress,
-    check_files,
-    items_of,
-    read_manifest,
-    store_of,
-)
-from fsdp2.checkpoint.state import Held, Reader, held_by, read_chunk
-from fsdp2.checkpoint.stores import AnyPath, PathLike, disk_path, local_path
+from fsdp2.checkpoint.folder import Progress, check_files, items_of, read_manifest, store_of
+from fsdp2.checkpoint.items import read_index
+from fsdp2.checkpoint.state import held_by, read_chunk
+from fsdp2.checkpoint.stores import PathLike, disk_path, local_path
 from fsdp2.checkpoint.tensors import About, Layout, Writer, plan
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import CheckpointError, checkpoint_error
 from fsdp2.core.facts import ProcessGroup
 
 Names = Callable[[str], str | None]
@@ -50,8 +42,6 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and lengths."""
 
 _EXPORTING = ".exporting-"
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -125,26 +115,80 @@ def export(
     """
     out = disk_path(folder)
     call = Call(f"export('{out}')", process_group)
-    jobs: list[_Export] = []
-    facts = call.together(
-        lambda: _facts(call, jobs, out, source, step, format, dtype, shard_size, names)
-    )
-    (job,) = jobs
-    shared = _Shared.of(facts)
-    layout = plan(shared.tensors, shard_bytes=facts[0].shard_bytes, tied=shared.tied)
+    named = names or (lambda name: name)
+    mine: list[_Part] = []
+
+    def look() -> _Facts:
+        """Check the arguments, look at the source; this rank's parts become ``mine``."""
+        if format != "safetensors":
+            raise checkpoint_error(
+                "export-format", f"export(format=…) takes 'safetensors', not {format!r}"
+            )
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise checkpoint_error(
+                "export-dtype", f"export(dtype=…) takes a floating-point dtype or None, not {dtype}"
+            )
+        shard_bytes = _bytes_in(shard_size)
+        local_path(out)
+        if out.exists() or out.is_symlink():
+            raise checkpoint_error(
+                "export-there",
+                f"'{out}' already exists, and export() replaces nothing; pass another folder, or "
+                f"remove this one",
+            )
+        if isinstance(source, nn.Module):
+            if step is not None:
+                raise checkpoint_error(
+                    "export-step-of-model",
+                    f"export(step={step}) needs a folder of steps, but export() got a model; leave "
+                    f"step out, or pass the folder",
+                )
+            found, kind = _of_model(source, named), "model"
+        else:
+            found, kind = _of_step(call, source, step, named), str(source)
+        mapped = _mapped([*found.tensors, *found.tied], named)
+        kept = {name: mapped[name] for name in found.tensors if name in mapped}
+        mine.extend(p._replace(name=kept[p.name]) for p in found.parts if p.name in kept)
+        boxes: dict[str, list[Box]] = {}
+        for part in mine:
+            boxes.setdefault(part.name, []).append(part.box)
+        abouts = {}
+        for name, other in kept.items():
+            about = found.tensors[name]
+            into = dtype or about.dtype
+            abouts[other] = About(about.shape, into) if about.dtype.is_floating_point else about
+        return _Facts(
+            (str(out), kind, str(step), str(dtype), str(shard_bytes)),
+            shard_bytes,
+            abouts,
+            {other: name for name, other in kept.items()},
+            boxes,
+            {kept[name] for name in found.whole if name in kept},
+            {
+                mapped[other]: kept[first]
+                for other, first in found.tied.items()
+                if other in mapped and first in kept
+            },
+        )
+
+    facts = call.together(look)
+    tensors, tied = _shared(facts)
+    owners = _owners(facts, tensors)
+    layout = plan(tensors, shard_bytes=facts[0].shard_bytes, tied=tied)
     writing = out.with_name(_EXPORTING + out.name)
     writer = Writer(writing, layout)
+    own = [part for part in mine if owners[part.name, part.box] == call.rank]
     try:
         call.together(lambda: _begin(out, writing, layout, writer) if call.is_first else None)
-        call.together(lambda: job.write(writer, shared, progress))
-        call.together(lambda: _commit(out, writing) if call.is_first else None)
+        call.together(lambda: _write(writer, own, tensors, progress))
+        call.together(lambda: files.publish(writing, out) if call.is_first else None)
     except CheckpointError:
         writer.abandon()
         if call.is_first and not out.exists():
             with contextlib.suppress(OSError):
                 files.discard(writing)
         raise
-    return Exported(out, sorted(layout.lengths), layout.total, shared.tied)
+    return Exported(out, sorted(layout.lengths), layout.total, tied)
 
 
 # ---- what there is
@@ -152,75 +196,54 @@ def export(
 
 @dataclass(frozen=True)
 class _Facts:
-    """A rank's message to the others.
+    """A rank's message to the others."""
 
-    Attributes:
-        arguments: which must be the same on all.
-        shard_bytes: one of them.
-        tensors: by the name in the files, in order; dtypes as they will be there.
-        sources: the source's name of each.
-        boxes: its parts of each tensor; tensors without a part are absent.
-        whole: names of those that every rank holds in full, such as buffers.
-        tied: names of the files for others of them.
-    """
-
-    arguments: tuple[str, ...]
+    arguments: tuple[str, ...]  # equal on all ranks
     shard_bytes: int
     tensors: dict[str, About]
-    sources: dict[str, str]
+    sources: dict[str, str]  # the source's name of each
     boxes: dict[str, list[Box]]
-    whole: set[str]
+    whole: set[str]  # what every rank holds in full
     tied: dict[str, str]
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """The facts that all ranks then know; the same on each.
+class _Part(NamedTuple):
+    """This rank's part of a tensor."""
 
-    Attributes:
-        tensors: by name, in order.
-        tied: other names.
-        owners: which rank writes which box of which tensor.
-    """
+    name: str
+    box: Box
+    get: Callable[[], Tensor]
 
-    tensors: dict[str, About]
-    tied: dict[str, str]
-    owners: dict[tuple[str, Box], int]
 
-    @classmethod
-    def of(cls, facts: Sequence[_Facts]) -> _Shared:
-        """Raises what cannot be written, from what all have told: on all ranks alike."""
-        if any(other.arguments != facts[0].arguments for other in facts):
-            raise coded(
-                CheckpointError,
-                "export-arguments",
-                f"export() got different arguments on different ranks "
-                f"({[other.arguments for other in facts]}); pass the same on all ranks",
-            )
-        tensors: dict[str, About] = {}
-        sources: dict[str, str] = {}
-        tied: dict[str, str] = {}
-        for other in facts:
-            for name, about in other.tensors.items():
-                if tensors.setdefault(name, about) != about:
-                    raise coded(
-                        CheckpointError,
-                        "export-models",
-                        f"'{name}' is {about} on one rank and {tensors[name]} on another; build "
-                        f"the same model on all ranks",
-                    )
-            for name, own in other.sources.items():
-                if sources.setdefault(name, own) != own:
-                    raise coded(
-                        CheckpointError,
-                        "export-clash-on-ranks",
-                        f"export(names=…) returned '{name}' for '{sources[name]}', and for "
-                        f"'{own}' on another rank; return another name for one, or None to leave "
-                        f"it out",
-                    )
-            tied |= other.tied
-        tied = {name: kept for name, kept in tied.items() if name not in tensors}
-        return cls(tensors, tied, _owners(facts, tensors))
+def _shared(facts: Sequence[_Facts]) -> tuple[dict[str, About], dict[str, str]]:
+    """All tensors and the names tied to them, as each rank then knows them."""
+    if any(other.arguments != facts[0].arguments for other in facts):
+        raise checkpoint_error(
+            "export-arguments",
+            f"export() got different arguments on different ranks "
+            f"({[other.arguments for other in facts]}); pass the same on all ranks",
+        )
+    tensors: dict[str, About] = {}
+    sources: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    for other in facts:
+        for name, about in other.tensors.items():
+            if tensors.setdefault(name, about) != about:
+                raise checkpoint_error(
+                    "export-models",
+                    f"'{name}' is {about} on one rank and {tensors[name]} on another; build "
+                    f"the same model on all ranks",
+                )
+        for name, own in other.sources.items():
+            if sources.setdefault(name, own) != own:
+                raise checkpoint_error(
+                    "export-clash-on-ranks",
+                    f"export(names=…) returned '{name}' for '{sources[name]}', and for "
+                    f"'{own}' on another rank; return another name for one, or None to leave "
+                    f"it out",
+                )
+        tied |= other.tied
+    return tensors, {name: kept for name, kept in tied.items() if name not in tensors}
 
 
 def _owners(facts: Sequence[_Facts], tensors: Mapping[str, About]) -> dict[tuple[str, Box], int]:
@@ -239,8 +262,7 @@ def _owners(facts: Sequence[_Facts], tensors: Mapping[str, About]) -> dict[tuple
         elements[name] += math.prod(box[1])
     for name, about in tensors.items():
         if elements[name] != math.prod(about.shape):
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "export-incomplete",
                 f"the ranks have only {elements[name]} of {math.prod(about.shape)} elements of "
                 f"'{name}'; call export() on all ranks of the model's meshes",
@@ -248,257 +270,121 @@ def _owners(facts: Sequence[_Facts], tensors: Mapping[str, About]) -> dict[tuple
     return found
 
 
-@dataclass
-class _Export(ABC):
-    """One export, on one rank.
-
-    Attributes:
-        call: the ranks that take part.
-        names: the name in the files of each of the source's; ``None``: left out.
-        dtype: of floating-point tensors.
-        tensors: by the source's name.
-        boxes: what this rank has of each, by the source's name.
-        tied: the source's names for others of them.
-    """
-
-    call: Call
-    names: Names
-    dtype: torch.dtype | None
-    tensors: dict[str, About] = field(default_factory=dict)
-    boxes: dict[str, list[Box]] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-
-    def mapped(self) -> dict[str, str]:
-        """The names of the written tensors, by the source's.
-
-        Raises:
-            CheckpointError: two tensors have one name, or a name is not a string.
-        """
-        found: dict[str, str] = {}
-        taken: dict[str, str] = {}
-        for name in [*self.tensors, *self.tied]:
-            other = self.names(name)
-            if other is None:
-                continue
-            if not isinstance(other, str):
-                raise coded(
-                    CheckpointError,
-                    "export-name",
-                    f"export(names=…) returned {other!r} for '{name}'; return a string, or None "
-                    f"to leave it out",
-                )
-            if other in taken:
-                raise coded(
-                    CheckpointError,
-                    "export-clash",
-                    f"export(names=…) returned '{other}' for '{taken[other]}' and for '{name}'; "
-                    f"return another name for one, or None to leave it out",
-                )
-            taken[other] = name
-            found[name] = other
-        return found
-
-    def about(self, name: str) -> About:
-        """As it will be in the files."""
-        about = self.tensors[name]
-        if self.dtype is None or not about.dtype.is_floating_point:
-            return about
-        return About(about.shape, self.dtype)
-
-    def facts(self, arguments: tuple[str, ...], shard_bytes: int) -> _Facts:
-        mapped = self.mapped()
-        kept = {name: mapped[name] for name in self.tensors if name in mapped}
-        tied: dict[str, str] = {}
-        for other, first in self.tied.items():
-            if other in mapped and first in kept:
-                tied[mapped[other]] = kept[first]
-        return _Facts(
-            arguments,
-            shard_bytes,
-            {other: self.about(name) for name, other in kept.items()},
-            {other: name for name, other in kept.items()},
-            {other: self.boxes[name] for name, other in kept.items() if name in self.boxes},
-            {kept[name] for name in self.whole() if name in kept},
-            tied,
-        )
-
-    def whole(self) -> set[str]:
-        """For tensors that every rank holds in full, the first rank's copy is used."""
-        return set()
-
-    @abstractmethod
-    def parts(self, name: str) -> Iterator[tuple[Box, Callable[[], Tensor]]]:
-        """This rank's parts of a tensor, and how to read them."""
-
-    def write(self, writer: Writer, shared: _Shared, progress: Progress | None) -> None:
-        mapped = self.mapped()
-        mine = [
-            (other, box, get)
-            for name, other in mapped.items()
-            if name in self.tensors
-            for box, get in self.parts(name)
-            if shared.owners[other, box] == self.call.rank
-        ]
-        sizes = [math.prod(box[1]) * shared.tensors[o].dtype.itemsize for o, box, _ in mine]
-        done, total = 0, sum(sizes)
-        with writer:
-            for (other, box, get), size in zip(mine, sizes, strict=True):
-                writer.write(other, get(), box[0])
-                done += size
-                if progress is not None:
-                    progress(done, total)
-
-
-@dataclass
-class _LiveJob(_Export):
-    """The export of a model."""
-
-    held: dict[str, Held] = field(default_factory=dict)
-
-    def take(self, model: nn.Module) -> None:
-        self.held, self.tied, others = held_by(model, self.names)
-        for name in others:
-            if self.names(name) is not None:
-                raise coded(
-                    CheckpointError,
-                    "export-no-tensor",
-                    f"'{name}' is not a tensor, and safetensors stores only tensors; let names= "
-                    f"return None for it",
-                )
-        for name, held in self.held.items():
-            if held.local.is_meta and self.names(name) is not None:
-                raise coded(
-                    CheckpointError,
-                    "export-meta",
-                    f"'{name}' is on the meta device and has no values; give it values before "
-                    f"export()",
-                )
-            self.tensors[name] = About(held.shape, held.dtype)
-            if held.local.numel():
-                self.boxes[name] = [(held.offsets, tuple(held.local.shape))]
-
-    def whole(self) -> set[str]:
-        return {name for name, held in self.held.items() if not held.sharded}
-
-    def parts(self, name: str) -> Iterator[tuple[Box, Callable[[], Tensor]]]:
-        for box in self.boxes.get(name, ()):
-            yield box, lambda: self.held[name].local
-
-
-@dataclass
-class _SavedJob(_Export):
-    """The export of a saved step: ranks take pieces in turn."""
-
-    path: AnyPath = Path()
-    metadata: Metadata = field(default_factory=lambda: Metadata({}))
-    chunks: dict[str, list[ChunkStorageMetadata]] = field(default_factory=dict)
-
-    def take(self, folder: PathLike, step: int | None) -> None:
-        store = store_of(folder)
-        manifest = read_manifest(store, step)
-        check_files(store, manifest)
-        self.path = items_of(store, manifest)
-        self.metadata = Reader(self.path).read_metadata()
-        rank, size = self.call.rank, self.call.size
-        number = 0
-        for saved, about in self.metadata.state_dict_metadata.items():
-            if not saved.startswith("model."):
-                continue
-            name = saved.removeprefix("model.")
-            if not isinstance(about, TensorStorageMetadata):
-                if self.names(name) is None:
-                    continue
-                raise coded(
-                    CheckpointError,
-                    "export-no-tensor",
-                    f"'{name}' is not a tensor, and safetensors stores only tensors; let names= "
-                    f"return None for it",
-                )
-            self.tensors[name] = About(tuple(about.size), about.properties.dtype)
-            for chunk in about.chunks:
-                number += 1
-                if number % size == rank and chunk.sizes.numel():
-                    self.chunks.setdefault(name, []).append(chunk)
-        self.boxes = {n: [_box_of(chunk) for chunk in chunks] for n, chunks in self.chunks.items()}
-
-    def parts(self, name: str) -> Iterator[tuple[Box, Callable[[], Tensor]]]:
-        def get(chunk: ChunkStorageMetadata) -> Callable[[], Tensor]:
-            return lambda: read_chunk(self.path, self.metadata, f"model.{name}", chunk)
-
-        for chunk in self.chunks.get(name, ()):
-            yield _box_of(chunk), get(chunk)
-
-
-def _box_of(chunk: ChunkStorageMetadata) -> Box:
-    return tuple(chunk.offsets), tuple(chunk.sizes)
-
-
-def _facts(
-    call: Call,
-    jobs: list[_Export],
-    out: Path,
-    source: nn.Module | PathLike,
-    step: int | None,
-    format: str,
-    dtype: torch.dtype | None,
-    shard_size: int | str,
-    names: Names | None,
-) -> _Facts:
-    """Check the arguments, look at the source; the job is put into ``jobs``."""
-    if format != "safetensors":
-        raise coded(
-            CheckpointError,
-            "export-format",
-            f"export(format=…) takes 'safetensors', not {format!r}",
-        )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise coded(
-            CheckpointError,
-            "export-dtype",
-            f"export(dtype=…) takes a floating-point dtype or None, not {dtype}",
-        )
-    shard_bytes = _bytes_in(shard_size)
-    local_path(out)
-    if out.exists() or out.is_symlink():
-        raise coded(
-            CheckpointError,
-            "export-there",
-            f"'{out}' already exists, and export() replaces nothing; pass another folder, or "
-            f"remove this one",
-        )
-    job: _LiveJob | _SavedJob
-    named = names or (lambda name: name)
-    if isinstance(source, nn.Module):
-        if step is not None:
-            raise coded(
-                CheckpointError,
-                "export-step-of-model",
-                f"export(step={step}) needs a folder of steps, but export() got a model; leave "
-                f"step out, or pass the folder",
+def _mapped(found: Iterable[str], names: Names) -> dict[str, str]:
+    """The names of the written tensors, by the source's."""
+    mapped: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for name in found:
+        other = names(name)
+        if other is None:
+            continue
+        if not isinstance(other, str):
+            raise checkpoint_error(
+                "export-name",
+                f"export(names=…) returned {other!r} for '{name}'; return a string, or None "
+                f"to leave it out",
             )
-        job = _LiveJob(call, named, dtype)
-        job.take(source)
-    else:
-        job = _SavedJob(call, named, dtype)
-        job.take(source, step)
-    jobs.append(job)
-    kind = "model" if isinstance(source, nn.Module) else str(source)
-    return job.facts((str(out), kind, str(step), str(dtype), str(shard_bytes)), shard_bytes)
+        if other in taken:
+            raise checkpoint_error(
+                "export-clash",
+                f"export(names=…) returned '{other}' for '{taken[other]}' and for '{name}'; "
+                f"return another name for one, or None to leave it out",
+            )
+        taken[other] = name
+        mapped[name] = other
+    return mapped
+
+
+def _write(
+    writer: Writer, own: list[_Part], tensors: Mapping[str, About], progress: Progress | None
+) -> None:
+    sizes = [math.prod(part.box[1]) * tensors[part.name].dtype.itemsize for part in own]
+    done, total = 0, sum(sizes)
+    with writer:
+        for part, size in zip(own, sizes, strict=True):
+            writer.write(part.name, part.get(), part.box[0])
+            done += size
+            if progress is not None:
+                progress(done, total)
+
+
+@dataclass
+class _Source:
+    """This rank's part of a model or of a saved step, by the source's names."""
+
+    tensors: dict[str, About] = field(default_factory=dict)
+    parts: list[_Part] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)  # what every rank holds in full
+
+
+def _require_left_out(name: str, names: Names) -> None:
+    if names(name) is not None:
+        raise checkpoint_error(
+            "export-no-tensor",
+            f"'{name}' is not a tensor, and safetensors stores only tensors; let names= "
+            f"return None for it",
+        )
+
+
+def _of_model(model: nn.Module, names: Names) -> _Source:
+    held_here, tied, others = held_by(model, names)
+    found = _Source(tied=tied)
+    for name in others:
+        _require_left_out(name, names)
+    for name, held in held_here.items():
+        if held.local.is_meta and names(name) is not None:
+            raise checkpoint_error(
+                "export-meta",
+                f"'{name}' is on the meta device and has no values; give it values before export()",
+            )
+        found.tensors[name] = About(held.shape, held.dtype)
+        if not held.sharded:
+            found.whole.add(name)
+        if held.local.numel():
+            box = (held.offsets, tuple(held.local.shape))
+            found.parts.append(_Part(name, box, partial(getattr, held, "local")))
+    return found
+
+
+def _of_step(call: Call, folder: PathLike, step: int | None, names: Names) -> _Source:
+    """Ranks take the saved pieces in turn."""
+    store = store_of(folder)
+    manifest = read_manifest(store, step)
+    check_files(store, manifest)
+    path = items_of(store, manifest)
+    metadata = read_index(path)
+    found, number = _Source(), 0
+    for saved, about in metadata.state_dict_metadata.items():
+        if not saved.startswith("model."):
+            continue
+        name = saved.removeprefix("model.")
+        if not isinstance(about, TensorStorageMetadata):
+            _require_left_out(name, names)
+            continue
+        found.tensors[name] = About(tuple(about.size), about.properties.dtype)
+        for chunk in about.chunks:
+            number += 1
+            if number % call.size == call.rank and chunk.sizes.numel():
+                box = (tuple(chunk.offsets), tuple(chunk.sizes))
+                get = partial(read_chunk, path, metadata, saved, chunk)
+                found.parts.append(_Part(name, box, get))
+    return found
 
 
 def _bytes_in(size: int | str) -> int:
     """5 * 10**9 of "5GB", 5 * 2**30 of "5GiB"."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
+    pattern = r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*"
+    match = re.fullmatch(pattern, size, re.IGNORECASE) if isinstance(size, str) else None
     bytes_ = 0
-    if isinstance(size, str) and match is not None:
+    if match is not None:
         number, unit, binary = match.groups()
-        units = _BINARY if binary else _UNITS
-        bytes_ = int(float(number) * units.get(unit.upper(), 0))
+        power = "KMGT".index(unit.upper()) + 1 if unit else 0
+        bytes_ = int(float(number) * (1024 if binary else 1000) ** power)
     if bytes_ < 1:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "export-shard-size",
             f"export(shard_size=…) takes bytes, or a string such as '5GB' or '500MiB', not "
             f"{size!r}",
@@ -510,15 +396,12 @@ def _bytes_in(size: int | str) -> int:
 
 
 def _begin(out: Path, writing: Path, layout: Layout, writer: Writer) -> None:
-    """Create all files with their headers in a temporary folder; removes remains of an earlier
-    crash.
-    """
+    """Create all files with their headers in a temporary folder, emptied of an earlier crash."""
     files.discard(writing)
     above = next(path for path in out.absolute().parents if path.is_dir())
     free = files.free_bytes(above)
     if free < layout.total:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "export-disk",
             f"'{out}' needs {layout.total:,} bytes, but the disk of '{above}' has only {free:,} "
             f"free; free space, or pass a folder on another disk",
@@ -526,9 +409,3 @@ def _begin(out: Path, writing: Path, layout: Layout, writer: Writer) -> None:
     files.make_folders(out.parent)
     files.DISK.make_folder(writing)
     writer.create()
-
-
-def _commit(out: Path, writing: Path) -> None:
-    files.DISK.sync_folder(writing)
-    files.DISK.rename(writing, out)
-    files.DISK.sync_folder(out.parent)

@@ -13,16 +13,21 @@ import logging
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 
 HASH = "crc32"
-"""The type of checksum, as named in the manifest: see `Checksum`."""
+"""The type of checksum, as named in the manifest: CRC-32, as in gzip and zip files.
+
+It differs for every flipped bit and for all damage within 32 consecutive bits; it misses one in
+2**32 of other damage. It does not protect against deliberate changes, and neither would any hash
+that is stored next to the data. It costs a seventh of SHA-256.
+"""
 
 CHUNK = 1 << 22  # bytes that are read at once
 _BESIDE = 1 << 20  # bytes from which a checksum is computed beside the write
@@ -66,24 +71,6 @@ def _warn_of_names(path: Path, error: OSError) -> None:
 
 class BrokenError(ValueError):
     """The contents of a file are invalid."""
-
-
-class Checksum:
-    """CRC-32 of bytes, as in gzip and zip files.
-
-    It differs for every flipped bit and for all damage within 32 consecutive bits; it misses one in
-    2**32 of other damage. It does not protect against deliberate changes, and neither would any
-    hash that is stored next to the data. It costs a seventh of SHA-256.
-    """
-
-    def __init__(self) -> None:
-        self._value = 0
-
-    def update(self, data: bytes | memoryview) -> None:
-        self._value = zlib.crc32(data, self._value)
-
-    def hexdigest(self) -> str:
-        return f"{self._value:08x}"
 
 
 class Disk:
@@ -153,10 +140,11 @@ Fact = tuple[int, str]
 
 
 class Summed(io.RawIOBase):
-    """A new file that knows its facts; ``write`` is its classes'."""
+    """A new file, whose checksum is computed while it is written."""
 
-    def __init__(self) -> None:
-        self._checksum = Checksum()
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._checksum = 0
         self._bytes = 0
 
     def writable(self) -> bool:
@@ -165,35 +153,43 @@ class Summed(io.RawIOBase):
     def tell(self) -> int:
         return self._bytes
 
+    def write(self, data: object) -> int:
+        piece = memoryview(data).cast("B")  # type: ignore[arg-type]  # anything with a buffer
+        self._put(piece)
+        self._bytes += len(piece)
+        return len(piece)
+
+    def _put(self, piece: memoryview) -> None:
+        self._file.write(piece)
+        self._add(piece)
+
+    def _add(self, piece: memoryview) -> None:
+        self._checksum = zlib.crc32(piece, self._checksum)
+
     def facts(self) -> Fact:
-        """Bytes, and their checksum."""
-        return self._bytes, self._checksum.hexdigest()
+        return self._bytes, f"{self._checksum:08x}"
 
 
 class DurableFile(Summed):
-    """A new file: its checksum is computed while it is written; on the disk when it is closed."""
+    """One on the disk, which is durable when it is closed."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._file = DISK.create(path)
+        super().__init__(DISK.create(path))
         self._pool: ThreadPoolExecutor | None = None
 
-    def write(self, data: object) -> int:
-        piece = memoryview(data).cast("B")  # type: ignore[arg-type]  # anything with a buffer
+    def _put(self, piece: memoryview) -> None:
         is_large = len(piece) >= _BESIDE
-        checked = self._start(self._checksum.update, piece) if is_large else None
+        checked = self._start(self._add, piece) if is_large else None
         try:
             DISK.write(self._file, piece)
         finally:
             if checked is None:
-                self._checksum.update(piece)
+                self._add(piece)
             else:  # both let go of the interpreter; the buffer is the caller's again afterwards
                 checked.result()
         if is_large:
             self._file.flush()
             self._start(DISK.start_writing, self._file, self._bytes, len(piece))
-        self._bytes += len(piece)
-        return len(piece)
 
     def _start(self, action: Callable[..., None], *args: object) -> Future[None] | None:
         """Run it in another thread; ``None`` where there can be none."""
@@ -213,35 +209,13 @@ class DurableFile(Summed):
         super().close()
 
 
-class DurableFiles:
-    """New files, and what they are.
-
-    Attributes:
-        written: by name, the facts of each file.
-    """
-
-    def __init__(self) -> None:
-        self.written: dict[str, Fact] = {}
-
-    @contextmanager
-    def create(self, path: Path) -> Iterator[DurableFile]:
-        with DurableFile(path) as stream:
-            yield stream
-        self.written[path.name] = stream.facts()
-
-
 def fact_of(data: bytes) -> Fact:
     """The fact of a file with these bytes."""
-    found = Checksum()
-    found.update(data)
-    return len(data), found.hexdigest()
+    return len(data), f"{zlib.crc32(data):08x}"
 
 
 def write_durably(contents: Mapping[Path, bytes]) -> None:
-    """Make files, and return when their bytes are on the disk.
-
-    All are on their way before the first is waited for: a journal has them in one go.
-    """
+    """Make files, durably: all are on their way before the first is waited for."""
     with ExitStack() as opened:
         made = []
         for path, data in contents.items():
@@ -292,6 +266,14 @@ def make_folder(path: Path) -> None:
     """Make a folder, if another rank has not."""
     with suppress(FileExistsError):
         DISK.make_folder(path)
+
+
+def publish(path: Path, place: Path) -> None:
+    """Give what is complete its name, durably."""
+    if path.is_dir():
+        DISK.sync_folder(path)
+    DISK.rename(path, place)
+    DISK.sync_folder(place.parent)
 
 
 def remove_tree(path: Path) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.files import HASH, BrokenError
-from fsdp2.checkpoint.index import read_index
+from fsdp2.checkpoint.items import read_index
 from fsdp2.checkpoint.remote import RemoteStore
 from fsdp2.checkpoint.stores import (
     MANIFEST,
@@ -30,7 +30,7 @@ from fsdp2.checkpoint.stores import (
     local_path,
     step_name,
 )
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import CheckpointError, checkpoint_error
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 
@@ -44,30 +44,17 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a step.
-
-    Attributes:
-        step: its number.
-        ranks: the number of ranks that wrote it.
-        files: by name, [bytes, checksum] of every file but this one.
-        extra: the user's values; a tensor in it is {"tensor": position}.
-        has_optimizer: whether an optimizer was saved.
-        torch: the version that wrote it.
-        metric: the value that `Keep` compares, if given.
-        hash: the type of the checksums; see `files.Checksum`.
-        digest: SHA-256 of all other fields.
-        format: of the folder; any other one raises.
-    """
+    """The contents of a step."""
 
     step: int
     ranks: int
-    files: Mapping[str, tuple[int, str]]
-    extra: Json
+    files: Mapping[str, tuple[int, str]]  # bytes and checksum of every file but this one
+    extra: Json  # a tensor in it is {"tensor": position}
     has_optimizer: bool
     torch: str
     metric: float | None = None
-    hash: str = HASH
-    digest: str = ""
+    hash: str = HASH  # of the checksums
+    digest: str = ""  # SHA-256 of all other fields
     format: int = FORMAT
 
     def encoded(self) -> bytes:
@@ -91,11 +78,7 @@ class Manifest:
 
 
 def store_of(path: PathLike) -> Store:
-    """The store of a folder's steps: on a disk, or at a URL.
-
-    Raises:
-        CheckpointError: the URL cannot be reached from this process.
-    """
+    """The store of a folder's steps: on a disk, or at a URL."""
     return RemoteStore(os.fspath(path)) if is_url(path) else DiskStore(local_path(path))
 
 
@@ -136,24 +119,16 @@ def unfinished(folder: PathLike) -> list[str]:
 
 
 def read_manifest(store: Store, step: int | None) -> Manifest:
-    """The manifest of a complete step; without ``step``, of the newest.
-
-    Raises:
-        CheckpointError: there is no such step, or this version cannot read it.
-    """
+    """The manifest of a complete step; without ``step``, of the newest."""
     known = store.steps()
     there = step is not None and store.has(step)  # also one that a branch has replaced
     if not known and not there:
-        raise coded(
-            CheckpointError,
-            "ckpt-none",
-            f"'{store}' has no complete step; pass the folder that save() was given",
+        raise checkpoint_error(
+            "ckpt-none", f"'{store}' has no complete step; pass the folder that save() was given"
         )
     if step is not None and not there:
-        raise coded(
-            CheckpointError,
-            "ckpt-unknown-step",
-            f"'{store}' has no complete step {step}; load one of {known}",
+        raise checkpoint_error(
+            "ckpt-unknown-step", f"'{store}' has no complete step {step}; load one of {known}"
         )
     number = known[-1] if step is None else step
     path = store.folder(number) / MANIFEST
@@ -161,16 +136,14 @@ def read_manifest(store: Store, step: int | None) -> Manifest:
         content = json.loads(path.read_bytes().decode())
         version, kind = content["format"], content.get("hash", HASH)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-no-manifest",
             f"'{path}' is not the manifest of a step; load another step, or use a copy of the "
             f"folder",
         ) from error
     if version != FORMAT or kind != HASH:
         about = version if kind == HASH else f"{version} with {kind}"
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-format",
             f"'{path}' has format {about}, but this version of fsdp2 reads format {FORMAT}; load "
             f"it with the version that wrote it",
@@ -183,8 +156,7 @@ def read_manifest(store: Store, step: int | None) -> Manifest:
     except (TypeError, ValueError, AttributeError, RecursionError):
         whole = False
     if not whole:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-manifest-changed",
             f"'{path}' has changed since save() wrote it; load another step, or use a copy of the "
             f"folder",
@@ -209,18 +181,13 @@ def _check_types(manifest: Manifest) -> None:
 
 @contextmanager
 def broken_values(place: AnyPath) -> Iterator[None]:
-    """Say in a sentence whatever is raised where values of a checkpoint are read and put together.
-
-    Raises:
-        CheckpointError: anything else was raised inside.
-    """
+    """Say in a sentence whatever is raised where values of a checkpoint are read."""
     try:
         yield
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # files may be broken in any way
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-value-broken",
             f"'{os.fspath(place)}' holds a value that save() never writes "
             f"({type(error).__name__}); load another step, or copy its files again",
@@ -235,23 +202,17 @@ def items_of(store: Store, manifest: Manifest) -> AnyPath:
 
 
 def check_files(store: Store, manifest: Manifest) -> None:
-    """Raise unless every file of a step is there and of its length.
-
-    Raises:
-        CheckpointError: a file is missing or of another length, named.
-    """
+    """Raise unless every file of a step is there and of its length."""
     place, there = store.folder(manifest.step), store.lengths(manifest.step, manifest.files)
     for name, (length, _) in manifest.files.items():
         path = place / name
         if name not in there:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-file-missing",
                 f"'{path}' is missing; load another step, or copy all files of this one",
             )
         if there[name] != length:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-file-short",
                 f"'{path}' has only {there[name]} of {length} bytes; load another step, or copy "
                 f"the file again",
@@ -259,16 +220,11 @@ def check_files(store: Store, manifest: Manifest) -> None:
 
 
 def check_hashes(store: Store, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read every byte of some files of a step, and raise unless it is what was saved.
-
-    Raises:
-        CheckpointError: a file has other bytes, named.
-    """
+    """Read every byte of some files of a step, and raise unless it is what was saved."""
     for name in names:
         path = store.folder(manifest.step) / name
         if hash_of(path) != manifest.files[name][1]:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-file-changed",
                 f"'{path}' has changed since it was saved; load another step, or copy the file "
                 f"again",
@@ -276,15 +232,7 @@ def check_hashes(store: Store, manifest: Manifest, names: Iterable[str]) -> None
 
 
 def newest_readable(store: Store, verify: bool) -> Manifest:
-    """The manifest of the newest step whose files exist, with a complete index.
-
-    Args:
-        store: where the steps are.
-        verify: whether to also compare every byte, only on this rank.
-
-    Raises:
-        CheckpointError: no step can be read.
-    """
+    """The manifest of the newest step whose files exist, with a complete index."""
     known = store.steps()
     for step in reversed(known):
         try:
@@ -297,8 +245,7 @@ def newest_readable(store: Store, verify: bool) -> Manifest:
             LOG.warning("step %d of '%s' cannot be read (%s); an older one is", step, store, error)
         else:
             return manifest
-    raise coded(
-        CheckpointError,
+    raise checkpoint_error(
         "ckpt-none-readable",
         f"'{store}' has the complete steps {known}, but none of them can be read; pass the folder "
         f"that save() was given, or a copy of it",
@@ -390,10 +337,8 @@ def remove(folder: PathLike, step: int | None = None) -> list[str]:
         return names
     if not store.has(step):
         known = store.steps()
-        raise coded(
-            CheckpointError,
-            "ckpt-remove",
-            f"'{store}' has no complete step {step}; pass one of {known}",
+        raise checkpoint_error(
+            "ckpt-remove", f"'{store}' has no complete step {step}; pass one of {known}"
         )
     store.remove_steps([step])
     return [step_name(step)]

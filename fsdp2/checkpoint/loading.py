@@ -4,25 +4,29 @@
 2. every rank   files and lengths, DCP's index, names, shapes of wholes and parts, dtypes; ``extra``
 3. all          differences on any rank                ─> raised on all, or reported
 4. every rank   reads its own shards, into the parameters; new memory for an optimizer's state
+
+With ``transforms``, functions make tensors of the step's, before anything of the model is written:
+
+    step   q [4, 4] ┐
+           k [4, 4] ├─ whole, on the CPU ─> function ─> qkv [12, 4] ─> this rank's rows
+           v [4, 4] ┘
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Literal
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from fsdp2.checkpoint.consensus import Call
 from fsdp2.checkpoint.converting import kind_of
@@ -36,21 +40,23 @@ from fsdp2.checkpoint.folder import (
     read_manifest,
     store_of,
 )
-from fsdp2.checkpoint.optimizers import OptimizerMatch
+from fsdp2.checkpoint.items import read_index
+from fsdp2.checkpoint.optimizers import Names, OptimizerMatch
 from fsdp2.checkpoint.reading import Step
-from fsdp2.checkpoint.saving import end_saves, note_load
+from fsdp2.checkpoint.retention import note_load
+from fsdp2.checkpoint.saving import end_saves
 from fsdp2.checkpoint.snapshots import Nested, above, named_parameters, snapshot, whole_state
 from fsdp2.checkpoint.state import (
     Differences,
     Models,
     Optimizers,
-    Reader,
     States,
     as_list,
     as_module,
     as_states,
     check_step,
     first_of,
+    held_of,
     is_part,
     is_whole,
     read_below,
@@ -59,12 +65,17 @@ from fsdp2.checkpoint.state import (
     ties_of,
 )
 from fsdp2.checkpoint.stores import STEP, AnyPath, PathLike, Store, is_url, local_path
-from fsdp2.checkpoint.transforms import Sources, Transform, Transforms, rows_of
 from fsdp2.checkpoint.values import Value, unpacked
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import CheckpointError, checkpoint_error
 from fsdp2.core.facts import ProcessGroup, local_of
 from fsdp2.sharding.module import FSDPModule
 from fsdp2.sharding.wire_states import wire_state
+
+Sources: TypeAlias = Callable[[str], str | Sequence[str] | None]
+"""The model's name of a tensor to the step's, or to several; ``None`` leaves it out."""
+
+Transform: TypeAlias = Callable[..., Tensor]
+"""Makes a whole tensor of the step's whole tensors, in the order of their names."""
 
 
 @dataclass
@@ -165,64 +176,59 @@ def load(
     """
     call = Call(f"load('{folder}')", process_group)
     end_saves()
-    options = (
-        strict,
-        rng,
-        buffers,
-        cast,
-        names is None,
-        sorted(map(str, states)) if isinstance(states, Mapping) else [],
-        list(transforms or {}),
-    )
-    told = call.together(
-        lambda: _told(call, folder, model, optimizer, step, fallback, verify, states, options)
-    )
-    if any(asked != told[0][0] for asked, _, _ in told):
-        raise coded(
-            CheckpointError,
+
+    def look() -> tuple[tuple[object, ...], PathLike, Manifest | None]:
+        """The facts on which ranks must agree, this rank's folder, and rank 0's manifest."""
+        place, number = _place_of(folder, step)
+        store = store_of(place)
+        as_module(model)  # which raises on all ranks, as do these
+        kept = sorted(map(str, as_states(states)))
+        if number is not None:
+            check_step("load", number)
+        options = (fallback, verify, strict, rng, buffers, cast, names is None)
+        asked = (str(store), number, options, kept, list(transforms or {}), len(as_list(optimizer)))
+        if not call.is_first:
+            return asked, place, None
+        _check_kind(store, folder)
+        if fallback and number is None:
+            return asked, place, newest_readable(store, verify)
+        return asked, place, read_manifest(store, number)
+
+    told = call.together(look)
+    asked, _, manifest = told[0]
+    if any(other != asked for other, _, _ in told):
+        raise checkpoint_error(
             "ckpt-load-ranks-differ",
             f"load() got different folders, steps, optimizers or options on different ranks "
             f"({[asked for asked, _, _ in told]}); pass the same on all ranks",
         )
-    manifest = told[0][1]
     assert manifest is not None
-    wanted = _Wanted(
+    job = _Load(
         call,
+        store_of(told[call.rank][1]),
+        manifest,
         as_module(model),
         as_list(optimizer),
-        bool(rng),
-        verify,
-        buffers,
-        cast,
-        Transforms(transforms or {}, names or (lambda name: name)),
+        _Transforms(transforms or {}, names or (lambda name: name)),
         as_states(states),
+        cast,
     )
-    job = _Load(store_of(told[call.rank][2]), manifest, wanted)
-    left = Differences.over_ranks(call.together(job.compare))
-    if strict:
-        _require_alike(folder, manifest.step, left, rng)
-    call.together(lambda: job.read(left))
-    job.take_wire()
-    note_load(first_of(model), job.store, manifest.step)
-    return Loaded(manifest.step, job.extra, job.rank_extra, left)
-
-
-def _require_alike(
-    folder: PathLike, step: int, left: Differences, rng: bool | Literal["if_saved"]
-) -> None:
-    """Raise for differences, except for random states that were never saved, if so requested."""
+    left = Differences.over_ranks(call.together(lambda: job.compare(bool(rng), verify, buffers)))
     refused = left
-    if rng == "if_saved":
+    if rng == "if_saved":  # random states that were never saved are no difference then
         refused = replace(left, missing=[n for n in left.missing if not n.startswith("rng.")])
-    if refused:
-        raise coded(
-            CheckpointError,
+    if strict and refused:
+        raise checkpoint_error(
             "ckpt-differs",
-            f"step {step} of '{folder}' does not fit this model: missing {left.missing}, "
+            f"step {manifest.step} of '{folder}' does not fit this model: missing {left.missing}, "
             f"unexpected {left.unexpected}, of other shapes {left.reshaped}, of other dtypes "
             f"{left.retyped}, with several values for one {left.conflicting}; pass strict=False "
             f"to load what fits",
         )
+    call.together(lambda: job.read(left))
+    job.take_wire()
+    note_load(first_of(model), job.store, manifest.step)
+    return Loaded(manifest.step, job.extra, job.rank_extra, left)
 
 
 def read_extra(folder: PathLike, step: int | None = None, *, rank: int | None = None) -> Value:
@@ -250,7 +256,7 @@ def read_extra(folder: PathLike, step: int | None = None, *, rank: int | None = 
     manifest = read_manifest(store, step)
     check_files(store, manifest)
     path = items_of(store, manifest)
-    metadata = Reader(path).read_metadata()
+    metadata = read_index(path)
     with broken_values(path):
         if rank is not None:
             return _rank_extra(path, metadata, rank)
@@ -260,33 +266,6 @@ def read_extra(folder: PathLike, step: int | None = None, *, rank: int | None = 
 def _rank_extra(path: AnyPath, metadata: Metadata, rank: int) -> Value:
     held = read_below(path, metadata, f"rank_extra.{rank}")
     return unpacked(json.loads(held.pop("content")), held) if held else None
-
-
-def _told(
-    call: Call,
-    folder: PathLike,
-    model: Models,
-    optimizer: Optimizers | None,
-    step: int | None,
-    fallback: bool,
-    verify: bool,
-    states: States | None,
-    options: tuple[object, ...],
-) -> tuple[tuple[object, ...], Manifest | None, PathLike]:
-    """The facts on which ranks must agree, rank 0's manifest, and this rank's folder."""
-    place, step = _place_of(folder, step)
-    store = store_of(place)
-    as_module(model)  # which raises on all ranks, as do these
-    as_states(states)
-    if step is not None:
-        check_step("load", step)
-    asked = (str(store), step, fallback, verify, *options, len(as_list(optimizer)))
-    if not call.is_first:
-        return asked, None, place
-    _check_kind(store, folder)
-    if fallback and step is None:
-        return asked, newest_readable(store, verify), place
-    return asked, read_manifest(store, step), place
 
 
 def _place_of(folder: PathLike, step: int | None) -> tuple[PathLike, int | None]:
@@ -302,10 +281,12 @@ def _place_of(folder: PathLike, step: int | None) -> tuple[PathLike, int | None]
 
 def _check_kind(store: Store, given: PathLike) -> None:
     """If the folder holds a checkpoint of another kind instead of steps, raise with that kind."""
-    kind = None if is_url(given) or store.steps() else _kind_at(local_path(given))
+    kind = None
+    if not is_url(given) and not store.steps() and (path := local_path(given)).exists():
+        with suppress(CheckpointError):
+            kind = kind_of(path)
     if kind not in (None, "steps"):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-other-kind",
             f"'{given}' is a checkpoint of kind '{kind}', but load() takes a folder of steps; "
             f"call fsdp2.checkpoint.convert('{given}', FOLDER, to_kind='steps', step=0) once, and "
@@ -313,52 +294,30 @@ def _check_kind(store: Store, given: PathLike) -> None:
         )
 
 
-def _kind_at(path: Path) -> str | None:
-    try:
-        return kind_of(path) if path.exists() else None
-    except CheckpointError:
-        return None
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """The targets of `load`, and the ranks that call it."""
-
-    call: Call
-    model: nn.Module
-    optimizers: Sequence[torch.optim.Optimizer]
-    rng: bool
-    verify: bool
-    buffers: bool
-    cast: bool
-    transforms: Transforms
-    states: States
-
-
 @dataclass
 class _Taken:
-    """A tensor that is loaded.
-
-    Attributes:
-        own: its name here.
-        value: what to read or copy into.
-        theirs: the step's name; "" where a function has made it.
-        rows: this rank's rows, where a function has made them.
-    """
+    """A tensor that is loaded."""
 
     own: str
     value: Tensor
-    theirs: str = ""
-    rows: Tensor | None = None
+    theirs: str = ""  # "" where a function has made the tensor
+    rows: Tensor | None = None  # this rank's, where a function has made them
 
 
+@dataclass
 class _Load:
     """One load, on one rank."""
 
-    def __init__(self, store: Store, manifest: Manifest, wanted: _Wanted) -> None:
-        self.store = store
-        self._manifest = manifest
-        self._wanted = wanted
+    call: Call
+    store: Store
+    manifest: Manifest
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    transforms: _Transforms
+    states: States
+    cast: bool
+
+    def __post_init__(self) -> None:
         self._step: Step
         self._optimizer: OptimizerMatch | None = None
         self._tensors: list[_Taken] = []
@@ -370,46 +329,50 @@ class _Load:
 
     # ---- comparing
 
-    def compare(self) -> Differences:
-        """Find the differences; changes nothing.
-
-        Raises:
-            CheckpointError: the step cannot be loaded.
-        """
-        if not self.store.has(self._manifest.step):
-            place = self.store.folder(self._manifest.step)
-            raise coded(
-                CheckpointError,
+    def compare(self, rng: bool, verify: bool, buffers: bool) -> Differences:
+        """Find the differences; changes nothing."""
+        if not self.store.has(self.manifest.step):
+            place = self.store.folder(self.manifest.step)
+            raise checkpoint_error(
                 "ckpt-not-shared",
-                f"rank {self._wanted.call.rank} does not see '{place}', which rank 0 sees; pass a "
+                f"rank {self.call.rank} does not see '{place}', which rank 0 sees; pass a "
                 f"folder on a file system that all ranks share",
             )
-        check_files(self.store, self._manifest)
-        wanted = self._wanted
-        if wanted.verify:
-            rank, size = wanted.call.rank, wanted.call.size
-            check_hashes(self.store, self._manifest, sorted(self._manifest.files)[rank::size])
-        self._step = Step(items_of(self.store, self._manifest))
+        check_files(self.store, self.manifest)
+        if verify:
+            rank, size = self.call.rank, self.call.size
+            check_hashes(self.store, self.manifest, sorted(self.manifest.files)[rank::size])
+        self._step = Step(items_of(self.store, self.manifest))
         found = Differences()
         self._compare_model(found)
-        beside = {f"states.{name}": held for name, held in wanted.states.items()}
-        if wanted.buffers:
-            beside["buffers"] = snapshot(wanted.model).buffers
+        beside = {f"states.{name}": held for name, held in self.states.items()}
+        if buffers:
+            beside["buffers"] = snapshot(self.model).buffers
         for name, held in beside.items():
             self._compare_beside(name, held, found)
-        if wanted.optimizers:
-            self._compare_optimizers(found)
-        if wanted.rng:
+        if self.optimizers and not self.manifest.has_optimizer:
+            raise checkpoint_error(
+                "ckpt-no-optimizer",
+                f"step {self.manifest.step} of '{self.store}' was saved without an optimizer; "
+                f"load it without one",
+            )
+        if self.optimizers:
+            plain = self.transforms.plain()
+            self._optimizer = OptimizerMatch(
+                self._step, self.model, self.optimizers, plain, self.cast
+            )
+            self._optimizer.compare(found)
+        if rng:
             self._compare_rng(found)
-        wire = wire_state(wanted.model).state_dict()
+        wire = wire_state(self.model).state_dict()
         found.reshaped += [f"wire.{name}" for name, own in wire.items() if not is_part(own)]
         path, metadata = self._step.path, self._step.metadata
-        self.extra = unpacked(self._manifest.extra, read_below(path, metadata, "extra"))
-        self.rank_extra = _rank_extra(path, metadata, wanted.call.rank)
+        self.extra = unpacked(self.manifest.extra, read_below(path, metadata, "extra"))
+        self.rank_extra = _rank_extra(path, metadata, self.call.rank)
         return found
 
     def _compare_rng(self, found: Differences) -> None:
-        step, prefix = self._step, f"rng.{self._wanted.call.rank}"
+        step, prefix = self._step, f"rng.{self.call.rank}"
         saved = read_below(step.path, step.metadata, prefix)
         for kind, value in rng_states().items():
             name = f"{prefix}.{kind}"
@@ -421,11 +384,15 @@ class _Load:
     def _compare_model(self, found: Differences) -> None:
         """Tensors are read in place later; values now, so that a class in them changes nothing."""
         step, taken, units, here = self._step, set[str](), dict[str, str](), dict[str, Tensor]()
-        state = whole_state(self._wanted.model)
-        params = named_parameters(self._wanted.model) if step.about.trainable else ()
+        state = whole_state(self.model)
+        params = named_parameters(self.model) if step.about.trainable else ()
         frozen = {name for name, param in params if not param.requires_grad}
-        tensors = dict(_read_in_place(state))
-        transforms = self._wanted.transforms
+        tensors = {  # a tensor that is an extra state is a value
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and not name.endswith("_extra_state")
+        }
+        transforms = self.transforms
         transforms.check(tensors)
         for name, value in state.items():
             sources = transforms.sources(name)
@@ -440,11 +407,12 @@ class _Load:
                 self._make(name, tensor, transform, sources, found)
             elif tensor is not None:
                 about = step.saved.get(f"model.{theirs}")
-                if found.compare(f"model.{name}", tensor, about, self._wanted.cast):
+                if found.compare(f"model.{name}", tensor, about, self.cast):
                     self._tensors.append(_Taken(f"model.{name}", tensor, f"model.{theirs}"))
             else:
                 units[name] = theirs
-                here.update(_tensors_of(f"model.{theirs}", value))
+                flat, _ = flatten_state_dict({f"model.{theirs}": value})  # as DCP's items are
+                here.update((n, each) for n, each in flat.items() if isinstance(each, Tensor))
         values = step.values({f"model.{each}": step.model[each] for each in units.values()}, here)
         self._values = {name: values[f"model.{theirs}"] for name, theirs in units.items()}
         found.unexpected += [f"model.{name}" for name in step.model if name not in taken]
@@ -461,9 +429,9 @@ class _Load:
         """Let a function make a tensor; this rank's rows of it stay."""
         units = {f"model.{each}": self._step.model[each] for each in sources}
         wholes = self._step.values(units, {})
-        rows = rows_of(name, value, transform, [wholes[f"model.{each}"] for each in sources])
+        rows = _rows_of(name, value, transform, [wholes[f"model.{each}"] for each in sources])
         both = rows.is_floating_point() and value.is_floating_point()
-        if rows.dtype != value.dtype and not (self._wanted.cast and both):
+        if rows.dtype != value.dtype and not (self.cast and both):
             found.retyped.append(f"model.{name}")
         else:
             self._tensors.append(_Taken(f"model.{name}", value, rows=rows))
@@ -478,16 +446,14 @@ class _Load:
                 continue
             each, other = read[name], read[first]
             one, two = (saved.get(it.theirs[6:], it.theirs[6:]) for it in (each, other))
-            if (one != two or not one) and not self._same(each, other):
-                found.conflicting.append(name)
+            if one != two or not one:
+                a, b = self._rows(each), self._rows(other)
+                if not ((a == b) | ((a != a) & (b != b))).all():
+                    found.conflicting.append(name)
         self._tensors = [each for each in self._tensors if ties.get(each.own) not in read]
 
-    def _same(self, first: _Taken, second: _Taken) -> bool:
-        """Whether this rank's rows of two tensors are to be the same."""
-        a, b = self._rows(first), self._rows(second)
-        return bool(((a == b) | ((a != a) & (b != b))).all())
-
     def _rows(self, taken: _Taken) -> Tensor:
+        """This rank's rows of a tensor that is loaded."""
         if taken.rows is not None:
             return taken.rows.to(taken.value.device, taken.value.dtype)
         copy = torch.empty_like(taken.value)
@@ -500,7 +466,7 @@ class _Load:
             own = f"{name}.{key}"
             if own not in self._step.saved:
                 found.missing.append(own)
-            elif found.compare(own, value, self._step.saved[own], self._wanted.cast):
+            elif found.compare(own, value, self._step.saved[own], self.cast):
                 self._tensors.append(_Taken(own, value, own))
         if name.startswith("states."):
             found.unexpected += [
@@ -509,70 +475,116 @@ class _Load:
                 if each.startswith(f"{name}.") and each[len(name) + 1 :] not in held
             ]
 
-    def _compare_optimizers(self, found: Differences) -> None:
-        wanted = self._wanted
-        if not self._manifest.has_optimizer:
-            raise coded(
-                CheckpointError,
-                "ckpt-no-optimizer",
-                f"step {self._manifest.step} of '{self.store}' was saved without an optimizer; "
-                f"load it without one",
-            )
-        self._optimizer = OptimizerMatch(
-            self._step, wanted.model, wanted.optimizers, wanted.transforms.plain(), wanted.cast
-        )
-        self._optimizer.compare(found)
-
     # ---- loading
 
     def read(self, left: Differences) -> None:
         """Read everything except the differences into place."""
-        out, model = left.left(), self._wanted.model
+        out, model = left.left(), self.model
         tensors = [each for each in self._tensors if each.own not in out]
         with torch.inference_mode(False), torch.no_grad():
             self._step.read((each.theirs, each.value) for each in tensors if each.rows is None)
             for each in tensors:
                 if each.rows is not None:
                     local_of(each.value).copy_(each.rows)
-            _reshard(model)
+            for module in model.modules():  # torch finds parameters only while shards are there
+                if isinstance(module, FSDPModule):
+                    module.reshard()
             chosen = {each.own[6:]: each.value for each in tensors if each.own.startswith("model.")}
             set_model_state_dict(
                 model, {**chosen, **self._values}, options=StateDictOptions(strict=False)
             )
             if self._optimizer is not None:
                 self._optimizer.load(out)
-            self._read_wire(out)
+            saved = self._step.saved
+            self._wire = {
+                name: value
+                for name, value in wire_state(self.model).state_dict().items()
+                if f"wire.{name}" not in out and is_whole(saved.get(f"wire.{name}"), value)
+            }
+            self._step.read((f"wire.{name}", value) for name, value in self._wire.items())
         set_rng_states(self._rng)
 
-    def _read_wire(self, out: set[str]) -> None:
-        """Read the state that wire formats keep between steps, after the parameters."""
-        own, saved = wire_state(self._wanted.model).state_dict(), self._step.saved
-        own = {name: value for name, value in own.items() if f"wire.{name}" not in out}
-        self._wire = {n: v for n, v in own.items() if is_whole(saved.get(f"wire.{n}"), v)}
-        self._step.read((f"wire.{name}", value) for name, value in self._wire.items())
-
     def take_wire(self) -> None:
-        """Put it in place, which may communicate: all ranks have read theirs."""
-        step, call = f"step {self._manifest.step} of '{self.store}'", self._wanted.call
+        """Put the wire formats' state in place, which may communicate, when all have read it."""
+        step = f"step {self.manifest.step} of '{self.store}'"
         with torch.inference_mode(False), torch.no_grad():
-            wire_state(self._wanted.model).take(self._wire, step, call.is_first, call.size)
+            wire_state(self.model).take(self._wire, step, self.call.is_first, self.call.size)
 
 
-def _read_in_place(state: Nested) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers; a tensor that is an extra state is a value."""
-    for name, value in state.items():
-        if isinstance(value, Tensor) and not name.endswith("_extra_state"):
-            yield name, value
+# ---- tensors that functions make
 
 
-def _tensors_of(name: str, value: object) -> dict[str, Tensor]:
-    """Tensors inside of a value, by the names that DCP's items have."""
-    flat, _ = flatten_state_dict({name: value})
-    return {name: each for name, each in flat.items() if isinstance(each, Tensor)}
+class _Transforms:
+    """Functions by names, or patterns of names, of the model's tensors."""
+
+    def __init__(self, given: Mapping[str, Transform], names: Sources) -> None:
+        self._given = given
+        self._names = names
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raise unless each pattern fits one of the model's names."""
+        known = list(names)
+        for pattern in self._given:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise checkpoint_error(
+                    "ckpt-transform-unused",
+                    f"transforms= has '{pattern}', which matches no tensor of the model; pass "
+                    f"names of its state dict, or patterns",
+                )
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """The step's names of what a tensor is made of; none: it is left out."""
+        found = self._names(name)
+        if found is None:
+            return ()
+        return (found,) if isinstance(found, str) else tuple(found)
+
+    def of(self, name: str) -> Transform | None:
+        """The function for a tensor of the model; ``None`` where it is read as it is."""
+        for pattern, function in self._given.items():
+            if fnmatchcase(name, pattern):
+                return function
+        sources = self.sources(name)
+        if len(sources) > 1:
+            raise checkpoint_error(
+                "ckpt-transform-several",
+                f"names= maps several tensors of the step to '{name}', {list(sources)}; pass "
+                f"transforms= with a function that combines them",
+            )
+        return None
+
+    def plain(self) -> Names:
+        """The step's name of what is read as it is, for states of optimizers; else ``None``."""
+
+        def name_of(name: str) -> str | None:
+            sources = self.sources(name)
+            return sources[0] if sources and self.of(name) is None else None
+
+        return name_of
 
 
-def _reshard(model: nn.Module) -> None:
-    """torch's functions find parameters only while shards are registered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+@torch.no_grad()
+def _rows_of(name: str, value: Tensor, function: Transform, sources: Sequence[Tensor]) -> Tensor:
+    """This rank's rows of what a function makes, in new memory, of the dtype that it returned."""
+    held = held_of(name, value.detach())
+    shapes = [tuple(source.shape) for source in sources]
+    try:
+        made = function(*sources)
+    except Exception as error:  # of the user's function
+        raise checkpoint_error(
+            "ckpt-transform-raised",
+            f"transforms= of '{name}' raised {type(error).__name__} for tensors of shapes "
+            f"{shapes} ({error}); correct the function",
+        ) from error
+    is_plain = type(made) in (Tensor, nn.Parameter)
+    if not is_plain or tuple(made.shape) != held.shape:
+        found = f"a tensor of shape {tuple(made.shape)}" if is_plain else f"a {type(made).__name__}"
+        raise checkpoint_error(
+            "ckpt-transform-shape",
+            f"transforms= of '{name}' returned {found} for tensors of shapes {shapes}, but the "
+            f"model has one of shape {held.shape}; return a tensor of that shape",
+        )
+    rows = made.detach()
+    for dim, (start, length) in enumerate(zip(held.offsets, held.local.shape, strict=True)):
+        rows = rows.narrow(dim, start, length)
+    return rows.clone()

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.checkpoint.reading import GROUPS, Step
 from fsdp2.checkpoint.snapshots import Nested, named_parameters, names_in
 from fsdp2.checkpoint.state import Differences, class_of
-from fsdp2.checkpoint.values import Value, packed
+from fsdp2.checkpoint.values import Packed, Value
 
 Names = Callable[[str], str | None]
 """The model's name of a tensor to the step's; ``None`` leaves it out."""
@@ -34,54 +33,32 @@ _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum",
 """Options that schedulers add to groups."""
 
 
-@dataclass(frozen=True)
-class _Own:
-    """A parameter of an optimizer.
-
-    Attributes:
-        number: among the optimizer's.
-        name: the model's.
-        theirs: the step's name; ``None`` if the step has none.
-        param: it.
-        group: its group's place among all.
-        state: what the optimizer has of it.
-    """
-
-    number: int
-    name: str
-    theirs: str | None
-    param: Tensor
-    group: int
-    state: Nested
-
-
 @dataclass
 class _Slot:
-    """A part of a parameter's state.
+    """A part of a parameter's state."""
 
-    Attributes:
-        own: the parameter.
-        key: of the part.
-        unit: what the step calls it.
-        value: memory for a tensor, or a value that was read.
-    """
-
-    own: _Own
     key: str
-    unit: str
+    unit: str  # the step's name
     value: Any = None
 
 
-class OptimizerMatch:
-    """Optimizers and a step, side by side.
+@dataclass
+class _Own:
+    """A parameter of an optimizer."""
 
-    Args:
-        step: has an optimizer.
-        model: has the parameters.
-        optimizers: take states and options.
-        names: of parameters in the step.
-        cast: whether states may be of other floating-point dtypes.
-    """
+    optimizer: torch.optim.Optimizer
+    number: int  # among the optimizer's parameters
+    name: str
+    theirs: str | None  # the step's name
+    param: Tensor
+    group: int  # its place among all groups
+    state: Nested  # what the optimizer has of it
+    slots: list[_Slot] = field(default_factory=list)  # what is loaded
+    is_kept: bool = False  # left as it is
+
+
+class OptimizerMatch:
+    """Optimizers and a step, side by side."""
 
     def __init__(
         self,
@@ -99,53 +76,50 @@ class OptimizerMatch:
         self._plain = [optimizer.state_dict() for optimizer in optimizers]
         self._groups: list[Nested] = [g for plain in self._plain for g in plain["param_groups"]]
         self._own = list(self._owned(model, names))
-        self._slots: list[list[_Slot]] = [[] for _ in optimizers]
-        self._kept: list[set[int]] = [set() for _ in optimizers]  # parameters left as they are
         self._options: list[Nested] = [{} for _ in self._groups]
 
-    def _owned(self, model: nn.Module, names: Names) -> Iterator[list[_Own]]:
-        """Each optimizer's parameters."""
+    def _owned(self, model: nn.Module, names: Names) -> Iterator[_Own]:
         aliases: dict[int, list[str]] = {}
         for name, param in named_parameters(model):
             aliases.setdefault(id(param), []).append(name)
         first = {each: listed[0] for each, listed in aliases.items()}
         place = 0
         for optimizer, plain in zip(self._optimizers, self._plain, strict=True):
-            called, found = names_in(optimizer, first), list[_Own]()
+            called, number = names_in(optimizer, first), 0
             for group in optimizer.param_groups:
                 for param in group["params"]:
                     asked = (names(alias) for alias in aliases[id(param)])
                     theirs = next((name for name in asked if name in self._place), None)
-                    number = len(found)
                     state = plain["state"].get(number, {})
-                    found.append(_Own(number, called[number], theirs, param, place, state))
+                    yield _Own(optimizer, number, called[number], theirs, param, place, state)
+                    number += 1
                 place += 1
-            yield found
 
     # ---- comparing
 
     def compare(self, found: Differences) -> None:
         """Record the differences; change nothing. Reads values other than tensors."""
         self._compare_options(found)
-        for at, optimizer in enumerate(self._optimizers):
-            for own in self._own[at]:
-                self._compare_state(at, optimizer, own, found)
-        taken = {own.theirs for each in self._own for own in each}
+        for own in self._own:
+            self._compare_state(own, found)
+        taken = {own.theirs for own in self._own}
         found.unexpected += [f"{_STATE}.{name}" for name in self._place if name not in taken]
         units = {
-            slot.unit: self._step.states[str(slot.own.theirs)][slot.key]
-            for slot in chain.from_iterable(self._slots)
+            slot.unit: self._step.states[str(own.theirs)][slot.key]
+            for own in self._own
+            for slot in own.slots
             if not self._step.is_tensor(slot.unit)
         }
         values = self._step.values(units, {})
-        for slot in chain.from_iterable(self._slots):
-            slot.value = values.get(slot.unit)
+        for own in self._own:
+            for slot in own.slots:
+                slot.value = values.get(slot.unit)
 
     def _compare_options(self, found: Differences) -> None:
         """A group's values of each option in all saved groups of its parameters."""
         sources: list[dict[int, None]] = [{} for _ in self._groups]
         takers: list[dict[int, None]] = [{} for _ in self._theirs]
-        for own in chain.from_iterable(self._own):
+        for own in self._own:
             if own.theirs is not None:
                 at = self._place[own.theirs]
                 sources[own.group][at] = takers[at][own.group] = None
@@ -160,7 +134,9 @@ class OptimizerMatch:
                 elif not _alike(saved) or any(key in apart[at] for at in sources[place]):
                     found.conflicting.append(name)
                 else:
-                    self._options[place][key] = _moved(saved[0], group[key])
+                    is_tensor = isinstance(saved[0], Tensor) and isinstance(group[key], Tensor)
+                    value = saved[0].to(group[key].device) if is_tensor else saved[0]
+                    self._options[place][key] = value  # a learning rate may be a tensor
         for at, options in enumerate(self._theirs):
             known = {"params", *(key for place in takers[at] for key in self._groups[place])}
             extra = [key for key in options if takers[at] and key not in known]
@@ -172,25 +148,23 @@ class OptimizerMatch:
         keys = {key for group in groups for key in group} - {"params", "param_names"}
         return {key for key in keys if not _alike([group.get(key) for group in groups])}
 
-    def _compare_state(
-        self, at: int, optimizer: torch.optim.Optimizer, own: _Own, found: Differences
-    ) -> None:
+    def _compare_state(self, own: _Own, found: Differences) -> None:
         """A state that only the step has is accepted, if it is from such an optimizer."""
         prefix = f"{_STATE}.{own.name}"
         if own.theirs is None:
             found.missing.append(prefix)
-            self._kept[at].add(own.number)
+            own.is_kept = True
             return
         saved = self._step.states.get(own.theirs, {})
         about = self._step.saved.get(f"model.{own.theirs}")
         reshaped = isinstance(about, TensorStorageMetadata) and about.size != own.param.shape
         if saved and not own.state and reshaped:  # nothing here says which state has its shape
             found.reshaped.append(prefix)
-            self._kept[at].add(own.number)
+            own.is_kept = True
             return
-        if saved and not own.state and not self._is_of(optimizer, own):
+        if saved and not own.state and not self._is_of(own):
             found.unexpected += [f"{_STATE}.{own.theirs}.{key}" for key in saved]
-            self._kept[at].add(own.number)
+            own.is_kept = True
             return
         for key, value in own.state.items() if saved else ():
             if key not in saved:
@@ -203,14 +177,15 @@ class OptimizerMatch:
             if own.state and key not in own.state:
                 found.unexpected.append(unit)
             else:
-                self._slots[at].append(_Slot(own, key, unit))
+                own.slots.append(_Slot(key, unit))
 
-    def _is_of(self, optimizer: torch.optim.Optimizer, own: _Own) -> bool:
+    def _is_of(self, own: _Own) -> bool:
         """Whether the step's states are those of such an optimizer, as far as it tells.
 
         Groups of one optimizer may be of several kinds, each with options of its own.
         """
         group, classes = self._place[str(own.theirs)], self._step.about.optimizers
+        optimizer = own.optimizer
         if group < len(classes) and classes[group] == class_of(optimizer):
             return True
         options = {*self._theirs[group]} - {"params", "param_names"} - _SCHEDULED
@@ -222,72 +197,60 @@ class OptimizerMatch:
 
     def load(self, out: set[str]) -> None:
         """Read states, and put them and the options in place, but what is ``out``."""
-        slots = [
-            [slot for slot in each if f"{_STATE}.{slot.own.name}.{slot.key}" not in out]
-            for each in self._slots
-        ]
-        for slot in chain.from_iterable(slots):
-            if self._step.is_tensor(slot.unit):
-                slot.value = self._memory(slot)
-        self._step.read(
-            (slot.unit, slot.value)
-            for slot in chain.from_iterable(slots)
-            if self._step.is_tensor(slot.unit)
-        )
+        tensors: list[tuple[str, Tensor]] = []
+        states: dict[int, dict[int, Nested]] = {id(each): {} for each in self._optimizers}
+        for own in self._own:
+            slots = [each for each in own.slots if f"{_STATE}.{own.name}.{each.key}" not in out]
+            for slot in slots:
+                if self._step.is_tensor(slot.unit):
+                    slot.value = self._memory(own, slot)
+                    tensors.append((slot.unit, slot.value))
+            kept = {  # what was left stays
+                key: value
+                for key, value in own.state.items()
+                if own.is_kept or f"{_STATE}.{own.name}.{key}" in out
+            }
+            if kept or slots:
+                state = kept | {slot.key: slot.value for slot in slots}
+                states[id(own.optimizer)][own.number] = state
+        self._step.read(tensors)
         options = iter(self._options)
-        for at, optimizer in enumerate(self._optimizers):
-            state: dict[int, Nested] = {}
-            for own in self._own[at]:
-                for key, value in own.state.items():  # what was left stays
-                    if own.number in self._kept[at] or f"{_STATE}.{own.name}.{key}" in out:
-                        state.setdefault(own.number, {})[key] = value
-            for slot in slots[at]:
-                state.setdefault(slot.own.number, {})[slot.key] = slot.value
-            groups = [{**group, **next(options)} for group in self._plain[at]["param_groups"]]
-            put_state(optimizer, {"state": state, "param_groups": groups})
+        for optimizer, plain in zip(self._optimizers, self._plain, strict=True):
+            groups = [{**group, **next(options)} for group in plain["param_groups"]]
+            put_state(optimizer, {"state": states[id(optimizer)], "param_groups": groups})
 
-    def _memory(self, slot: _Slot) -> Tensor:
+    def _memory(self, own: _Own, slot: _Slot) -> Tensor:
         """New memory for a tensor of a state: as it is here, or as the parameter is."""
         about = self._step.saved[slot.unit]
         assert isinstance(about, TensorStorageMetadata)
-        dtype, param = about.properties.dtype, slot.own.param
-        like: object = slot.own.state.get(slot.key)
+        dtype, param = about.properties.dtype, own.param
+        like: object = own.state.get(slot.key)
         if isinstance(like, Tensor) and self._cast:
             dtype = like.dtype
-        elif self._cast and param.dtype.is_floating_point and dtype == self._dtype_of(slot.own):
-            dtype = param.dtype
+        elif self._cast and param.dtype.is_floating_point:
+            theirs = self._step.saved.get(f"model.{own.theirs}")
+            if isinstance(theirs, TensorStorageMetadata) and theirs.properties.dtype == dtype:
+                dtype = param.dtype
         if not isinstance(like, Tensor) and about.size == param.shape and param.dim():
             like = param
         if isinstance(like, DTensor) or (isinstance(like, Tensor) and like.dim()):
             return torch.empty_like(like, dtype=dtype)
-        options = {**self._groups[slot.own.group], **self._options[slot.own.group]}
+        options = {**self._groups[own.group], **self._options[own.group]}
         on_device = slot.key != "step" or options.get("capturable") or options.get("fused")
         device = param.device if on_device else torch.device("cpu")
         return torch.empty(about.size, dtype=dtype, device=device)
-
-    def _dtype_of(self, own: _Own) -> torch.dtype | None:
-        """The parameter's in the step."""
-        about = self._step.saved.get(f"model.{own.theirs}")
-        return about.properties.dtype if isinstance(about, TensorStorageMetadata) else None
 
 
 def _alike(values: Sequence[Value]) -> bool:
     """Whether all are of one type and value; tensors in them, too."""
     if len(values) < 2:
         return True
-    first, *others = (packed(value) for value in values)
+    first, *others = (Packed(value) for value in values)
     return all(
         each.content == first.content
         and all(map(torch.equal, each.tensors.values(), first.tensors.values()))
         for each in others
     )
-
-
-def _moved(value: object, like: object) -> object:
-    """An option, on the device where it is now: a learning rate may be a tensor."""
-    if isinstance(value, Tensor) and isinstance(like, Tensor):
-        return value.to(like.device)
-    return value
 
 
 def put_state(optimizer: torch.optim.Optimizer, state_dict: Nested) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,35 +39,26 @@ sleep: Callable[[float], object] = time.sleep
 
 @contextmanager
 def owned(path: Path, about: str) -> Iterator[Callable[[], bool]]:
-    """Hold the file ``path`` while inside; it is removed afterwards.
-
-    Args:
-        path: the file.
-        about: a line about the holder, written into the file.
-
-    Returns:
-        Whether it is still held: another job may have taken over a lease.
-
-    Raises:
-        BlockingIOError: another job holds it; its text is the line of that job.
-    """
+    """Hold the file ``path`` while inside; it is removed afterwards."""
     held, is_locked = _hold(path)
     ended = threading.Event()
 
-    def is_ours() -> bool:
-        try:
-            return os.path.samestat(os.fstat(held.fileno()), path.stat())
-        except FileNotFoundError:
-            return False
+    def beat() -> None:
+        number = 0
+        while not ended.wait(BEAT):
+            number += 1
+            with suppress(OSError, ValueError):  # closed
+                _write(held, f"{about}\n{number}")
 
     try:
         _write(held, about)
         if not is_locked:
-            _start_beating(held, about, ended)
-        yield is_ours
+            with suppress(RuntimeError):  # no thread is left: the lease holds for its time
+                threading.Thread(target=beat, name="fsdp2 holds a folder", daemon=True).start()
+        yield partial(_is_at, path, held)
     finally:
         ended.set()
-        if is_ours():
+        if _is_at(path, held):
             with suppress(OSError):
                 os.unlink(path)
         held.close()
@@ -77,18 +69,6 @@ def _write(held: BinaryIO, text: str) -> None:
     held.write(text.encode())
     held.truncate()
     held.flush()
-
-
-def _start_beating(held: BinaryIO, about: str, ended: threading.Event) -> None:
-    def beat() -> None:
-        number = 0
-        while not ended.wait(BEAT):
-            number += 1
-            with suppress(OSError, ValueError):  # closed
-                _write(held, f"{about}\n{number}")
-
-    with suppress(RuntimeError):  # no thread is left: the lease holds for its time
-        threading.Thread(target=beat, name="fsdp2 holds a folder", daemon=True).start()
 
 
 def _said(content: bytes) -> str:
@@ -107,26 +87,25 @@ def _hold(path: Path) -> tuple[BinaryIO, bool]:
                 continue
         try:
             locked = _lock(file)
-            if not locked and not made:
-                file.close()
-                _take_over(path)
-                continue
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file, locked
-        except FileNotFoundError:
-            pass  # removed between the two by who held it: it is free
-        except BaseException:
+        except BlockingIOError:
             file.close()
             raise
-        file.close()
+        if (locked or made) and _is_at(path, file):
+            return file, locked
+        file.close()  # if it was removed between the two by who held it, the path is free
+        if not locked and not made:
+            _take_over(path)
+
+
+def _is_at(path: Path, file: BinaryIO) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Whether it is locked now; false if the file system has no locks.
-
-    Raises:
-        BlockingIOError: another job has locked it; its text is the line of that job.
-    """
+    """Whether it is locked now; false if the file system has no locks."""
     if fcntl is None:
         return False
     try:
@@ -139,11 +118,7 @@ def _lock(file: BinaryIO) -> bool:
 
 
 def _take_over(path: Path) -> None:
-    """Return when the file is free: its holder is done, or has given no sign of life.
-
-    Raises:
-        BlockingIOError: it has given one, or another one takes over.
-    """
+    """Return when the file is free: its holder is done, or has given no sign of life."""
     try:
         before = path.read_bytes()
         LOG.warning(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from types import FrameType, TracebackType
 
-from fsdp2.checkpoint.consensus import Call
+from fsdp2.checkpoint.consensus import Call, lost_rank
 from fsdp2.core.facts import LostRankError, ProcessGroup, Vote
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -88,8 +88,11 @@ class Preemption:
             CheckpointError: a rank was lost.
         """
         if self._vote is None:
-            self._vote = self._call.vote()
-        return self._call.asked(self._vote, self._is_requested)
+            self._vote = Vote(self._call.members)
+        try:
+            return self._vote.ask(self._is_requested)
+        except LostRankError as error:
+            raise lost_rank(self._call.what) from error
 
     def __enter__(self) -> Preemption:
         """Set signal handlers in the main thread; other threads must call `request`."""

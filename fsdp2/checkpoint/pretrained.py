@@ -3,22 +3,33 @@
 1. every rank   names, shapes, dtypes; tied names that differ
 2. all          differences on any rank                ─> raised on all, or reported
 3. every rank   memory for meta tensors; its slices, into it
+
+Buffers on the meta device that no file has get the values that the modules' own code computes:
+
+    rotary.inv_freq, persistent=False
+      rotary.reset_parameters()      if it sets the buffer; that of `nn.Embedding` sets no scale
+                                     of a subclass
+      model._init_weights(rotary)    of the nearest module around it, as transformers' models have
+    neither sets it                  it would have no values: refused
+
+Both run on a copy of the module with memory only for buffers: no parameter is initialized or
+written.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from fsdp2.checkpoint.consensus import Call
+from fsdp2.checkpoint.contents import TensorFolder
 from fsdp2.checkpoint.exporting import Names
-from fsdp2.checkpoint.folders import TensorFolder
 from fsdp2.checkpoint.state import Differences, Held, held_by
 from fsdp2.checkpoint.stores import PathLike, local_path
-from fsdp2.checkpoint.unsaved import recomputed, unsaved
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import ProcessGroup
 from fsdp2.full.loading import require_writable, rewritten
 
@@ -77,8 +88,7 @@ def load_pretrained(
     job = _PretrainedLoad(model, folder, names or (lambda name: name))
     left = Differences.over_ranks(call.together(job.compare))
     if left and strict:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "pretrained-differs",
             f"'{folder}' does not fit this model: missing {left.missing}, unexpected "
             f"{left.unexpected}, of other shapes {left.reshaped}, of other dtypes {left.retyped}; "
@@ -142,29 +152,24 @@ class _PretrainedLoad:
             first, *others = self._sources[name]
             for other in others:
                 if not _equal(self._found, first, other, held[name]):
-                    raise coded(
-                        CheckpointError,
+                    raise checkpoint_error(
                         "pretrained-tied",
                         f"'{first}' and '{other}' are tied in the model, but differ in "
                         f"'{self._found.path}'; let names= return None for one of them",
                     )
         for name, part in held.items():
             if part.local.is_meta and name not in loaded:
-                self._check_reset(name)
-        for name in unsaved(self._model):
-            value = recomputed(self._model, name)
+                owner = self._model.get_submodule(name.rpartition(".")[0])
+                if not callable(getattr(owner, "reset_parameters", None)):
+                    self._refuse_unset(name)
+        for name in _unsaved(self._model):
+            value = _recomputed(self._model, name)
             if value is None:
                 self._refuse_unset(name)
             self._values[name] = value
 
-    def _check_reset(self, name: str) -> None:
-        owner = self._model.get_submodule(name.rpartition(".")[0])
-        if not callable(getattr(owner, "reset_parameters", None)):
-            self._refuse_unset(name)
-
     def _refuse_unset(self, name: str) -> NoReturn:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "pretrained-no-values",
             f"'{name}' is on the meta device and not in '{self._found.path}', so it would have "
             f"no values; give its module a reset_parameters(), or a module around it an "
@@ -210,3 +215,68 @@ def _equal(found: TensorFolder, one: str, other: str, held: Held) -> bool:
         if not torch.equal(*(tensor.view(-1).view(torch.uint8) for tensor in both)):
             return False
     return True
+
+
+# ---- buffers that no file has
+
+
+def _unsaved(model: nn.Module) -> list[str]:
+    """Names of buffers on the meta device that no state dict has."""
+    return [
+        f"{prefix}.{key}" if prefix else key
+        for prefix, member in model.named_modules()
+        for key in sorted(member._non_persistent_buffers_set)
+        if (buffer := member._buffers.get(key)) is not None and buffer.is_meta
+    ]
+
+
+def _recomputed(model: nn.Module, name: str) -> Tensor | None:
+    """The value that its module's initialization gives a buffer; changes nothing."""
+    prefix, _, key = name.rpartition(".")
+    owner = model.get_submodule(prefix)
+    for initialise in _initialisers(model, prefix):
+        twin = _twin(owner)
+        before = twin._buffers[key]
+        assert before is not None
+        version = before._version
+        with torch.no_grad():
+            initialise(twin)
+        value = twin._buffers[key]
+        # `.data` counts no version, but leaves other numbers than the zeros that were there.
+        if value is not None and (
+            value is not before or value._version != version or bool(value.any())
+        ):
+            return value
+    return None
+
+
+def _initialisers(model: nn.Module, prefix: str) -> Iterator[Callable[[Any], object]]:
+    """A module's own initializer, then ``_init_weights`` of modules around it, from inside."""
+    if callable(getattr(model.get_submodule(prefix), "reset_parameters", None)):
+        yield lambda twin: twin.reset_parameters()
+    parts = prefix.split(".") if prefix else []
+    for depth in range(len(parts), -1, -1):
+        found = getattr(model.get_submodule(".".join(parts[:depth])), "_init_weights", None)
+        if callable(found):
+            yield found
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A module of the same class and attributes: its buffers have memory, its parameters none."""
+    kind = getattr(type(module), "_fsdp2_original", type(module))
+    twin: Any = object.__new__(kind)
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_parameters"] = {
+        key: param if param is None else nn.Parameter(_meta(param), param.requires_grad)
+        for key, param in module._parameters.items()
+    }
+    twin.__dict__["_buffers"] = {
+        key: buffer if buffer is None else torch.zeros_like(buffer, device="cpu")
+        for key, buffer in module._buffers.items()
+    }
+    found: nn.Module = twin
+    return found
+
+
+def _meta(param: Tensor) -> Tensor:
+    return torch.empty(param.shape, dtype=param.dtype, device="meta")

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.folder import Json
+from fsdp2.checkpoint.items import read_index
 from fsdp2.checkpoint.snapshots import Nested
-from fsdp2.checkpoint.state import Reader, Saved, read_into
+from fsdp2.checkpoint.state import Saved, read_into
 from fsdp2.checkpoint.stores import AnyPath
 from fsdp2.checkpoint.values import Value, tensors_in, unpacked
 
@@ -34,23 +35,11 @@ Units = dict[str, list[str]]
 
 
 class Step:
-    """The items of a step.
-
-    Attributes:
-        path: where DCP's files are.
-        metadata: DCP's index.
-        saved: what the index says of each item.
-        about: how it was saved.
-        model: items by name in the model.
-        states: items of optimizers, by parameter and key.
-
-    Raises:
-        CheckpointError: the index is none, or values are objects of classes.
-    """
+    """The items of a step."""
 
     def __init__(self, path: AnyPath) -> None:
         self.path = path
-        self.metadata = Reader(path).read_metadata()
+        self.metadata = read_index(path)
         self.saved = self.metadata.state_dict_metadata
         self.model: Units = {}
         self.states: dict[str, Units] = {}
@@ -104,13 +93,7 @@ class Step:
             read_into(self.path, self.metadata, batch)
 
     def values(self, units: Mapping[str, Sequence[str]], like: Mapping[str, Tensor]) -> Nested:
-        """Values as they were saved.
-
-        Args:
-            units: the items of each, by its name.
-            like: DTensors that items shall be sharded as, and tensors on whose device they shall
-                be, by name. All others are whole, on the CPU.
-        """
+        """Values as they were saved."""
         items = {
             unit: tensors_in(self._typed[unit]) if unit in self._typed else list(names)
             for unit, names in units.items()

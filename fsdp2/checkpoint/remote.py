@@ -13,56 +13,38 @@ nothing that another job may be writing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatch
-from pathlib import PurePosixPath
-from typing import BinaryIO, Protocol, cast
+from typing import Any, BinaryIO
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.stores import (
     INDEX,
     MANIFEST,
-    REPLACED,
     STEP,
     AnyPath,
+    Attempt,
     Failures,
-    number_of,
+    Store,
+    mark_of,
     step_name,
 )
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 
 _PART = 1 << 26  # bytes that an upload sends at once, and holds: S3 takes 10,000 parts of an object
 
 
-class FileSystem(Protocol):
-    """The methods used from an ``fsspec.AbstractFileSystem``."""
-
-    def open(self, path: str, mode: str, block_size: int = ...) -> BinaryIO: ...
-    def cat_file(self, path: str) -> bytes: ...
-    def pipe_file(self, path: str, value: bytes) -> object: ...
-    def ls(self, path: str, detail: bool) -> list[Mapping[str, object]]: ...
-    def find(self, path: str, detail: bool) -> dict[str, Mapping[str, object]]: ...
-    def exists(self, path: str) -> bool: ...
-    def isfile(self, path: str) -> bool: ...
-    def makedirs(self, path: str, exist_ok: bool) -> None: ...
-    def rm(self, path: str, recursive: bool) -> None: ...
-    def rm_file(self, path: str) -> None: ...
-    def invalidate_cache(self) -> None: ...
+FileSystem = Any
+"""An ``fsspec.AbstractFileSystem``."""
 
 
 def reach(url: str) -> tuple[FileSystem, str]:
-    """The file system of a URL, and the path in it.
-
-    Raises:
-        CheckpointError: a package is missing, or the scheme is unknown.
-    """
+    """The file system of a URL, and the path in it."""
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-no-fsspec",
             f"'{url}' is on an object store, which fsdp2 reaches through the package fsspec; pip "
             f"install fsspec and the package for that store",
@@ -70,13 +52,12 @@ def reach(url: str) -> tuple[FileSystem, str]:
     try:
         found, path = url_to_fs(url)
     except Exception as error:  # of each store's own classes
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-not-reached",
             f"'{url}' cannot be reached ({type(error).__name__}: {error}); install the package "
             f"for that store, or correct the URL",
         ) from error
-    return cast(FileSystem, found), str(path)
+    return found, str(path)
 
 
 @dataclass(frozen=True)
@@ -90,10 +71,6 @@ class RemotePath:
     @property
     def name(self) -> str:
         return self.path.rpartition("/")[2]
-
-    @property
-    def suffix(self) -> str:
-        return PurePosixPath(self.path).suffix
 
     @property
     def parent(self) -> RemotePath:
@@ -112,12 +89,6 @@ class RemotePath:
 
     def is_file(self) -> bool:
         return self.fs.isfile(self.path)
-
-    def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Files of the folder itself."""
-        for name, is_folder in self.inside().items():
-            if not is_folder and fnmatch(name, pattern):
-                yield self / name
 
     def inside(self) -> dict[str, bool]:
         """Names in the folder, and which of them are folders."""
@@ -146,41 +117,19 @@ def remote_path(url: str) -> RemotePath:
     return RemotePath(fs, path.rstrip("/"), url)
 
 
-class RemoteStore:
+class RemoteStore(Store):
     """A folder of steps on a store."""
 
     def __init__(self, url: str) -> None:
-        self.root = remote_path(url)
+        self.root: RemotePath = remote_path(url)
         self.fs = self.root.fs
 
-    def __str__(self) -> str:
-        return str(self.root)
-
-    # ---- what is there
-
-    def steps(self) -> list[int]:
-        inside = self.root.inside()
-        names = [name for name in inside if f"{REPLACED}{name}" not in inside]
-        return sorted(step for step in map(number_of, names) if step is not None and self._is(step))
-
-    def _is(self, step: int) -> bool:
-        return MANIFEST in self.folder(step).inside()
-
-    def replaced(self) -> dict[int, str]:
-        found = {}
-        for name in self.root.inside():
-            step = number_of(name.removeprefix(REPLACED)) if name.startswith(REPLACED) else None
-            if step is not None and self._is(step):
-                found[step] = (self.root / name).read_bytes().decode(errors="replace")
-        return found
-
-    def half_removed(self) -> list[str]:
-        """None: what has no manifest may be about to have one."""
-        return []
+    def names(self) -> dict[str, bool]:
+        return self.root.inside()
 
     def has(self, step: int) -> bool:
         self.fs.invalidate_cache()
-        return self.fs.exists((self.folder(step) / MANIFEST).path)
+        return bool(self.fs.exists((self.root / step_name(step) / MANIFEST).path))
 
     def unfinished(self) -> list[str]:
         found = []
@@ -200,19 +149,12 @@ class RemoteStore:
         # A store that has real folders may keep them when they are empty.
         return sorted(name for name in found if self.fs.find((self.root / name).path, detail=False))
 
-    def folder(self, step: int) -> RemotePath:
-        return self.root / step_name(step)
-
     def lengths(self, step: int, names: Iterable[str]) -> dict[str, int]:
         """In one listing: each of many ranks asks for the files of all."""
         self.fs.invalidate_cache()
-        begin = f"{self.folder(step).path}/"
+        begin = f"{(self.root / step_name(step)).path}/"
         there = self.fs.find(begin, detail=True)
-        return {
-            name: int(cast(int, there[begin + name]["size"]))
-            for name in names
-            if begin + name in there
-        }
+        return {name: int(there[begin + name]["size"]) for name in names if begin + name in there}
 
     def used(self, name: str) -> set[str] | None:
         """First parts of the names that a step's manifest has; ``None``: it tells nothing."""
@@ -222,60 +164,43 @@ class RemoteStore:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    # ---- what is done
-
-    def prepare(self) -> None:
-        if self.fs.isfile(self.root.path):
-            raise coded(CheckpointError, "ckpt-is-file", f"'{self.root}' is a file; pass a folder")
-
-    def hold(self) -> AbstractContextManager[Callable[[], bool]]:
-        return nullcontext(lambda: True)
-
-    def sweep(self, step: int, own: tuple[str, ...]) -> None:
-        """Nothing: another job may be at it, and `remove` is there."""
-
     def attempt(self, step: int, token: str) -> RemoteAttempt:
         return RemoteAttempt(self, step, token)
 
     def replace(self, why: Mapping[int, str]) -> None:
         for step, text in why.items():
-            self.fs.pipe_file(self._mark(step).path, text.encode())
+            self.fs.pipe_file((self.root / mark_of(step)).path, text.encode())
 
     def reinstate(self, steps: Iterable[int]) -> None:
         for step in steps:
             self.fs.invalidate_cache()
-            if self._mark(step).is_file():
-                self.fs.rm_file(self._mark(step).path)
-
-    def _mark(self, step: int) -> RemotePath:
-        return self.root / f"{REPLACED}{step_name(step)}"
+            mark = self.root / mark_of(step)
+            if mark.is_file():
+                self.fs.rm_file(mark.path)
 
     def remove_steps(self, doomed: list[int]) -> None:
         with Failures() as failures:
             for step in doomed:
                 with failures.noted():
-                    self.fs.rm_file((self.folder(step) / MANIFEST).path)
+                    self.fs.rm_file((self.root / step_name(step) / MANIFEST).path)
                     self.remove_unfinished([step_name(step)])
                     self.reinstate([step])
 
-    def remove_unfinished(self, names: list[str]) -> None:
-        with Failures() as failures:
-            for name in names:
-                with failures.noted():
-                    self.fs.invalidate_cache()
-                    with suppress(FileNotFoundError):  # the manifest was all
-                        self.fs.rm((self.root / name).path, recursive=True)
+    def _remove(self, name: str) -> None:
+        self.fs.invalidate_cache()
+        with suppress(FileNotFoundError):  # the manifest was all
+            self.fs.rm((self.root / name).path, recursive=True)
 
 
-class RemoteAttempt:
+class RemoteAttempt(Attempt):
     """Put under a name of its own; the manifest says that it is the step."""
 
     def __init__(self, store: RemoteStore, step: int, token: str) -> None:
         self._fs = store.fs
         self._store, self._step = store, step
         self._decided = False  # whether the manifest may be there
-        self._manifest = store.folder(step) / MANIFEST
-        self._own = store.folder(step) / token
+        self._manifest = store.root / step_name(step) / MANIFEST
+        self._own = store.root / step_name(step) / token
         self.folder = token
         self.path: AnyPath = self._own
         self.written: dict[str, files.Fact] = {}
@@ -284,10 +209,10 @@ class RemoteAttempt:
         self._fs.makedirs(self._own.path, exist_ok=True)  # stores without folders do nothing
 
     @contextmanager
-    def create(self, name: str) -> Iterator[Upload]:
+    def create(self, name: str) -> Iterator[files.Summed]:
         path = (self._own / name).path
         with self._fs.open(path, "wb", block_size=_PART) as file:
-            upload = Upload(file)
+            upload = files.Summed(file)
             yield upload
         self.written[name] = upload.facts()
 
@@ -327,18 +252,3 @@ class RemoteAttempt:
             with suppress(Exception):
                 self._fs.invalidate_cache()
                 self._fs.rm(self._own.path, recursive=True)
-
-
-class Upload(files.Summed):
-    """A new object: its checksum is computed while it is sent."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        super().__init__()
-        self._file = file
-
-    def write(self, data: object) -> int:
-        piece = memoryview(data).cast("B")  # type: ignore[arg-type]  # anything with a buffer
-        self._file.write(piece)
-        self._checksum.update(piece)
-        self._bytes += len(piece)
-        return len(piece)

@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp2.checkpoint.folder import read_manifest, store_of
 from fsdp2.checkpoint.stores import Failures, PathLike, Store, step_name
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import CheckpointError, checkpoint_error
 
 LOG = logging.getLogger("fsdp2.checkpoint")
 # No `warnings`: where they are errors, a step that is durable would be told as one that is not.
@@ -64,8 +64,7 @@ def best_step(folder: PathLike, *, highest: bool = False) -> int:
     store = store_of(folder)
     ranked = _ranked(store, store.steps(), highest)
     if not ranked:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-no-metric",
             f"'{store}' has no complete step with a metric; pass metric= to save(), or load the "
             f"newest step",
@@ -86,84 +85,58 @@ def _ranked(store: Store, steps: list[int], highest: bool) -> list[int]:
     return [-step for _, step in sorted(found)]
 
 
-class Stay:
-    """The retention settings of a save.
-
-    Attributes:
-        model: the saved model.
-        asked: the argument as it was passed.
-        keep: the same, checked.
-        metric: of the step, as in its manifest: a value that is not finite is never the best.
-    """
-
-    def __init__(self, model: nn.Module, asked: int | Keep | None, metric: float | None) -> None:
-        self.model = model
-        self.asked = asked
-        self.keep = Keep(asked) if isinstance(asked, int) else asked
-        self.metric = metric
-
-    def check(self) -> None:
-        """Raise unless `keep` is a number of steps, a `Keep` of such, or ``None``.
-
-        Raises:
-            CheckpointError: it is something else, or the metric is of another type.
-        """
-        try:
-            found = None if self.metric is None else float(self.metric)
-        except (TypeError, ValueError):
-            raise coded(
-                CheckpointError,
-                "ckpt-metric",
-                f"save(metric=…) takes a number or None, not {self.metric!r}",
-            ) from None
-        self.metric = found if found is not None and math.isfinite(found) else None
-        keep = self.keep
-        if keep is None:
-            return
-        numbers = [keep.newest, keep.best] if isinstance(keep, Keep) else [0, 0]
-        whole = all(isinstance(each, int) and not isinstance(each, bool) for each in numbers)
-        if isinstance(self.asked, bool) or not whole or numbers[0] < 1 or numbers[1] < 0:
-            raise coded(
-                CheckpointError,
-                "ckpt-keep",
-                f"save(keep=…) takes a number of steps from 1, a Keep, or None, not {self.asked!r}",
-            )
+def checked(asked: int | Keep | None, metric: float | None) -> tuple[Keep | None, float | None]:
+    """The arguments ``keep`` and ``metric`` of `save`; a metric that is not finite is none."""
+    try:
+        found = None if metric is None else float(metric)
+    except (TypeError, ValueError):
+        raise checkpoint_error(
+            "ckpt-metric", f"save(metric=…) takes a number or None, not {metric!r}"
+        ) from None
+    keep = Keep(asked) if type(asked) is int else asked
+    numbers = [keep.newest, keep.best] if isinstance(keep, Keep) else [0, 0]
+    whole = all(isinstance(each, int) and not isinstance(each, bool) for each in numbers)
+    if keep is not None and (not whole or numbers[0] < 1 or numbers[1] < 0):
+        raise checkpoint_error(
+            "ckpt-keep",
+            f"save(keep=…) takes a number of steps from 1, a Keep, or None, not {asked!r}",
+        )
+    assert not isinstance(keep, int)
+    return keep, found if found is not None and math.isfinite(found) else None
 
 
 # ---- what a branch replaces
 
 
-class Origins:
-    """The step of a folder from which each model continues, between a load and the next save."""
+_origins: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
+"""The step of a folder from which each model continues, between a load and the next save."""
 
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
 
-    def loaded(self, model: nn.Module, store: Store, step: int) -> None:
-        """Take note of a load."""
-        self._known.setdefault(model, {})[str(store)] = step
+def note_load(model: nn.Module, store: Store, step: int) -> None:
+    """The next save of this model continues from a step, and replaces newer ones."""
+    _origins.setdefault(model, {})[str(store)] = step
 
-    def saved(self, model: nn.Module, store: Store, step: int) -> None:
-        """Record a save: the loads of other models do not start a branch of it."""
-        name = str(store)
-        self._known.get(model, {}).pop(name, None)
-        for known in self._known.values():
-            if name in known:
-                known[name] = max(known[name], step)
 
-    def forget(self, model: nn.Module) -> None:
-        """Record that a model continues from no step of any folder."""
-        self._known.pop(model, None)
+def note_save(model: nn.Module, store: Store, step: int) -> None:
+    """The loads of other models do not start a branch of a save."""
+    name = str(store)
+    _origins.get(model, {}).pop(name, None)
+    for known in _origins.values():
+        if name in known:
+            known[name] = max(known[name], step)
 
-    def of(self, model: nn.Module, store: Store) -> int | None:
-        """The step from which a save of the model continues, if it is the first after a load.
 
-        If several models were loaded from several steps of one folder, it is the newest.
-        """
-        name = str(store)
-        if name not in self._known.get(model, {}):
-            return None
-        return max(known[name] for known in self._known.values() if name in known)
+def forget_load(model: nn.Module) -> None:
+    """The next save of this model is not a branch: others have gone on from the step it loaded."""
+    _origins.pop(model, None)
+
+
+def origin_of(model: nn.Module, store: Store) -> int | None:
+    """The step from which a model's first save after loads continues: the newest of all."""
+    name = str(store)
+    if name not in _origins.get(model, {}):
+        return None
+    return max(known[name] for known in _origins.values() if name in known)
 
 
 def left_behind(store: Store, origin: int | None) -> list[int]:
@@ -194,38 +167,36 @@ def branch(store: Store, step: int, origin: int | None) -> list[int]:
 # ---- what `keep` removes
 
 
-class Pruner:
-    """Removes steps according to `keep` when a step is durable; the next save retries failures.
+_doomed_before: dict[str, set[int]] = {}
+"""By store, steps whose removal has begun: on a disk, a name tells the remains of removals."""
 
-    On a disk, a name identifies the remains of removals; on a store, only this object does.
+
+def prune(store: Store, step: int, keep: Keep | None) -> None:
+    """Remove steps according to `keep`, never the newest nor ``step``; the next save retries.
+
+    It raises nothing.
     """
-
-    def __init__(self) -> None:
-        self._tried: dict[str, set[int]] = {}  # by store
-
-    def prune(self, store: Store, step: int, keep: Keep | None) -> None:
-        """Never the newest, and never ``step``, which was just saved; raises nothing."""
-        if keep is None:
-            return
-        try:
-            tried = self._tried.setdefault(str(store), set())
-            left = {step_name(each) for each in tried if not store.has(each)}
-            doomed = _doomed(store, step, keep)
-            with Failures() as failures:
-                with failures.noted():
-                    names = [*store.half_removed(), *left.intersection(store.unfinished())]
-                    store.remove_unfinished(names)
-                    tried.clear()
-                tried.update(doomed)
-                with failures.noted():
-                    store.remove_steps(doomed)
-                    tried.difference_update(doomed)
-        except Exception as error:  # of each store's own classes
-            LOG.warning(
-                "step %d of '%s' is durable, but an older one could not be removed (%s: %s); the "
-                "next save with keep= tries again",
-                *(step, store, type(error).__name__, error),
-            )
+    if keep is None:
+        return
+    try:
+        tried = _doomed_before.setdefault(str(store), set())
+        left = {step_name(each) for each in tried if not store.has(each)}
+        doomed = _doomed(store, step, keep)
+        with Failures() as failures:
+            with failures.noted():
+                names = [*store.half_removed(), *left.intersection(store.unfinished())]
+                store.remove_unfinished(names)
+                tried.clear()
+            tried.update(doomed)
+            with failures.noted():
+                store.remove_steps(doomed)
+                tried.difference_update(doomed)
+    except Exception as error:  # of each store's own classes
+        LOG.warning(
+            "step %d of '%s' is durable, but an older one could not be removed (%s: %s); the "
+            "next save with keep= tries again",
+            *(step, store, type(error).__name__, error),
+        )
 
 
 def _doomed(store: Store, step: int, keep: Keep) -> list[int]:

@@ -33,10 +33,10 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -45,17 +45,21 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.consensus import Call, Outcome
-from fsdp2.checkpoint.folder import (
-    Manifest,
-    store_of,
-)
+from fsdp2.checkpoint.folder import Manifest, store_of
 from fsdp2.checkpoint.items import index_of, write_items
 from fsdp2.checkpoint.owning import LEASE
-from fsdp2.checkpoint.retention import Keep, Origins, Pruner, Stay, branch, left_behind
+from fsdp2.checkpoint.retention import (
+    Keep,
+    branch,
+    checked,
+    left_behind,
+    note_save,
+    origin_of,
+    prune,
+)
 from fsdp2.checkpoint.snapshots import Nested, named_buffers, named_parameters
 from fsdp2.checkpoint.staging import Copy, HostMemory, State, plain, watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import (
-    Asked,
     Models,
     Optimizers,
     States,
@@ -64,12 +68,13 @@ from fsdp2.checkpoint.state import (
     as_states,
     check_step,
     first_of,
+    rng_states,
     state_of,
 )
 from fsdp2.checkpoint.stores import INDEX, AnyPath, Attempt, PathLike, Store
 from fsdp2.checkpoint.tensors import bytes_of
-from fsdp2.checkpoint.values import Packed, Value, packed
-from fsdp2.core.errors import CheckpointError, coded, resaid
+from fsdp2.checkpoint.values import Packed, Value
+from fsdp2.core.errors import CheckpointError, checkpoint_error, coded, resaid
 from fsdp2.core.facts import LostRankError, ProcessGroup, SideChannel
 from fsdp2.sharding.wire_states import RESIDUALS, wire_state
 
@@ -153,22 +158,9 @@ def save(
 
         fsdp2.checkpoint.save("run", model, optimizer, step=100, extra={"lr": 0.1}, keep=3)
     """
-    what, stay = f"save('{folder}', step={step})", Stay(first_of(model), keep, metric)
-    job = _Save(folder, step, stay, Call(what, process_group), beside=False)
-    job.take(
-        lambda: Asked(
-            as_module(model),
-            as_list(optimizer),
-            extra,
-            rank_extra,
-            rng,
-            buffers,
-            trainable,
-            as_states(states),
-            job.rank,
-        )
-    )
-    return job.start().result()
+    given = folder, model, optimizer, step, extra, keep, metric, rng, buffers, rank_extra
+    asked = _Asked(*given, trainable, states)
+    return _Save("save", asked, process_group).start().result()
 
 
 def async_save(
@@ -233,22 +225,26 @@ def async_save(
         train_on()
         saving.result()
     """
-    what, stay = f"async_save('{folder}', step={step})", Stay(first_of(model), keep, metric)
-    job = _Save(folder, step, stay, Call(what, process_group), beside=True)
-    job.take(
-        lambda: Asked(
-            as_module(model),
-            as_list(optimizer),
-            extra,
-            rank_extra,
-            rng,
-            buffers,
-            trainable,
-            as_states(states),
-            job.rank,
-        )
-    )
-    return job.start()
+    given = folder, model, optimizer, step, extra, keep, metric, rng, buffers, rank_extra
+    asked = _Asked(*given, trainable, states)
+    return _Save("async_save", asked, process_group).start()
+
+
+class _Asked(NamedTuple):
+    """The arguments of `save`."""
+
+    folder: PathLike
+    model: Models
+    optimizer: Optimizers | None
+    step: int
+    extra: Value
+    keep: int | Keep | None
+    metric: float | None
+    rng: bool
+    buffers: bool
+    rank_extra: Value
+    trainable: bool
+    states: States | None
 
 
 @dataclass
@@ -257,21 +253,6 @@ class _Failure:
 
     error: CheckpointError
     told: bool = False
-
-
-@dataclass
-class _End:
-    """The result of a save.
-
-    Attributes:
-        path: of the step, if it is durable.
-        failure: if it is not.
-        before: the error of the save before, if it must be reported here.
-    """
-
-    path: AnyPath | None = None
-    failure: _Failure | None = None
-    before: _Failure | None = None
 
 
 class Saving:
@@ -285,23 +266,25 @@ class Saving:
         self.step = step
         self._copy = copy
         self._ended = threading.Event()
-        self._end = _End()
+        self._path: AnyPath | None = None  # if the step is durable
+        self._failure: _Failure | None = None
+        self._failed_before: _Failure | None = None  # of the save before, if reported here
         self._thread: threading.Thread | None = None
 
     @property
     def staged(self) -> bool:
         """Whether shards are in host memory, so that no operation waits for them any more."""
-        return self._copy is None or self._copy.is_done
+        return self._copy is None or self._copy.done.is_set()
 
     @property
     def durable(self) -> bool:
         """Whether the step is complete and durable."""
-        return self._end.path is not None
+        return self._path is not None
 
     def wait_staged(self) -> None:
         """Wait until parameters and states may be written in any way."""
         if self._copy is not None:
-            self._copy.finish()
+            self._copy.done.wait()
 
     def result(self, timeout: float | None = None) -> AnyPath:
         """Wait until the step is durable; return its folder.
@@ -320,33 +303,27 @@ class Saving:
                 "ckpt-not-yet",
                 f"step {self.step} is not durable after {timeout} seconds; wait longer",
             )
-        end = self._end
-        before, end.before = end.before, None
+        before, self._failed_before = self._failed_before, None
         if before is not None:
             before.told = True
-        if end.failure is not None:
-            end.failure.told = True
+        if self._failure is not None:
+            self._failure.told = True
+            error = self._failure.error
             if before is not None:
-                raise coded(
-                    CheckpointError,
+                raise checkpoint_error(
                     "ckpt-both-failed",
-                    f"step {self.step} has failed ({end.failure.error}), and so has the save "
-                    f"before it ({before.error}); correct the cause and save again",
-                ) from end.failure.error
-            raise end.failure.error
+                    f"step {self.step} has failed ({error}), and so has the save before it "
+                    f"({before.error}); correct the cause and save again",
+                ) from error
+            raise self._failure.error
         if before is not None:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-before-failed",
                 f"step {self.step} is durable, but the save before it has failed "
                 f"({before.error}); continue training, or save again",
             ) from before.error
-        assert end.path is not None
-        return end.path
-
-    @property
-    def _is_told(self) -> bool:
-        return self._end.failure is not None and self._end.failure.told
+        assert self._path is not None
+        return self._path
 
     def _wait(self, timeout: float | None = None) -> bool:
         """Whether it is over; then its thread is, too."""
@@ -366,8 +343,7 @@ class Saving:
             LOG.warning("no thread can be started, so that training waits for step %d", self.step)
             job()
 
-    def _finish(self, end: _End) -> None:
-        self._end = end
+    def _finish(self) -> None:
         self._ended.set()
 
 
@@ -376,54 +352,31 @@ class Saving:
 
 @dataclass
 class _WritePlan:
-    """The plan of which rank writes which data, valid while every rank's layout is the same.
+    """The plan of which rank writes which data, valid while every rank's layout is the same."""
 
-    Attributes:
-        token: rank 0's name for it, and for the temporary folder.
-        mine: this rank's part.
-        metadata: DCP's, for all; on rank 0.
-    """
-
-    token: str
-    mine: SavePlan
-    metadata: Metadata | None
+    token: str  # rank 0's name for it, and for the temporary folder
+    mine: SavePlan  # this rank's part
+    metadata: Metadata | None  # on rank 0
 
 
 class _Process:
-    """The state of this process: plans by layout, host memory, and running saves.
-
-    Attributes:
-        tokens: of plans that this process has made, as rank 0.
-        latest: the last two saves, running or ended.
-    """
+    """The state of this process: plans by layout, host memory, and running saves."""
 
     def __init__(self) -> None:
         self.tokens: list[str] = []
         self.latest: list[Saving] = []
-        self.origins = Origins()
-        self.pruner = Pruner()
         self._memories = [HostMemory(), HostMemory()]
         self._plans: list[tuple[Layout, object, _WritePlan]] = []
 
     def wait(self, overlaps: int, call: Call, channel: SideChannel) -> None:
-        """In the next save: wait for earlier ones, and raise errors that this rank's user has not
-        seen.
+        """Wait for all but some earlier saves, and raise errors that this rank's user has not seen.
 
-        Only the order of calls determines what is waited for, so that ranks raise in the same way,
-        whichever saves have ended already. A rank that has asked for the result continues to save,
-        and gets the error there.
-
-        Args:
-            overlaps: how many of the latest are not waited for.
-            call: the function that is called, and its ranks.
-            channel: to tell the others, after all earlier messages.
-
-        Raises:
-            CheckpointError: of the first that has failed.
+        Only the order of calls determines what is waited for, so that ranks raise in the same way.
+        A rank that has asked for the result continues to save, and gets the error there.
         """
         for saving in self.latest[: len(self.latest) - overlaps]:
             saving._wait()
-            failure = saving._end.failure
+            failure = saving._failure
             if failure is not None and not failure.told:
                 self.finish()
                 failure.told = True
@@ -465,16 +418,6 @@ _PLANS = 3
 _process = _Process()
 
 
-def note_load(model: nn.Module, store: Store, step: int) -> None:
-    """The next save of this model continues from a step, and replaces newer ones."""
-    _process.origins.loaded(model, store, step)
-
-
-def forget_load(model: nn.Module) -> None:
-    """The next save of this model is not a branch: others have gone on from the step it loaded."""
-    _process.origins.forget(model)
-
-
 def end_saves() -> None:
     """Wait for running saves; the next save raises their errors, not this call."""
     _process.finish()
@@ -492,36 +435,21 @@ class _Source(DefaultSavePlanner):
 
 @dataclass
 class _Written:
-    """A rank's message about one attempt.
-
-    Attributes:
-        facts: see `Facts`.
-        stepped: see `Stepped`; of a save without an optimizer, ``None``.
-        token: of the plan that it has followed; ``None``: it has none for its layout.
-        results: DCP's, for each item.
-        files: by name, bytes and checksum.
-        buffers: checksums of buffers by name, of which one rank's are saved.
-        local: its proposal, if all are asked for it.
-        before: the error of the save before, if this rank did not know it at the call.
-    """
+    """A rank's message about one attempt."""
 
     facts: Facts
     stepped: Stepped | None
-    token: str | None
+    token: str | None  # of the plan that it has followed
     results: list[WriteResult]
     files: dict[str, files.Fact]
-    buffers: dict[str, int]
-    local: SavePlan | None = None
+    buffers: dict[str, int]  # checksums of those of which one rank's are saved
+    local: SavePlan | None = None  # this rank's proposal
     before: str | None = None
 
 
 @dataclass
 class _Answer:
-    """Rank 0's answer: done, or a new plan, or (neither) a request that all make one.
-
-    Attributes:
-        before: the error of the save before, if any rank did not know it at the call.
-    """
+    """Rank 0's answer: done, or a new plan, or (neither) a request that all make one."""
 
     is_done: bool = False
     plan: _WritePlan | None = None
@@ -529,30 +457,22 @@ class _Answer:
 
 
 class _Save:
-    """A save on one rank.
+    """A save on one rank."""
 
-    Args:
-        folder: of steps, on a disk or on a store.
-        step: the number of the step.
-        stay: which complete steps stay.
-        call: the function that is called, and its ranks.
-        beside: whether it continues during training.
-    """
-
-    def __init__(self, folder: PathLike, step: int, stay: Stay, call: Call, beside: bool) -> None:
-        self._call = call
-        self._channel = call.channel()
-        _process.wait(_OVERLAPS if beside else 0, call, self._channel)
-        self._beside = beside
+    def __init__(self, caller: str, asked: _Asked, process_group: ProcessGroup | None) -> None:
+        self._beside = caller == "async_save"  # whether training continues
+        self._step = asked.step
+        self._call = Call(f"{caller}('{asked.folder}', step={asked.step})", process_group)
+        self._channel = self._call.channel()
+        _process.wait(_OVERLAPS if self._beside else 0, self._call, self._channel)
         self._before = _process.latest[-1] if _process.latest else None
         # As it is at the call: later it would be a matter of who is faster.
-        self._knows = self._before is not None and self._before._is_told
-        self._folder = folder
+        failure = None if self._before is None else self._before._failure
+        self._knows = failure is not None and failure.told
         self._store: Store
-        self._step = step
-        self._stay = stay
-        self._taken: Outcome[None] = Outcome()
-        self._cause: Exception | None = None
+        self._model = first_of(asked.model)
+        self._keep: Keep | None = None
+        self._metric: float | None = None
         self._extra: Packed
         self._stepped: Stepped | None = None
         self._planner = DefaultSavePlanner()
@@ -563,32 +483,30 @@ class _Save:
         self._plan: _WritePlan | None = None
         self._tried: Attempt | None = None  # of the plan
         self._untold: _Failure | None = None  # of the save before
-        self._end = _End()
         self._local = False  # whether to tell what this rank would write
         self._held = ExitStack()  # on rank 0, the folder
         self._is_ours: Callable[[], bool] | None = None  # once the folder is held
-
-    @property
-    def rank(self) -> int:
-        """This process's number in the process group."""
-        return self._call.rank
+        self._taken, self._cause = self._call.attempt(lambda: self._take(asked))
 
     # ---- in the call
 
-    def take(self, asked: Callable[[], Asked]) -> None:
-        """Take note of all that is saved; what it fails with is told to all ranks."""
-        self._taken, self._cause = self._call.attempt(lambda: self._take(asked()))
-
-    def _take(self, asked: Asked) -> None:
+    def _take(self, asked: _Asked) -> None:
+        """Take note of all that is saved."""
         check_step("save", self._step)
-        self._stay.check()
-        self._store = store_of(self._folder)
+        self._keep, self._metric = checked(asked.keep, asked.metric)
+        model, optimizers = as_module(asked.model), as_list(asked.optimizer)
+        states = as_states(asked.states)
+        self._store = store_of(asked.folder)
         extra, own = _packed("extra", asked.extra), _packed("rank_extra", asked.rank_extra)
         self._extra = extra
-        state = state_of(asked)
-        if asked.optimizers:
-            self._stepped = _stepped_by(state["optimizer"]["param_groups"])
-        if wire := self._of_these_ranks(wire_state(asked.model).state_dict()):
+        state = state_of(model, optimizers, states, asked.buffers, asked.trainable)
+        if optimizers:
+            stepped = [name for g in state["optimizer"]["param_groups"] for name in g["params"]]
+            digest = hashlib.sha256("\n".join(stepped).encode()).digest()
+            self._stepped = (stepped[0] if stepped else "none", digest)
+        if asked.rng:
+            state["rng"] = {str(self._call.rank): rng_states()}
+        if wire := self._of_these_ranks(wire_state(model).state_dict()):
             state["wire"] = wire
         state["extra"] = {
             name: value
@@ -597,17 +515,17 @@ class _Save:
         }
         if asked.rank_extra is not None:
             content = {"content": json.dumps(own.content), **own.tensors}
-            state["rank_extra"] = {str(self.rank): content}
+            state["rank_extra"] = {str(self._call.rank): content}
         self._planner.set_up_planner(state, is_coordinator=self._call.is_first)
         self._state = flat = self._planner.state_dict
         self._layout = [(name, _facts_of(value)) for name, value in flat.items()]
-        names = [f"{kind}.{name}" for name, _ in named_buffers(asked.model) for kind in _HELD_IN]
+        names = [f"{kind}.{name}" for name, _ in named_buffers(model) for kind in _HELD_IN]
         self._buffers = [name for name in names if type(flat.get(name)) is Tensor]
         if self._beside:
             watch_optimizers()
-            watch_loads(asked.model)
+            watch_loads(model)
             trained = {k: v for k, v in flat.items() if k.startswith("optimizer.state.")}
-            trained |= {f"model.{name}": param for name, param in named_parameters(asked.model)}
+            trained |= {f"model.{name}": param for name, param in named_parameters(model)}
             self._copy = _copied(flat, trained)
 
     def _of_these_ranks(self, wire: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -621,43 +539,43 @@ class _Save:
 
     def start(self) -> Saving:
         """Write, now or in a thread of its own."""
-        saving = Saving(self._step, self._copy)
+        self._saving = saving = Saving(self._step, self._copy)
         _process.latest = [*_process.latest[-1:], saving]
         if self._beside:
-            saving._run(lambda: self._run(saving))
+            saving._run(self._run)
         else:
-            self._run(saving)
+            self._run()
         return saving
 
     # ---- beside training
 
-    def _run(self, saving: Saving) -> None:
+    def _run(self) -> None:
+        saving = self._saving
         try:
             if self._copy is not None and self._cause is None:
                 self._taken, self._cause = self._call.attempt(self._copy.run)
             self._follow()
-            self._end.path = self._save()
+            saving._path = self._save()
         except CheckpointError as error:
-            self._end = _End(failure=_Failure(error), before=self._untold)
+            saving._failure, saving._failed_before = _Failure(error), self._untold
             if self._copy is not None:
                 LOG.error("%s", error)  # in case that nobody asks
         except BaseException as error:
-            self._end = _End(
-                failure=_Failure(resaid(CheckpointError, str(error))), before=self._untold
-            )
+            failed = resaid(CheckpointError, str(error))
+            saving._failure, saving._failed_before = _Failure(failed), self._untold
             raise
         finally:
             self._held.close()
             if self._copy is not None:
                 self._copy.staged = {}
-            saving._finish(self._end)
+            saving._finish()
 
     def _follow(self) -> None:
         """Wait for the save before: ranks exchange, and plan, in the order of the calls."""
         before, self._before = self._before, None
         if before is not None:
             before._wait()
-            self._untold = None if self._knows else before._end.failure
+            self._untold = None if self._knows else before._failure
         plan = _process.plan_of(self._layout, self._channel)
         if plan is not None and self._cause is None:
             self._follow_plan(plan)
@@ -674,14 +592,14 @@ class _Save:
                     own, cause = self._call.attempt(self._attempt)
                 answer = self._call.agree(self._channel, own, cause, self._decide)
                 if answer.is_done:
-                    _process.origins.saved(self._stay.model, self._store, self._step)
+                    note_save(self._model, self._store, self._step)
                     if answer.before is not None:
                         error = CheckpointError(answer.before)
-                        self._end.before = self._untold or _Failure(error)
+                        self._saving._failed_before = self._untold or _Failure(error)
                     assert self._tried is not None
                     return self._tried.path
                 if self._tried is not None:
-                    self._tried.clear(self.rank)
+                    self._tried.clear(self._call.rank)
                 self._local = answer.plan is None
                 if answer.plan is not None:
                     self._follow_plan(answer.plan)
@@ -692,12 +610,12 @@ class _Save:
             # Unless rank 0 has decided so, it may be about to commit what this rank has written.
             alone = not self._call.is_first and isinstance(error.__cause__, LostRankError)
             if self._tried is not None and not alone:
-                self._tried.give_up(self.rank)
+                self._tried.give_up(self._call.rank)
             raise
 
     def _attempt(self) -> _Written:
         """Write this rank's file, or say that there is no plan."""
-        facts = (str(self._store), self._step, self._stay.keep, tuple(self._extra.shared))
+        facts = (str(self._store), self._step, self._keep, tuple(self._extra.shared))
         self._begin()
         tried = self._tried
         if self._local or self._plan is None or tried is None:
@@ -710,7 +628,7 @@ class _Save:
         staged = self._state if self._copy is None else self._copy.staged
         mine = self._plan.mine
         source.state_dict = {i.index.fqn: plain(staged[i.index.fqn]) for i in mine.items}
-        results = write_items(self.rank, mine, source, tried)
+        results = write_items(self._call.rank, mine, source, tried)
         before = None if self._untold is None else str(self._untold.error)
         token = self._plan.token
         sums = {name: _checksum(plain(staged[name])) for name in self._buffers}
@@ -719,13 +637,8 @@ class _Save:
     def _begin(self) -> None:
         """See that the step may be written; rank 0 holds the folder, and clears it of old tries."""
         store, step = self._store, self._step
-        if store.has(step) and step not in {*left_behind(store, self._origin()), *store.replaced()}:
-            raise coded(
-                CheckpointError,
-                "ckpt-step-there",
-                f"'{store}' already has step {step}; save another step, or call "
-                f"fsdp2.checkpoint.remove(folder, {step}) first",
-            )
+        if store.has(step):
+            store.require_free(step, {*left_behind(store, self._origin()), *store.replaced()})
         store.prepare()
         if self._call.is_first and self._is_ours is None:
             self._is_ours = self._held.enter_context(store.hold())
@@ -736,8 +649,7 @@ class _Save:
     def _decide(self, told: list[_Written]) -> Sequence[_Answer]:
         facts = [written.facts for written in told]
         if any(other != facts[0] for other in facts):
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-ranks-differ",
                 f"save() got different steps, folders, keep or DTensors in extra on different "
                 f"ranks ({facts}); pass the same on all ranks",
@@ -751,7 +663,7 @@ class _Save:
             return [_Answer()] * len(told)
         self._commit(told)
         _warn_of_buffers([written.buffers for written in told])
-        _process.pruner.prune(self._store, self._step, self._stay.keep)
+        prune(self._store, self._step, self._keep)
         before = next((written.before for written in told if written.before is not None), None)
         return [_Answer(is_done=True, before=before)] * len(told)
 
@@ -784,11 +696,10 @@ class _Save:
             extra=self._extra.content,
             has_optimizer=self._stepped is not None,
             torch=torch.__version__,
-            metric=self._stay.metric,
+            metric=self._metric,
         )
         if self._is_ours is not None and not self._is_ours():
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-taken-over",
                 f"another job has taken over '{self._store}', because it saw no sign of this one "
                 f"for {LEASE} seconds; stop one of the two, or give each its own folder",
@@ -803,7 +714,7 @@ class _Save:
 
     def _origin(self) -> int | None:
         """Determined after the save before, which may be the first of the branch."""
-        return _process.origins.of(self._stay.model, self._store)
+        return origin_of(self._model, self._store)
 
 
 def _copied(state: State, beside: State) -> Copy:
@@ -826,8 +737,7 @@ def _check_parts(plans: list[SavePlan]) -> None:
             found[index.fqn] = found.get(index.fqn, 0) + item.tensor_data.chunk.sizes.numel()
     for name, size in sizes.items():
         if found[name] < size:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-parts",
                 f"the ranks that save have only {found[name]} of {size} elements of '{name}'; "
                 f"pass a process_group with all ranks of the model's meshes, or with a complete "
@@ -836,10 +746,7 @@ def _check_parts(plans: list[SavePlan]) -> None:
 
 
 def _values_of_the_first(plans: list[SavePlan], buffers: set[str]) -> list[SavePlan]:
-    """Buffers, values, and tensors inside of them, are those of the first rank that has them.
-
-    They fit together then; DCP would take each from whom has the least to write.
-    """
+    """Buffers, values and tensors in them are the first rank's, so that they fit together."""
     seen: set[MetadataIndex] = set()
     found = []
     for plan in plans:
@@ -862,13 +769,12 @@ def _is_of_a_value(item: WriteItem, paths: Mapping[str, tuple[Any, ...]]) -> boo
 
 
 def _packed(argument: str, value: Value) -> Packed:
-    found = packed(value)
+    found = Packed(value)
     wrong = found.wrong[:1]
     if argument == "rank_extra" and found.shared:
         wrong.append(f"a DTensor at '{found.shared[0][0]}'")
     if wrong:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-extra",
             f"save({argument}=…) has {wrong[0]}, which cannot be loaded without running code, or "
             f"not on other ranks; pass numbers, strings, bytes, tensors, numpy arrays, and "
@@ -877,19 +783,12 @@ def _packed(argument: str, value: Value) -> Packed:
     return found
 
 
-def _stepped_by(groups: Sequence[Nested]) -> Stepped:
-    names = [name for group in groups for name in group["params"]]
-    digest = hashlib.sha256("\n".join(names).encode()).digest()
-    return (names[0] if names else "none", digest)
-
-
 def _require_one_optimizer(stepped: Sequence[Stepped | None]) -> None:
     """A step has one list of groups: of another one, no states could be loaded."""
     for rank, other in enumerate(stepped):
         if other != stepped[0]:
             firsts = [None if each is None else each[0] for each in (stepped[0], other)]
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-optimizers-differ",
                 f"save() got optimizers over different parameters: the first one is '{firsts[0]}' "
                 f"on rank 0 and '{firsts[1]}' on rank {rank}; save the ranks of each pipeline "

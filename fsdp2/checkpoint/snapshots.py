@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import clean, local_of, records_below, wrap_local
 
 Nested = dict[str, Any]
@@ -70,7 +70,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         >>> fsdp2.checkpoint.snapshot(model).model["blocks.0.weight"].to_local().norm()
     """
     with torch.inference_mode(False), torch.no_grad():
-        params = dict(_parameters(model, _sharded(model)))
+        params = dict(named_parameters(model))
         return Snapshot(
             MappingProxyType(_model_state(model, params)),
             MappingProxyType({name: value.detach() for name, value in _buffers(model, False)}),
@@ -80,10 +80,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
 
 def whole_state(model: nn.Module) -> Nested:
-    """As ``get_model_state_dict``, which needs an attribute of each entry's name.
-
-    A quantized weight has those that its module writes below its name; the weight's shard does not.
-    """
+    """As ``get_model_state_dict``, also of a quantized weight with entries below its name."""
     try:
         return dict(get_model_state_dict(model))
     except AttributeError:
@@ -99,7 +96,17 @@ def above(name: str, params: Container[str]) -> str:
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, parameter) of all, sharded wherever a unit has it; a tied one under each name."""
-    yield from _parameters(model, _sharded(model))
+    sharded = {  # by the place that a unit manages, whatever is registered there
+        (id(module), name): param.sharded
+        for record in records_below(model)
+        for group in record.unit.own_groups
+        for param in group.params
+        for module, name in param.entries
+    }
+    for prefix, module in _modules(model):
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield prefix + name, sharded.get((id(module), name), param)
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -118,17 +125,6 @@ def extra_states(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 # ---- the model
 
 
-def _sharded(model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
-    """The sharded parameter of each place that a unit manages, whatever is registered there."""
-    return {
-        (id(module), name): param.sharded
-        for record in records_below(model)
-        for group in record.unit.own_groups
-        for param in group.params
-        for module, name in param.entries
-    }
-
-
 def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Each module with the prefix of its parameters' names; a shared one under each."""
     yield prefix, module
@@ -137,15 +133,6 @@ def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modu
         if child is not None:
             left_out = not clean(f"{name}.") or (is_wrapper and name == "module")
             yield from _modules(child, prefix if left_out else f"{prefix}{name}.")
-
-
-def _parameters(
-    model: nn.Module, sharded: Mapping[tuple[int, str], nn.Parameter]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in _modules(model):
-        for name, param in module._parameters.items():
-            if param is not None:
-                yield prefix + name, sharded.get((id(module), name), param)
 
 
 def _buffers(model: nn.Module, persistent: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -199,11 +186,7 @@ def _flat_shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def optimizer_state(
     optimizers: Sequence[torch.optim.Optimizer], params: Mapping[str, torch.Tensor]
 ) -> Nested:
-    """``"state"`` and ``"param_groups"`` of all, by name; of attributes, which runs no hook.
-
-    Raises:
-        CheckpointError: a parameter is not among ``params``, or of two optimizers.
-    """
+    """``"state"`` and ``"param_groups"`` of all, by name; of attributes, which runs no hook."""
     names: dict[int, str] = {}
     for name, param in params.items():
         names.setdefault(id(param), name)
@@ -213,8 +196,7 @@ def optimizer_state(
         state = _state_of_one(optimizer, names)
         own = {name for group in state["param_groups"] for name in group["params"]}
         if own & seen:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-two-optimizers",
                 f"two optimizers have parameter '{min(own & seen)}', so their states would have "
                 f"one name; give it to one of them, or save them in two folders",
@@ -226,44 +208,27 @@ def optimizer_state(
 
 
 def names_in(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Names of an optimizer's parameters in the order of their numbers, by their ``id``.
-
-    Raises:
-        CheckpointError: there is none for one.
-    """
+    """Names of an optimizer's parameters in the order of their numbers, by their ``id``."""
     return [name_of(param, names) for group in optimizer.param_groups for param in group["params"]]
 
 
 def _state_of_one(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Nested:
-    own = names_in(optimizer, names)
-    if _has_own_state_dict(optimizer):
-        return renamed(optimizer.state_dict(), own)
-    state = optimizer.state
-    groups = []
-    start = 0
-    for group in optimizer.param_groups:
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        groups.append({**options, "params": own[start : start + len(group["params"])]})
-        start += len(group["params"])
-    kept = {name_of(param, names): dict(entries) for param, entries in state.items()}
-    return {"state": kept, "param_groups": groups}
-
-
-def _has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).state_dict is not torch.optim.Optimizer.state_dict or bool(
-        optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
-    )
+    hooks = optimizer._optimizer_state_dict_pre_hooks or optimizer._optimizer_state_dict_post_hooks
+    if hooks or type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        return renamed(optimizer.state_dict(), names_in(optimizer, names))
+    groups = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        | {"params": [name_of(param, names) for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state = {name_of(param, names): dict(kept) for param, kept in optimizer.state.items()}
+    return {"state": state, "param_groups": groups}
 
 
 def name_of(param: torch.Tensor, names: Mapping[int, str]) -> str:
-    """The name of a parameter of an optimizer's.
-
-    Raises:
-        CheckpointError: it has none.
-    """
+    """The name of a parameter of an optimizer's."""
     if id(param) not in names:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-foreign-parameter",
             f"the optimizer has a parameter of shape {tuple(getattr(param, 'shape', ()))} that "
             f"the model does not have now; create the optimizer with model.parameters(), or call "
@@ -272,7 +237,7 @@ def name_of(param: torch.Tensor, names: Mapping[int, str]) -> str:
     return names[id(param)]
 
 
-def renamed(plain: Nested, names: list[str]) -> Nested:
+def renamed(plain: Nested, names: Mapping[Any, str] | Sequence[str]) -> Nested:
     """An optimizer's state dict, with ``names`` in the place of numbers."""
     groups = [
         {key: value for key, value in group.items() if key != "param_names"}

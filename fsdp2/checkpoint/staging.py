@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import FlatBuffer, ShardReaders, local_of, round_up, steps, watch_steps
 
 _ALIGNMENT = 64  # bytes
@@ -42,10 +42,7 @@ def plain(value: object) -> object:
 
 
 class HostMemory:
-    """Memory that is copied into, allocated once, and used by one save after the other.
-
-    It grows where a save needs more, and is page-locked where an accelerator copies into it.
-    """
+    """Memory that saves copy into: it grows, and is page-locked for an accelerator."""
 
     def __init__(self) -> None:
         self._buffer: FlatBuffer | None = None
@@ -53,11 +50,7 @@ class HostMemory:
         self._places: list[torch.Tensor] = []
 
     def places(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
-        """A contiguous tensor for each, the same ones as long as shapes and dtypes are.
-
-        Raises:
-            MemoryError: the host has none left.
-        """
+        """A contiguous tensor for each, the same ones as long as shapes and dtypes are."""
         layout = [(source.dtype, tuple(source.shape)) for source in sources]
         if layout != self._layout:
             starts, total = [], 0
@@ -78,16 +71,7 @@ class HostMemory:
 
 
 class Copy:
-    """A running copy of everything that one save needs.
-
-    Args:
-        state: what to copy; this rank's rows are taken of DTensors.
-        beside: tensors that only optimizers and loads write; all else is copied during the call.
-        memory: the destination; reserved until the ``staged`` data was written.
-
-    Raises:
-        MemoryError: there is no host memory for it.
-    """
+    """A running copy of everything that one save needs."""
 
     def __init__(self, state: State, beside: State, memory: HostMemory) -> None:
         self.staged: dict[str, Any] = {}
@@ -102,19 +86,13 @@ class Copy:
                 self._sources[name] = rows
         self.memory = memory
         # A write to a DTensor counts in it, and not in its rows.
-        self._counters = {name: (rows, beside[name]) for name, rows in self._sources.items()}
-        self._versions = {name: _versions(two) for name, two in self._counters.items()}
+        both = {name: (rows, beside[name]) for name, rows in self._sources.items()}
+        self._versions = [(name, two, _versions(two)) for name, two in both.items()]
         self._torn: str | None = None
-        self._checked = False
         self._checking = threading.Lock()
-        self._done = threading.Event()
+        self.done = threading.Event()  # all is in host memory, or has failed to come there
         self._event = self._launch()
         ShardReaders.waiting.append(self.wait)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all is in host memory, or has failed to come there."""
-        return self._done.is_set()
 
     def _launch(self) -> torch.Event | None:
         """If shards are on an accelerator, copy them on a separate stream."""
@@ -135,11 +113,7 @@ class Copy:
         return event
 
     def run(self) -> None:
-        """Copy what is in host memory already; return when all is. For a thread of the save's.
-
-        Raises:
-            CheckpointError: something was written meanwhile by who did not wait.
-        """
+        """Copy what is in host memory already; return when all is. For a thread of the save's."""
         try:
             for name, source in self._sources.items():
                 if source.device.type == "cpu":
@@ -148,12 +122,11 @@ class Copy:
                 self._event.synchronize()
         finally:
             self._check()
-            self._done.set()
+            self.done.set()
             ShardReaders.waiting.remove(self.wait)
-            self._sources, self._counters = {}, {}
+            self._sources = {}
         if self._torn is not None:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-written-while-copied",
                 f"'{self._torn}' was written while async_save() was copying it, but not by an "
                 f"optimizer or a load; call wait_staged() on the result of async_save() before "
@@ -162,29 +135,20 @@ class Copy:
 
     def wait(self) -> None:
         """Return when what was copied may be written: the host waits, or the current stream."""
-        if self._event is not None and not self._from_host():
+        from_host = any(source.device.type == "cpu" for source in self._sources.values())
+        if self._event is not None and not from_host:
             self._check()
             torch.accelerator.current_stream().wait_event(self._event)
         else:
-            self._done.wait()
-
-    def finish(self) -> None:
-        """Return when all is in host memory, or has failed to come there."""
-        self._done.wait()
-
-    def _from_host(self) -> bool:
-        return any(source.device.type == "cpu" for source in self._sources.values())
+            self.done.wait()
 
     def _check(self) -> None:
         """Whether anything was written since the call; once, before the first that may write."""
         with self._checking:
-            if self._checked:
-                return
-            self._checked = True
-            for name, counters in self._counters.items():
-                if _versions(counters) != self._versions[name]:
-                    self._torn = name
-                    return
+            for name, both, before in self._versions:
+                if _versions(both) != before:
+                    self._torn = self._torn or name
+            self._versions = []
 
 
 def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -225,16 +189,16 @@ def _stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
 
 
+def _finish_copies(*_: object) -> None:
+    if ShardReaders.waiting:
+        ShardReaders.finish()
+
+
 @functools.cache
 def watch_optimizers() -> None:
     """From now on, let every optimizer of torch's wait for copies before it steps."""
-
-    def before(*_: object) -> None:
-        if ShardReaders.waiting:
-            ShardReaders.finish()
-
     watch_steps()
-    steps.add(before)
+    steps.add(_finish_copies)
 
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -242,11 +206,6 @@ _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def watch_loads(model: nn.Module) -> None:
     """From now on, let ``model.load_state_dict`` wait for copies; units see to theirs anyway."""
-
-    def before(*_: object) -> None:
-        if ShardReaders.waiting:
-            ShardReaders.finish()
-
     if model not in _watched:
         _watched.add(model)
-        model.register_load_state_dict_pre_hook(before)
+        model.register_load_state_dict_pre_hook(_finish_copies)

@@ -38,13 +38,12 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.checkpoint.files import read_at
-from fsdp2.checkpoint.index import read_index
 from fsdp2.checkpoint.items import framing_of
 from fsdp2.checkpoint.snapshots import (
     Nested,
@@ -57,8 +56,8 @@ from fsdp2.checkpoint.snapshots import (
 from fsdp2.checkpoint.stores import AnyPath
 from fsdp2.checkpoint.tensors import About, Place
 from fsdp2.checkpoint.tensors import Reader as TensorReader
-from fsdp2.checkpoint.values import Value, is_kept_by_dcp, packed
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.checkpoint.values import Packed, is_kept_by_dcp
+from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import clean, local_of, part_of
 
 # ---- what is there
@@ -75,49 +74,23 @@ States: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The arguments of `save` that select the state."""
-
-    model: nn.Module
-    optimizers: Sequence[torch.optim.Optimizer]
-    extra: Value = None
-    rank_extra: Value = None
-    rng: bool = False
-    buffers: bool = False
-    trainable: bool = False
-    states: States = field(default_factory=dict)
-    rank: int = 0
-
-
-@dataclass(frozen=True)
 class Saved:
-    """How a step was saved. Steps of older versions, and DCP's, have none.
-
-    Attributes:
-        trainable: whether frozen parameters were left out.
-        ties: names of the model's tensors, each with the first name of the same tensor.
-        optimizers: names of classes.
-    """
+    """How a step was saved. Steps of older versions, and DCP's, have none."""
 
     trainable: bool = False
-    ties: Mapping[str, str] = field(default_factory=dict)
-    optimizers: Sequence[str] = ()
+    ties: Mapping[str, str] = field(default_factory=dict)  # to the first name of the same tensor
+    optimizers: Sequence[str] = ()  # names of classes
 
 
 def as_module(model: Models) -> nn.Module:
-    """Several models as one, whose parameters are called by both names.
-
-    Raises:
-        CheckpointError: it is neither a model nor models by name.
-    """
+    """Several models as one, whose parameters are called by both names."""
     if isinstance(model, nn.Module):
         return model
     if not isinstance(model, Mapping) or not all(
         isinstance(name, str) and name and "." not in name and isinstance(each, nn.Module)
         for name, each in model.items()
     ):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-models",
             f"checkpoints take a module, or a dict from names without dots to modules, not "
             f"{_shown(model)}; pass the model",
@@ -131,17 +104,12 @@ def first_of(model: Models) -> nn.Module:
 
 
 def as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
-    """Optimizers in their order; none for ``None``.
-
-    Raises:
-        CheckpointError: one is none.
-    """
+    """Optimizers in their order; none for ``None``."""
     found: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     found = [each for each in found if each is not None]
     wrong = next((each for each in found if not hasattr(each, "param_groups")), None)
     if wrong is not None:
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-optimizers",
             f"checkpoints take an optimizer, or a list of them, not {_shown(wrong)}; pass the "
             f"optimizer",
@@ -150,11 +118,7 @@ def as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
 
 
 def as_states(states: object) -> States:
-    """States by name, each of tensors by name; none for ``None``.
-
-    Raises:
-        CheckpointError: they are something else.
-    """
+    """States by name, each of tensors by name; none for ``None``."""
     given = {} if states is None else states
     if not isinstance(given, Mapping) or not all(
         isinstance(name, str)
@@ -162,8 +126,7 @@ def as_states(states: object) -> States:
         and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in held.items())
         for name, held in given.items()
     ):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-states",
             f"checkpoints take states as a dict of dicts of tensors, all by name, not "
             f"{_shown(given)}; pass for example states=dict(ema=averages), and other values in "
@@ -175,10 +138,8 @@ def as_states(states: object) -> States:
 def check_step(caller: str, step: object) -> None:
     """Raise a `CheckpointError` unless ``step`` is the number of one."""
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise coded(
-            CheckpointError,
-            "ckpt-step",
-            f"{caller}(step=…) takes an integer from 0, not {step!r}",
+        raise checkpoint_error(
+            "ckpt-step", f"{caller}(step=…) takes an integer from 0, not {step!r}"
         )
 
 
@@ -188,26 +149,29 @@ def _shown(given: object) -> str:
     return f"a {type(given).__qualname__}"
 
 
-def state_of(asked: Asked) -> Nested:
-    """All that is saved but what is ``extra``; tensors are those of the model, not copies."""
-    seen = snapshot(asked.model)
-    params = dict(named_parameters(asked.model))
-    frozen = {name for name, p in params.items() if asked.trainable and not p.requires_grad}
+def state_of(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    states: States,
+    buffers: bool,
+    trainable: bool,
+) -> Nested:
+    """All that is saved of a model and optimizers; tensors are theirs, not copies."""
+    seen = snapshot(model)
+    params = dict(named_parameters(model))
+    frozen = {name for name, p in params.items() if trainable and not p.requires_grad}
     kept = {k: v for k, v in seen.model.items() if above(k, params) not in frozen}
     _check_below(kept, params)
     state: Nested = {"model": kept}
-    if asked.optimizers:
-        state["optimizer"] = optimizer_state(asked.optimizers, params)
-    if asked.buffers:
+    if optimizers:
+        state["optimizer"] = optimizer_state(optimizers, params)
+    if buffers:
         state["buffers"] = dict(seen.buffers)
-    if asked.states:
-        state["states"] = {name: dict(held) for name, held in asked.states.items()}
-    if asked.rng:
-        state["rng"] = {str(asked.rank): rng_states()}
+    if states:
+        state["states"] = {name: dict(held) for name, held in states.items()}
     state["values"] = kept_values(state)
-    kinds = [class_of(optimizer) for optimizer in asked.optimizers]
-    about = Saved(asked.trainable, ties_of(state["model"]), kinds)
-    state["about"] = json.dumps(asdict(about))
+    kinds = [class_of(optimizer) for optimizer in optimizers]
+    state["about"] = json.dumps(asdict(Saved(trainable, ties_of(kept), kinds)))
     return state
 
 
@@ -257,35 +221,29 @@ def _values_in(state: Nested) -> Iterator[tuple[tuple[str | int, ...], object]]:
 def _text(key: object, of: str) -> str:
     if isinstance(key, str):
         return key
-    raise coded(
-        CheckpointError,
+    raise checkpoint_error(
         "ckpt-state-key",
         f"the optimizer's state of '{of}' has the key {key!r}, which load() would return as a "
         f"string; use strings as keys of states",
     )
 
 
-def _check_layout(path: tuple[str | int, ...], rows: Tensor) -> None:
-    """A load writes into the tensor that is there, which has other elements then, or scales."""
+def _check_stored(path: tuple[str | int, ...], rows: Tensor) -> None:
+    name = ".".join(map(str, path))
+    # A load writes into the tensor that is there, which has other elements then, or scales.
     if rows.layout is not torch.strided or rows.is_quantized:
         what = f"of {rows.dtype}" if rows.is_quantized else f"of {rows.layout}"
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-layout",
-            f"save() cannot store '{'.'.join(map(str, path))}', a tensor {what}, which load() "
-            f"could not restore in place; make it dense, or a buffer that is not persistent",
+            f"save() cannot store '{name}', a tensor {what}, which load() could not restore in "
+            f"place; make it dense, or a buffer that is not persistent",
         )
-
-
-def _check_class(path: tuple[str | int, ...], rows: Tensor) -> None:
-    """Low-precision states are codes in a subclass, and scales that depend on this rank's rows."""
+    # Low-precision states are codes in a subclass, and scales that depend on this rank's rows.
     if path[0] == "optimizer" and is_traceable_wrapper_subclass(rows):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-subclass",
-            f"save() cannot store '{'.'.join(map(str, path))}', whose shards are of the tensor "
-            f"subclass {type(rows).__name__}; save this optimizer with "
-            f"torch.distributed.checkpoint",
+            f"save() cannot store '{name}', whose shards are of the tensor subclass "
+            f"{type(rows).__name__}; save this optimizer with torch.distributed.checkpoint",
         )
 
 
@@ -294,8 +252,7 @@ def _check_below(model: Mapping[str, object], params: Mapping[str, object]) -> N
     for name in model:
         param = above(name, params)
         if param != name and param in model:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-beside",
                 f"save() cannot store '{name}', which a module stores in addition to the "
                 f"quantized parameter '{param}', and which load() could not restore; pass "
@@ -308,8 +265,7 @@ def kept_values(state: Nested) -> Nested:
     found: Nested = {}
     for path, value in _values_in(state):
         if isinstance(value, Tensor):
-            _check_layout(path, local_of(value))
-            _check_class(path, local_of(value))
+            _check_stored(path, local_of(value))
             continue
         if is_kept_by_dcp(value):
             continue
@@ -317,8 +273,7 @@ def kept_values(state: Nested) -> Nested:
 
         def named(tensor: Tensor, inside: tuple[str, ...], reached: bool, name: str = name) -> str:
             if isinstance(tensor, DTensor) and name.startswith("optimizer.state."):
-                raise coded(
-                    CheckpointError,
+                raise checkpoint_error(
                     "ckpt-contained",
                     f"save() cannot store '{name}', which has a DTensor in a container, because "
                     f"load() would return a plain tensor; save the model without this optimizer",
@@ -329,10 +284,9 @@ def kept_values(state: Nested) -> Nested:
             found[place] = tensor.detach() if tensor.requires_grad else tensor
             return f"values.{place}"
 
-        held = packed(value, named)
+        held = Packed(value, named)
         if held.wrong:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-value",
                 f"save() cannot store '{name}', which has {held.wrong[0]} and cannot be loaded "
                 f"without running code; build it from numbers, strings, bytes, tensors and "
@@ -421,13 +375,8 @@ class Differences:
     def over_ranks(cls, parts: Sequence[Differences]) -> Differences:
         """Differences on any rank; unexpected names are those that no rank has."""
         unexpected = set(parts[0].unexpected).intersection(*(part.unexpected for part in parts))
-        return cls(
-            sorted({name for part in parts for name in part.missing}),
-            sorted(unexpected),
-            sorted({name for part in parts for name in part.reshaped}),
-            sorted({name for part in parts for name in part.retyped}),
-            sorted({name for part in parts for name in part.conflicting}),
-        )
+        found = {key: sorted({n for part in parts for n in vars(part)[key]}) for key in vars(cls())}
+        return cls(**found | {"unexpected": sorted(unexpected)})
 
 
 def is_whole(saved: object, like: Tensor) -> bool:
@@ -462,7 +411,7 @@ def _chunk_at(about: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorag
 
 
 class Reader(FileSystemReader):
-    """DCP's, of a step wherever it is, with an index that runs no code and is checked."""
+    """DCP's, of the data of a step wherever it is."""
 
     def __init__(self, path: AnyPath) -> None:
         super().__init__("")
@@ -475,18 +424,14 @@ class Reader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Tensors as `write_items` writes them right into their memory; all others by DCP."""
-        stored, others = self.storage_data, []
-        ordered = sorted(
-            plan.items,
-            key=lambda item: (
-                stored[item.storage_index].relative_path,
-                stored[item.storage_index].offset,
-            ),
-        )
+
+        def place(item: ReadItem) -> tuple[str, int]:
+            info = self.storage_data[item.storage_index]
+            return info.relative_path, info.offset
+
         with TensorReader(self.path) as reader:
-            for item in ordered:
-                if not self._read_framed(reader, item, planner):
-                    others.append(item)
+            ordered = sorted(plan.items, key=place)
+            others = [each for each in ordered if not self._read_framed(reader, each, planner)]
         return super().read_data(replace(plan, items=others), planner)
 
     def _read_framed(self, reader: TensorReader, item: ReadItem, planner: LoadPlanner) -> bool:
@@ -512,9 +457,6 @@ class Reader(FileSystemReader):
         planner.commit_tensor(item, target)
         return True
 
-    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        return read_index(self.path)
-
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -522,8 +464,7 @@ class _Planner(DefaultLoadPlanner):
         try:
             self.state_dict[name] = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "ckpt-value-code",
                 f"the step has '{name}' as an object of a class, which cannot be loaded without "
                 f"running code; load it with torch.distributed.checkpoint, or leave it out with "
@@ -569,23 +510,15 @@ def read_below(path: AnyPath, metadata: Metadata, prefix: str) -> Any:
 
 def read_chunk(path: AnyPath, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> Tensor:
     """One saved piece of a tensor, on the CPU; about three times its bytes are held on the way."""
-    about = metadata.state_dict_metadata[name]
+    about, origin = metadata.state_dict_metadata[name], torch.Size([0] * len(chunk.sizes))
     assert isinstance(about, TensorStorageMetadata)
     out = torch.empty(chunk.sizes, dtype=about.properties.dtype)
-    origin = torch.Size([0] * out.dim())
-    item = ReadItem(
-        type=LoadItemType.TENSOR,
-        dest_index=MetadataIndex(name, origin),
-        dest_offsets=origin,
-        storage_index=MetadataIndex(name, chunk.offsets),
-        storage_offsets=origin,
-        lengths=chunk.sizes,
+    alone = TensorStorageMetadata(
+        about.properties, chunk.sizes, [ChunkStorageMetadata(origin, chunk.sizes)]
     )
-    reader, planner = Reader(path), _Planner(flatten_state_dict=False)
-    planner.set_up_planner({name: out}, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, True)
-    (plan,) = reader.prepare_global_plan([reader.prepare_local_plan(LoadPlan([item]))])
-    reader.read_data(plan, planner).wait()
+    stored = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+    piece = Metadata({name: alone}, storage_data={MetadataIndex(name, origin): stored})
+    read_into(path, piece, {name: out})
     return out
 
 
@@ -594,18 +527,11 @@ def read_chunk(path: AnyPath, metadata: Metadata, name: str, chunk: ChunkStorage
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of a model, and what this rank has of it.
-
-    Attributes:
-        shape: of the whole tensor.
-        local: this rank's part, a plain tensor.
-        offsets: of its first element in the whole, in each dim.
-        sharded: whether it is a part: a DTensor's.
-    """
+    """A tensor of a model, and what this rank has of it."""
 
     shape: tuple[int, ...]
     local: Tensor
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # of its first element in the whole, in each dim
     sharded: bool
 
     @property
@@ -618,15 +544,18 @@ def held_by(
 ) -> tuple[dict[str, Held], dict[str, str], list[str]]:
     """Parameters and persistent buffers by name; names tied to others; names of other values.
 
-    Raises:
-        CheckpointError: one is of a class whose bytes are not its values, and `names` keeps it.
+    Tensors of other classes are left out if `names` returns ``None`` for them.
     """
     found: dict[str, Held] = {}
     tied: dict[str, str] = {}
     others: list[str] = []
     first: dict[object, str] = {}
     state = whole_state(model)
-    registered = {clean(name): id(param) for name, param in _registered(model)}
+    registered = {
+        clean(name): id(each)
+        for named in (model.named_parameters, model.named_buffers)
+        for name, each in named(remove_duplicate=False)
+    }
     for name, value in state.items():
         if not isinstance(value, Tensor):
             others.append(name)
@@ -646,12 +575,6 @@ def held_by(
     return found, tied, others
 
 
-def _registered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers under all of their names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
 def _is_plain(value: Tensor) -> bool:
     """Whether the bytes of this rank's part are its values."""
     local = value.to_local() if isinstance(value, DTensor) else value
@@ -659,17 +582,12 @@ def _is_plain(value: Tensor) -> bool:
 
 
 def held_of(name: str, value: Tensor) -> Held:
-    """This rank's part of a tensor.
-
-    Raises:
-        CheckpointError: it is of a class whose bytes are not its values.
-    """
+    """This rank's part of a tensor."""
     shape = tuple(value.shape)
     local = value.to_local() if isinstance(value, DTensor) else value
     if not _is_plain(value):
         kind = type(local).__name__ if local.layout is torch.strided else str(local.layout)
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "export-class",
             f"'{name}' is a {kind}, not a plain tensor, so its bytes are not its values; convert "
             f"it, or let names= return None for it",
@@ -678,8 +596,7 @@ def held_of(name: str, value: Tensor) -> Held:
         return Held(shape, local, (0,) * len(shape), False)
     offsets, lengths = part_of(value.device_mesh, value.placements, shape)
     if lengths != tuple(local.shape):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "export-part",
             f"'{name}' has shape {tuple(local.shape)} on this rank, which does not follow from "
             f"its placements {value.placements}; redistribute it to Shard and Replicate",

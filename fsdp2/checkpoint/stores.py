@@ -17,13 +17,15 @@ import functools
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import BinaryIO, Literal, Protocol
 
 from fsdp2.checkpoint import files, owning
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 
 MANIFEST = "manifest.json"
 OWNER = ".owner"
@@ -44,126 +46,149 @@ class AnyPath(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def suffix(self) -> str: ...
-    @property
     def parent(self) -> AnyPath: ...
     def __truediv__(self, name: str, /) -> AnyPath: ...
     def __fspath__(self) -> str: ...
     def is_file(self) -> bool: ...
-    def glob(self, pattern: str, /) -> Iterable[AnyPath]: ...
     def open(self, mode: Literal["rb"]) -> BinaryIO: ...
     def read_bytes(self) -> bytes: ...
 
 
-def length_of(path: AnyPath) -> int:
-    """Bytes of a file."""
-    with path.open("rb") as file:
-        return file.seek(0, os.SEEK_END)
-
-
 def hash_of(path: AnyPath, read: Callable[[int], None] | None = None) -> str:
     """The checksum of a file's bytes; ``read`` is told how many of them were read."""
-    found, done = files.Checksum(), 0
+    found, done = 0, 0
     with path.open("rb") as file:
         while piece := file.read(files.CHUNK):
-            found.update(piece)
+            found = zlib.crc32(piece, found)
             done += len(piece)
             if read is not None:
                 read(done)
-    return found.hexdigest()
+    return f"{found:08x}"
 
 
-class Attempt(Protocol):
-    """A step that is being written, and does not exist yet.
+class Attempt(ABC):
+    """A step that is being written, and does not exist yet."""
 
-    Attributes:
-        folder: where DCP's files will be in the step's folder; "" if in itself.
-        path: the same, as a path; DCP can read the step there when it is complete.
-        written: by name, the facts of files that this rank has created.
-    """
+    folder = ""  # of DCP's files, in the step's folder; "" for itself
+    path: AnyPath  # the same; DCP can read the step there when it is complete
+    written: dict[str, files.Fact]  # of the files that this rank has created
 
-    folder: str
-    path: AnyPath
-    written: dict[str, files.Fact]
-
+    @abstractmethod
     def begin(self) -> None:
         """Make room for files."""
 
+    @abstractmethod
     def create(self, name: str) -> AbstractContextManager[files.Summed]:
         """A new file, which is durable when it is closed."""
 
+    @abstractmethod
     def commit(self, index: bytes, manifest: bytes) -> None:
         """Let the step be there, in the place of one that is replaced; durable on return."""
 
+    @abstractmethod
     def clear(self, rank: int) -> None:
         """Remove the files of ``rank``, as far as possible; the attempt will not be committed."""
 
     def give_up(self, rank: int) -> None:
         """The same after a failure, when only rank 0 knows whether it was committed."""
+        self.clear(rank)
 
 
-class Store(Protocol):
+class Store(ABC):
     """A folder of steps; ``str`` of it is its name in messages."""
+
+    root: AnyPath
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """Names of all that is in the folder; none without a folder."""
 
     def steps(self) -> list[int]:
         """The complete steps that no branch has replaced, oldest first; none without a folder."""
+        names = self.names()
+        found = (number_of(name) for name in names if f"{REPLACED}{name}" not in names)
+        return sorted(step for step in found if step is not None and self.has(step))
 
+    @abstractmethod
     def has(self, step: int) -> bool:
         """Whether a step is complete, replaced or not."""
 
+    def require_free(self, step: int, but: Iterable[int] = ()) -> None:
+        """Raise if a step is there, except those that a save overwrites."""
+        if self.has(step) and step not in but:
+            raise checkpoint_error(
+                "ckpt-step-there",
+                f"'{self}' already has step {step}; save another step, or call "
+                f"fsdp2.checkpoint.remove(folder, {step}) first",
+            )
+
     def replaced(self) -> dict[int, str]:
         """The complete steps that a branch has replaced, and the words that it left for each."""
+        marks = sorted(name for name in self.names() if name.startswith(REPLACED))
+        numbers = ((number_of(name.removeprefix(REPLACED)), name) for name in marks)
+        return {
+            step: (self.root / name).read_bytes().decode(errors="replace")
+            for step, name in numbers
+            if step is not None and self.has(step)
+        }
 
+    @abstractmethod
     def replace(self, why: Mapping[int, str]) -> None:
         """Let steps be replaced, durably; they stay, and `steps` does not have them."""
 
+    @abstractmethod
     def reinstate(self, steps: Iterable[int]) -> None:
         """Take `replace` back."""
 
     def half_removed(self) -> list[str]:
         """Names of what removals have left here, where it is told from what is being written."""
+        return []
 
+    @abstractmethod
     def unfinished(self) -> list[str]:
         """Names of what is half-done."""
 
     def folder(self, step: int) -> AnyPath:
         """The folder of a complete step."""
+        return self.root / step_name(step)
 
+    @abstractmethod
     def lengths(self, step: int, names: Iterable[str]) -> dict[str, int]:
         """Bytes of those files of a step that are there."""
 
     def prepare(self) -> None:
-        """Make the folder if it is not there.
-
-        Raises:
-            CheckpointError: it is a file.
-        """
+        """Make the folder if it is not there."""
+        if self.root.is_file():
+            raise checkpoint_error("ckpt-is-file", f"'{self}' is a file; pass a folder")
 
     def hold(self) -> AbstractContextManager[Callable[[], bool]]:
-        """Let no other job save into it while inside, where the store knows how; whether it does.
+        """Let no other job save into it, where the store knows how; yields whether it does."""
+        return nullcontext(lambda: True)
 
-        Raises:
-            CheckpointError: another one does.
-        """
+    def sweep(self, step: int, own: tuple[str, ...]) -> None:  # noqa: B027  # nothing, on a store
+        """Remove old attempts at a step but of tokens ``own``, if no other job can be at one."""
 
-    def sweep(self, step: int, own: tuple[str, ...]) -> None:
-        """Remove old attempts at a step, except those of tokens ``own``, if no other job can be
-        writing one.
-        """
-
+    @abstractmethod
     def attempt(self, step: int, token: str) -> Attempt:
         """A step to write; all ranks pass the same token, which no other try has."""
 
+    @abstractmethod
     def remove_steps(self, doomed: list[int]) -> None:
-        """Remove complete steps: each disappears from the store at once, and then its files are
-        removed.
-
-        If a step is a link, only the link is removed; its target remains. A step that cannot be
-        removed does not prevent the removal of others; its error is raised at the end.
-        """
+        """Remove complete steps, of links only the link; raise the first error at the end."""
 
     def remove_unfinished(self, names: list[str]) -> None:
         """Remove what `unfinished` has named."""
+        with Failures() as failures:
+            for name in names:
+                with failures.noted():
+                    self._remove(name)
+
+    @abstractmethod
+    def _remove(self, name: str) -> None:
+        """Remove a folder, if it is there, with all that is in it."""
 
 
 def is_url(path: PathLike) -> bool:
@@ -173,14 +198,9 @@ def is_url(path: PathLike) -> bool:
 
 
 def local_path(path: PathLike) -> Path:
-    """A path of this machine's file system.
-
-    Raises:
-        CheckpointError: it is a URL of a store.
-    """
+    """A path of this machine's file system."""
     if is_url(path):
-        raise coded(
-            CheckpointError,
+        raise checkpoint_error(
             "ckpt-not-local",
             f"'{path}' is on an object store, which supports only saving and "
             f"loading steps; pass a path on a disk, and copy the files",
@@ -198,14 +218,14 @@ def step_name(step: int) -> str:
     return f"{STEP}{step:08d}"
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    """The folder of a complete step."""
-    return folder / step_name(step)
-
-
 def saving_folder(folder: Path, step: int, token: str = "") -> Path:
     """The folder in which a step is written; ``token`` distinguishes it from other attempts."""
     return folder / f"{_SAVING}{step_name(step)}{token and '-'}{token}"
+
+
+def mark_of(step: int) -> str:
+    """The name of the file that says why a step is replaced."""
+    return f"{REPLACED}{step_name(step)}"
 
 
 def number_of(name: str) -> int | None:
@@ -237,65 +257,49 @@ class Failures:
             raise self._first
 
 
-class DiskStore:
+class DiskStore(Store):
     """A folder on a disk: files are synced, and one rename makes a step."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root: Path = root
 
-    def __str__(self) -> str:
-        return str(self.root)
-
-    def steps(self) -> list[int]:
-        if not self.root.is_dir():
-            return []
-        names = {path.name for path in self.root.iterdir()}
-        found = (number_of(name) for name in names if f"{REPLACED}{name}" not in names)
-        return sorted(step for step in found if step is not None and self.has(step))
+    def names(self) -> set[str]:
+        return {path.name for path in self.root.iterdir()} if self.root.is_dir() else set()
 
     def has(self, step: int) -> bool:
-        return (self.folder(step) / MANIFEST).is_file()
-
-    def replaced(self) -> dict[int, str]:
-        found = {}
-        for path in sorted(self.root.glob(f"{REPLACED}{STEP}*")):
-            step = number_of(path.name.removeprefix(REPLACED))
-            if step is not None and self.has(step):
-                found[step] = path.read_bytes().decode(errors="replace")
-        return found
+        return (self.root / step_name(step) / MANIFEST).is_file()
 
     def replace(self, why: Mapping[int, str]) -> None:
         if why:
-            files.write_durably({self._mark(step): text.encode() for step, text in why.items()})
+            files.write_durably(
+                {self.root / mark_of(step): text.encode() for step, text in why.items()}
+            )
             files.DISK.sync_folder(self.root)
 
     def reinstate(self, steps: Iterable[int]) -> None:
         for step in steps:
-            files.discard(self._mark(step))
+            files.discard(self.root / mark_of(step))
 
     def half_removed(self) -> list[str]:
-        return sorted(path.name for path in self.root.glob(f"{_REMOVING}*"))
-
-    def _mark(self, step: int) -> Path:
-        return self.root / f"{REPLACED}{step_name(step)}"
+        return sorted(name for name in self.names() if name.startswith(_REMOVING))
 
     def unfinished(self) -> list[str]:
-        root = self.root
-        found = [path.name for kind in (_SAVING, _REMOVING) for path in root.glob(f"{kind}*")]
-        steps = (path for path in root.glob(f"{STEP}*") if path.is_dir())
-        headless = (path for path in steps if not (path / MANIFEST).is_file())
-        return sorted([*found, *(path.name for path in headless)])
-
-    def folder(self, step: int) -> Path:
-        return step_folder(self.root, step)
+        return sorted(
+            name
+            for name in self.names()
+            if name.startswith((_SAVING, _REMOVING))
+            or (
+                (name.startswith(STEP) and (path := self.root / name).is_dir())
+                and not (path / MANIFEST).is_file()
+            )
+        )
 
     def lengths(self, step: int, names: Iterable[str]) -> dict[str, int]:
-        paths = ((name, self.folder(step) / name) for name in names)
+        paths = ((name, self.root / step_name(step) / name) for name in names)
         return {name: path.stat().st_size for name, path in paths if path.is_file()}
 
     def prepare(self) -> None:
-        if self.root.exists() and not self.root.is_dir():
-            raise coded(CheckpointError, "ckpt-is-file", f"'{self.root}' is a file; pass a folder")
+        super().prepare()
         files.make_folders(self.root)
 
     @contextmanager
@@ -306,8 +310,7 @@ class DiskStore:
             try:
                 is_ours = held.enter_context(owning.owned(path, about))
             except BlockingIOError as error:
-                raise coded(
-                    CheckpointError,
+                raise checkpoint_error(
                     "ckpt-other-job",
                     f"another job is saving into '{self.root}' ({error}); pass another folder, "
                     f"or, if that job is gone, remove '{path}'",
@@ -317,7 +320,7 @@ class DiskStore:
     def sweep(self, step: int, own: tuple[str, ...]) -> None:
         name = saving_folder(self.root, step).name
         kin = [p for p in self.root.iterdir() if p.name == name or p.name.startswith(f"{name}-")]
-        for left in kin if self.has(step) else [*kin, self.folder(step)]:
+        for left in kin if self.has(step) else [*kin, self.root / step_name(step)]:
             if not left.name.endswith(own):
                 files.discard(left)
 
@@ -340,7 +343,7 @@ class DiskStore:
 
     def move_away(self, step: int) -> Path:
         """Let a step be half-removed, under a name that nothing else has; not durable yet."""
-        path = self.folder(step)
+        path = self.root / step_name(step)
         names, number = {each.name for each in self.root.iterdir()}, 0
         other = f"{_REMOVING}{path.name}"
         while other in names:  # what another removal has left
@@ -349,41 +352,37 @@ class DiskStore:
         files.DISK.rename(path, self.root / other)
         return self.root / other
 
-    def remove_unfinished(self, names: list[str]) -> None:
-        with Failures() as failures:
-            for name in names:
-                with failures.noted():
-                    files.remove_tree(self.root / name)
+    def _remove(self, name: str) -> None:
+        files.remove_tree(self.root / name)
 
 
-class DiskAttempt:
+class DiskAttempt(Attempt):
     """Written to a temporary folder, and renamed."""
-
-    folder = ""
 
     def __init__(self, store: DiskStore, step: int, token: str) -> None:
         self._store, self._step = store, step
-        self._root = store.root
         self._saving = saving_folder(store.root, step, token)
-        self._disk = files.DurableFiles()
         self.path: AnyPath = store.folder(step)
-        self.written = self._disk.written
+        self.written = {}
 
     def begin(self) -> None:
         files.make_folder(self._saving)
 
-    def create(self, name: str) -> AbstractContextManager[files.DurableFile]:
-        return self._disk.create(self._saving / name)
+    @contextmanager
+    def create(self, name: str) -> Iterator[files.DurableFile]:
+        with files.DurableFile(self._saving / name) as stream:
+            yield stream
+        self.written[name] = stream.facts()
 
     def commit(self, index: bytes, manifest: bytes) -> None:
         """The index, the manifest, and the one rename; taken back if it cannot be durable."""
         files.write_durably({self._saving / INDEX: index, self._saving / MANIFEST: manifest})
         files.DISK.sync_folder(self._saving)
         before = self._displaced()
-        place = self._root / self.path.name
+        place = self._store.root / self.path.name
         files.DISK.rename(self._saving, place)
         try:
-            files.DISK.sync_folder(self._root)
+            files.DISK.sync_folder(self._store.root)
         except BaseException:
             with suppress(OSError):  # else `save` would say that it failed, and the step be there
                 files.DISK.rename(place, self._saving)
@@ -400,7 +399,7 @@ class DiskAttempt:
         before = None
         if os.path.lexists(self._store.folder(self._step)):
             before = self._store.move_away(self._step)
-            files.DISK.sync_folder(self._root)
+            files.DISK.sync_folder(self._store.root)
         self._store.reinstate([self._step])
         return before
 
@@ -417,10 +416,6 @@ class DiskAttempt:
         with suppress(OSError):  # others have files in it: the last removes it
             files.DISK.remove_folder(self._saving)
 
-    def give_up(self, rank: int) -> None:
-        """The same: what was committed has another name."""
-        self.clear(rank)
-
 
 @functools.cache  # an index names few files, for many tensors
 def is_inside(name: str) -> bool:
@@ -431,10 +426,6 @@ def is_inside(name: str) -> bool:
 
 
 def items_folder(names: Mapping[str, object]) -> str:
-    """The folder of DCP's files in a step's folder, from the names of all of its files.
-
-    Raises:
-        ValueError: there is no index, or there are several.
-    """
+    """The folder of DCP's files in a step's folder, from the names of all of its files."""
     (index,) = (name for name in names if name.rpartition("/")[2] == INDEX)
     return index.rpartition("/")[0]

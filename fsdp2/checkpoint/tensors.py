@@ -10,7 +10,7 @@ This module knows plain names, shapes and dtypes; it knows no model and does not
 
 The package ``safetensors`` writes a file from one process that has all tensors whole, and does not
 return the offsets of tensors. Here each rank writes its own slices, which requires the offsets;
-`folders` reads such files with the package. Order, header and padding are identical to the
+`contents` reads such files with the package. Order, header and padding are identical to the
 package's, byte for byte; tests compare them.
 """
 
@@ -29,7 +29,7 @@ import torch
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.stores import AnyPath
-from fsdp2.core.errors import CheckpointError, coded
+from fsdp2.core.errors import checkpoint_error
 
 DTYPES = {
     "U64": torch.uint64,
@@ -76,13 +76,7 @@ class About:
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a full tensor's bytes.
-
-    Attributes:
-        file: the file's name, in the folder.
-        offset: of its first byte, from the file's beginning.
-        about: shape and dtype there.
-    """
+    """The position of a full tensor's bytes."""
 
     file: str
     offset: int
@@ -91,14 +85,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """The files that tensors become.
-
-    Attributes:
-        headers: the first bytes of each file, by its name.
-        lengths: of each file, in bytes.
-        places: of each tensor, by its name.
-        index: the bytes of the index; ``None`` where there is one file.
-    """
+    """The files that tensors become."""
 
     headers: Mapping[str, bytes]
     lengths: Mapping[str, int]
@@ -124,27 +111,16 @@ def plan(
 
     Tensors go into files in their order: a file takes the next tensor as long as it stays within
     ``shard_bytes``, and a larger tensor has a file of its own, as ``save_pretrained`` does it.
-
-    Args:
-        tensors: shapes and dtypes by name, in order.
-        shard_bytes: bytes of tensors that a file has at most. Default ``None``: one file.
-        tied: other names of tensors, which the header's metadata tell, as ``save_model`` of the
-            package does. Default: none.
-
-    Raises:
-        CheckpointError: the format does not know a dtype or a name.
     """
     for name, about in tensors.items():
         if about.dtype not in _NAMES:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "tensors-dtype",
                 f"'{name}' has dtype {about.dtype}, which safetensors does not support; pass "
                 f"dtype= if it is a floating-point tensor, or let names= return None for it",
             )
         if name == METADATA:
-            raise coded(
-                CheckpointError,
+            raise checkpoint_error(
                 "tensors-name",
                 f"'{name}' is a name that safetensors reserves; let names= return another name "
                 f"for it",
@@ -211,20 +187,7 @@ def _header(tensors: Mapping[str, About], tied: Mapping[str, str]) -> tuple[byte
 
 
 class Writer:
-    """The files of a layout, to which any number of processes write their slices at once.
-
-    Args:
-        folder: where the files are.
-        layout: of `plan`.
-
-    Example::
-
-        writer = Writer(folder, layout)
-        writer.create()              # one process; all others after it
-        with writer:
-            writer.write("weight", rows, (first_row, 0))
-        # what this process has written is on the disk
-    """
+    """The files of a layout, to which any number of processes write their slices at once."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
         self._folder = folder
@@ -241,15 +204,7 @@ class Writer:
             files.write_durably({self._folder / INDEX: self._layout.index})
 
     def write(self, name: str, tensor: torch.Tensor, offsets: Sequence[int] | None = None) -> None:
-        """Write a tensor, or a box of one; no other bytes are touched.
-
-        At most 8 MiB are staged: where they must be cast, copied from a device or put in order.
-
-        Args:
-            name: of the whole tensor.
-            tensor: a plain tensor of any device and stride; cast to the dtype of the file.
-            offsets: of its first element in the whole one, in each dim. Default: all 0.
-        """
+        """Write a tensor, or a box of one, and no other bytes; at most 8 MiB are staged."""
         place = self._layout.places[name]
         first = tuple(offsets or (0,) * tensor.dim())
         _check_box(name, place.about.shape, first, tuple(tensor.shape))
@@ -354,8 +309,7 @@ class Reader:
         for at, length in runs:
             if files.read_at(file, data[done : done + length], place.offset + at) != length:
                 path = self._folder / place.file
-                raise coded(
-                    CheckpointError,
+                raise checkpoint_error(
                     "tensors-shorter",
                     f"'{path}' became shorter while fsdp2 read it; copy the file again",
                 )

@@ -1,7 +1,7 @@
 """Values other than tensors, with their types, as JSON, and their tensors separately by name.
 
     {"seen": 2, "at": (1, b"x"), "w": tensor}
-        packed    {"dict": {"seen": 2, "at": {"tuple": [1, {"bytes": "eA=="}]}, "w": {"tensor": 0}}}
+        Packed    {"dict": {"seen": 2, "at": {"tuple": [1, {"bytes": "eA=="}]}, "w": {"tensor": 0}}}
         unpacked  the same types, dtypes and values
 
 A type without an entry in this module is refused by name when it is saved, so that everything saved
@@ -17,7 +17,6 @@ import io
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -42,34 +41,93 @@ Named = Callable[[Tensor, tuple[str, ...], bool], str]
 """Names a tensor of a value, by its path, and whether DCP's items have it under that path."""
 
 
-@dataclass
 class Packed:
-    """A value, packed.
+    """A value, packed; nothing is copied."""
 
-    Attributes:
-        content: what JSON has of it.
-        tensors: of it, by name.
-        shared: (path, shape, dtype) of its DTensors, which all ranks must have alike.
-        wrong: what cannot be kept, each with its path; empty if all of it is kept.
-    """
+    def __init__(self, value: Value, named: Named | None = None) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.shared: list[tuple[str, tuple[int, ...], torch.dtype]] = []  # DTensors
+        self.wrong: list[str] = []  # what cannot be kept, each with its path
+        self._name = named or self._numbered
+        self._inside: set[int] = set()  # containers around
+        self.content = self._pack(value, (), True)
 
-    content: Json = None
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    shared: list[tuple[str, tuple[int, ...], torch.dtype]] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
+    def _pack(self, value: Value, path: tuple[str, ...], reached: bool) -> Json:
+        """``reached``: whether DCP would walk as far as here."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return cast("Json", value)
+        if isinstance(value, Tensor):
+            return self._tensor(value, path, reached)
+        text = _text_of(value)
+        if text is not None:
+            return {text[0]: text[1]}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
+            return self._numpy(value, path)
+        if kind not in _KINDS:
+            return self._refuse(f"a {kind.__module__}.{kind.__qualname__}", path)
+        if id(value) in self._inside:
+            return self._refuse(f"a {kind.__qualname__} that holds itself", path)
+        self._inside.add(id(value))
+        try:
+            return self._container(value, path, reached)
+        finally:
+            self._inside.discard(id(value))
 
+    def _container(self, value: Value, path: tuple[str, ...], reached: bool) -> Json:
+        if type(value) is list:
+            return [self._pack(v, (*path, str(n)), reached) for n, v in enumerate(value)]
+        if type(value) is dict and all(type(key) is str for key in value):
+            return {"dict": {k: self._pack(v, (*path, k), reached) for k, v in value.items()}}
+        name, parts = _KINDS[type(value)]
+        if isinstance(value, dict):
+            factory = getattr(value, "default_factory", None)
+            if factory is not None and _FACTORIES.get(factory.__name__) is not factory:
+                return self._refuse(f"a defaultdict of {factory.__qualname__}", path)
+            pairs: list[Json] = [
+                [self._pack(key, path, False), self._pack(held, (*path, str(key)), reached)]
+                for key, held in value.items()
+            ]
+            return {name: [*parts(value), pairs]}
+        return {name: [self._pack(v, (*path, str(n)), False) for n, v in enumerate(parts(value))]}
 
-def packed(value: Value, named: Named | None = None) -> Packed:
-    """Take a value apart; nothing is copied.
+    def _tensor(self, value: Tensor, path: tuple[str, ...], reached: bool) -> Json:
+        rows = local_of(value)
+        if type(rows) not in (Tensor, nn.Parameter) or rows.layout is not torch.strided:
+            about = type(rows).__qualname__ if rows.layout is torch.strided else str(rows.layout)
+            return self._refuse(f"a tensor of {about}", path)
+        if rows.is_quantized:
+            return self._refuse(f"a tensor of {rows.dtype}", path)
+        name = self._name(value, path, reached)
+        self.tensors[name] = value.detach() if value.requires_grad else value
+        if isinstance(value, DTensor):
+            self.shared.append((".".join(path), tuple(value.shape), value.dtype))
+        if isinstance(value, nn.Parameter):
+            return {"parameter": [name, value.requires_grad]}
+        return {"tensor": int(name) if name.isdigit() else name}
 
-    Args:
-        value: arbitrarily nested.
-        named: names tensors. Default ``None``: numbers, with the prefix "d" for DTensors, because
-            ranks may have other tensors as well.
-    """
-    found = Packed()
-    found.content = _Packer(found, named).pack(value, (), True)
-    return found
+    # "d" for DTensors: ranks may have other tensors as well
+    def _numbered(self, value: Tensor, path: tuple[str, ...], reached: bool) -> str:
+        kind = "d" if isinstance(value, DTensor) else ""
+        return f"{kind}{sum(name.startswith('d') == bool(kind) for name in self.tensors)}"
+
+    def _numpy(self, value: Value, path: tuple[str, ...]) -> Json:
+        """Bytes of an array as a tensor; of a number here."""
+        if value.dtype.hasobject or value.dtype.kind == "V" or not value.dtype.itemsize:
+            return self._refuse(f"a numpy value of {value.dtype}", path)
+        data = value.tobytes()
+        if not isinstance(value, sys.modules["numpy"].ndarray):
+            return {"numpy": [base64.b64encode(data).decode(), value.dtype.str]}
+        rows = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
+        name = self._name(rows, path, False)
+        self.tensors[name] = rows.to(torch.uint8)
+        return {"ndarray": [name, value.dtype.str, list(value.shape)]}
+
+    def _refuse(self, what: str, path: tuple[str, ...]) -> Json:
+        place = f" at '{'.'.join(path)}'" if path else ""
+        self.wrong.append(f"{what.replace('builtins.', '')}{place}")
+        return None
 
 
 def is_kept_by_dcp(value: Value) -> bool:
@@ -96,7 +154,7 @@ def tensors_in(content: Json) -> list[str]:
 
 
 def unpacked(content: Json, tensors: Mapping[str, Any]) -> Value:
-    """The value passed to `packed`; tensors are those passed here, `archives.lazy` ones too."""
+    """The value passed to `Packed`; tensors are those passed here, `archives.lazy` ones too."""
     if isinstance(content, list):
         return [unpacked(held, tensors) for held in content]
     if not isinstance(content, dict):
@@ -121,91 +179,6 @@ def unpacked(content: Json, tensors: Mapping[str, Any]) -> Value:
     if kind in _TEXTS:
         return _TEXTS[kind](cast("str", held))
     return _MADE[kind](unpacked(held, tensors))
-
-
-class _Packer:
-    """Packs one value."""
-
-    def __init__(self, found: Packed, named: Named | None) -> None:
-        self._found = found
-        self._named = named or self._numbered
-        self._inside: set[int] = set()  # containers around
-
-    def pack(self, value: Value, path: tuple[str, ...], reached: bool) -> Json:
-        """``reached``: whether DCP would walk as far as here."""
-        kind = type(value)
-        if kind in _PLAIN:
-            return cast("Json", value)
-        if isinstance(value, Tensor):
-            return self._tensor(value, path, reached)
-        text = _text_of(value)
-        if text is not None:
-            return {text[0]: text[1]}
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and (kind is numpy.ndarray or isinstance(value, numpy.generic)):
-            return self._numpy(value, path)
-        if kind not in _KINDS:
-            return self._refuse(f"a {kind.__module__}.{kind.__qualname__}", path)
-        if id(value) in self._inside:
-            return self._refuse(f"a {kind.__qualname__} that holds itself", path)
-        self._inside.add(id(value))
-        try:
-            return self._container(value, path, reached)
-        finally:
-            self._inside.discard(id(value))
-
-    def _container(self, value: Value, path: tuple[str, ...], reached: bool) -> Json:
-        if type(value) is list:
-            return [self.pack(v, (*path, str(n)), reached) for n, v in enumerate(value)]
-        if type(value) is dict and all(type(key) is str for key in value):
-            return {"dict": {k: self.pack(v, (*path, k), reached) for k, v in value.items()}}
-        name, parts = _KINDS[type(value)]
-        if isinstance(value, dict):
-            factory = getattr(value, "default_factory", None)
-            if factory is not None and _FACTORIES.get(factory.__name__) is not factory:
-                return self._refuse(f"a defaultdict of {factory.__qualname__}", path)
-            pairs: list[Json] = [
-                [self.pack(key, path, False), self.pack(held, (*path, str(key)), reached)]
-                for key, held in value.items()
-            ]
-            return {name: [*parts(value), pairs]}
-        return {name: [self.pack(v, (*path, str(n)), False) for n, v in enumerate(parts(value))]}
-
-    def _tensor(self, value: Tensor, path: tuple[str, ...], reached: bool) -> Json:
-        rows = local_of(value)
-        if type(rows) not in (Tensor, nn.Parameter) or rows.layout is not torch.strided:
-            about = type(rows).__qualname__ if rows.layout is torch.strided else str(rows.layout)
-            return self._refuse(f"a tensor of {about}", path)
-        if rows.is_quantized:
-            return self._refuse(f"a tensor of {rows.dtype}", path)
-        name = self._named(value, path, reached)
-        self._found.tensors[name] = value.detach() if value.requires_grad else value
-        if isinstance(value, DTensor):
-            self._found.shared.append((".".join(path), tuple(value.shape), value.dtype))
-        if isinstance(value, nn.Parameter):
-            return {"parameter": [name, value.requires_grad]}
-        return {"tensor": int(name) if name.isdigit() else name}
-
-    def _numbered(self, value: Tensor, path: tuple[str, ...], reached: bool) -> str:
-        kind = "d" if isinstance(value, DTensor) else ""
-        return f"{kind}{sum(name.startswith('d') == bool(kind) for name in self._found.tensors)}"
-
-    def _numpy(self, value: Value, path: tuple[str, ...]) -> Json:
-        """Bytes of an array as a tensor; of a number here."""
-        if value.dtype.hasobject or value.dtype.kind == "V" or not value.dtype.itemsize:
-            return self._refuse(f"a numpy value of {value.dtype}", path)
-        data = value.tobytes()
-        if not isinstance(value, sys.modules["numpy"].ndarray):
-            return {"numpy": [base64.b64encode(data).decode(), value.dtype.str]}
-        rows = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
-        name = self._named(rows, path, False)
-        self._found.tensors[name] = rows.to(torch.uint8)
-        return {"ndarray": [name, value.dtype.str, list(value.shape)]}
-
-    def _refuse(self, what: str, path: tuple[str, ...]) -> Json:
-        place = f" at '{'.'.join(path)}'" if path else ""
-        self._found.wrong.append(f"{what.replace('builtins.', '')}{place}")
-        return None
 
 
 def _array(data: bytes, dtype: str) -> Any:

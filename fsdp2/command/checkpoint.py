@@ -144,11 +144,11 @@ def _show(given: argparse.Namespace) -> int:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         from fsdp2.checkpoint.folder import items_of, read_manifest, store_of
-        from fsdp2.checkpoint.state import Reader
+        from fsdp2.checkpoint.items import read_index
 
         store = store_of(given.folder)
         manifest = read_manifest(store, given.step)
-        metadata = Reader(items_of(store, manifest)).read_metadata().state_dict_metadata
+        metadata = read_index(items_of(store, manifest)).state_dict_metadata
     tensors = {
         name: (tuple(about.size), str(about.properties.dtype).removeprefix("torch."))
         for name, about in sorted(metadata.items())

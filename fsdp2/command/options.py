@@ -89,11 +89,6 @@ def positive(text: str) -> float:
     return _number(text, float, 1e-300, "a number above 0")
 
 
-def counts(text: str) -> list[int]:
-    """An argument that is several whole numbers, as "1,2,4"."""
-    return [count(part) for part in text.split(",")]
-
-
 def _number(text: str, kind: Callable[[str], float], least: float, wanted: str) -> float:
     try:
         value = kind(text)

@@ -213,7 +213,7 @@ class Wire:
 
     Exactness is a fact of each parameter (`ShardedParam.exact`): a new `Wire` comes with new facts,
     so two are never equal. ``gather`` and ``reduce`` name entries of `CODED` in `core.gather.coded`
-    and `core.reduce.coded`, or are ``None``; so do the ``between_`` ones, for nodes of two levels.
+    and `core.reduce.coded`, or are ``None``. The ``between_`` ones are for nodes of two levels.
 
     Attributes:
         differences: whether messages hold differences to the values gathered last, which are kept.

@@ -16,8 +16,6 @@ from typing import TypeVar
 
 E = TypeVar("E", bound=Exception)
 
-_CODE = re.compile(r" \[([a-z0-9-]+)\]$")
-
 
 def coded(kind: Callable[[str], E], code: str, message: str) -> E:
     """An exception of class ``kind`` whose message, one sentence without a full stop, ends in
@@ -35,8 +33,7 @@ def reword(error: Exception, code: str, message: str) -> None:
 def resaid(kind: Callable[[str], E], sentence: str) -> E:
     """An exception with a message that another one had, on this rank or another, and its code."""
     error = kind(sentence)
-    found = _CODE.search(sentence)
-    if found is not None:
+    if found := re.search(r" \[([a-z0-9-]+)\]$", sentence):
         error.code = found[1]  # type: ignore[attr-defined]  # builtin exceptions have no such slot
     return error
 
@@ -70,6 +67,11 @@ class CheckpointError(RuntimeError):
 
     `fsdp2.checkpoint` raises it on all ranks with the same message. Complete steps are unchanged.
     """
+
+
+def checkpoint_error(code: str, message: str) -> CheckpointError:
+    """A `coded` one."""
+    return coded(CheckpointError, code, message)
 
 
 class NonFiniteGradientError(FloatingPointError):

@@ -6,8 +6,8 @@ layouts     `Slot`, `Segment`, `MeshAxes`: the position of every element, and th
 operations  `Streams`, `Kernels`, `GroupCollectives`: what a step runs on, and who observes it
 ranks       `members_of`, `sum_over`, `gather_numbers`: exchanges outside of steps
 
-The core itself does not import it, nor do the rooms that `fully_shard` needs: nobody loads it
-before a satellite does. Exceptions come from `fsdp2.core.errors`. A room above core that needs one
+The core itself does not import it, nor do the rooms that `fully_shard` needs, so that it is loaded
+with the first satellite. Exceptions come from `fsdp2.core.errors`. A room above core that needs one
 more name adds it here, so that this page shows what a change of the engine may break
 (tests/house/test_layering.py).
 """
@@ -102,10 +102,11 @@ from fsdp2.core.params.param import (
 from fsdp2.core.pieces import piece_of, round_up
 from fsdp2.core.progress import OptimizerSteps, ShardReaders, communication_error
 from fsdp2.core.reduce.coded import codec_of
-from fsdp2.core.reduce.division import Division, plan_division
+from fsdp2.core.reduce.division import plan_division
 from fsdp2.core.reduce.feedback import DTYPE
 from fsdp2.core.reduce.reduction import Jobs
-from fsdp2.core.reduce.spec import ReductionSpec, reduction_spec
+from fsdp2.core.reduce.rows import plan_flat
+from fsdp2.core.reduce.spec import reduction_spec
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer, Run
 from fsdp2.core.schedule.scheduler import Scheduler, window_of
@@ -138,7 +139,6 @@ __all__ = [
     "REDUCE",
     "CPUOffloadPolicy",
     "DeviceStreams",
-    "Division",
     "Event",
     "FlatBuffer",
     "Form",
@@ -159,7 +159,6 @@ __all__ = [
     "ProcessGroup",
     "ReduceKind",
     "ReduceScatter",
-    "ReductionSpec",
     "Registrations",
     "Run",
     "Scheduler",
@@ -220,6 +219,7 @@ __all__ = [
     "part_of",
     "piece_of",
     "plan_division",
+    "plan_flat",
     "put_around",
     "rank_and_size",
     "ranks_of",

@@ -8,7 +8,6 @@ Core reports events; it knows neither the listeners nor their purpose:
     modules.registry    started             a module is the root of the units below it
     modules.optimizers  changed             an optimizer steps, whose parameters may have changed
                         steps               an optimizer steps; empty unless requested
-                        zeroed              a module's zero_grad(); empty unless requested
     modules.registrations  gained           modules newly register parameters of a group
                         unexpected          a forward begins, and a module registers something else
 

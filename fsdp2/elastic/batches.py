@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fsdp2.checkpoint.saving import forget_load
+from fsdp2.checkpoint.retention import forget_load
 from fsdp2.core.errors import coded
 from fsdp2.elastic.managers import Manager
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp2.checkpoint.folder import Json
 from fsdp2.checkpoint.snapshots import Nested
-from fsdp2.checkpoint.values import Value, packed, unpacked
+from fsdp2.checkpoint.values import Packed, Value, unpacked
 from fsdp2.core.errors import coded
 from fsdp2.core.facts import local_of, wrap_local
 
@@ -130,7 +130,7 @@ class Image:
     def of(cls, step: int, value: Value, layout: Layout) -> Image:
         """Views of a value's tensors; one that has gaps in memory is copied."""
         numbers = itertools.count()
-        found = packed(value, lambda *_: str(next(numbers)))
+        found = Packed(value, lambda *_: str(next(numbers)))
         if found.wrong:
             raise coded(
                 ValueError,

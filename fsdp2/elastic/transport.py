@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fsdp2.checkpoint.saving import forget_load
+from fsdp2.checkpoint.retention import forget_load
 from fsdp2.checkpoint.snapshots import Nested
 from fsdp2.checkpoint.staging import watch_loads, watch_optimizers
 from fsdp2.checkpoint.state import Optimizers, as_list

@@ -32,6 +32,7 @@ from fsdp2.fsdp1.config import OptimStateKeyType, StateDictType
 from fsdp2.fsdp1.state_dicts import (
     as_dtensor,
     get_state_dict_type,
+    is_sharded_tensor,
     other_rows,
     rows_of_sharded_tensor,
 )
@@ -618,9 +619,9 @@ def _not_loadable(problem: str) -> ValueError:
     )
 
 
-def _without_shards(value: Any, at: int, key: str, held: _Held) -> object:
+def _without_shards(value: object, at: int, key: str, held: _Held) -> object:
     """A DTensor in the place of a ``ShardedTensor`` of torch's FSDP1."""
-    if not hasattr(value, "local_shards"):
+    if not is_sharded_tensor(value):
         return value
     managed = held.units.get(id(held.params[at]))
     rows = None if managed is None else rows_of_sharded_tensor(managed, value)

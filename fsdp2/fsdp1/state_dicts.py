@@ -15,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import RankMismatchError, coded
@@ -391,7 +392,7 @@ def _before_load(
             continue
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
-        if hasattr(value, "local_shards"):
+        if is_sharded_tensor(value):
             rows = rows_of_sharded_tensor(param, value)
             if rows is None:
                 state_dict.pop(prefix + name)
@@ -422,8 +423,13 @@ def as_dtensor(param: ShardedParam, rows: torch.Tensor) -> DTensor:
     return wrap_local(rows, with_dtype(spec, rows.dtype))
 
 
-def rows_of_sharded_tensor(param: ShardedParam, value: Any) -> torch.Tensor | None:
-    """This rank's rows in the ``ShardedTensor`` of torch's FSDP1; ``None`` if it has others."""
+def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
+    """Whether it is the class in sharded state dicts of torch's FSDP1 without a mesh."""
+    return isinstance(value, ShardedTensor)
+
+
+def rows_of_sharded_tensor(param: ShardedParam, value: ShardedTensor) -> torch.Tensor | None:
+    """This rank's rows in a ``ShardedTensor``; ``None`` if it has others."""
     local = local_of(param.sharded)
     if tuple(value.metadata().size) != tuple(param.sharded.shape) or param.parallel is not None:
         return None

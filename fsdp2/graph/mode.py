@@ -72,6 +72,8 @@ def graph_mode(model: nn.Module, enabled: bool = True) -> None:
         functions_of_shards.update(params)
         for group in scheduler.groups:
             group.reshard()
+            if not any(param.is_meta for param in group.params):
+                group.follow_params()
         scheduler.wait_for_reductions()
         made: dict[UnitRecord, GraphUnit] = {below: GraphUnit(below) for below in records}
         made[record].begin_here([unit for below, unit in made.items() if below is not record])

@@ -22,13 +22,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
 
 import fsdp2.graph.operators  # noqa: F401  # which torch.ops.fsdp2 has
 from fsdp2.core.errors import coded
+from fsdp2.core.facts import with_dtype, wrap_local
 
 Compiled = Callable[..., Any]
 
@@ -51,8 +54,9 @@ def place(graph: fx.Graph) -> None:
     previous: fx.Node | None = None
     for node in gathers:
         shards, key, _ = node.args
-        start = _insert(graph, node, ops.start_unshard.default, (shards, key))
-        end = _insert(graph, node, ops.end_unshard.default, (_items(graph, start), key))
+        start = _insert(graph, node, ops.start_unshard.default, (shards, key, None))
+        rows = _items(graph, start)[:-1]
+        end = _insert(graph, node, ops.end_unshard.default, (rows, key))
         node.replace_all_uses_with(end)
         graph.erase_node(node)
         _move_behind(previous or _last_input(graph), start)
@@ -60,24 +64,34 @@ def place(graph: fx.Graph) -> None:
     waiting: tuple[fx.Node, list[fx.Node]] | None = None
     for node in reductions:
         gradients, key, trained = node.args
-        start = _insert(graph, node, ops.start_reduce.default, (gradients, key, trained))
+        start = _insert(graph, node, ops.start_reduce.default, (gradients, key, trained, None))
         if waiting is not None:
             _move_before(start, *waiting)
-        rows = _items(graph, start)
-        end = _insert(graph, node, ops.end_reduce.default, (rows, key, trained))
+        rows = _items(graph, start)[:-1]
+        end = _insert(graph, node, ops.end_reduce.default, (rows, key, trained, None))
         node.replace_all_uses_with(end)
         graph.erase_node(node)
         waiting = end, rows
     if waiting is not None:
         _move_before(graph.output_node(), *waiting)
+    _chain(graph)
+    graph.eliminate_dead_code()
     graph.lint()
+
+
+def _chain(graph: fx.Graph) -> None:
+    """Let each collective read the token of the one before it."""
+    token: fx.Node | None = None
+    for node in [node for node in graph.nodes if node.target in _CHAINED]:
+        node.args = (*node.args[:-1], token)
+        token = _items(graph, node)[-1]
 
 
 def _last_input(graph: fx.Graph) -> fx.Node:
     return [node for node in graph.nodes if node.op == "placeholder"][-1]
 
 
-def _insert(graph: fx.Graph, at: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+def _insert(graph: fx.Graph, at: fx.Node, target: OpOverload, args: tuple[Any, ...]) -> fx.Node:
     """A call of an operator in front of a node, with what it would return as its value."""
     with graph.inserting_before(at):
         node = graph.call_function(target, args)
@@ -136,6 +150,10 @@ def _move_before(place: fx.Node, end: fx.Node, rows: list[fx.Node]) -> None:
         place.prepend(node)
 
 
+_CHAINED = {
+    getattr(torch.ops.fsdp2, name).default
+    for name in ("start_unshard", "start_reduce", "end_reduce")
+}
 _COLLECTIVES = {
     getattr(torch.ops.fsdp2, name).default
     for name in ("unshard", "reduce", "start_unshard", "start_reduce")
@@ -162,11 +180,13 @@ def compile_graphs(
             f"the backend 'fsdp2' takes options={{'compiler': 'inductor'}} or 'aot_eager', not "
             f"{compiler!r}",
         )
+    given = [*inputs]
+    places = _take_local_shards(graph, given)
     if compiler == "aot_eager":
         found: Compiled = aot_autograd(
             fw_compiler=_run_as_it_is, partition_fn=min_cut_rematerialization_partition
-        )(graph, inputs)
-        return found
+        )(graph, given)
+        return _with_local_shards(found, places)
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner(gm: fx.GraphModule, examples: Sequence[Any], **arguments: Any) -> Any:
@@ -174,12 +194,76 @@ def compile_graphs(
         gm.recompile()
         return compile_fx_inner(gm, examples, **arguments)
 
+    # Inductor would move starts to where memory is least, next to their ends.
+    patches = {"reorder_for_peak_memory": False, **settings}
     # It returns other things where it exports, which this does not.
-    patches = settings or None
-    return cast(Compiled, compile_fx(graph, inputs, inner_compile=inner, config_patches=patches))
+    found = cast(Compiled, compile_fx(graph, given, inner_compile=inner, config_patches=patches))
+    return _with_local_shards(found, places)
 
 
-def _run_as_it_is(gm: fx.GraphModule, _: Sequence[Any]) -> Compiled:
+# ---- DTensors, which compiled graphs take apart and put together slowly
+
+
+class _LocalShards(torch.autograd.Function):
+    """The local shards of DTensors, whose gradients are DTensors sharded alike."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: DTensor) -> tuple[Tensor, ...]:
+        ctx.specs = [value._spec for value in given]
+        return tuple(value._local_tensor.detach() for value in given)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(
+            None if gradient is None else wrap_local(gradient, with_dtype(spec, gradient.dtype))
+            for gradient, spec in zip(gradients, ctx.specs, strict=True)
+        )
+
+
+def _take_local_shards(graph: fx.GraphModule, inputs: list[object]) -> list[int]:
+    """Let a graph take local shards where it only calls ``to_local()`` of a DTensor.
+
+    Torch would make a DTensor of each gradient with a new spec: 20 us per parameter and step.
+
+    Returns:
+        The positions of these inputs, which are replaced in the list.
+    """
+    found = []
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for place, (node, value) in enumerate(zip(nodes, inputs, strict=True)):
+        if not isinstance(value, DTensor) or any(p.is_partial() for p in value.placements):
+            continue
+        users = [*node.users]
+        if any((u.op, u.target, u.args, u.kwargs) != _to_local(node) for u in users):
+            continue
+        for user in users:
+            user.replace_all_uses_with(node)
+            graph.graph.erase_node(user)
+        local = value._local_tensor.detach().requires_grad_(value.requires_grad)
+        node.meta["example_value"], node.type = local, None
+        inputs[place] = local
+        found.append(place)
+    graph.recompile()
+    return found
+
+
+def _to_local(node: fx.Node) -> tuple[object, ...]:
+    return "call_method", "to_local", (node,), {}
+
+
+def _with_local_shards(compiled: Compiled, places: list[int]) -> Compiled:
+    def run(*args: object) -> object:
+        given = [*args]
+        shards = _LocalShards.apply(*(given[place] for place in places))
+        for place, shard in zip(places, shards, strict=True):
+            given[place] = shard
+        return compiled(*given)
+
+    return run if places else compiled
+
+
+def _run_as_it_is(gm: fx.GraphModule, _: object) -> Compiled:
     place(gm.graph)
     gm.recompile()
     compiled: Compiled = make_boxed_func(gm.forward)

@@ -94,7 +94,7 @@ class GraphUnit:
         self._forward: Callable[..., Any] = record.modules[0].forward
         self._replaced: list[tuple[Hooks, int, Callable[..., object]]] = []
         for module in record.modules:
-            tables: list[tuple[Any, Callable[..., object]]] = [
+            tables: list[tuple[Hooks, Callable[..., object]]] = [
                 (module._forward_pre_hooks, self.enter),
                 (module._forward_hooks, self.leave),
             ]
@@ -171,7 +171,8 @@ class GraphUnit:
         for number, exchange in enumerate(self._exchanges):
             params, places = self._params[number], self._places[number]
             found: list[Any] = [
-                entries[0][0]._parameters[entries[0][1]] for entries in places if entries
+                entries[0][0]._parameters[entries[0][1]] if entries else param.sharded
+                for param, entries in zip(params, places, strict=True)
             ]
             if not all(isinstance(value, DTensor) for value in found):
                 continue
@@ -195,9 +196,9 @@ class GraphUnit:
                     owner._parameters[name] = seen  # type: ignore[assignment]  # a tensor will do
             self._held.append((number, found))
         if kept:
-            self._save_no(kept)
+            self._save_none_of(kept)
 
-    def _save_no(self, kept: dict[int, Kept]) -> None:
+    def _save_none_of(self, kept: dict[int, Kept]) -> None:
         """Let autograd save which of these parameters it needs; all else as before."""
         around = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if around is not None and around[0].__module__ == "torch.utils.checkpoint":

@@ -39,7 +39,6 @@ from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_ow
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules.dynamo import uncompiled_methods
 from fsdp2.core.modules.hooks import forward_method
-from fsdp2.core.modules.optimizers import zeroed
 from fsdp2.core.modules.registry import UnitRecord, records_below, refresh, require_record, start
 from fsdp2.core.params.param import ModuleEntries
 from fsdp2.core.schedule.group import ParamGroup
@@ -1126,8 +1125,6 @@ class FSDPModule(TorchIdentity):
                 if not used.state.is_sharded:  # shards are not registered; their gradients count
                     for param in used.base.params:
                         param.clear_gradient(set_to_none)
-        if zeroed.functions:
-            zeroed(units)
 
     def _apply(self, *args: object, **kwargs: object) -> object:
         """`.to()`, `.cuda()`, `.to_empty()` …: on the sharded parameters."""

@@ -245,9 +245,9 @@ class Late:
         self._finish, self._wait = checkpoint.Saving._finish, checkpoint.Saving._wait
 
     def __enter__(self) -> Late:
-        def finish(saving: checkpoint.Saving, end: Any) -> None:
+        def finish(saving: checkpoint.Saving) -> None:
             assert not self._is_here or self._asked.wait(60)
-            self._finish(saving, end)
+            self._finish(saving)
 
         def wait(saving: checkpoint.Saving, timeout: float | None = None) -> bool:
             if threading.current_thread() is threading.main_thread():

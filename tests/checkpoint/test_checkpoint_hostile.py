@@ -25,11 +25,11 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import index
+from fsdp2.checkpoint import items
 from fsdp2.checkpoint.archives import mapped, read_file, values_of
+from fsdp2.checkpoint.contents import TensorFolder
 from fsdp2.checkpoint.folder import Manifest
-from fsdp2.checkpoint.folders import TensorFolder
-from fsdp2.checkpoint.index import cover
+from fsdp2.checkpoint.items import cover
 from fsdp2.core.errors import CheckpointError
 from tests.common.errors import raises
 
@@ -125,7 +125,7 @@ def _attacks() -> list[bytes]:
 def _touched() -> list[Any]:
     """What the attacks are after."""
     classes = (collections.Counter, Metadata, MetadataIndex, dcp_metadata.StorageMeta)
-    own = (index._Draft, index._Plain)
+    own = (items._Draft, items._Plain)
     functions = (torch.serialization._get_layout, torch._utils._rebuild_tensor_v2)
     return [dict(vars(each)) for each in (*classes, *own, *functions, Path)]
 
@@ -147,7 +147,7 @@ def test_no_opcode_touches_anything(tmp_path: Path, reader: str) -> None:
         try:
             if reader == "index":
                 (tmp_path / ".metadata").write_bytes(text)
-                index.read_index(tmp_path)
+                items.read_index(tmp_path)
             else:
                 read_file(_archive(tmp_path / "a.pt", text))
         except CheckpointError:
@@ -368,7 +368,7 @@ Reader = Callable[[bytes, Path], object]
 
 def _reads_index(data: bytes, folder: Path) -> object:
     (folder / ".metadata").write_bytes(data)
-    return index.read_index(folder)
+    return items.read_index(folder)
 
 
 def _reads_manifest(data: bytes, folder: Path) -> object:

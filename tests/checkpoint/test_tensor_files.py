@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.checkpoint import files, folders, tensors
-from fsdp2.checkpoint.folders import TensorFolder
+from fsdp2.checkpoint import contents, files, tensors
+from fsdp2.checkpoint.contents import TensorFolder
 from fsdp2.checkpoint.tensors import About, Reader, Writer, plan
 from tests.common.errors import raises
 
@@ -229,7 +229,7 @@ def test_files_that_cannot_be_read_are_named(
     """A dtype of a later version, a file that is truncated meanwhile, a missing package."""
     layout = _written(tmp_path, {"a": torch.ones(2, 3)})
     with monkeypatch.context() as patch:
-        patch.delitem(folders.DTYPES, "F32")
+        patch.delitem(contents.DTYPES, "F32")
         with raises("tensors-unknown-dtype"):
             TensorFolder(tmp_path)
     with monkeypatch.context() as patch, Reader(tmp_path) as reader:

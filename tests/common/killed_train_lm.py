@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.checkpoint import files, retention, saving
+from fsdp2.checkpoint import files, saving
 from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
@@ -60,7 +60,7 @@ MOMENTS: dict[str, list[tuple[Any, str]]] = {
         (saving._Save, "_decide"),
         (saving._Save, "_plan_for"),
         (saving._Save, "_commit"),
-        (retention.Pruner, "prune"),
+        (saving, "prune"),
         (files.Disk, "make_folder"),
         (files.Disk, "create"),
         (files.Disk, "sync"),

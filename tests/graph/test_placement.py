@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import TorchRuntimeError
 
 import fsdp2
 from fsdp2.graph import placement
-from fsdp2.testing.null_group import null_world
+from fsdp2.testing.null_group import CallLog, null_world
 from tests.common import compiling, models
 from tests.common.errors import raises
 
@@ -21,9 +23,10 @@ EAGERLY = {"compiler": "aot_eager"}
 
 
 @pytest.fixture(autouse=True)
-def _world() -> Iterator[None]:
-    with null_world(4):
-        yield
+def calls() -> Iterator[CallLog]:
+    log = CallLog()
+    with null_world(4, observer=log):
+        yield log
 
 
 def _sharded(blocks: int = 3, **arguments: Any) -> Any:
@@ -40,6 +43,7 @@ def _graphs(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
 
     def note(graph: fx.Graph) -> None:
         place(graph)
+        _assert_chained(graph)
         steps: list[str] = []
         for node in graph.nodes:
             name = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
@@ -55,6 +59,16 @@ def _graphs(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
         run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
         run(torch.randn(2, models.DIM)).sum().backward()
     return found
+
+
+def _assert_chained(graph: fx.Graph) -> None:
+    """Each collective reads a token of the one before it, so that no compiler changes the order."""
+    names = ("start_unshard", "start_reduce", "end_reduce")
+    targets = [getattr(torch.ops.fsdp2, name).default for name in names]
+    found = [node for node in graph.nodes if node.target in targets]
+    for before, node in zip([None, *found], found, strict=False):
+        token: Any = node.args[-1]
+        assert token is before or token.args == (before, len(before.meta["val"]) - 1)
 
 
 FORWARD = """
@@ -110,6 +124,62 @@ def test_collectives_are_placed_as_the_engine_places_them(monkeypatch: pytest.Mo
     assert _behind_compute(backward) == hidden
 
 
+def test_at_most_two_blocks_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides the root: from the end of a gather to the last node that reads a parameter of it."""
+    place: Callable[[fx.Graph], None] = placement.place
+    peaks: list[int] = []
+
+    def note(graph: fx.Graph) -> None:
+        place(graph)
+        order = {node: at for at, node in enumerate(graph.nodes)}
+        spans = []
+        for node in graph.nodes:
+            if "start_unshard" in str(node.target) and "root" not in node.args[1]:
+                (end,) = (
+                    e
+                    for e in graph.nodes
+                    if "end_unshard" in str(e.target) and e.args[1] == node.args[1]
+                )
+                read = [user for item in end.users for user in [item, *_views_of(item)]]
+                spans.append((order[node], max(order[user] for user in read)))
+        peaks.append(max(sum(a <= at <= b for a, b in spans) for at in order.values()))
+
+    monkeypatch.setattr(placement, "place", note)
+    model = _sharded(6)
+    fsdp2.graph_mode(model)
+    with compiling.fresh_dynamo():
+        run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
+        run(torch.randn(2, models.DIM)).sum().backward()
+    assert peaks == [2, 2]
+
+
+def _views_of(node: fx.Node) -> list[fx.Node]:
+    """All that reads a parameter, or a view of it."""
+    found = [*node.users]
+    for user in node.users:
+        if user.target in (torch.ops.aten.t.default, torch.ops.aten.view.default):
+            found += _views_of(user)
+    return found
+
+
+def test_collectives_are_as_many_and_as_large_as_with_hooks(calls: CallLog) -> None:
+    """Of a steady step, whoever runs it."""
+    found = []
+    for mode in ("hooks", "eager", "compiled"):
+        model = run = _sharded()
+        model.set_packing_threshold(1 << 40)  # bytes: as over gloo, which sends no lists
+        if mode != "hooks":
+            fsdp2.graph_mode(model)
+        with compiling.fresh_dynamo():
+            if mode == "compiled":
+                run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
+            for _ in range(2):
+                calls.clear()
+                run(torch.randn(2, models.DIM)).sum().backward()
+        found.append(sorted((call.name, call.nbytes) for call in calls.calls))
+    assert found[0] == found[1] == found[2]
+
+
 def test_what_stays_gathered_is_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, backward = _graphs(_sharded(reshard_after_forward=False), monkeypatch)
     assert _collectives(forward) == FORWARD.split("\n")[1:-1]
@@ -152,6 +222,25 @@ def test_the_mode_changes_at_any_step() -> None:
     assert "forward" in vars(model)
     fsdp2.graph_mode(model, enabled=False)
     assert "forward" not in vars(model)
+
+
+def test_other_dtypes_after_the_call() -> None:
+    """Eagerly they are followed; a graph would have the former ones."""
+    model = _sharded().to(torch.float64)
+    expected = model(torch.randn(2, models.DIM, dtype=torch.float64))
+    assert expected.dtype is torch.float64
+    model = _sharded()
+    fsdp2.graph_mode(model)
+    model.to(torch.float64)
+    run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
+    said = re.escape("graph-mode-dtype")  # in dynamo's error
+    with compiling.fresh_dynamo(), pytest.raises(TorchRuntimeError, match=said):
+        run(torch.randn(2, models.DIM, dtype=torch.float64))
+    for _ in range(2):
+        output = model(torch.randn(2, models.DIM, dtype=torch.float64))
+        assert output.dtype is torch.float64
+    output.sum().backward()
+    assert all(param.grad.dtype is torch.float64 for param in model.parameters())
 
 
 def test_a_failed_forward_leaves_shards(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,6 @@ def test_who_watches_core_is_there_after_the_import() -> None:
         "modules.registrations.gained": ["fsdp2.sharding.state_dicts"],
         "modules.optimizers.changed": ["fsdp2.checks.optimizers"],
         "modules.optimizers.steps": [],
-        "modules.optimizers.zeroed": [],
         "modules.registrations.unexpected": ["fsdp2.checks.registered"],
     }
 

@@ -143,3 +143,8 @@ def test_accelerate(tmp_path: Path) -> None:
     )
     assert known["fsdp_version"] == trainer.fsdp_config["version"] == 2
     assert known["fsdp_state_dict_type"] == trainer.fsdp_config["state_dict_type"]
+
+
+def test_pages_show_their_scripts() -> None:
+    for script in RECIPES.glob("*.py"):
+        assert f'--8<-- "recipes/{script.name}"' in script.with_suffix(".md").read_text("utf-8")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch.optim.optimizer import (
@@ -25,7 +24,6 @@ from fsdp2.core.notices import Notice
 from fsdp2.core.params.param import OWNER
 from fsdp2.core.progress import OptimizerSteps
 from fsdp2.core.schedule.scheduler import offloading, settle_all
-from fsdp2.core.schedule.unit import Unit
 
 changed: Notice[[torch.optim.Optimizer]] = Notice()
 """Called before a step of an optimizer that is its first, or the first since anything was
@@ -33,9 +31,6 @@ registered or sharded, or the optimizer has another number of parameter groups."
 
 steps: Notice[[torch.optim.Optimizer]] = Notice()
 """Called before each step of an optimizer, whatever it holds."""
-
-zeroed: Notice[[Sequence[Unit]]] = Notice()
-"""Called when ``zero_grad()`` of a module drops the gradients of these units."""
 
 
 def watch_optimizers() -> None:

@@ -387,11 +387,11 @@ class ParamGroup(GroupFacts):
             BIND.debug("'%s' binds: another way to gather was chosen", self.name)
             bound.reroute(self)
         else:
-            self._follow_params()
+            self.follow_params()
             self.bound = Bound(self, bound, self._accumulated)
         self.stale = BOUND
 
-    def _follow_params(self) -> None:
+    def follow_params(self) -> None:
         """Lay the group out again, if parameters were changed or moved."""
         offloads = self.offload is not None and self.device != META
         home = torch.device("cpu") if offloads else self.device

@@ -43,7 +43,7 @@ _INSIDE: dict[str, Callable[[Sequence[Any], Sequence[torch.Tensor]], int]] = {
     "convolution_backward": lambda args, results: int(args[0].nbytes + args[1].nbytes),
 }
 """Bytes that a CPU's kernel allocates: copies of tensors in oneDNN's format. Without them, plans of
-convolution models are up to 21 % too low (docs/guides/planning.md)."""
+convolution models are up to 21 % too low."""
 
 _TAKE_INDICES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
