@@ -32,7 +32,7 @@ exhaustive: ## all other combinations, for an hour and more
 	$(PYTHON) -m pytest -m exhaustive
 
 clients: ## accelerate, transformers, Lightning: needs the extra `clients`
-	$(PYTHON) -m pytest -m clients tests/clients
+	$(PYTHON) -m pytest -m clients tests/clients tests/recipes
 
 bench: ## measure host time and instructions; rewrite docs/benchmarks.md
 	$(PYTHON) -m benchmarks.report --measure host_cost,instructions

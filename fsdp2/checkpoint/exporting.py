@@ -328,7 +328,7 @@ def _require_left_out(name: str, names: Names) -> None:
 
 
 def _of_model(model: nn.Module, names: Names) -> _Source:
-    held_here, tied, others = held_by(model)
+    held_here, tied, others = held_by(model, names)
     found = _Source(tied=tied)
     for name in others:
         _require_left_out(name, names)

@@ -114,7 +114,7 @@ class _PretrainedLoad:
         """Find the differences; changes nothing."""
         require_writable(self._model, "load_pretrained")
         self._found = TensorFolder(local_path(self._folder))
-        held, tied, others = held_by(self._model)
+        held, tied, others = held_by(self._model, self._names)
         known: dict[str, list[str]] = {name: [name] for name in held}
         for other, name in tied.items():
             known[name].append(other)
@@ -146,7 +146,7 @@ class _PretrainedLoad:
 
     def check(self, left: set[str]) -> None:
         """Raise if tied names have different values, or something would have none."""
-        held, _, _ = held_by(self._model)
+        held, _, _ = held_by(self._model, self._names)
         loaded = {name for name in self._sources if name not in left}
         for name in sorted(loaded):
             first, *others = self._sources[name]
@@ -179,7 +179,7 @@ class _PretrainedLoad:
     @torch.no_grad()
     def read(self, left: set[str]) -> None:
         """Read all but what is left into this rank's shards."""
-        held, _, _ = held_by(self._model)
+        held, _, _ = held_by(self._model, self._names)
         loaded = {name for name in self._sources if name not in left}
         unset = [name for name, part in held.items() if part.local.is_meta and name not in loaded]
         owners = {self._model.get_submodule(name.rpartition(".")[0]): None for name in unset}
@@ -188,7 +188,7 @@ class _PretrainedLoad:
                 owner.reset_parameters()  # type: ignore[operator]  # `check` has found it
             for name, value in self._values.items():
                 self._model.get_buffer(name).copy_(value)
-            held, _, _ = held_by(self._model)
+            held, _, _ = held_by(self._model, self._names)
             order = {name: number for number, name in enumerate(self._found.abouts)}
             for name in sorted(loaded, key=lambda name: order[self._sources[name][0]]):
                 part = held[name]

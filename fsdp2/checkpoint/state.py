@@ -21,7 +21,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -539,8 +539,13 @@ class Held:
         return self.local.dtype
 
 
-def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str]]:
-    """Parameters and persistent buffers by name; names tied to others; names of other values."""
+def held_by(
+    model: nn.Module, names: Callable[[str], str | None]
+) -> tuple[dict[str, Held], dict[str, str], list[str]]:
+    """Parameters and persistent buffers by name; names tied to others; names of other values.
+
+    Tensors of other classes are left out if `names` returns ``None`` for them.
+    """
     found: dict[str, Held] = {}
     tied: dict[str, str] = {}
     others: list[str] = []
@@ -555,6 +560,8 @@ def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str
         if not isinstance(value, Tensor):
             others.append(name)
             continue
+        if not _is_plain(value) and names(name) is None:
+            continue
         held = held_of(name, value.detach())
         # What has no memory is tied where it is the same object; its storage tells nothing: two
         # empty parts may be at one place of a buffer.
@@ -568,11 +575,17 @@ def held_by(model: nn.Module) -> tuple[dict[str, Held], dict[str, str], list[str
     return found, tied, others
 
 
+def _is_plain(value: Tensor) -> bool:
+    """Whether the bytes of this rank's part are its values."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return type(local) in (Tensor, nn.Parameter) and local.layout is torch.strided
+
+
 def held_of(name: str, value: Tensor) -> Held:
     """This rank's part of a tensor."""
     shape = tuple(value.shape)
     local = value.to_local() if isinstance(value, DTensor) else value
-    if type(local) not in (Tensor, nn.Parameter) or local.layout is not torch.strided:
+    if not _is_plain(value):
         kind = type(local).__name__ if local.layout is torch.strided else str(local.layout)
         raise checkpoint_error(
             "export-class",

@@ -251,7 +251,7 @@ def test_empty_parts_of_a_users_own_storage_are_not_tied() -> None:
     for name in ("a", "b"):
         model.register_parameter(name, nn.Parameter(flat[8:].view(0, 4)))
     model.register_parameter("again", model.a)
-    found, tied, _ = held_by(model)
+    found, tied, _ = held_by(model, str)
     assert (sorted(found), tied) == (["a", "b"], {"again": "a"})
 
 
@@ -435,6 +435,18 @@ def test_a_mesh_in_another_order(tmp_path: Path) -> None:
     target = _holding(torch.zeros(6, 1))
     checkpoint.load_pretrained(target, tmp_path / "out")
     assert torch.equal(target.it, rows)
+
+
+@ranks(2)
+def test_names_leave_other_classes_out(tmp_path: Path) -> None:
+    """As a base in 4 bits, beside what is exported and loaded."""
+    model = nn.ModuleDict({"base": _holding(Wrapped(torch.zeros(2))), "it": nn.Linear(2, 2)})
+    names = {"it.weight": "it.weight", "it.bias": "it.bias"}.get
+    checkpoint.export(tmp_path / "out", model, names=names)
+    kept = model["it"].weight.detach().clone()
+    nn.init.zeros_(model["it"].weight)
+    checkpoint.load_pretrained(model, tmp_path / "out", names=names)
+    assert torch.equal(model["it"].weight, kept)
 
 
 @ranks(2)
