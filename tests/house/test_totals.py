@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import fsdp2
-from tests.common import upper_bounds
+from tests.common import totals, upper_bounds
 
 pytestmark = pytest.mark.alone
 
@@ -49,6 +49,13 @@ def _classes(root: Path) -> list[ast.ClassDef]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef)
     ]
+
+
+def test_lines_and_words() -> None:
+    """Everything that there is to read; `python -m tests.common.totals` prints it."""
+    lines = totals.lines()
+    kept = {name: lines[name] for name in ("fsdp2", "tests", "benchmarks")}
+    upper_bounds.hold("lines and words", **kept, words=totals.words()["all"])
 
 
 def test_lines_of_code_are_recognised() -> None:
