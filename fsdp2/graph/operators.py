@@ -19,6 +19,7 @@ orders operators by what they read, and ranks with shards of other sizes could g
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import weakref
@@ -168,39 +169,56 @@ class Exchange:
 
     def __init__(self, unit: Unit, group: ParamGroup) -> None:
         self.unit, self.group = unit, group
-        self.key = f"{unit.title}#{next(_numbers)}"
+        self._number = next(_numbers)
         self._planned: dict[object, list[_Reduction]] = {}
         self._planned_for: tuple[object, object] = (None, None)
         self._plan()
-        if not all(slot.even for slot, _ in self.slots):
-            # torch's caches of compiled graphs know a DTensor's global shape alone: ranks with
-            # other rows would take each other's graphs.
-            self.key = f"{self.key}, rank {group.collectives.rank}"
-        _exchanges[self.key] = self
+
+    def follow(self) -> None:
+        """Notice what `.to()`, `to_empty()` and setters have changed."""
+        if not all(param.is_in_place for param in self.group.params):
+            self.group.follow_params()
+        self._plan()
 
     def _plan(self) -> None:
         """Note what follows from the group's layout and options, which may be replaced."""
-        layout = self.group.layout
+        group, layout = self.group, self.group.layout
         assert layout is not None
         known, options = self._planned_for
-        if known is layout and options is self.group.options:
+        if known is layout and options is group.options:
             return
-        self._planned_for = layout, self.group.options
+        self._planned_for = layout, group.options
         self._planned.clear()
-        size = self.group.collectives.size
+        size, rank = group.collectives.size, group.collectives.rank
         self.gathers = [(s, _Rows(s.slots, size, s.shard_numel)) for s in layout.segments]
         found = [(slot, s.full_dtype) for s in layout.segments for slot in s.slots]
         self.slots = sorted(found, key=lambda pair: pair[0].index)
         """Every parameter's place, and its dtype once gathered, in the group's order."""
+        # torch's caches of compiled graphs, also on disk, know the inputs and this key, and trust
+        # what the operators returned when the graph was traced: all of that is in the key.
+        dtypes = [param.dtype for param in group.params]
+        floating = [
+            i for i, dtype in enumerate(dtypes) if dtype.is_floating_point or dtype.is_complex
+        ]
+        facts = [
+            *((str(s.shard_dtype), str(s.full_dtype), rows.width) for s, rows in self.gathers),
+            *((slot.index, slot.shape, slot.local_shape(rank)) for slot, _ in self.slots),
+            *(
+                (r.spec.reduce_dtype, r.rows.width, [slot.index for slot in r.rows.slots])
+                for r in self.reductions(floating)
+            ),
+            *(group.params[index].grad_dtype for index in floating),
+        ]
+        digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+        self.key = f"{self.unit.title}#{self._number} {digest}"
+        _exchanges[self.key] = self
 
     # ---- from shards to parameters
 
     def start_unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """Launch the all-gather of each segment; returns all ranks' rows, [ranks * n] each."""
         group, collectives, found = self.group, self.group.collectives, []
-        if not all(param.is_in_place for param in group.params):
-            group.follow_params()  # `.to()`, `to_empty()` and the like gave them other memory
-        self._plan()
+        self.follow()
         size, rank, shard = collectives.size, collectives.rank, group.shard
         assert shard is not None
         for segment, rows in self.gathers:
@@ -357,6 +375,14 @@ def exchange(key: str) -> Exchange:
             "graph-of-another-model",
             f"a compiled graph uses group {key} of a model that no longer exists; call "
             f"torch._dynamo.reset() and compile the model that you have",
+        )
+    found._plan()
+    if found.key != key:
+        raise coded(
+            ShardingStateError,
+            "graph-mode-changed",
+            f"dtypes or the layout of unit '{found.unit.title}' have changed since its graph was "
+            f"compiled; call graph_mode(model) again, and the model compiles anew",
         )
     return found
 

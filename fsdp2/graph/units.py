@@ -176,6 +176,8 @@ class GraphUnit:
             ]
             if not all(isinstance(value, DTensor) for value in found):
                 continue
+            if not compiling:
+                exchange.follow()
             shards = [
                 param.laid_out(value.to_local()) for param, value in zip(params, found, strict=True)
             ]

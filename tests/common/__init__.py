@@ -28,6 +28,7 @@ Comparing
     errors          the catalogue of errors: ``with raises("its-id")``
     page_scripts    whole scripts of pages, and what they print
     upper_bounds    numbers that may only fall, in one table
+    totals          how large the repository is: lines by room, words of pages
     perfetto        trace events as Perfetto reads them
     browser         a headless Chromium for pages
     object_store    a store as S3 is

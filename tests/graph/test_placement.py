@@ -243,6 +243,29 @@ def test_other_dtypes_after_the_call() -> None:
     assert all(param.grad.dtype is torch.float64 for param in model.parameters())
 
 
+def test_a_graph_of_another_layout_is_not_used() -> None:
+    """Keys, which torch's caches on disk know, hold what operators return; a change is noticed."""
+    model = _sharded()
+    fsdp2.graph_mode(model)
+    inputs = torch.randn(2, models.DIM)
+    run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
+    with compiling.fresh_dynamo():
+        run(inputs).sum().backward()
+        model.set_packing_threshold(0)
+        with raises("graph-mode-changed"):
+            run(inputs)
+        fsdp2.graph_mode(model)
+        run(inputs).sum().backward()
+    policies = [{}, {"mp_policy": fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}]
+    digests = []
+    for policy in [*policies, *policies]:
+        other = _sharded(**policy)
+        fsdp2.graph_mode(other)
+        hook = next(iter(other.blocks[0]._forward_pre_hooks.values()))
+        digests.append(hook.__self__._exchanges[0].key.partition(" ")[2])
+    assert digests[0] == digests[2] != digests[1] == digests[3]
+
+
 def test_a_failed_forward_leaves_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _sharded()
     fsdp2.graph_mode(model)
