@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
@@ -69,6 +70,27 @@ class Gathered:
 
     def _forget(self) -> None:
         self._again = None
+
+
+class _Local(torch.autograd.Function):
+    """``to_local()``, whose derivative torch before 2.13 leaves out of the next derivative."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, value: DTensor) -> Tensor:
+        ctx.spec = value._spec  # type: ignore[attr-defined]  # a context takes any
+        return value._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> DTensor:
+        spec = ctx.spec  # type: ignore[attr-defined]  # see above
+        return DTensor.from_local(
+            gradient,
+            spec.mesh,
+            spec.placements,
+            run_check=False,
+            shape=spec.shape,
+            stride=spec.stride,
+        )
 
 
 class GraphUnit:
@@ -179,7 +201,8 @@ class GraphUnit:
             if not compiling:
                 exchange.follow()
             shards = [
-                param.laid_out(value.to_local()) for param, value in zip(params, found, strict=True)
+                param.laid_out(value.to_local() if compiling else _Local.apply(value))
+                for param, value in zip(params, found, strict=True)
             ]
             trained = [index for index, value in enumerate(found) if value.requires_grad]
             if compiling and frees:
