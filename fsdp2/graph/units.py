@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
@@ -76,12 +75,12 @@ class _Local(torch.autograd.Function):
     """``to_local()``, whose derivative torch before 2.13 leaves out of the next derivative."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, value: DTensor) -> Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, value: DTensor) -> Tensor:
         ctx.spec = value._spec  # type: ignore[attr-defined]  # a context takes any
         return value._local_tensor.detach()
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> DTensor:
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> DTensor:
         spec = ctx.spec  # type: ignore[attr-defined]  # see above
         return DTensor.from_local(
             gradient,
