@@ -6,8 +6,8 @@ layouts     `Slot`, `Segment`, `MeshAxes`: the position of every element, and th
 operations  `Streams`, `Kernels`, `GroupCollectives`: what a step runs on, and who observes it
 ranks       `members_of`, `sum_over`, `gather_numbers`: exchanges outside of steps
 
-The core itself does not import it, nor do the rooms that `fully_shard` needs, so that it is loaded
-with the first satellite. Exceptions come from `fsdp2.core.errors`. A room above core that needs one
+Neither the core nor the rooms that `fully_shard` needs import it: the first satellite loads it.
+Exceptions come from `fsdp2.core.errors`. A room above core that needs one
 more name adds it here, so that this page shows what a change of the engine may break
 (tests/house/test_layering.py).
 """

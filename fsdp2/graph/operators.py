@@ -295,7 +295,6 @@ class Exchange:
 
     def reductions(self, trained: Sequence[int]) -> list[_Reduction]:
         """As the engine reduces: one collective for parameters of equal specs."""
-        self._plan()
         group, key = self.group, tuple(trained)
         if key in self._planned:
             return self._planned[key]

@@ -55,7 +55,7 @@ def place(graph: fx.Graph) -> None:
     for node in gathers:
         shards, key, _ = node.args
         start = _insert(graph, node, ops.start_unshard.default, (shards, key, None))
-        rows = _items(graph, start)[:-1]
+        rows = _rows(graph, start)
         end = _insert(graph, node, ops.end_unshard.default, (rows, key))
         node.replace_all_uses_with(end)
         graph.erase_node(node)
@@ -67,7 +67,7 @@ def place(graph: fx.Graph) -> None:
         start = _insert(graph, node, ops.start_reduce.default, (gradients, key, trained, None))
         if waiting is not None:
             _move_before(start, *waiting)
-        rows = _items(graph, start)[:-1]
+        rows = _rows(graph, start)
         end = _insert(graph, node, ops.end_reduce.default, (rows, key, trained, None))
         node.replace_all_uses_with(end)
         graph.erase_node(node)
@@ -75,7 +75,6 @@ def place(graph: fx.Graph) -> None:
     if waiting is not None:
         _move_before(graph.output_node(), *waiting)
     _chain(graph)
-    graph.eliminate_dead_code()
     graph.lint()
 
 
@@ -84,7 +83,7 @@ def _chain(graph: fx.Graph) -> None:
     token: fx.Node | None = None
     for node in [node for node in graph.nodes if node.target in _CHAINED]:
         node.args = (*node.args[:-1], token)
-        token = _items(graph, node)[-1]
+        token = _item(graph, node, len(node.meta["val"]) - 1)
 
 
 def _last_input(graph: fx.Graph) -> fx.Node:
@@ -107,14 +106,15 @@ def _mode_of(values: Sequence[Any]) -> Any:
     return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
 
 
-def _items(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """The tensors of an operator that returns a list."""
-    found, last = [], node
-    for index, value in enumerate(node.meta["val"]):
-        with graph.inserting_after(last):
-            last = graph.call_function(operator.getitem, (node, index))
-        last.meta["val"] = value
-        found.append(last)
+def _rows(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """The tensors that the first half of a collective returns, without its token."""
+    return [_item(graph, node, index) for index in range(len(node.meta["val"]) - 1)]
+
+
+def _item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
+    with graph.inserting_after(node):
+        found = graph.call_function(operator.getitem, (node, index))
+    found.meta["val"] = node.meta["val"][index]
     return found
 
 
@@ -235,7 +235,7 @@ def _take_local_shards(graph: fx.GraphModule, inputs: list[object]) -> list[int]
         if not isinstance(value, DTensor) or any(p.is_partial() for p in value.placements):
             continue
         users = [*node.users]
-        if any((u.op, u.target, u.args, u.kwargs) != _to_local(node) for u in users):
+        if any(u.target != "to_local" or len(u.args) > 1 or u.kwargs for u in users):
             continue
         for user in users:
             user.replace_all_uses_with(node)
@@ -246,10 +246,6 @@ def _take_local_shards(graph: fx.GraphModule, inputs: list[object]) -> list[int]
         found.append(place)
     graph.recompile()
     return found
-
-
-def _to_local(node: fx.Node) -> tuple[object, ...]:
-    return "call_method", "to_local", (node,), {}
 
 
 def _with_local_shards(compiled: Compiled, places: list[int]) -> Compiled:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -81,15 +82,7 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> DTensor:
-        spec = ctx.spec  # type: ignore[attr-defined]  # see above
-        return DTensor.from_local(
-            gradient,
-            spec.mesh,
-            spec.placements,
-            run_check=False,
-            shape=spec.shape,
-            stride=spec.stride,
-        )
+        return _of_local(gradient, ctx.spec)  # type: ignore[attr-defined]  # see above
 
 
 class GraphUnit:
@@ -257,10 +250,13 @@ def _has_storage(tensor: Tensor) -> bool:
 def _seen(param: ShardedParam, gathered: Tensor) -> Tensor:
     """A gathered parameter as the module knows it: a DTensor if it was one before sharding."""
     gathered, spec = param.as_seen(gathered), param.parallel
-    if spec is None:
-        return gathered
+    return gathered if spec is None else _of_local(gathered, spec)
+
+
+def _of_local(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor, as autograd sees it."""
     return DTensor.from_local(
-        gathered, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
     )
 
 
