@@ -106,7 +106,7 @@ from fsdp2.core.reduce.division import plan_division
 from fsdp2.core.reduce.feedback import DTYPE
 from fsdp2.core.reduce.reduction import Jobs
 from fsdp2.core.reduce.rows import plan_flat
-from fsdp2.core.reduce.spec import reduction_spec
+from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer, Run
 from fsdp2.core.schedule.scheduler import Scheduler, window_of
@@ -159,6 +159,7 @@ __all__ = [
     "ProcessGroup",
     "ReduceKind",
     "ReduceScatter",
+    "ReductionSpec",
     "Registrations",
     "Run",
     "Scheduler",
@@ -202,6 +203,7 @@ __all__ = [
     "gather_numbers",
     "gather_to_first",
     "gathered_name",
+    "is_direct",
     "is_extended",
     "kernels_for",
     "know",
