@@ -89,6 +89,7 @@ from fsdp2.core.modules.registry import (
     walk,
 )
 from fsdp2.core.names import clean, clean_as_fsdp1
+from fsdp2.core.params.gradients import Gradients, gradients_of
 from fsdp2.core.params.param import (
     FORM,
     Form,
@@ -143,6 +144,7 @@ __all__ = [
     "FlatBuffer",
     "Form",
     "FusedKernels",
+    "Gradients",
     "GroupCollectives",
     "Jobs",
     "Kernels",
@@ -203,6 +205,7 @@ __all__ = [
     "gather_numbers",
     "gather_to_first",
     "gathered_name",
+    "gradients_of",
     "is_direct",
     "is_extended",
     "kernels_for",

@@ -31,12 +31,14 @@ from torch import Tensor
 
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.facts import (
+    Gradients,
     ParamGroup,
     Slot,
     Transport,
     Unit,
     Work,
     communication_error,
+    gradients_of,
     reduction_spec,
     run_all_gather,
     run_reduce_scatter,
@@ -65,8 +67,17 @@ class Exchange:
         self._number = next(_numbers)
         self._planned: dict[object, list[ReducedRows]] = {}
         self._planned_for: tuple[object, object] = (None, None)
+        self._gradients: dict[tuple[int, ...], Gradients] = {}
         self._shard: object = None
         self._plan()
+
+    def gradients(self, indices: tuple[int, ...]) -> Gradients:
+        """What delivers the gradients of these parameters."""
+        found = self._gradients.get(indices)
+        if found is None:
+            params = [self.group.params[index] for index in indices]
+            found = self._gradients[indices] = gradients_of(params)
+        return found
 
     def follow(self) -> None:
         """Notice what `.to()`, `to_empty()` and setters have changed."""
@@ -277,6 +288,11 @@ def exchange(key: str) -> Exchange:
     if found.key != key:
         raise _changed(found)
     return found
+
+
+def exchanges() -> set[Exchange]:
+    """The groups of graph mode."""
+    return {*_exchanges.values()}
 
 
 def _changed(found: Exchange) -> ShardingStateError:

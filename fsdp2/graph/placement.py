@@ -29,14 +29,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
-from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp2.core.errors import coded
-from fsdp2.core.facts import with_dtype, wrap_local
+from fsdp2.graph.edge import Compiled, take_local_shards, with_local_shards
 from fsdp2.graph.operators import exchange
-
-Compiled = Callable[..., Any]
 
 
 @functools.cache
@@ -206,12 +203,12 @@ def compile_graphs(
             f"{compiler!r}",
         )
     given = [*inputs]
-    places = _take_local_shards(graph, given)
+    places = take_local_shards(graph, given)
     if compiler == "aot_eager":
         found: Compiled = aot_autograd(
             fw_compiler=_run_as_it_is, partition_fn=min_cut_rematerialization_partition
         )(graph, given)
-        return _with_local_shards(found, places)
+        return with_local_shards(found, places)
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner(gm: fx.GraphModule, examples: Sequence[Any], **arguments: Any) -> Any:
@@ -223,65 +220,7 @@ def compile_graphs(
     patches = {"reorder_for_peak_memory": False, **settings}
     # It returns other things where it exports, which this does not.
     found = cast(Compiled, compile_fx(graph, given, inner_compile=inner, config_patches=patches))
-    return _with_local_shards(found, places)
-
-
-# ---- DTensors, which compiled graphs take apart and put together slowly
-
-
-class _LocalShards(torch.autograd.Function):
-    """The local shards of DTensors, whose gradients are DTensors sharded alike."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: DTensor) -> tuple[Tensor, ...]:
-        ctx.specs = [value._spec for value in given]
-        return tuple(value._local_tensor.detach() for value in given)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(
-            None if gradient is None else wrap_local(gradient, with_dtype(spec, gradient.dtype))
-            for gradient, spec in zip(gradients, ctx.specs, strict=True)
-        )
-
-
-def _take_local_shards(graph: fx.GraphModule, inputs: list[object]) -> list[int]:
-    """Let a graph take local shards where it only calls ``to_local()`` of a DTensor.
-
-    Torch would make a DTensor of each gradient with a new spec: 20 us per parameter and step.
-
-    Returns:
-        The positions of these inputs, which are replaced in the list.
-    """
-    found = []
-    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    for place, (node, value) in enumerate(zip(nodes, inputs, strict=True)):
-        if not isinstance(value, DTensor) or any(p.is_partial() for p in value.placements):
-            continue
-        users = [*node.users]
-        if any(u.target != "to_local" or len(u.args) > 1 or u.kwargs for u in users):
-            continue
-        for user in users:
-            user.replace_all_uses_with(node)
-            graph.graph.erase_node(user)
-        local = value._local_tensor.detach().requires_grad_(value.requires_grad)
-        node.meta["example_value"], node.type = local, None
-        inputs[place] = local
-        found.append(place)
-    graph.recompile()
-    return found
-
-
-def _with_local_shards(compiled: Compiled, places: list[int]) -> Compiled:
-    def run(*args: object) -> object:
-        given = [*args]
-        shards = _LocalShards.apply(*(given[place] for place in places))
-        for place, shard in zip(places, shards, strict=True):
-            given[place] = shard
-        return compiled(*given)
-
-    return run if places else compiled
+    return with_local_shards(found, places)
 
 
 def _run_as_it_is(gm: fx.GraphModule, _: object) -> Compiled:
