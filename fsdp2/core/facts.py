@@ -27,7 +27,7 @@ from fsdp2.core.device.collectives import (
     run_all_gather,
     run_reduce_scatter,
 )
-from fsdp2.core.device.kernels import FusedKernels, Kernels, Tensors, TorchKernels, kernels_for
+from fsdp2.core.device.kernels import FusedKernels, Kernels, Tensors, kernels_for
 from fsdp2.core.device.one_off import gather_numbers, largest_over, run_barrier
 from fsdp2.core.device.process_groups import (
     ProcessGroup,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2.core.device.kernels import TorchKernels
+from fsdp2.core.device.kernels import Kernels
 from fsdp2.examples.model import PRESETS, Block, Transformer, token_losses
 from fsdp2.planning import Hardware, Settings, plan
 from fsdp2.planning.memory import Ledger
@@ -309,7 +309,7 @@ def main(first: int, last: int) -> None:
             return Model(random.Random(shape))
 
         expected, said = planned(make, settings)
-        with mock.patch.object(TorchKernels, "chunk_cat", staticmethod(chunk_cat)):
+        with mock.patch.object(Kernels, "chunk_cat", staticmethod(chunk_cat)):
             seen, peak = run(make, settings)
         line = {
             "seed": seed,

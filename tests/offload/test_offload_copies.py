@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
-from fsdp2.core.device.streams import InlineStreams, Lane
+from fsdp2.core.device.streams import Lane, Streams
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule.scheduler import offloading
 from fsdp2.optim import FlatOptimizer
@@ -116,7 +116,7 @@ def test_loaded_state_is_what_the_next_forward_computes_with() -> None:
 # ---- when the host waits for copies
 
 
-class WatchedStreams(InlineStreams):
+class WatchedStreams(Streams):
     """Lanes on one thread whose events are real objects, and how often the host waited for one."""
 
     asynchronous = True

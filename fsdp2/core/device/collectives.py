@@ -168,13 +168,6 @@ def run_reduce_scatter(
     return work
 
 
-def scatter_sums(output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum ``input_`` [ranks * n] over ``group``, and keep this rank's part in ``output`` [n]."""
-    work = _method(group, _SCATTER)(output, input_, ReduceScatterOptions())
-    if work is not None:
-        work.wait()
-
-
 def _method(group: dist.ProcessGroup, names: tuple[str, ...]) -> Callable[..., Any]:
     for name in names:
         if hasattr(group, name):
