@@ -43,8 +43,7 @@ from fsdp2.core.params.param import (
     form_of,
     refuse_gradients,
 )
-from fsdp2.core.schedule.bound import Runtime
-from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.group import ParamGroup, Runtime
 from fsdp2.core.schedule.observers import newly_observed
 from fsdp2.core.schedule.unit import Unit, all_groups, all_units, operations_of
 from fsdp2.sharding.plan import PlannedCall, Stray, strays

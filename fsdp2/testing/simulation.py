@@ -22,8 +22,7 @@ from fsdp2.core.device.streams import Event, Lane, Streams
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.schedule.bound import Runtime
-from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.group import ParamGroup, Runtime
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.ties import lend
 from fsdp2.core.schedule.unit import Phase, Unit

@@ -27,8 +27,7 @@ from fsdp2.core.device.comm_memory import (
 from fsdp2.core.device.streams import OnStream
 from fsdp2.core.layout.layout import Cut, Slot, Transport
 from fsdp2.core.reduce.spec import is_direct, reduction_spec
-from fsdp2.core.schedule.bound import Runtime
-from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.group import ParamGroup, Runtime
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.testing.parameters import VirtualParam
 from fsdp2.testing.simulation import Node, Simulation

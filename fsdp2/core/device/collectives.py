@@ -61,8 +61,6 @@ Launch = Callable[[], Work | None]
 class ReduceKind:
     """How values are combined: summed; averaged, or divided by ``factor``, in the collective."""
 
-    __slots__ = ("all_reduce_options", "average", "factor", "op", "options")
-
     def __init__(self, average: bool, factor: float | None = None) -> None:
         self.average = average
         self.factor = factor
@@ -188,20 +186,6 @@ class GroupCollectives:
     for at once, on the current stream, so that an event recorded after the call is after the
     collective. If not (CPU), it is returned, and the collective runs while the host continues.
     """
-
-    __slots__ = (
-        "_asynchronous",
-        "_gather",
-        "_gather_many",
-        "_scatter",
-        "_scatter_many",
-        "coalesces",
-        "device",
-        "group",
-        "premultiplies",
-        "rank",
-        "size",
-    )
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, asynchronous: bool) -> None:
         self.group = group

@@ -112,18 +112,6 @@ class _ExitBackward(torch.autograd.Function):
 class UnitHooks(UnitRecord):
     """The hooks of one unit, and other changes of its modules by `fully_shard`."""
 
-    __slots__ = (
-        "_device",
-        "_first_group",
-        "_inner_calls",
-        "_is_list",
-        "_output_dtype",
-        "_registrations",
-        "_returned_parameter",
-        "_starts",
-        "_still_to_run",
-    )
-
     def __init__(
         self,
         unit: Unit,

@@ -70,20 +70,6 @@ class UnitRecord:
         outside: forward hooks of modules that explain an exception outside of the unit's forwards.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_modules",
-        "alone",
-        "arguments",
-        "cast_to",
-        "ignored",
-        "leave_backward",
-        "outside",
-        "scheduler",
-        "streams",
-        "unit",
-    )
-
     def __init__(
         self,
         unit: Unit,

@@ -120,8 +120,6 @@ def _packing(around: tuple[_Pack, _Unpack] | None) -> _Pack:
 class SavingUnitHooks(UnitHooks):
     """The hooks of a unit, and around its forward those on saved tensors."""
 
-    __slots__ = ("_around",)
-
     def __init__(
         self,
         unit: Unit,

@@ -16,8 +16,6 @@ class InFlight:
     ``holding``, the oldest first, then ``summing`` in an all-reduce, or ``arriving`` on the host.
     """
 
-    __slots__ = ("arriving", "holding", "streams", "summing", "window")
-
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self.window = 1

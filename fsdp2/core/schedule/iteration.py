@@ -29,8 +29,6 @@ class Graph:
     freed. ``ending`` are those that the running backward reads for the last time.
     """
 
-    __slots__ = ("__weakref__", "_let_go")
-
     alive: ClassVar[weakref.WeakSet[Graph]] = weakref.WeakSet()
     ending: ClassVar[Set[Graph]] = frozenset()
 
@@ -80,25 +78,6 @@ class Iteration:
         postponed: a unit whose end gathers another one, and that one.
         unawaited: whether `wait_for_reductions` must still follow a `finalize` that did not wait.
     """
-
-    __slots__ = (
-        "ahead",
-        "ending",
-        "entered",
-        "failed",
-        "finished",
-        "forward_root",
-        "graph",
-        "holds",
-        "in_backward",
-        "postponed",
-        "records",
-        "requested",
-        "retracing",
-        "starts",
-        "unawaited",
-        "without_groups",
-    )
 
     def __init__(self) -> None:
         self.forward_root: Unit | None = None

@@ -52,8 +52,6 @@ class Reuse:
         repeats: whether a forward has found what a backward left, before the optimizer's step.
     """
 
-    __slots__ = ("asks", "flags", "hides", "repeats", "rows", "steps", "units")
-
     def __init__(self) -> None:
         self.flags = FlagChanges.count
         self.steps = -1

@@ -78,8 +78,6 @@ class ForwardOrder:
     has the units of the last forward in the order in which they were entered, until it ends.
     """
 
-    __slots__ = ("_cursor", "_expected", "_known", "_units", "entered")
-
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._known: dict[Unit, list[Unit]] = {}  # of each root's last forward
