@@ -76,7 +76,7 @@ from fsdp2.core.modules.engine import after_backward, functions_of_shards
 from fsdp2.core.modules.hooks import UnitHooks
 from fsdp2.core.modules.optimizers import changed as optimizer_changed
 from fsdp2.core.modules.optimizers import steps, watch_steps
-from fsdp2.core.modules.registrations import Owners, Registrations, follow_replaced
+from fsdp2.core.modules.registrations import Owners, follow_replaced
 from fsdp2.core.modules.registry import (
     UnitRecord,
     managed_modules,
@@ -100,7 +100,7 @@ from fsdp2.core.params.param import (
     store_of,
 )
 from fsdp2.core.pieces import piece_of, round_up
-from fsdp2.core.progress import OptimizerSteps, ShardReaders, communication_error
+from fsdp2.core.progress import Counts, ShardReaders, communication_error
 from fsdp2.core.reduce.coded import codec_of
 from fsdp2.core.reduce.division import plan_division
 from fsdp2.core.reduce.feedback import DTYPE

@@ -21,7 +21,7 @@ from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.streams import Event, Lane, Streams
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.layout import ROWS, Cut
-from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.progress import Counts
 from fsdp2.core.schedule.group import ParamGroup, Runtime
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.ties import lend
@@ -256,14 +256,14 @@ class Simulation:
         for param in self._every_param():
             assert param.rows is not None
             self.device.run(kind, [], [param.rows])
-        OptimizerSteps.count += 1
+        Counts.steps += 1
 
     def optimizer_step(self) -> None:
         """Read gradients, write shards, drop gradients; the host first waits for copies of them."""
         self.scheduler.settle()
         for param in self._every_param():
             self._step(param)
-        OptimizerSteps.count += 1
+        Counts.steps += 1
 
     def step_elsewhere(self) -> None:
         """As `optimizer_step`, on a stream of the user's, for whose event the next gathers wait.
@@ -275,7 +275,7 @@ class Simulation:
             for param in self._every_param():
                 self._update(param)
         self.scheduler.post_optim_event = cast(Event, self.device.record(USER, "optimizer done"))
-        OptimizerSteps.count += 1
+        Counts.steps += 1
 
     def drop_gradients(self) -> None:
         """As ``zero_grad()``."""

@@ -43,7 +43,6 @@ from fsdp2.core.modules.dynamo import see_through, uncompiled, uncompiled_method
 from fsdp2.core.modules.frames import FORWARD_METHODS, failure_of, running_calls
 from fsdp2.core.modules.registrations import (
     Move,
-    Registrations,
     find_emptied,
     find_moves,
     follow_replaced,
@@ -67,7 +66,7 @@ from fsdp2.core.modules.registry import (
 )
 from fsdp2.core.notices import Notice
 from fsdp2.core.params.param import ModuleEntries, ModuleEntry, ShardedParam, form_of, gathered_name
-from fsdp2.core.progress import tracing_error
+from fsdp2.core.progress import Counts, tracing_error
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.iteration import GRAPHS
 from fsdp2.core.schedule.retrace import next_node, running_node
@@ -218,7 +217,7 @@ class UnitHooks(UnitRecord):
         for hooks in self.outside:
             hooks.pop(OUTSIDE, None)
         first = self._first_group
-        if self._registrations != Registrations.count or (first and not is_registered(first)):
+        if self._registrations != Counts.registrations or (first and not is_registered(first)):
             scheduler = self._check_registrations(scheduler)
         scheduler.begin_forward(self.unit, torch.is_grad_enabled())
         if self._device.type == "cpu":
@@ -270,7 +269,7 @@ class UnitHooks(UnitRecord):
             if not group.state.is_sharded or group not in as_found:
                 put_back(group)
         self._watch_outside(self.unit.is_root)
-        self._registrations = Registrations.count
+        self._registrations = Counts.registrations
         return scheduler
 
     def _watch_outside(self, is_root: bool) -> None:

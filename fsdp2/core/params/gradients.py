@@ -32,7 +32,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.params.param import CountedHooks, ShardedParam, may_have_hooks, run_tensor_hooks
+from fsdp2.core.params.param import ShardedParam, may_have_hooks, run_tensor_hooks
+from fsdp2.core.progress import Counts
 
 T = TypeVar("T")
 
@@ -109,7 +110,7 @@ class Gradients:
         ``over`` is the result of `objects_over`, where ``rows`` are what those are over. Returns
         those that have a ``.grad`` already: the caller adds, and runs the hooks.
         """
-        if self._hooks_seen != CountedHooks.count:
+        if self._hooks_seen != Counts.hooks:
             self._look_for_hooks()
         if self._edited:
             return self._deliver_to_hooks(rows, present, over)
@@ -143,7 +144,7 @@ class Gradients:
         return waiting
 
     def _look_for_hooks(self) -> None:
-        self._hooks_seen = CountedHooks.count
+        self._hooks_seen = Counts.hooks
         found = [may_have_hooks(param.sharded) for param in self.params]
         self._edited = True in [edited for edited, _ in found]
         self._watched = True in [watched for _, watched in found]
@@ -180,7 +181,7 @@ class Gradients:
         params = self.params
         if False in present:
             params, objects = _chosen(params, present), _chosen(objects, present)
-        if self._hooks_seen != CountedHooks.count:
+        if self._hooks_seen != Counts.hooks:
             self._look_for_hooks()
         for param, gradient in zip(params, objects, strict=True) if self._edited else ():
             result = run_tensor_hooks(param.sharded, cast(DTensor, gradient), param.name)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import operator
 import sys
 import weakref
@@ -52,7 +53,7 @@ from fsdp2.core.gather.segments import from_host
 from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
 from fsdp2.core.layout.layout import GroupLayout, ParamShape, Segment, Slot, Transport, layout_of
 from fsdp2.core.layout.levels import node_segments, pieces_layout
-from fsdp2.core.layout.logs import BIND, BindReason
+from fsdp2.core.layout.logs import BIND, bind_reason
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.gradients import COUNTS_ARE_TRUE, Gradients, gradients_of
 from fsdp2.core.params.param import (
@@ -64,7 +65,7 @@ from fsdp2.core.params.param import (
     refuse_written,
     shapes_of,
 )
-from fsdp2.core.progress import OptimizerSteps, ShardReaders, communication_error
+from fsdp2.core.progress import Counts, ShardReaders, communication_error
 from fsdp2.core.reduce.binding import hand_over, make_reductions
 from fsdp2.core.reduce.levels import Pieces
 from fsdp2.core.reduce.program import Job
@@ -104,7 +105,7 @@ class LastGather:
 
     It is ``dropped`` if the user has freed it, which other ranks do not know yet. If it
     ``watches``, gathers take fingerprints, by ``reads`` of a flat shard; ``steps`` is
-    `OptimizerSteps.count` then.
+    `Counts.steps` then.
     """
 
     def __init__(self) -> None:
@@ -158,7 +159,7 @@ class ParamGroup:
         last_gather: knowledge of the shards that were gathered last, where that may be used.
         claim: the contents that a user was given, where he has unsharded it.
         fills: whether absent gradients are zeros when it is reduced, later than at its unit's end.
-        gathered_at: `OptimizerSteps.count` when its shards were gathered last, or rows of them.
+        gathered_at: `Counts.steps` when its shards were gathered last, or rows of them.
         in_use: whether a unit that uses it is running, if several do; it is not freed then.
         is_whole: whether its parameters are replicated on every rank, so that nothing is gathered.
         stale: what the next gather binds: `BOUND`, `ROUTE` or `ALL`.
@@ -212,7 +213,7 @@ class ParamGroup:
     @property
     def is_outdated(self) -> bool:
         """Whether it was gathered before an optimizer step: its parameters have changed since."""
-        return not self.state.is_sharded and self.gathered_at != OptimizerSteps.count
+        return not self.state.is_sharded and self.gathered_at != Counts.steps
 
     @property
     def is_unsharded(self) -> bool:
@@ -242,7 +243,7 @@ class ParamGroup:
         last = self.last_gather
         if last is None or last.fingerprint is None:
             return False
-        stepped = last.recorded and last.steps != OptimizerSteps.count
+        stepped = last.recorded and last.steps != Counts.steps
         # A step has written the shards, unless all are frozen.
         return not (stepped and self.bound is not None and self.bound.reductions)
 
@@ -485,7 +486,8 @@ class ParamGroup:
         shapes = shapes_of(self.params, self.options)
         moved = [param.name for param in self.params if not param.is_in_place]
         before = None if self.bound is None else self.layout
-        BIND.debug("'%s' binds: %s", self.name, BindReason(before, shapes, moved))
+        if BIND.isEnabledFor(logging.DEBUG):
+            BIND.debug("'%s' binds: %s", self.name, bind_reason(before, shapes, moved))
         layout = self._plan(shapes)
         if layout != self.layout or moved:
             self._move_to(layout)
@@ -514,7 +516,7 @@ class ParamGroup:
             if self.last_gather is not None:
                 self._look_at_shards(self.last_gather)
             gather = bound.gather
-            self.gathered_at = OptimizerSteps.count
+            self.gathered_at = Counts.steps
         elif state is RESHARDED:
             assert bound is not None
             assert bound.smaller is not None
@@ -529,9 +531,9 @@ class ParamGroup:
             for run in gather.acquire:
                 run()
             launched = self._launch_gather(self.streams, gather, self.name, self._works)
+            copied, self._gathered_event = launched
             if gather.loads:
-                self._loaded_event = launched.copied
-            self._gathered_event = launched.gathered
+                self._loaded_event = copied
 
     def finish_unshard(self) -> None:
         """Make COMPUTE wait for the all-gather and register the gathered parameters."""
@@ -608,7 +610,7 @@ class ParamGroup:
     def grant(self) -> None:
         """The shards are those that were gathered: the next use needs no all-gather."""
         if self.is_retained:
-            self.state, self.gathered_at = GRANTED, OptimizerSteps.count
+            self.state, self.gathered_at = GRANTED, Counts.steps
 
     def watch(self, wanted: bool, records: bool) -> None:
         """Set whether the next gathers take fingerprints of the shards that they read."""
@@ -641,7 +643,7 @@ class ParamGroup:
         if last.watches and not self.reuses_rows:
             last.fingerprint = self.fingerprint()
             assert last.fingerprint is not None
-            last.steps, last.recorded = OptimizerSteps.count, last.records
+            last.steps, last.recorded = Counts.steps, last.records
 
     def drop_for_user(self) -> None:
         """As `forget_rows`, on one rank perhaps: others ask this one before they use theirs."""

@@ -34,8 +34,7 @@ import torch
 
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.one_off import largest_over
-from fsdp2.core.params.param import FlagChanges
-from fsdp2.core.progress import OptimizerSteps, naming_unit
+from fsdp2.core.progress import Counts, naming_unit
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GATHERING, RESHARDED, RETAINED, UNSHARDED
 from fsdp2.core.schedule.unit import IDLE, Unit
@@ -45,15 +44,15 @@ class Reuse:
     """The units below one root that may be left gathered, in order, and the groups that keep rows.
 
     Attributes:
-        flags: `FlagChanges.count` when an iteration began last.
-        steps: `OptimizerSteps.count` when a forward began last.
+        flags: `Counts.flag_changes` when an iteration began last.
+        steps: `Counts.steps` when a forward began last.
         asks: whether fingerprints are taken now.
         hides: whether units may be hidden for others than graphs.
         repeats: whether a forward has found what a backward left, before the optimizer's step.
     """
 
     def __init__(self) -> None:
-        self.flags = FlagChanges.count
+        self.flags = Counts.flag_changes
         self.steps = -1
         # A dict, not a set: ranks ask about groups in this order (I1).
         self.units: dict[Unit, None] = {}
@@ -62,10 +61,10 @@ class Reuse:
 
     def begin_iteration(self, pending: bool) -> None:
         """A forward begins after an optimizer's step, with backwards ``pending`` or not."""
-        self.steps = OptimizerSteps.count
+        self.steps = Counts.steps
         # Backwards that are to come belong to forwards with the flags of before.
         if not pending:
-            self.flags = FlagChanges.count
+            self.flags = Counts.flag_changes
 
     def add(self, unit: Unit) -> None:
         """The forward of ``unit`` ends, or its backward, and leaves it unsharded."""
@@ -98,7 +97,7 @@ class Reuse:
     def _is_repeated(group: ParamGroup, unit: Unit | None) -> bool:
         """Whether a forward with a backward has left it gathered, and no optimizer has stepped."""
         last = group.last_gather
-        if group.gathered_at != OptimizerSteps.count:
+        if group.gathered_at != Counts.steps:
             return False
         if last is not None and last.fingerprint is not None:
             return last.recorded

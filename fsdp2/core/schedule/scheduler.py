@@ -46,8 +46,7 @@ from torch.autograd import profiler
 from fsdp2.core.device.streams import COMPUTE, SIDE_LANES, Event, Streams
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.logs import SCHEDULE
-from fsdp2.core.params.param import FlagChanges
-from fsdp2.core.progress import Backwards, OptimizerSteps
+from fsdp2.core.progress import Counts
 from fsdp2.core.reduce.reduction import Jobs
 from fsdp2.core.schedule.calls import Calls
 from fsdp2.core.schedule.connections import connect_groups
@@ -239,7 +238,7 @@ class Scheduler:
             self.connected = connect_groups(self.groups, expects_backward)
         now.forward_root = root
         reuse = self.reuse
-        if reuse.steps != OptimizerSteps.count:
+        if reuse.steps != Counts.steps:
             reuse.begin_iteration(bool(now.finished))
             for unit in self.units:
                 if unit.phase is IDLE:
@@ -465,7 +464,7 @@ class Scheduler:
             self._gather(unit)
         else:
             unit.forbid_reading()
-        if self.reuse.flags != FlagChanges.count:
+        if self.reuse.flags != Counts.flag_changes:
             for group in unit.groups:
                 group.refresh_requires_grad()
         if unit.backward_prefetch:
@@ -625,7 +624,7 @@ class Scheduler:
 
     def end_backward(self) -> None:
         """The whole backward has run: finish units whose end had no hook, and clean up."""
-        Backwards.ended += 1  # so that the engine knows that a hook ran
+        Counts.backwards += 1  # so that the engine knows that a hook ran
         now = self.iteration
         if now.retracing is not None:
             if now.forward_root is None:
