@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import fsdp2
-from fsdp2.core.device.comm_memory import GroupReduceScatter
+from fsdp2.core.device.comm_memory import OwnReduceScatter
 from fsdp2.core.modules.registry import record_of
 from tests.common import meshes, models, parity, tensors
 from tests.common.looped import coalescing
@@ -288,7 +288,7 @@ def test_conflicts_are_named() -> None:
     assert isinstance(record_of(model).unit.own_groups[0].options.reduce_scatter, Scatter)  # type: ignore[union-attr]
     model = _memory_model()
     model.set_allocate_memory_from_process_group_for_comm(True)
-    with pytest.raises(ValueError, match=r"set_symm_mem_for_comm .* GroupAllGather runs"):
+    with pytest.raises(ValueError, match=r"set_symm_mem_for_comm .* OwnAllGather runs"):
         model.set_symm_mem_for_comm()
 
 
@@ -301,7 +301,7 @@ def test_a_custom_collective_that_is_set_later_counts() -> None:
     gather = Gather()
     model.set_custom_all_gather(gather)
     assert group.options.all_gather is gather
-    assert isinstance(group.options.reduce_scatter, GroupReduceScatter)
+    assert isinstance(group.options.reduce_scatter, OwnReduceScatter)
     model.set_allocate_memory_from_process_group_for_comm(False)
     assert group.options.all_gather is gather
     assert group.options.reduce_scatter is None

@@ -14,8 +14,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from fsdp2.core.custom_collectives import OwnMemory
 from fsdp2.core.device.collectives import Collectives, collectives_of
+from fsdp2.core.device.comm_memory import OwnComm
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE
 from fsdp2.core.layout.layout import GroupLayout, Slot
@@ -231,7 +231,7 @@ def transport_of(
 
         return reduce_coded, False
     if spec.comm is not None:  # fsdp2's collectives sum, as usual, in memory of their own
-        return reduce_custom, isinstance(spec.comm, OwnMemory)
+        return reduce_custom, isinstance(spec.comm, OwnComm)
     if not direct:
         return reduce_packed, True
     in_place = direct == len(slots) and spec.grad_dtype == spec.reduce_dtype

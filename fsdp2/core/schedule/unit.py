@@ -22,7 +22,7 @@ from enum import Enum
 from typing import Any
 
 from fsdp2.core.config import GroupOptions
-from fsdp2.core.custom_collectives import MemoryComms
+from fsdp2.core.device.comm_memory import OwnComms
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.schedule.claimed import CLAIMED, note
 from fsdp2.core.schedule.group import ParamGroup
@@ -118,7 +118,7 @@ class Unit:
         self.name = name
         self.groups = list(groups)
         self.options = options
-        self.comms: dict[ProcessGroup, MemoryComms] = {}
+        self.comms: dict[ProcessGroup, OwnComms] = {}
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.sync = True
@@ -187,7 +187,7 @@ class Unit:
         self.options = replace(self.options, **options)
         self._hand_options_on()
 
-    def set_comms(self, comms: dict[ProcessGroup, MemoryComms]) -> None:
+    def set_comms(self, comms: dict[ProcessGroup, OwnComms]) -> None:
         """Allocate buffers of all-gathers and reductions only in memory of these process groups."""
         self.comms = comms
         self._hand_options_on()
@@ -198,11 +198,11 @@ class Unit:
         if shared is None or shared not in self.comms:
             return options
         gather, reduce = options.all_gather, options.reduce_scatter
-        comms = self.comms[shared]
+        own_gather, own_reduce = self.comms[shared]
         if gather is None:
-            gather = comms.all_gather
-        if reduce is None and (options.sum_only or not comms.only_sums):
-            reduce = comms.reduce_scatter
+            gather = own_gather
+        if reduce is None and (options.sum_only or not own_reduce.memory.only_sums):
+            reduce = own_reduce
         return replace(options, all_gather=gather, reduce_scatter=reduce)
 
     def _hand_options_on(self) -> None:
