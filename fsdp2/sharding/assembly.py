@@ -170,6 +170,7 @@ def process_group(group: ParamGroup) -> ProcessGroup | None:
 def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -> None:
     """Let new groups join a unit, and reduce over the same process groups as ``present`` ones."""
     for group in groups:
+        group.owner = weakref.ref(unit)
         group.set_options(unit.options_of(group))
         shared = process_group(group)
         alike = [other for other in present if process_group(other) is shared]

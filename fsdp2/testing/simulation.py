@@ -386,11 +386,11 @@ class Simulation:
         for unit in self.scheduler.units:
             states = {group: group.state for group in unit.own_groups}
             gathered = [g for g, s in states.items() if not (s.needs_gather or s.is_sharded)]
-            tied = [unit.ties[group] for group in gathered if group in unit.ties]
+            tied = [group for group in gathered if group in unit.ties]
             left += tied
             if len(gathered) > len(tied) and not self._is_in_use(unit):
                 ahead.append(unit)
-        users = {g: g.units.intersection(self.scheduler.units) for g in left}
+        users = {g: {u for u in self.scheduler.units if g in u.ties} for g in left}
         known = {u for u in self.scheduler.units if self._is_in_use(u)}.union(ahead, kept)
         left = [group for group in left if not users[group].intersection(known)]
         while left:  # each came along with a unit that uses it

@@ -99,6 +99,10 @@ BOUND, ROUTE, ALL = range(3)
 buffers are no longer those that were bound."""
 
 
+def _nobody() -> None:
+    """The owner of a group that belongs to no unit yet."""
+
+
 class LastGather:
     """The shards that a group gathered last, or rows of them, as far as they are known: it has it
     where a later use may find what was gathered (`fsdp2.core.schedule.reuse`).
@@ -160,12 +164,16 @@ class ParamGroup:
         claim: the contents that a user was given, where he has unsharded it.
         fills: whether absent gradients are zeros when it is reduced, later than at its unit's end.
         gathered_at: `Counts.steps` when its shards were gathered last, or rows of them.
+        owner: returns the unit to which it belongs; ``None`` once that is gone.
         in_use: whether a unit that uses it is running, if several do; it is not freed then.
         is_whole: whether its parameters are replicated on every rank, so that nothing is gathered.
         stale: what the next gather binds: `BOUND`, `ROUTE` or `ALL`.
     """
 
     shard: FlatBuffer
+    smaller_group: SmallerGroup | None = None
+    claim: Claim | None = None
+    _loaded_event: Event = None
 
     def __init__(
         self, name: str, params: Sequence[ShardedParam], runtime: Runtime, options: GroupOptions
@@ -174,12 +182,11 @@ class ParamGroup:
         self.params = list(params)
         self.options = options
         self._run_on(runtime)
-        self.smaller_group: SmallerGroup | None = None
         self.state = SHARDED
         self.bound: Bound | None = None
         self.last_gather: LastGather | None = None
         self.stale = ALL
-        self.claim: Claim | None = None
+        self.owner: Callable[[], object | None] = _nobody
         self.in_use: Callable[[], bool] | None = None
         self.is_whole = self.fills = False
         self._accumulated = False
@@ -187,7 +194,6 @@ class ParamGroup:
         self._taken: Gather | None = None  # of the gather that was issued last
         self._works: list[Work] = []
         self._gathered_event: Event = None
-        self._loaded_event: Event = None
         self.layout: GroupLayout | None = None
         self.adopt()
 

@@ -571,8 +571,9 @@ class Scheduler:
         if unit.borrows(group):
             return []
         base = group.base
-        tie = unit.ties.get(base)
-        awaits = tie is not None and unit.phase is REDUCED and tie.is_awaited
+        # The backward of another unit that uses it is running, or to come.
+        others = unit.ties.get(base, ()) if unit.phase is REDUCED else ()
+        awaits = any(u is not unit and (u.phase is BACKWARD or u.visits) for u in others)
         fill = fill or base.fills
         base.fills = fill and (awaits or base.is_whole)
         if awaits:
