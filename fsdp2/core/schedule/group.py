@@ -839,10 +839,8 @@ class ParamGroup:
         """Reduce collected gradients to ``.grad`` or partial sums; ``None`` if nothing runs."""
         if torch.is_grad_enabled():  # not in a backward, but for one with create_graph=True
             with torch.no_grad():
-                pending = self._launch_reduction(self, jobs, all_reduce)
-        else:
-            pending = self._launch_reduction(self, jobs, all_reduce)
-        return pending
+                return self.reduce(jobs, all_reduce)
+        return self._launch_reduction(self.streams, self.name, self.params, jobs, all_reduce)
 
     def discard_gradients(self) -> None:
         """Drop gradients that are not reduced yet."""
