@@ -602,7 +602,7 @@ def _own_modules(
     def leaves_out(below: nn.Module) -> bool:
         return below in pending or isinstance(below, XlaFullyShardedDataParallel)
 
-    return walk((module,), leaves_out)
+    return walk(module, leaves_out)
 
 
 def _without_memory(
