@@ -59,7 +59,7 @@ class Rank:
         found = self.operations
         for run in (*found.acquire, *found.copy_in):
             run()
-        assert [launch() for launch in found.collectives] == [None]
+        assert {launch() for launch in found.collectives} == {None}
         for run in found.finish if used else found.release:
             run()
         return [parameter.clone() for _, parameter in found.parameters]
