@@ -39,12 +39,7 @@ from fsdp2.core.device.process_groups import meet
 from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import COMPUTE, Event, Streams
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.gather.extension import (
-    Extension,
-    ExtensionContext,
-    make_extension,
-    plain_tensors,
-)
+from fsdp2.core.gather.extension import Extension, plain_tensors
 from fsdp2.core.gather.keeping import Keeping
 from fsdp2.core.gather.levels import NodeRows
 from fsdp2.core.gather.make import Part, make_gathers
@@ -941,12 +936,14 @@ class Bound:
         self.references = self.count_references(group.params)
 
     def _extension_of(self, group: ParamGroup) -> Extension | None:
+        """All parameters with all-gather hooks; it outlives changes of how to gather."""
         assert group.layout is not None
         made: WeakMethod[Callable[[ShardedParam], None]] = WeakMethod(self._bind_swaps)
-        context = ExtensionContext(group.options, group.device, group.offload, made)
-        return make_extension(
-            group.layout, group.params, group.collectives, group.runtime.kernels, context
-        )
+        where = group.collectives, group.runtime.kernels, group.options, group.device, group.offload
+        for segment in group.layout.segments:
+            if segment.transport is Transport.EXTENSION:
+                return Extension(segment, group.params, *where, made)
+        return None
 
     def _bind_gathers(self, group: ParamGroup) -> None:
         layout, masters = group.layout, group.shard_layout
