@@ -171,10 +171,6 @@ class UnitHooks(UnitRecord):
         # Last of all: a cast's node is the newest then, and needs no view to end the backward at.
         return self._mark_inputs(args, kwargs)
 
-    def _serves_others(self, scheduler: Scheduler) -> bool:
-        """Whether ``scheduler`` knows other units than there are now."""
-        return set(served_with(self)) != {*map(record_of_unit, scheduler.units)}
-
     def _start(self) -> Scheduler:
         """Its first forward: it is a root, or below one from now on."""
         self._starts = True
@@ -235,8 +231,9 @@ class UnitHooks(UnitRecord):
             raise tracing_error(f"unit '{self.unit.title}'", "torch.export")
         self._registrations = -1  # until nothing is refused
         fresh, self._starts = self._starts, False
-        if self.unit.is_root and not fresh and self._serves_others(scheduler):
-            scheduler = start(self)
+        if self.unit.is_root and not fresh:
+            served = {*map(record_of_unit, scheduler.units)}
+            scheduler = scheduler if set(served_with(self)) == served else start(self)
         groups = scheduler.groups
         params = [param for group in groups for param in group.params]
         managed: dict[ModuleEntry, ShardedParam] = {}

@@ -113,8 +113,3 @@ class Iteration:
         self.starts.clear()
         if self.retracing is not None:
             self.retracing.forget()
-
-    def succeed(self, former: Iteration) -> None:
-        """Take over from the iteration of a root that is now part of a larger model."""
-        # Nothing else is left: a root that is running is not taken over.
-        self.holds = self.holds or former.holds

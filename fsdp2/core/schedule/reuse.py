@@ -44,6 +44,7 @@ class Reuse:
     """The units below one root that may be left gathered, in order, and the groups that keep rows.
 
     Attributes:
+        units: those that the end of their forward, or of their backward, has left unsharded.
         flags: `Counts.flag_changes` when an iteration began last.
         steps: `Counts.steps` when a forward began last.
         asks: whether fingerprints are taken now.
@@ -58,17 +59,6 @@ class Reuse:
         self.units: dict[Unit, None] = {}
         self.rows: list[ParamGroup] = []
         self.asks = self.hides = self.repeats = False
-
-    def begin_iteration(self, pending: bool) -> None:
-        """A forward begins after an optimizer's step, with backwards ``pending`` or not."""
-        self.steps = Counts.steps
-        # Backwards that are to come belong to forwards with the flags of before.
-        if not pending:
-            self.flags = Counts.flag_changes
-
-    def add(self, unit: Unit) -> None:
-        """The forward of ``unit`` ends, or its backward, and leaves it unsharded."""
-        self.units[unit] = None
 
     def begin_forward(self, units: Sequence[Unit], records: bool) -> None:
         """A root's forward begins: free what was gathered from other shards than there are now."""
