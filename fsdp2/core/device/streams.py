@@ -85,8 +85,6 @@ class Streams:
 class _OnStream:
     """Makes a stream current inside a ``with``; not nested with itself."""
 
-    __slots__ = ("_index", "_outer", "_stream")
-
     def __init__(self, stream: torch.Stream, index: int) -> None:
         self._stream = stream
         self._index = index

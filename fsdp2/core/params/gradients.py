@@ -44,8 +44,6 @@ Sum = tuple[object, torch.Tensor, torch.Tensor]
 class Gradients:
     """The gradients of a reduction's parameters, in their order."""
 
-    __slots__ = ("_edited", "_hooks_seen", "_reuse", "_watched", "params")
-
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self.params = params
         self._edited = False  # whether any parameter may have hooks on its gradient …
@@ -199,8 +197,6 @@ class PermutedGradients(Gradients):
     reductions see tensors in memory order, users the original one.
     """
 
-    __slots__ = ()
-
     def take(self, summed: bool) -> list[torch.Tensor | None]:
         pairs = zip(self.params, super().take(summed), strict=True)
         return [None if grad is None else param.laid_out(grad) for param, grad in pairs]
@@ -275,8 +271,6 @@ class GradientReuse:
     The member whose gradient is dropped last depends on who drops them: a module walks to those in
     nested modules last, an optimizer to those of its last group. A look that comes too early tells.
     """
-
-    __slots__ = ("_free", "_last", "_watch")
 
     def __init__(self, count: int) -> None:
         self._free: list[object] = []

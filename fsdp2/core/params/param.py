@@ -144,8 +144,6 @@ class Alias:
     module alive. If the user assigns another object than ``value``, that stays.
     """
 
-    __slots__ = ("_attribute", "_key", "_module", "_value")
-
     def __init__(
         self, module: nn.Module, attribute: str, key: object, value: torch.Tensor | None
     ) -> None:

@@ -120,8 +120,6 @@ class Program:
     gradient, if there are operations for it; never the program itself: that were a reference cycle.
     """
 
-    __slots__ = ("_ops", "all_reduce", "compute", "host", "inline", "reduce", "seeking")
-
     def __init__(self, ops: Sequence[Op], seeks: bool = False) -> None:
         self._ops = ops
         self.seeking: Program | None = None
