@@ -48,7 +48,7 @@ from fsdp2.sharding.module import set_sharded_class, sharded_class
 from fsdp2.sharding.plan import Pending, PlacementFn, PlannedCall, plan_unit
 from fsdp2.sharding.random_values import draw_as_unsharded
 
-M = TypeVar("M", bound=nn.Module | list[Any])
+M = TypeVar("M", bound=nn.Module | list[nn.Module])
 
 
 def fully_shard(

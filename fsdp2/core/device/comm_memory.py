@@ -30,10 +30,13 @@ class GroupMemory:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def allocate(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    def allocate(
+        self, size: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         backend: Any = self._group._get_backend(device)
         if backend.supports_tensor_alloc(device):
-            return backend.allocate_tensor(prod(size), dtype=dtype, device=device)
+            found: torch.Tensor = backend.allocate_tensor(prod(size), dtype=dtype, device=device)
+            return found
         return torch.empty(*size, dtype=dtype, device=device)
 
     def meet(self, group: dist.ProcessGroup, *buffers: torch.Tensor) -> None:
@@ -53,7 +56,9 @@ class SymmetricMemory:
         self._ready: set[str] = set()
         symmetric.set_backend(backend)  # type: ignore[arg-type]  # a literal
 
-    def allocate(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    def allocate(
+        self, size: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         pool = self._symmetric.get_mem_pool(device)
         with torch.get_device_module(device).use_mem_pool(pool):
             return torch.empty(*size, dtype=dtype, device=device)
@@ -80,8 +85,7 @@ class OwnComm(Comm):
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        buffer: torch.Tensor = self.memory.allocate(size, dtype, device)
-        return buffer
+        return self.memory.allocate(size, dtype, device)
 
 
 class OwnAllGather(OwnComm, AllGather):

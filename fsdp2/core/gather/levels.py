@@ -102,7 +102,7 @@ class NodeRows:
 
 
 class _Following:
-    """What the host still has to run: waits for works, and after those between nodes the rest."""
+    """The rest of an all-gather, for the host: waits, and after those between nodes all else."""
 
     def __init__(self) -> None:
         self.steps: list[Run] = []
