@@ -13,7 +13,7 @@ import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
 from fsdp2.core.device.streams import Lane
-from fsdp2.core.gather import kept_rows
+from fsdp2.core.gather import segments
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import Counts
 from fsdp2.core.schedule.unit import Phase, Unit
@@ -496,7 +496,7 @@ class Watch:
         ``keep_gradients`` does, that of rows that are kept always.
         """
         live, wanted = self.live(), Counter(self._kept_for_good)
-        del live[kept_rows.ROWS]
+        del live[segments.ROWS]
         for group in self.sim.scheduler.groups:
             if group.is_retained:
                 live[f"gathered {group.name}"] -= 1

@@ -29,9 +29,8 @@ from torch import Tensor
 from fsdp2.core.codecs.codec import NUMBERS, Codec
 from fsdp2.core.device.collectives import Work
 from fsdp2.core.gather.coded import Messages
-from fsdp2.core.gather.kept_rows import KeptRows
 from fsdp2.core.gather.program import Gather
-from fsdp2.core.gather.segments import SegmentViews
+from fsdp2.core.gather.segments import KeptRows, SegmentViews
 from fsdp2.core.layout.layout import Slot
 
 MESSAGES = "coded differences"

@@ -22,9 +22,15 @@ from fsdp2.core.layout.layout import GroupLayout, Slot
 from fsdp2.core.params.gradients import Gradients
 from fsdp2.core.reduce.division import plan_division
 from fsdp2.core.reduce.levels import Pieces, context_between, cross_nodes
-from fsdp2.core.reduce.partial_sums import PartialSums, sum_replicas
 from fsdp2.core.reduce.presence_marks import PresenceMarks
-from fsdp2.core.reduce.program import BEHIND, REDUCE_SCATTER, SUM_OF_REPLICAS, Op, Program
+from fsdp2.core.reduce.program import (
+    BEHIND,
+    REDUCE_SCATTER,
+    SUM_OF_REPLICAS,
+    Op,
+    PartialSums,
+    Program,
+)
 from fsdp2.core.reduce.reduction import ReduceContext, Reduction, Way, allocation, reduce_direct
 from fsdp2.core.reduce.result import ending
 from fsdp2.core.reduce.rows import plan_flat
@@ -197,8 +203,8 @@ def _reduction(
     if shared:
         copies.append(Op(ALL_REDUCE, "add", sums.add))
     if replicas is not None:
-        sum_all = functools.partial(sum_replicas, replicas, kind)
-        copies.append(Op(ALL_REDUCE, SUM_OF_REPLICAS, sum_all))
+        axis = replicas
+        copies.append(Op(ALL_REDUCE, SUM_OF_REPLICAS, lambda job: axis.all_reduce(job.flat, kind)))
     if pieces is not None:
         assert marks is not None
         copies += cross_nodes(last, marks, hold.run)

@@ -47,10 +47,17 @@ from fsdp2.core.params.gradients import Gradients, Sum
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.progress import communication_error
 from fsdp2.core.reduce.division import Division
-from fsdp2.core.reduce.kept_gradients import KeptGradients
-from fsdp2.core.reduce.partial_sums import PartialSums
 from fsdp2.core.reduce.presence_marks import PresenceMarks
-from fsdp2.core.reduce.program import COLLECTIVES, REDUCE_SCATTER, Job, Op, Program, Step
+from fsdp2.core.reduce.program import (
+    COLLECTIVES,
+    REDUCE_SCATTER,
+    Job,
+    KeptGradients,
+    Op,
+    PartialSums,
+    Program,
+    Step,
+)
 from fsdp2.core.reduce.rows import FlatPlan, Run
 from fsdp2.core.reduce.spec import ReductionSpec
 

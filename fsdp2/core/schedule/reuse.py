@@ -5,7 +5,7 @@
     forward without gradients       sharded parameters are registered when it returns; what is
                                     gathered is retained
     backward                        the same, with `set_reshard_after_backward(False)`
-    kept rows                       stay where they are (`fsdp2.core.gather.kept_rows`)
+    kept rows                       stay where they are (`fsdp2.core.gather.segments`)
     unshard() by the user           unsharded parameters are registered until reshard()
 
 When a root's next forward begins, the shards from which these were gathered may have been written.
