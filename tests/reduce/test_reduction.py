@@ -13,7 +13,7 @@ import torch
 from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.kernels import FusedKernels
 from fsdp2.core.layout.layout import Slot
-from fsdp2.core.reduce.division import plan_division
+from fsdp2.core.reduce.spec import plan_division
 from fsdp2.testing.counting import operators
 from tests.common import reductions, thread_ranks
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdp2.core.reduce.division import plan_division
+from fsdp2.core.reduce.spec import plan_division
 from tests.common import reductions, thread_ranks
 from tests.common.combinations import each_once
 

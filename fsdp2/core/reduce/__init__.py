@@ -7,8 +7,7 @@
     coded            gradients in fewer bytes, summed by each rank itself; the table of codecs
     feedback         rounding errors of gradient messages, added to the next ones
     binding          selects a transport, makes the other operations, orders all
-    spec             the settings: dtypes, factors, collectives
-    division         where to divide: before the collectives, inside them, after them
+    spec             the settings: dtypes, factors, collectives; where to divide
     rows             the position of this rank's rows in a flat result, and views in few calls
     presence_marks   which ranks had a gradient
     levels           the reduce-scatter between nodes that replaces HSDP's all-reduce; coded, too

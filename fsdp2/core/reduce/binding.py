@@ -20,7 +20,6 @@ from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE
 from fsdp2.core.layout.layout import GroupLayout, Slot
 from fsdp2.core.params.gradients import Gradients
-from fsdp2.core.reduce.division import plan_division
 from fsdp2.core.reduce.levels import Pieces, context_between, cross_nodes
 from fsdp2.core.reduce.presence_marks import PresenceMarks
 from fsdp2.core.reduce.program import (
@@ -34,7 +33,7 @@ from fsdp2.core.reduce.program import (
 from fsdp2.core.reduce.reduction import ReduceContext, Reduction, Way, allocation, reduce_direct
 from fsdp2.core.reduce.result import ending
 from fsdp2.core.reduce.rows import plan_flat
-from fsdp2.core.reduce.spec import ReductionSpec
+from fsdp2.core.reduce.spec import ReductionSpec, plan_division
 from fsdp2.core.reduce.transport import (
     free_input,
     reduce_adopted,

@@ -46,7 +46,6 @@ from fsdp2.core.layout.layout import Slot
 from fsdp2.core.params.gradients import Gradients, Sum
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.progress import communication_error
-from fsdp2.core.reduce.division import Division
 from fsdp2.core.reduce.presence_marks import PresenceMarks
 from fsdp2.core.reduce.program import (
     COLLECTIVES,
@@ -59,7 +58,7 @@ from fsdp2.core.reduce.program import (
     Step,
 )
 from fsdp2.core.reduce.rows import FlatPlan, Run
-from fsdp2.core.reduce.spec import ReductionSpec
+from fsdp2.core.reduce.spec import Division, ReductionSpec
 
 if TYPE_CHECKING:  # who does not use it does not load it
     from fsdp2.core.reduce.feedback import Feedback
