@@ -1,6 +1,6 @@
 """A reduction bound: its transport chosen, its operations made and written down in programs.
 
-    members of a group ── equal specs ──> make_reductions ──> bind_reduction, for each spec
+    members of a group that have equal specs ──> bind_reduction
     bind_reduction     dtypes and division ──> layout of the flat result ──> transport
     _reduction         all operations in their order
 
@@ -44,51 +44,7 @@ from fsdp2.core.reduce.transport import (
     reduce_packed,
 )
 
-P = TypeVar("P")
 T = TypeVar("T")
-
-
-def make_reductions(
-    members: Sequence[tuple[ReductionSpec, P, Slot, bool]],
-    gradients_of: Callable[[Sequence[P]], Gradients],
-    collectives: Collectives,
-    replicas: Collectives | None,
-    kernels: Kernels,
-    layout: GroupLayout,
-    pieces: Pieces | None = None,
-) -> list[Reduction]:
-    """A reduction for all parameters of equal specs, in the order of their first.
-
-    ``members`` have, of each parameter, what sets its operations, itself, its place in the layout,
-    and whether it is reduced directly (`is_direct`); ``pieces``, what of the rows this rank keeps,
-    with masters sharded over two levels.
-    """
-    alike: dict[ReductionSpec, list[tuple[P, Slot, bool]]] = {}
-    known: dict[int, list[tuple[P, Slot, bool]]] = {}  # most have one: it need not be hashed
-    for spec, param, slot, direct in members:
-        found = known.get(id(spec))
-        if found is None:
-            found = known[id(spec)] = alike.setdefault(spec, [])
-        found.append((param, slot, direct))
-    made = []
-    for spec, found in alike.items():
-        ordered = [one for one in found if one[2]]
-        direct_ones = len(ordered)
-        ordered += [one for one in found if not one[2]]
-        made.append(
-            bind_reduction(
-                gradients_of([param for param, _, _ in ordered]),
-                [slot for _, slot, _ in ordered],
-                direct_ones,
-                spec,
-                collectives,
-                replicas,
-                kernels,
-                layout,
-                pieces,
-            )
-        )
-    return made
 
 
 def bind_reduction(
@@ -105,7 +61,8 @@ def bind_reduction(
     """The reduction of members that are reduced alike.
 
     The first ``direct`` members are reduced from where their gradients are, or from where they are
-    cast to; the others are packed. ``layout`` is that of the group, if all members are of one.
+    cast to; the others are packed. ``layout`` is that of the group, if all members are of one;
+    ``pieces``, what of the rows this rank keeps, with masters sharded over two levels.
     """
     collectives = collectives_of(spec.reduce_dtype, collectives)
     rank, size = collectives.rank, collectives.size

@@ -61,7 +61,7 @@ from fsdp2.core.params.param import (
     shapes_of,
 )
 from fsdp2.core.progress import Counts, ShardReaders, communication_error
-from fsdp2.core.reduce.binding import hand_over, make_reductions
+from fsdp2.core.reduce.binding import bind_reduction, hand_over
 from fsdp2.core.reduce.levels import Pieces
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import (
@@ -1069,8 +1069,10 @@ class Bound:
         known = {id(param) for reduction in kept for param in reduction.members}
         owed = {id(m) for r in self.reductions for m in r.members} if waiting else ()
         self.reduces_frozen = False
-        members: list[tuple[ReductionSpec, ShardedParam, Slot, bool]] = []
-        specs: dict[Hashable, ReductionSpec] = {}
+        # By equal specs, in the order of their first; which are packed, of those.
+        alike: dict[ReductionSpec, list[tuple[bool, ShardedParam, Slot]]] = {}
+        # Most parameters have equal facts: one spec is made, and hashed, for all of them.
+        specs: dict[Hashable, tuple[ReductionSpec, list[tuple[bool, ShardedParam, Slot]]]] = {}
         for segment in group.layout.segments:
             for slot in segment.slots:
                 param = group.params[slot.index]
@@ -1079,27 +1081,32 @@ class Bound:
                     self.reduces_frozen = self.reduces_frozen or frozen
                     dtypes = compute_dtype(group.options, param), param.grad_dtype
                     key = (*dtypes, param.exact, param.differs_over)
-                    # One object for equal parameters: `make_reductions` compares identities first.
-                    spec = specs.get(key)
-                    if spec is None:
+                    if key not in specs:
                         spec = reduction_spec(group.options, param, group.offload, group.device)
-                        specs[key] = spec
-                    direct = is_direct(spec, slot, segment.transport)
-                    members.append((spec, param, slot, direct))
+                        specs[key] = spec, alike.setdefault(spec, [])
+                    spec, members = specs[key]
+                    members.append((not is_direct(spec, slot, segment.transport), param, slot))
         runtime, pieces = group.runtime, None
         if group.between is not None and group.layout.pieces is not None:
             slots = {slot.index: slot for slot in group.layout.pieces.slots}
             pieces = Pieces(group.between, slots)
+        made = []
         with torch.inference_mode(False):  # tensors that a later backward writes to
-            made = make_reductions(
-                members,
-                runtime.gradients_of,
-                group.reducers,
-                group.replicas,
-                runtime.kernels,
-                group.layout,
-                pieces,
-            )
+            for spec, members in alike.items():
+                members.sort(key=operator.itemgetter(0))  # those that are reduced directly first
+                made.append(
+                    bind_reduction(
+                        runtime.gradients_of([param for _, param, _ in members]),
+                        [slot for _, _, slot in members],
+                        [packed for packed, _, _ in members].count(False),
+                        spec,
+                        group.reducers,
+                        group.replicas,
+                        runtime.kernels,
+                        group.layout,
+                        pieces,
+                    )
+                )
             hand_over(self.reductions, made)
         self.reductions = kept + made
 
