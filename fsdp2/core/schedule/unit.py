@@ -151,8 +151,8 @@ class Unit:
         return base in self.ties and base.owner() is not self
 
     def operations_of(self, group: ParamGroup) -> GroupOperations:
-        """A group that it uses, with its observers."""
-        return next(found for found in self.groups if found.base is group)
+        """A group that it uses, with its observers; without, one that it uses no longer."""
+        return next((found for found in self.groups if found.base is group), group)
 
     def put_around(self, observer: Observer, wanted: bool) -> None:
         """Let an observer see its groups, or no longer."""
