@@ -27,52 +27,28 @@ from fsdp2.checkpoint import files
 from fsdp2.checkpoint.archives import read_file, write_archive
 from fsdp2.checkpoint.converting import KINDS, kind_of
 from fsdp2.command.checkpoint import main
+from tests.checkpoint.shared import (
+    EXTRA,
+    Evil,
+    Failing,
+    assert_same,
+    everything,
+    flip,
+    small,
+    train,
+    weights,
+)
 from tests.checkpoint.test_checkpoint_binaries import write_bins
 from tests.checkpoint.test_checkpoint_crashes import Recorder, crashes
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
 
-EXTRA = {"schedule": [1, [2.5, None]], "table": torch.arange(4)}
-
-
-def made(seed: int = 0, groups: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-    if groups:
-        decayed = [model[2].weight, model[0].weight]
-        others = [p for p in model.parameters() if all(p is not q for q in decayed)]
-        return model, torch.optim.AdamW([{"params": decayed, "lr": 0.2}, {"params": others}])
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(2):
-        model(torch.randn(4, 3, generator=generator)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    found = {name: value.clone() for name, value in model.state_dict().items()}
-    for name, param in model.named_parameters():
-        for key, value in optimizer.state.get(param, {}).items():
-            found[f"{name}:{key}"] = value.clone()
-    return found
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert torch.equal(found[name], value), name
-
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Tensor], Tensor]:
     """A step; what it holds, what comes of it, and numbers drawn behind it."""
-    model, optimizer = made(groups=True)
+    model, optimizer = small(groups=True)
     train(model, optimizer, seed=1)
     checkpoint.save(tmp_path / "run", model, optimizer, step=3, extra=EXTRA, rng=True)
     drawn = torch.rand(3)
@@ -95,7 +71,7 @@ def test_there_and_back(saved: Any, kind: str, tmp_path: Path) -> None:
     back = checkpoint.convert(there, tmp_path / "back", to_kind="steps", step=3)
     assert back.step == 3
     assert checkpoint.verify(tmp_path / "back") == []
-    model, optimizer = made(seed=5, groups=True)
+    model, optimizer = small(seed=5, groups=True)
     loaded = checkpoint.load(tmp_path / "back", model, optimizer, rng=True, verify=True)
     assert loaded.extra["schedule"] == EXTRA["schedule"]
     assert torch.equal(loaded.extra["table"], torch.arange(4))
@@ -114,11 +90,11 @@ def test_models_alone(saved: Any, name: str, tmp_path: Path) -> None:
     assert found.left == ["optimizer", "rng", "extra"]
     assert kind_of(there) == "safetensors"
     assert checkpoint.convert(there, tmp_path / "back.pt").from_kind == "safetensors"
-    model, _ = made(seed=5)
+    model, _ = small(seed=5)
     content = torch.load(tmp_path / "back.pt", weights_only=True)
     assert list(content) == ["model"]
     model.load_state_dict(content["model"])
-    assert_same(dict(model.state_dict()), {k: v for k, v in kept.items() if ":" not in k})
+    assert_same(dict(model.state_dict()), weights(kept))
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -127,7 +103,7 @@ def test_an_unsharded_model_takes_the_file(saved: Any, mmap: bool, tmp_path: Pat
     run, _, came, _ = saved
     checkpoint.convert(run, tmp_path / "one.pt")
     content = torch.load(tmp_path / "one.pt", weights_only=True, mmap=mmap)
-    model, optimizer = made(seed=5, groups=True)
+    model, optimizer = small(seed=5, groups=True)
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
     train(model, optimizer, seed=2)
@@ -137,17 +113,17 @@ def test_an_unsharded_model_takes_the_file(saved: Any, mmap: bool, tmp_path: Pat
 def test_dcp_reads_what_is_written(saved: Any, tmp_path: Path) -> None:
     run, kept, _, _ = saved
     checkpoint.convert(run, tmp_path / "plain", to_kind="dcp")
-    model, _ = made(seed=5)
+    model, _ = small(seed=5)
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=tmp_path / "plain")
-    assert_same(state["model"], {k: v for k, v in kept.items() if ":" not in k})
+    assert_same(state["model"], weights(kept))
 
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("how", ["torch.save", "dcp.save"])
 def test_state_dicts_as_users_save_them(nested: bool, how: str, tmp_path: Path) -> None:
     """A model alone at the top; or below "app", beside a count of epochs."""
-    model, _ = made()
+    model, _ = small()
     state: dict[str, Any] = dict(model.state_dict())
     if nested:
         state = {"app": {"state_dict": state, "epoch": 4}}
@@ -156,7 +132,7 @@ def test_state_dicts_as_users_save_them(nested: bool, how: str, tmp_path: Path) 
     else:
         dcp.save(state, checkpoint_id=tmp_path / "source")
     checkpoint.convert(tmp_path / "source", tmp_path / "run", to_kind="steps", step=0)
-    other, _ = made(seed=1)
+    other, _ = small(seed=1)
     found = checkpoint.load(tmp_path / "run", other)
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
     assert found.extra == ({"epoch": 4} if nested else None)
@@ -201,13 +177,13 @@ def test_a_file_of_ddp(named: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("files", [1, 2])
 def test_weights_in_several_files(files: int, tmp_path: Path) -> None:
     """As DeepSpeed's zero_to_fp32.py and ``save_pretrained`` write them; among other files."""
-    model, _ = made()
+    model, _ = small()
     write_bins(tmp_path / "weights", dict(model.state_dict()), files)
     if files > 1:
         torch.save({"lr": 0.1}, tmp_path / "weights" / "training_args.bin")
         assert kind_of(tmp_path / "weights") == "torch"
     checkpoint.convert(tmp_path / "weights", tmp_path / "run", to_kind="steps", step=0)
-    other, _ = made(seed=1)
+    other, _ = small(seed=1)
     checkpoint.load(tmp_path / "run", other)
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
 
@@ -218,7 +194,7 @@ def test_files_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     text = page.read_text(encoding="utf-8")
     code = text[text.index("import torch\nfrom torch.distributed.checkpoint.format_utils") :]
     imports, full, sharded = re.split(r"^# [A-Z]+_STATE_DICT.*$", code.split("```")[0], flags=re.M)
-    model, optimizer = made()
+    model, optimizer = small()
     train(model, optimizer, seed=0)
     states = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     monkeypatch.chdir(tmp_path)
@@ -231,14 +207,14 @@ def test_files_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         exec(imports + part, {})
         checkpoint.convert("full.pt", "run", to_kind="steps", step=step)
         Path("full.pt").unlink()
-        other, others = made(seed=5)
+        other, others = small(seed=5)
         checkpoint.load("run", other, others, step=step)
         assert_same(everything(other, others), everything(model, optimizer))
 
 
 def test_a_step_by_its_path_and_by_its_number(saved: Any, tmp_path: Path) -> None:
     run = saved[0]
-    model, _ = made(seed=7)
+    model, _ = small(seed=7)
     checkpoint.save(run, model, step=8)
     one, two = tmp_path / "one.pt", tmp_path / "two.pt"
     assert checkpoint.convert(run / "step-00000003", one).step == 3
@@ -403,17 +379,15 @@ def test_a_crash_leaves_it_whole_or_not_there(kind: str, tmp_path: Path) -> None
 # ---- what is refused
 
 
-class Full(files.Disk):
-    """Takes so many bytes, and no more."""
+def full(code: int, room: int) -> Failing:
+    """A disk that takes so many bytes, and no more."""
 
-    def __init__(self, code: int, room: int) -> None:
-        self._code, self._room = code, room
+    def fails(_: Any, data: bytes) -> bool:
+        nonlocal room
+        room -= len(data)
+        return room < 0
 
-    def write(self, file: Any, data: bytes) -> None:
-        self._room -= len(data)
-        if self._room < 0:
-            raise OSError(self._code, os.strerror(self._code))
-        super().write(file, data)
+    return Failing(code, "write", when=fails)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
@@ -424,16 +398,11 @@ def test_a_full_disk(kind: str, code: int, tmp_path: Path) -> None:
     there = tmp_path / "there" / "target"
     there.parent.mkdir()
     for room in (0, 500, 2000):
-        with mock.patch.object(files, "DISK", Full(code, room)), raises("ckpt-convert-failed") as e:
+        with mock.patch.object(files, "DISK", full(code, room)), raises("ckpt-convert-failed") as e:
             checkpoint.convert(tmp_path / "source.pt", there, to_kind=kind, step=1)
         assert os.strerror(code) in str(e.value)
         assert [p for p in there.parent.rglob("*") if p.is_file()] == []
     checkpoint.convert(tmp_path / "source.pt", there, to_kind=kind, step=1)
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("evil",)
 
 
 Make = Callable[[Path], Any]
@@ -555,7 +524,7 @@ def _index_of_nothing(source: Path) -> None:
 @wrong_sources("ckpt-optimizer-numbers")
 def _numbers(source: Path) -> None:
     """Of a model with buffers, and in groups."""
-    model, optimizer = made(groups=True)
+    model, optimizer = small(groups=True)
     train(model, optimizer, seed=0)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
 
@@ -563,7 +532,7 @@ def _numbers(source: Path) -> None:
 @wrong_sources("ckpt-states-aliased")
 def _one_tensor_twice(source: Path) -> None:
     """As torch's FSDP1 writes it on a CPU, with ``offload_to_cpu``."""
-    model, optimizer = made()
+    model, optimizer = small()
     train(model, optimizer, seed=0)
     state = optimizer.state_dict()
     state["state"][3]["exp_avg"] = state["state"][3]["exp_avg_sq"]
@@ -622,14 +591,12 @@ def test_wrong_targets(tmp_path: Path) -> None:
 def test_a_flipped_bit_is_refused(saved: Any, name: str, tmp_path: Path) -> None:
     """By `convert` and by `load(verify=True)`, before anything is changed."""
     path = saved[0] / "step-00000003" / name
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(path)
     with raises("ckpt-file-changed") as caught:
         checkpoint.convert(saved[0], tmp_path / "one.pt")
     assert str(path) in str(caught.value)
     assert not (tmp_path / "one.pt").exists()
-    model, optimizer = made(seed=5, groups=True)
+    model, optimizer = small(seed=5, groups=True)
     before = everything(model, optimizer)
     with raises("ckpt-file-changed"):
         checkpoint.load(saved[0], model, optimizer, verify=True)
