@@ -22,8 +22,6 @@ from tests.common import workers
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 
 def made(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)

@@ -20,9 +20,9 @@ from fsdp2.checkpoint import files
 from fsdp2.checkpoint.folder import store_of
 from fsdp2.command.checkpoint import main
 from fsdp2.core.errors import CheckpointError
+from tests.checkpoint import object_store
 from tests.checkpoint.shared import Failing
 from tests.checkpoint.test_checkpoint_crashes import Recorder, crashes
-from tests.common import object_store
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone

@@ -17,8 +17,6 @@ from tests.checkpoint.shared import assert_same, weights
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 KINDS = {
     "bands": {"place": (Shard(0), Shard(1))},
     "last": {"place": Shard(-1)},

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import remote, saving
+from tests.checkpoint import object_store
 from tests.checkpoint.shared import EXTRA, assert_same, everything, train
 from tests.checkpoint.test_checkpoints import made
-from tests.common import object_store, workers
+from tests.common import workers
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.ranks

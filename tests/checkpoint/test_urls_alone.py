@@ -25,8 +25,8 @@ from fsdp2 import checkpoint
 from fsdp2.checkpoint import saving
 from fsdp2.command.checkpoint import main
 from fsdp2.core.errors import CheckpointError
+from tests.checkpoint import object_store
 from tests.checkpoint.shared import everything, trained
-from tests.common import object_store
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone

@@ -29,8 +29,6 @@ from tests.common import models, parity
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 CPU = torch.device("cpu")
 VOCAB = 13
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT

@@ -22,8 +22,6 @@ from tests.common.errors import raises
 from tests.common.offloading import forced_offload
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 KINDS = [
     common_tensors.Bf16Weight,
     common_tensors.ReleasingWeight,

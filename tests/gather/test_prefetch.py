@@ -19,8 +19,6 @@ from tests.common import models, parity, running
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 
 @ranks(2)
 @each_once(ahead=[1, 2], mixed={"fp32": False, "mixed": True})

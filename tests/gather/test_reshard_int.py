@@ -19,8 +19,6 @@ from tests.common.combinations import often
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 EVEN = partial(
     models.seeded, partial(models.MLP, out=8)
 )  # every rank's share is whole gloo blocks: one order

@@ -26,8 +26,6 @@ from fsdp2 import FSDPMeshInfo, ShardPlacementResult
 from tests.common import meshes, models, parity
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as TorchMeshInfo
     from torch.distributed.fsdp._fully_shard._fsdp_common import (

@@ -15,8 +15,6 @@ from tests.common import combinations, meshes, models, parity
 from tests.common.backends import packs
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 SHAPES = {
     "shard only": lambda n: (1, n),
     "copies only": lambda n: (n, 1),

@@ -20,8 +20,6 @@ from tests.common import combinations, meshes, models, parity
 from tests.common.observing import observe
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 BUILD = partial(models.seeded, meshes.ParallelModel)
 VOCAB = 16
 

@@ -21,8 +21,6 @@ from tests.common.combinations import each_once
 from tests.common.offloading import forced_offload
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 POLICY = CPUOffloadPolicy(pin_memory=False)  # no accelerator to lock pages for
 
 

@@ -17,8 +17,6 @@ from tests.common import gradients, meshes, models, parity
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
     "adamw": partial(torch.optim.AdamW, lr=1e-2, foreach=True),

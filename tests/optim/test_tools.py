@@ -16,8 +16,6 @@ from tests.common import gradients, models, parity
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 # -- loss scaling ---------------------------------------------------------------------------------
 
 

@@ -17,8 +17,6 @@ from tests.common.backends import packs
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 BF16, FP16, FP32_, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OWN_DTYPE = meshes.TORCH_VERSION >= (
     2,

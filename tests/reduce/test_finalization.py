@@ -19,8 +19,6 @@ from fsdp2 import GradientReductionHandle, ShardingStateError
 from tests.common import meshes, models, parity
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 TORCH_HAS_IT = hasattr(parity.TORCH.FSDPModule, "finalize_backward")
 MICRO = 3
 

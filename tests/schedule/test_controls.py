@@ -25,8 +25,6 @@ from tests.common import models as common_models
 from tests.common.backends import packs
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 VOCAB = 13
 STEPS = 3
 

@@ -15,8 +15,6 @@ from fsdp2 import fully_shard, register_fsdp_forward_method
 from tests.common import models, parity, running
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 
 class _Coder(nn.Module):
     is_unit = True

@@ -20,8 +20,6 @@ from tests.common import gradients, meshes, models, parity
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 Change = Callable[[Any], Any]
 
 

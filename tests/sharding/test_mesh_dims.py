@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from tests.common import combinations, meshes, models, parity
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 # name -> (names and sizes of the full mesh for four ranks, shard dims, replicate dims)
 CASES: dict[str, tuple[dict[str, int], Any, Any]] = {
     "shard": ({"shard": 4}, "shard", None),

@@ -23,8 +23,6 @@ from tests.common import combinations, gradients, models, parity, running
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 # -- ways to write: each doubles all parameters ---------------------------------------------------
 
 

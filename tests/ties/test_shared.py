@@ -16,8 +16,6 @@ from tests.common import models, parity
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 VOCABS = (13, 3, 16)  # uneven on 2 and 4 ranks; fewer rows than 4 ranks; even
 
 

@@ -35,8 +35,6 @@ from fsdp2.xla.consolidate import main
 from tests.common import models, parity
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 STEPS = 3
 
 
