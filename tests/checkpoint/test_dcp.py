@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from tests.common import models, parity, workers
-from tests.common.combinations import each_once
 
 pytestmark = pytest.mark.ranks
 
@@ -134,40 +133,3 @@ def test_files_hold_each_shard_once(tmp_path: Path) -> None:
     state = 3 * params  # the parameters and AdamW's two moments of each
     written = sum(file.stat().st_size for file in tmp_path.iterdir())
     assert state <= written < 1.5 * state
-
-
-# -- another number of ranks ----------------------------------------------------------------------
-
-
-def _save_part(api_name: str, path: Path) -> list[parity.Step]:
-    model = build(APIS[api_name])
-    optimizer = parity.adamw(model.parameters())
-    steps = train(model, optimizer, batches()[:HALF])
-    save(model, optimizer, path)
-    return steps
-
-
-def _load_rest(api_name: str, path: Path) -> list[parity.Step]:
-    model = build(APIS[api_name], seed=1)
-    optimizer = parity.adamw(model.parameters())
-    load(model, optimizer, path)
-    return train(model, optimizer, batches()[HALF:])
-
-
-def _uninterrupted() -> list[parity.Step]:
-    return uninterrupted()
-
-
-@each_once(sizes={"2-4": (2, 4), "4-2": (4, 2)}, writer=[*APIS])
-def test_another_number_of_ranks(sizes: tuple[int, int], writer: str, tmp_path: Path) -> None:
-    """What some ranks saved, others load: the same training but for the order of sums."""
-    first, second = sizes
-    before = workers.run_on_ranks(first, _save_part, writer, tmp_path)[0]
-    after = workers.run_on_ranks(second, _load_rest, "ours", tmp_path)
-    whole = workers.run_on_ranks(first, _uninterrupted)[0]
-    parity.assert_close(before, whole[:HALF], parity.REORDERED_FP32, "before the checkpoint")
-    for rank, steps in enumerate(after):
-        parity.assert_close(steps, whole[HALF:], parity.FP32, f"rank {rank}, after the checkpoint")
-
-
-# -- full state dicts -----------------------------------------------------------------------------

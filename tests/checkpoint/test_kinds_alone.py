@@ -36,6 +36,7 @@ from tests.checkpoint.shared import (
     flip,
     small,
     train,
+    trained,
     weights,
 )
 from tests.checkpoint.test_checkpoint_binaries import write_bins
@@ -405,123 +406,21 @@ def test_a_full_disk(kind: str, code: int, tmp_path: Path) -> None:
     checkpoint.convert(tmp_path / "source.pt", there, to_kind=kind, step=1)
 
 
-Make = Callable[[Path], Any]
-WRONG: list[tuple[str, Make]] = []
-
-
-def wrong_sources(entry: str) -> Callable[[Make], Make]:
-    def add(make: Make) -> Make:
-        WRONG.append((entry, make))
-        return make
-
-    return add
-
-
-@pytest.mark.parametrize("number", range(22))
-def test_wrong_sources(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written, and no code is run."""
-    monkeypatch.chdir(tmp_path)
-    entry, make = WRONG[number]
-    source = tmp_path / "source"
-    options = make(source) or {}
-    with raises(entry):
-        checkpoint.convert(**{"source": source, "target": "made", "to_kind": "torch", **options})
-    assert not {"made", "evil", ".saving-made"} & {*os.listdir()}
-
-
-def test_all_wrong_sources_are_tried() -> None:
-    assert len(WRONG) == 22
-
-
-@wrong_sources("ckpt-kind-none")
-def _nothing(source: Path) -> None:
-    """There is none."""
-
-
-@wrong_sources("ckpt-kind-none")
-def _foreign(source: Path) -> None:
-    source.write_text("weights")
-
-
-@wrong_sources("ckpt-kind-several")
 def _several(source: Path) -> None:
     dcp.save({"w": torch.zeros(2)}, checkpoint_id=source)
     (source / "model.safetensors").write_bytes(b"")
 
 
-@wrong_sources("ckpt-kind")
-def _unknown_kind(source: Path) -> Any:
-    return {"from_kind": "tensorflow"}
-
-
-@wrong_sources("tensors-none")
-def _no_files(source: Path) -> Any:
-    source.mkdir()
-    return {"from_kind": "torch"}
-
-
-@wrong_sources("ckpt-file-cut")
-def _empty(source: Path) -> Any:
-    source.write_bytes(b"")
-    return {"from_kind": "torch"}
-
-
-@wrong_sources("ckpt-file-cut")
 def _cut(source: Path) -> None:
     torch.save({"w": torch.zeros(200)}, source)
     source.write_bytes(source.read_bytes()[:-30])
 
 
-@wrong_sources("ckpt-file-code")
-def _code(source: Path) -> None:
-    torch.save({"w": torch.zeros(2), "evil": Evil()}, source)
-
-
-@wrong_sources("ckpt-file-cut")
-def _older(source: Path) -> Any:
-    torch.save({"w": torch.zeros(2)}, source, _use_new_zipfile_serialization=False)
-    return {"from_kind": "torch"}
-
-
-@wrong_sources("ckpt-file-xla")
-def _shards_of_xla(source: Path) -> None:
-    torch.save({"model": {"w": torch.zeros(2)}, "shard_metadata": {}}, source)
-
-
-@wrong_sources("ckpt-no-model")
-def _no_model(source: Path) -> None:
-    torch.save({"generator": {"w": torch.zeros(2)}, "critic": {"w": torch.zeros(2)}}, source)
-
-
-@wrong_sources("ckpt-no-model")
-def _two_models(source: Path) -> None:
-    torch.save({"model": {"w": torch.zeros(2)}, "state_dict": {"w": torch.ones(2)}}, source)
-
-
-@wrong_sources("ckpt-names-clash")
-def _clash(source: Path) -> None:
-    torch.save({"_orig_mod.w": torch.zeros(2), "w": torch.zeros(2)}, source)
-
-
-@wrong_sources("ckpt-names-clash")
-def _clash_without_the_prefix(source: Path) -> Any:
-    torch.save({"module.w": torch.zeros(2), "w": torch.zeros(2)}, source)
-    return {"strip_prefix": "module."}
-
-
-@wrong_sources("ckpt-no-prefix")
-def _no_prefix(source: Path) -> Any:
-    torch.save({"w": torch.zeros(2)}, source)
-    return {"strip_prefix": "module."}
-
-
-@wrong_sources("tensors-index")
 def _index_of_nothing(source: Path) -> None:
     source.mkdir()
     (source / "pytorch_model.bin.index.json").write_text("{}")
 
 
-@wrong_sources("ckpt-optimizer-numbers")
 def _numbers(source: Path) -> None:
     """Of a model with buffers, and in groups."""
     model, optimizer = small(groups=True)
@@ -529,11 +428,9 @@ def _numbers(source: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
 
 
-@wrong_sources("ckpt-states-aliased")
 def _one_tensor_twice(source: Path) -> None:
     """As torch's FSDP1 writes it on a CPU, with ``offload_to_cpu``."""
-    model, optimizer = small()
-    train(model, optimizer, seed=0)
+    model, optimizer = trained()
     state = optimizer.state_dict()
     state["state"][3]["exp_avg"] = state["state"][3]["exp_avg_sq"]
     names = [name for name, _ in model.named_parameters()]
@@ -541,32 +438,83 @@ def _one_tensor_twice(source: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": state}, source)
 
 
-@wrong_sources("ckpt-parts-missing")
-def _part_of_a_dcp(source: Path) -> None:
+def _dcp(source: Path, change: Callable[[Any], None] = lambda _: None) -> None:
+    """A folder of DCP, whose index is changed."""
     dcp.save({"w": torch.zeros(4, 2)}, checkpoint_id=source)
     metadata = pickle.loads((source / ".metadata").read_bytes())
-    metadata.state_dict_metadata["w"].size = torch.Size([5, 2])
+    change(metadata)
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-@wrong_sources("ckpt-convert-failed")
+def _larger(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].size = torch.Size([5, 2])
+
+
+def _compressed(metadata: Any) -> None:
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["zstd"]
+
+
 def _missing(source: Path) -> None:
-    dcp.save({"w": torch.zeros(4, 2)}, checkpoint_id=source)
+    _dcp(source)
     next(source.glob("*.distcp")).unlink()
 
 
-@wrong_sources("ckpt-value-broken")
-def _compressed(source: Path) -> None:
-    dcp.save({"w": torch.zeros(4, 2)}, checkpoint_id=source)
-    metadata = pickle.loads((source / ".metadata").read_bytes())
-    for info in metadata.storage_data.values():
-        info.transform_descriptors = ["zstd"]
-    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+Make = Callable[[Path], object]
 
 
-@wrong_sources("ckpt-not-local")
-def _store(source: Path) -> Any:
-    return {"source": "s3://bucket/run"}
+def _saves(value: object, **options: Any) -> Make:
+    return lambda source: torch.save(value, source, **options)
+
+
+ONE, OTHER = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+PREFIXED = {"module.w": torch.zeros(2), "w": torch.zeros(2)}
+OLDER = _saves(ONE, _use_new_zipfile_serialization=False)
+TORCH = {"from_kind": "torch"}
+MODULE = {"strip_prefix": "module."}
+WRONG: list[tuple[str, str, Make, dict[str, str]]] = [
+    ("nothing", "ckpt-kind-none", lambda source: None, {}),
+    ("foreign", "ckpt-kind-none", lambda source: source.write_text("weights"), {}),
+    ("several", "ckpt-kind-several", _several, {}),
+    ("unknown kind", "ckpt-kind", lambda source: None, {"from_kind": "tensorflow"}),
+    ("no files", "tensors-none", lambda source: source.mkdir(), TORCH),
+    ("empty", "ckpt-file-cut", lambda source: source.write_bytes(b""), TORCH),
+    ("cut", "ckpt-file-cut", _cut, {}),
+    ("code", "ckpt-file-code", _saves({**ONE, "evil": Evil()}), {}),
+    ("older", "ckpt-file-cut", OLDER, TORCH),
+    ("shards of XLA", "ckpt-file-xla", _saves({"model": ONE, "shard_metadata": {}}), {}),
+    ("no model", "ckpt-no-model", _saves({"generator": ONE, "critic": ONE}), {}),
+    ("two models", "ckpt-no-model", _saves({"model": ONE, "state_dict": OTHER}), {}),
+    ("clash", "ckpt-names-clash", _saves({"_orig_mod.w": torch.zeros(2), **ONE}), {}),
+    ("clash without the prefix", "ckpt-names-clash", _saves(PREFIXED), MODULE),
+    ("no prefix", "ckpt-no-prefix", _saves(ONE), MODULE),
+    ("index of nothing", "tensors-index", _index_of_nothing, {}),
+    ("numbers", "ckpt-optimizer-numbers", _numbers, {}),
+    ("one tensor twice", "ckpt-states-aliased", _one_tensor_twice, {}),
+    ("part of a DCP", "ckpt-parts-missing", lambda source: _dcp(source, _larger), {}),
+    ("missing", "ckpt-convert-failed", _missing, {}),
+    ("compressed", "ckpt-value-broken", lambda source: _dcp(source, _compressed), {}),
+    ("store", "ckpt-not-local", lambda source: None, {"source": "s3://bucket/run"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("entry", "make", "options"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG]
+)
+def test_wrong_sources(
+    entry: str,
+    make: Make,
+    options: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is written, and no code is run."""
+    monkeypatch.chdir(tmp_path)
+    source = tmp_path / "source"
+    make(source)
+    with raises(entry):
+        checkpoint.convert(**{"source": source, "target": "made", "to_kind": "torch", **options})
+    assert not {"made", "evil", ".saving-made"} & {*os.listdir()}
 
 
 def test_wrong_targets(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -180,19 +179,6 @@ def test_evaluations_of_kept_units_gather_what_was_written(kind: str) -> None:
     written = int(dist.get_rank() % 2 == 0)  # by the ranks with the same part of the weight
     assert len(gathers) == written
     parity.assert_close(loss, meshes.parallel_loss(plain, ids).detach(), parity.FP32, "written")
-
-
-@ranks(4)
-@pytest.mark.parametrize("saver", ["ours", "torch"])
-def test_checkpoints_are_exchanged_with_torch(saver: str, tmp_path: Any) -> None:
-    apis = [parity.OURS, parity.TORCH] if saver == "ours" else [parity.TORCH, parity.OURS]
-    source = _sharded(apis[0], "sequence")
-    target = _sharded(apis[1], "sequence", partial(models.seeded, meshes.ParallelModel, seed=1))
-    dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path)
-    loaded = target.state_dict()
-    dcp.load({"model": loaded}, checkpoint_id=tmp_path)
-    target.load_state_dict(loaded)
-    parity.assert_equal(parity.full_params(target), parity.full_params(BUILD()), "loaded")
 
 
 @ranks(4)
