@@ -422,16 +422,6 @@ def test_one_flat_all_reduce_a_group(mixed: bool) -> None:
     assert shards <= run(FULL).elements["all_reduce"] <= shards + marks + padding
 
 
-@ranks(4)
-def test_meshes_of_more_dims_are_refused() -> None:
-    from tests.common.meshes import mesh
-
-    layer = nn.Linear(models.DIM, models.DIM)
-    with pytest.raises(ValueError, match="1-D mesh"):
-        parity.OURS.fully_shard(layer, mesh=mesh("a", "b", "c", shape=(2, 2, 1)))
-    assert type(layer) is nn.Linear
-
-
 @ranks(2)
 def test_parameters_frozen_and_thawed_while_partial_sums_wait() -> None:
     """Sums that wait belong to the parameters of their backward; new ones are not lost either."""

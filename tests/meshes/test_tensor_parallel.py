@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.distributed.tensor.placement_types import Partial, _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp2.core.modules.registry import record_of
 from tests.common import combinations, meshes, models, parity
@@ -216,35 +216,3 @@ def test_recovery_drops_model_parallel_gradients_without_communication() -> None
     fresh = _sharded(parity.OURS, "sequence", mixed=True)
     meshes.parallel_loss(fresh, ids).backward()
     parity.assert_equal(parity.full_grads(model), parity.full_grads(fresh), "nothing of the first")
-
-
-# -- refusals -------------------------------------------------------------------------------------
-
-
-def _refused(layer: nn.Module, match: str, **arguments: Any) -> None:
-    weight = layer.weight
-    with pytest.raises(ValueError, match=match):
-        parity.OURS.fully_shard(layer, **arguments)
-    assert type(layer) is nn.Linear
-    assert layer.weight is weight
-
-
-def _distributed(placements: Any, where: Any) -> nn.Linear:
-    layer = nn.Linear(models.DIM, models.DIM, bias=False)
-    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), where, placements))
-    return layer
-
-
-@ranks(4)
-def test_what_is_refused() -> None:
-    data = _mesh()["shard"]
-    tp = _mesh()["tp"]
-    partial_weight = nn.Linear(models.DIM, models.DIM, bias=False)
-    partial_weight.weight = nn.Parameter(
-        DTensor.from_local(torch.ones(models.DIM, models.DIM), tp, [Partial()], run_check=False)
-    )
-    _refused(partial_weight, "partial values", mesh=data)
-    _refused(_distributed([Shard(0)], tp), "cannot be joined", mesh=tp)
-    wide = meshes.mesh("shard", "tp", shape=(4, 1))
-    layer = _distributed([Shard(0)], wide["tp"])
-    _refused(layer, "which is a DTensor already", mesh=wide["shard"], reshard_after_forward=2)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -312,38 +311,3 @@ def test_recast_and_moved() -> None:
     for each in (model, kept):
         parity.regression_loss(each, (batch[0].double(), batch[1])).backward()
     parity.assert_equal(parity.full_grads(model), parity.full_grads(kept), "not offloaded")
-
-
-@ranks(2)
-def test_still_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        model: Any = nn.Linear(models.DIM, models.DIM)
-    _offloaded(model)
-    with pytest.raises(RuntimeError, match=r"to_empty\(device='cpu'\)"):
-        model(torch.ones(1, models.DIM))
-
-
-class _Elsewhere:
-    """A local tensor on a device that this machine does not have."""
-
-    device = torch.device("cuda", 0)
-    is_meta = False
-
-
-@ranks(2)
-def test_parameters_that_were_moved_to_the_device() -> None:
-    model = _offloaded(models.seeded(partial(nn.Linear, models.DIM, models.DIM)))
-    param = require_record(model).unit.own_groups[0].params[0]
-    with (
-        mock.patch.object(type(param), "local", _Elsewhere()),
-        pytest.raises(RuntimeError, match=r"'weight' is on cuda:0.*CPUOffloadPolicy.*to\('cpu'\)"),
-    ):
-        model(torch.ones(1, models.DIM))
-
-
-@ranks(2)
-def test_policies_that_are_refused() -> None:
-    layer = nn.Linear(models.DIM, models.DIM)
-    with pytest.raises(TypeError, match="offload_policy"):
-        parity.OURS.fully_shard(layer, mesh=parity.world_mesh(), offload_policy="cpu")
-    assert type(layer) is nn.Linear

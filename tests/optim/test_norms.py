@@ -305,20 +305,6 @@ def test_tensor_parallel_gradients_spread_unlike_their_parameters() -> None:
         assert_same_on_all_ranks(actual)
 
 
-@workers.ranks(4)
-def test_gradients_that_are_not_summed_are_refused() -> None:
-    mesh = meshes.mesh("shard", "tp", shape=(2, 2))
-    sharded, _ = parameter(0, (6, 4), mesh, Shard(0), Replicate())
-    before = sharded.grad.to_local().clone()
-    sharded.grad = DTensor.from_local(before.clone(), mesh, [Shard(0), Partial()])
-    with pytest.raises(ValueError, match=r"tensor 0 of shape \(6, 4\).*redistribute"):
-        fsdp2.clip_grad_norm_(sharded, 0.5)
-    parity.assert_equal(sharded.grad.to_local(), before, "untouched")
-    sharded.grad = part(torch.ones(6, 4), mesh, [Shard(0), Shard(1)])
-    with pytest.raises(ValueError, match="redistribute the gradient"):
-        fsdp2.clip_grad_norm_(sharded, 0.5)
-
-
 # -- missing gradients ----------------------------------------------------------------------------
 
 
@@ -466,17 +452,6 @@ def test_dtypes_together() -> None:
 
 
 # -- arguments ------------------------------------------------------------------------------------
-
-
-@workers.ranks(2)
-def test_gathered_parameters_are_refused() -> None:
-    """They have no reduced gradient: torch's would find nothing to clip and say nothing."""
-    model = parity.shard(parity.OURS, models.seeded(models.MLP))
-    model.unshard()
-    with pytest.raises(fsdp2.ShardingStateError, match=r"'head\.weight' is a gathered parameter"):
-        fsdp2.clip_grad_norm_(model.parameters(), 1.0)
-    model.reshard()
-    assert fsdp2.clip_grad_norm_(model.parameters(), 1.0) == 0
 
 
 @workers.ranks(2)
