@@ -131,27 +131,6 @@ def test_gathered_parameters_are_dtensors_on_the_model_parallel_mesh() -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("norm_type", combinations.often([2.0, float("inf"), 1.0]))
-def test_clip_grad_norm(norm_type: float) -> None:
-    ids = parity.my_part(_steps()[0][0], *_part())
-
-    def clipped(api: Any) -> Any:
-        model = _sharded(api, "sequence")
-        meshes.parallel_loss(model, ids).backward()
-        total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
-        assert isinstance(total, DTensor)
-        return total.full_tensor(), parity.full_grads(model)
-
-    norm, grads = meshes.like_torch(clipped)
-    plain = BUILD()
-    for rank in range(_part()[1]):
-        (meshes.parallel_loss(plain, parity.my_part(_steps()[0][0], rank, 2)) / 2).backward()
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
-    parity.assert_close(norm, expected, parity.FP32, "norm")
-    parity.assert_close(grads, parity.full_grads(plain), parity.FP32, "clipped")
-
-
-@ranks(4)
 @pytest.mark.parametrize("kind", ["linears", "sequence"])
 def test_evaluations_of_kept_units_gather_what_was_written(kind: str) -> None:
     """Nothing while nobody writes; what one rank writes into its shard, those that gather it."""

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp2 import CPUOffloadPolicy
 from fsdp2.core.modules.registry import require_record
@@ -204,19 +203,6 @@ def test_hooks_see_gradients_that_have_arrived() -> None:
     parity.assert_close(actual, expected, parity.FP32, "unsharded")
 
 
-@ranks(1, 2)
-def test_clip_grad_norm() -> None:
-    batch = parity.regression_batches(models.DIM, 4, steps=1)[0]
-    model, plain = _offloaded(models.seeded(models.MLP)), models.seeded(models.MLP)
-    parity.regression_loss(model, parity.my_part(batch)).backward()
-    parity.regression_loss(plain, batch).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    assert isinstance(norm, DTensor)
-    parity.assert_close(norm.full_tensor(), expected, parity.FP32, "norm")
-    parity.assert_close(parity.full_grads(model), parity.full_grads(plain), parity.FP32, "clipped")
-
-
 @ranks(2)
 def test_gradients_wait_for_the_last_backward() -> None:
     """With reductions left in flight by `set_is_last_backward(False)`, all arrive at the end."""
@@ -247,30 +233,6 @@ def test_recovery_from_an_exception() -> None:
 
 
 # -- states, devices and memory -------------------------------------------------------------------
-
-
-@ranks(1, 2)
-def test_state_dict_and_load() -> None:
-    model, other = (
-        _offloaded(models.seeded(models.MLP)),
-        _offloaded(models.seeded(models.MLP, seed=1)),
-    )
-    steps = meshes.micro_batches(models.DIM, 4, steps=2)
-    meshes.train_micro(other, steps)
-    state = model.state_dict()
-    assert all(isinstance(value, DTensor) for value in state.values())
-    for name, param in model.named_parameters():
-        assert state[name].to_local().data_ptr() == param.to_local().data_ptr()
-    other.load_state_dict(state)
-    parity.assert_equal(
-        parity.full_params(other), parity.full_params(models.seeded(models.MLP)), "loaded"
-    )
-    parity.assert_close(
-        meshes.train_micro(other, steps),
-        meshes.train_plain(models.seeded(models.MLP), steps),
-        parity.FP32,
-        "and trained",
-    )
 
 
 @ranks(1, 2)

@@ -165,6 +165,3 @@ def test_parameters_that_share_memory_are_refused(tie: Callable[[Any], None]) ->
     match = r"'second\.weight' shares memory with parameter 'first\.weight'"
     with pytest.raises(ValueError, match=match):
         tie(Halves())
-
-
-# -- after sharding -------------------------------------------------------------------------------
