@@ -28,8 +28,8 @@ def small(seed: int = 0, groups: bool = False) -> tuple[nn.Module, torch.optim.O
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, steps: int = 2) -> None:
-    """On random inputs, the same on all ranks, as wide as the first parameter is."""
-    width = next(iter(model.parameters())).shape[1]
+    """On random inputs, the same on all ranks, as wide as the first matrix is."""
+    width = next(param.shape[1] for param in model.parameters() if param.ndim == 2)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         model(torch.randn(4, width, generator=generator)).square().sum().backward()
