@@ -324,9 +324,6 @@ def test_ignored_parameters_through_every_conversion() -> None:
         model.zero_grad()
 
 
-# -- what is refused ------------------------------------------------------------------------------
-
-
 # -- parameters and modules that come later -------------------------------------------------------
 
 
