@@ -49,7 +49,7 @@ def whole(value: Any) -> Tensor:
 
 
 def everything(model: Any, *optimizers: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Whole, by name; a collective where the model is sharded."""
+    """Whole, sorted by name; a collective where the model is sharded."""
     if hasattr(model, "reshard"):
         model.reshard()
     found = dict(model.state_dict())
@@ -57,7 +57,7 @@ def everything(model: Any, *optimizers: torch.optim.Optimizer) -> dict[str, Tens
         for name, param in model.named_parameters():
             for key, value in optimizer.state.get(param, {}).items():
                 found[f"{name}:{key}"] = value
-    return {name: whole(value) for name, value in found.items()}
+    return {name: whole(found[name]) for name in sorted(found)}
 
 
 def weights(found: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -372,29 +372,6 @@ def test_post_accumulate_hooks_fire_once_the_copies_agree() -> None:
     assert fired == dict.fromkeys(dict(model.named_parameters()), 1)
 
 
-@ranks(4, extended=(2,))
-def test_optimizer_in_backward() -> None:
-    build = partial(models.seeded, models.MLP)
-    steps = meshes.micro_batches(models.DIM, 4, micro=2)
-    before = meshes.flags_in_turn(PARTIAL, FULL)
-    model: Any = parity.shard(parity.OURS, build(), mesh=_mesh("both"))
-    optimizers = {param: parity.adamw([param]) for param in model.parameters()}
-
-    def step(param: nn.Parameter) -> None:
-        optimizers[param].step()
-        optimizers[param].zero_grad()
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(step)
-    for micros in steps:
-        for number, batch in enumerate(micros):
-            before(model, number, number == len(micros) - 1)
-            parity.regression_loss(model, parity.my_part(batch)).backward()
-    expected = meshes.train_plain(build(), steps)[-1].params
-    actual = dict(zip(expected, parity.full_all(model.parameters()), strict=True))
-    parity.assert_close(actual, expected, parity.FP32, "unsharded")
-
-
 # -- what is communicated -------------------------------------------------------------------------
 
 

@@ -24,7 +24,6 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
@@ -245,39 +244,6 @@ def test_parameters_of_several_meshes() -> None:
         parity.assert_close(actual, expected, CLOSE, f"norm {norm_type}")
     with pytest.raises(RuntimeError):
         torch.nn.utils.clip_grad_norm_([sharded for sharded, _ in _experts()], 0.5)
-
-
-class Mixed(nn.Module):
-    """Tensor-parallel linears and a norm that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(models.DIM, 4 * models.DIM)
-        self.down = nn.Linear(4 * models.DIM, models.DIM)
-        self.norm = nn.LayerNorm(models.DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.down(torch.tanh(self.up(x))))
-
-
-@workers.ranks(4)
-def test_tensor_parallel_and_fully_sharded() -> None:
-    """_StridedShard (both dims cut the same rows) beside parameters on the 1-D mesh."""
-    mesh = meshes.mesh("shard", "tp", shape=(2, 2))
-    (batch,) = parity.regression_batches(models.DIM, models.DIM, steps=1)
-    for norm_type in (2.0, 1.0, math.inf):
-        plain, model = models.seeded(Mixed), models.seeded(Mixed)
-        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        parity.TORCH.fully_shard(model, mesh=mesh["shard"])
-        assert {len(p.placements) for p in model.parameters()} == {1, 2}
-        part = parity.my_part(batch, mesh["shard"].get_local_rank(), 2)
-        parity.regression_loss(model, part).backward()
-        parity.regression_loss(plain, batch).backward()
-        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
-        actual = fsdp2.clip_grad_norm_(model.parameters(), 0.1, norm_type)
-        assert expected > 0.1
-        parity.assert_close(actual, expected, SUMMED, f"norm {norm_type}")
-        assert_same_on_all_ranks(actual)
 
 
 @workers.ranks(4)

@@ -261,9 +261,13 @@ def test_axes_of_meshes() -> None:
         info = fsdp2.FSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
         other = axes_of_info("w", info)
         assert (other.size, other.rank, other.copies) == (4, 1, 2)
-        turned = fsdp2.FSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
-        with pytest.raises(ValueError, match="for parameter 'w', with shard_mesh_dim=0"):
-            axes_of_info("w", turned)
+        for wrong in (
+            fsdp2.FSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1),
+            fsdp2.FSDPMeshInfo(mesh, shard_mesh_dim=0),
+            fsdp2.FSDPMeshInfo(mesh["shard"]),
+        ):
+            with pytest.raises(ValueError, match="for parameter 'w', with shard_mesh_dim="):
+                axes_of_info("w", wrong)
 
 
 @pytest.mark.parametrize(("shape", "size", "rank"), [((8,), 2, 5), ((8,), 4, 3), ((2, 4), 2, 6)])
@@ -277,9 +281,6 @@ def test_smaller_mesh(shape: tuple[int, ...], size: int, rank: int) -> None:
         assert neighbours == list(range(rank - rank % size, rank - rank % size + size))
         copies = dist.get_process_group_ranks(mesh.get_group("replicate"))
         assert copies == list(range(rank % size, 8, size))
-
-
-# ---- errors
 
 
 def test_a_dtensor_has_no_smaller_group() -> None:
