@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -23,13 +22,6 @@ from fsdp2.testing.null_group import null_world
 pytestmark = pytest.mark.alone
 
 BF16, F32 = torch.bfloat16, torch.float32
-
-
-@pytest.fixture(autouse=True)
-def _no_group_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -17,13 +16,6 @@ from fsdp2.testing.null_group import null_mesh, null_world
 pytestmark = pytest.mark.alone
 
 SHAPES = [(1,), (3,), (7, 2), (8, 8), (1000, 3), (30, 16), (4, 5, 6), (2, 0)]
-
-
-@pytest.fixture(autouse=True)
-def _no_group_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class Holder(nn.Module):
