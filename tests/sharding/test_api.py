@@ -1,4 +1,4 @@
-"""What `fully_shard` makes of arguments and modules; misuses are in `test_errors.py`."""
+"""What `fully_shard` makes of arguments and modules; misuses are in `test_misuses.py`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import fsdp2
 from fsdp2 import OffloadPolicy, fully_shard
 from fsdp2.core.modules.registry import record_of
 from fsdp2.testing.null_group import init_null_group, null_mesh
+from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
 
@@ -35,6 +36,9 @@ def test_int_reshard_values() -> None:
     kept(torch.randn(1, 4))
     assert isinstance(freed.weight, DTensor)
     assert not isinstance(kept.weight, DTensor)
+    for size in (0, -1, 5, 8):
+        with raises("reshard-size"):
+            fully_shard(nn.Linear(4, 4), reshard_after_forward=size)
 
 
 def test_ignored_and_attributes() -> None:
