@@ -303,6 +303,7 @@ def test_setters_reach_all_groups() -> None:
         block.set_keep_unsharded_storage(True)
         block.set_reduce_scatter_max_input_buffers(2)
         block.set_separate_reduce_scatter_group()
+        block.set_allocate_memory_from_process_group_for_comm(True)
     model.set_reduce_scatter_unused_params(True)
     model.set_reshard_after_forward(False)
     first, second = model.blocks
