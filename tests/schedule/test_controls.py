@@ -273,9 +273,6 @@ def test_separate_reduce_scatter_group() -> None:
     )
 
 
-# -- HSDP: what is not reduced yet, and optimizers in backward ------------------------------------
-
-
 # -- memory ---------------------------------------------------------------------------------------
 
 
