@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -141,7 +141,8 @@ def _deliver(
     if members.may_call_hooks():
         return
     rows = [gradients[position] for position in positions]
-    waiting = members.deliver(rows, [row is not None for row in rows])
+    present = [row is not None for row in rows]
+    waiting = members.deliver(cast(list[Tensor], rows), present)  # it looks at those only
     if waiting:
         _, sums, addends = zip(*waiting, strict=True)
         part.group.runtime.kernels.add_many(sums, addends)

@@ -117,7 +117,7 @@ def _inline(
 def _replace(graph: fx.Graph, node: fx.Node, results: Sequence[fx.Node]) -> None:
     """Let what reads the items of a node read these."""
     for item in [*node.users]:
-        item.replace_all_uses_with(results[item.args[1]])
+        item.replace_all_uses_with(results[cast(int, item.args[1])])
         graph.erase_node(item)
     graph.erase_node(node)
 
@@ -176,9 +176,12 @@ _START_UNSHARD, _START_REDUCE, _END_REDUCE = (
 )
 _CHAINED = {_START_UNSHARD, _START_REDUCE, _END_REDUCE}
 _COLLECTIVES = {
-    torch.ops.fsdp2.unshard.default, torch.ops.fsdp2.reduce.default, _START_UNSHARD, _START_REDUCE
+    torch.ops.fsdp2.unshard.default,
+    torch.ops.fsdp2.reduce.default,
+    _START_UNSHARD,
+    _START_REDUCE,
 }
-_DECOMPOSED = get_decompositions([torch.ops.aten.split_with_sizes_copy])
+_DECOMPOSED: Any = get_decompositions([torch.ops.aten.split_with_sizes_copy])
 """One kernel on an accelerator, if called by itself; a compiler makes better ones of its parts."""
 
 

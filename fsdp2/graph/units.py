@@ -18,7 +18,7 @@ Anything else that is registered is used as it is: parameters that you have gath
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,19 @@ from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.facts import ModuleEntry, ShardedParam, UnitHooks
 from fsdp2.graph.operators import Exchange, unshard
 
+F = TypeVar("F", bound=Callable[..., object])
 Hooks = dict[int, Callable[..., object]]
 Kept = tuple["Gathered", int]
 """A parameter that backward gathers again: its group, and its position there."""
+
+
+def _constant(function: F) -> F:
+    """Let dynamo take what a function returns as it is.
+
+    It guards all else that it reads: a dozen facts per parameter, which each step would look at.
+    """
+    torch.compiler.assume_constant_result(function)
+    return function
 
 
 class Gathered:
@@ -216,21 +226,18 @@ class GraphUnit:
                 if index in forms:
                     value = _seen(self._params[number][index], value)
                 for owner, name in entries:
-                    owner._parameters[name] = value  # type: ignore[assignment]  # a tensor will do
+                    owner._parameters[name] = value
             self._held.append((places, found))
         if kept:
             self._save_none_of(kept)
 
-    # Dynamo guards what it reads: a dozen facts per parameter, in each step. What follows is as
-    # constant as the graph, and is not guarded.
-
-    @torch.compiler.assume_constant_result
+    @_constant
     def _other_forms(self, number: int) -> tuple[int, ...]:
         """Parameters of a group whose dims are in another order, or which are DTensors."""
         params = enumerate(self._params[number])
         return tuple(i for i, p in params if p.order is not None or p.parallel is not None)
 
-    @torch.compiler.assume_constant_result
+    @_constant
     def _paths(self, number: int) -> tuple[tuple[tuple[int, str, str], ...], ...]:
         """Where a group's parameters are registered: in which module of the unit, and below it."""
         paths = {

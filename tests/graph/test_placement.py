@@ -63,7 +63,7 @@ def _graphs(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
 
 
 def _assert_chained(graph: fx.Graph) -> None:
-    """Each collective reads what the one before it writes, so that no compiler changes the order."""
+    """Each collective reads what the one before it writes, so that compilers keep the order."""
     names = ("start_unshard", "start_reduce", "end_reduce")
     targets = [getattr(torch.ops.fsdp2, name).default for name in names]
     found = [node for node in graph.nodes if node.target in targets]
