@@ -6,7 +6,7 @@ recorded, and the memory is really gone between forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -29,22 +29,8 @@ from tests.common import tensors, workers
 from tests.common.errors import raises
 from tests.common.looped import coalescing
 
-pytestmark = [
-    pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja"),
-    pytest.mark.usefixtures("own_ranks"),
-]
-
 DIM, LAYERS = 64, 6
 UNIT = DIM * DIM * 4  # bytes of one gathered layer
-
-
-@pytest.fixture(scope="module")
-def own_ranks() -> Iterator[None]:
-    """Ranks whose device is robbed serve no other tests."""
-    device.build()
-    workers.close_pools()
-    yield
-    workers.close_pools()
 
 
 def _robbed(backend: str = group.COALESCING, shape: tuple[int, ...] = (2,)) -> DeviceMesh:

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from fsdp2.core.reduce.spec import plan_division
-from tests.common import reductions, thread_ranks
+from tests.common import thread_ranks
 from tests.common.combinations import each_once
+from tests.reduce import reductions
 
 pytestmark = pytest.mark.alone
 

@@ -34,8 +34,6 @@ from tests.common.meshes import hsdp_mesh
 from tests.common.offloading import forced_offload
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 KINDS = (RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError)
 
 

@@ -1,7 +1,7 @@
 """A program: random models and settings, planned, and run on the stand-in; one JSON line a case.
 
-    python -m tests.common.planned_memory 0 10      # cases 0 to 9
-    python -m tests.common.planned_memory train_lm  # its presets, on a CPU
+    python -m tests.planning.planned_memory 0 10      # cases 0 to 9
+    python -m tests.planning.planned_memory train_lm  # its presets, on a CPU
 
 Each line has what each collective was, its bytes, and all bytes that were allocated then, as the
 plan says and as the stand-in's allocator counts. Of `train_lm` it has what a step's peak is above
