@@ -132,9 +132,7 @@ def test_collectives_are_placed_as_the_engine_places_them(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("pack_below", [0, 1 << 40], ids=["coalesced", "packed"])
-def test_at_most_two_blocks_are_gathered(
-    monkeypatch: pytest.MonkeyPatch, pack_below: int
-) -> None:
+def test_at_most_two_blocks_are_gathered(monkeypatch: pytest.MonkeyPatch, pack_below: int) -> None:
     """Besides the root: outputs of all-gathers that are alive when one is launched."""
     alive: set[int] = set()
     peaks: list[int] = []
