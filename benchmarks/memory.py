@@ -229,7 +229,7 @@ def _whole_worker(spec: dict[str, Any]) -> harness.Handler:
         return fsdp2.fully_shard(model, mesh=mesh)
 
     def deferred() -> Any:
-        with fsdp2.deferred(mesh, {LlamaBlock}):
+        with fsdp2.wrap.deferred(mesh, {LlamaBlock}):
             return make()
 
     def load() -> Any:

@@ -31,7 +31,6 @@ from fsdp2 import (
     Levels,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    Plan,
     checkpoint,
     fully_shard,
     optim,
@@ -39,6 +38,7 @@ from fsdp2 import (
     report,
     trace,
 )
+from fsdp2.planning import Plan
 
 from . import checkpointing, data, elastic, launch, lora, parallel, reporting
 from .model import Block, Transformer, reset_parameters, token_losses

@@ -35,7 +35,7 @@ from fsdp2.tracing.paper.recording import Recorder, Recording
 from fsdp2.tracing.paper.stage import NOTED, module_of_meta, on_paper
 from fsdp2.tracing.paper.values import Following, Values
 from fsdp2.tracing.record.categories import ACTIVATIONS, GRADIENTS, MODEL
-from fsdp2.tracing.reports import GroupReport, group_reports
+from fsdp2.tracing.reports import GroupReport, report
 from fsdp2.wrap import Choice, ModuleWrapPolicy, chosen_modules
 from fsdp2.wrap.choices import Policy
 
@@ -206,8 +206,7 @@ def _rehearse(
     step.run()
     recording = recorder.stop()
     tokens = subject.tokens or _count_tokens(batch)
-    reports = tuple(group_reports(model))
-    return Rehearsal(recording, reports, parameters, tokens, tuple(units))
+    return Rehearsal(recording, report(model).groups, parameters, tokens, tuple(units))
 
 
 # ---- making it

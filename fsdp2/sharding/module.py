@@ -888,11 +888,12 @@ class FSDPModule(TorchIdentity):
                 are sent in the reduce dtype.
             differences: whether messages of parameters hold differences to the values gathered
                 last. This takes memory for all parameters of each unit, in the compute dtype, on
-                each rank, and is state of training: `fsdp2.wire_state`. Default ``False``.
+                each rank, and is state of training: `fsdp2.checkpoint.wire_state`. Default
+                ``False``.
             feedback: whether each rank adds the rounding errors of its gradient messages to its
                 next ones, so that they do not accumulate over steps (error feedback). This takes
                 memory for an unsharded gradient of each unit in bf16 on each rank, and is state of
-                training: `fsdp2.wire_state`. Default ``False``.
+                training: `fsdp2.checkpoint.wire_state`. Default ``False``.
             rotate: whether each block of 128 gradient numbers is multiplied by an orthonormal
                 matrix (random signs and a Hadamard matrix) before encoding, and its sum by the
                 inverse, so that a single large number costs its neighbors less precision. Default

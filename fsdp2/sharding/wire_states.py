@@ -116,7 +116,7 @@ def wire_state(model: nn.Module) -> WireState:
 
     Example::
 
-        state = {"model": get_model_state_dict(model), "wire": fsdp2.wire_state(model)}
+        state = {"model": get_model_state_dict(model), "wire": fsdp2.checkpoint.wire_state(model)}
         torch.distributed.checkpoint.save(state, checkpoint_id="step-100")
 
     Args:

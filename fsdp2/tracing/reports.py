@@ -1,7 +1,7 @@
 """Reports about a sharded model.
 
-model ──> group_reports ──> [GroupReport("(root)", …), GroupReport("blocks.0", …), …]
-      ──> report ──> the same as a table, with totals
+model ──> report ──> Report: printed as a table, with totals
+                     groups: GroupReport("(root)", …), GroupReport("blocks.0", …), …
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Report:
     """A sharded model as a readable table: ``print(report(model))``.
 
     Attributes:
-        groups: one row per group.
+        groups: one row per group, in the order of registration of their modules.
     """
 
     groups: tuple[GroupReport, ...]
@@ -203,7 +203,7 @@ def _alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def report(model: nn.Module) -> Report:
-    """Return the units and groups of a model as a table: print it before training.
+    """Return the units and groups of a model: print it before training.
 
     "per step" in the table is the number of bytes of the collectives per step of one micro-batch,
     counted as full tensors: the unsharded parameters, twice if they are resharded after forward,
@@ -215,19 +215,7 @@ def report(model: nn.Module) -> Report:
     Example::
 
         print(fsdp2.report(model))
-    """
-    return Report(tuple(group_reports(model)))
-
-
-def group_reports(model: nn.Module) -> list[GroupReport]:
-    """Return the groups of every sharded module in ``model``, in the order of registration.
-
-    Args:
-        model: a module that is sharded or contains sharded modules.
-
-    Example::
-
-        for group in group_reports(model):
+        for group in fsdp2.report(model).groups:
             print(group.name, group.shard_bytes, group.transport)
     """
     names: dict[ParamGroup, list[str]] = {}
@@ -245,10 +233,12 @@ def group_reports(model: nn.Module) -> list[GroupReport]:
             frees = record.unit.reshard_after_forward
             gathers[group] = 2 if (not is_root if frees is None else frees) else 1
     params = {param: name for name, param in model.named_parameters()}
-    return [
-        _report(group, ", ".join(where), params, windows[group], gathers[group])
-        for group, where in names.items()
-    ]
+    return Report(
+        tuple(
+            _report(group, ", ".join(where), params, windows[group], gathers[group])
+            for group, where in names.items()
+        )
+    )
 
 
 def _report(

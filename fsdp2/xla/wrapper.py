@@ -347,7 +347,7 @@ class XlaFullyShardedDataParallel(WrapperModule):
                 "xla-clip-groups",
                 f"clip_grad_norm_(groups={[list(group) for group in groups]}) leaves out the "
                 f"sharding group {mine}, which holds the gradients; leave groups out, or use "
-                f"fsdp2.get_total_norm and fsdp2.clip_grads_with_norm_",
+                f"fsdp2.optim.get_total_norm and fsdp2.optim.clip_grads_with_norm_",
             )
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 

@@ -238,7 +238,7 @@ def _compare(
     mesh = _mesh(device.NAME, backend, shape)
     model = _build(mesh, case, levels)
     change(model)
-    kinds = {kind for r in fsdp2.group_reports(model) for kind in r.transport.split("+")}
+    kinds = {kind for r in fsdp2.report(model).groups for kind in r.transport.split("+")}
     coded = "coded" in case  # what is not, is small, and packed
     assert ("coalesced" in kinds) is (backend == group.COALESCING and not coded)
     assert ("coded" in kinds) is coded

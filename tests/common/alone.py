@@ -232,7 +232,7 @@ def _sharded(model: Any, case: str, mesh: DeviceMesh) -> Any:
     model.set_packing_threshold(0)  # small parameters stand for large ones
     coalesces = traits_of(mesh.get_group(mesh.ndim - 1), next(model.parameters()).device).coalesces
     expected = "coalesced" if coalesces else "packed"
-    assert {report.transport for report in fsdp2.group_reports(model)} == {expected}
+    assert {report.transport for report in fsdp2.report(model).groups} == {expected}
     return model
 
 

@@ -388,7 +388,7 @@ def test_an_optimizer_made_between_forward_and_backward_is_repointed() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss.backward()
     before = [parity.full(param) for param in model.parameters()]
-    fsdp2.repoint_optimizer(optimizer)
+    fsdp2.optim.repoint_optimizer(optimizer)
     optimizer.step()
     after = [parity.full(param) for param in model.parameters()]
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import logging
+import pkgutil
 import re
 import textwrap
 import warnings
@@ -148,10 +149,7 @@ def _examples() -> Iterator[Block]:
 
 
 def _resolved(name: str) -> Any:
-    found: Any = fsdp2
-    for part in name.partition("[")[0].split(".")[1:]:
-        found = getattr(found, part)
-    return found
+    return pkgutil.resolve_name(name.partition("[")[0])
 
 
 _EXAMPLE = re.compile(r"^Example::\n((?:\n| +[^\n]*(?:\n|\Z))+)", re.MULTILINE)
@@ -164,6 +162,7 @@ for name in ("step", "plan"):
         step(model, batch)
 """
 _WRAPPED = """
+import fsdp2.fsdp1
 FSDP = fsdp2.fsdp1.FullyShardedDataParallel
 plain_model = Model()
 plain_optimizer = torch.optim.AdamW(plain_model.parameters())
@@ -173,6 +172,7 @@ step(model, batch)
 optimizer.step()
 """
 _XLA = """
+import fsdp2.xla
 model = fsdp2.xla.XlaFullyShardedDataParallel(Model())
 optimizer = torch.optim.AdamW(model.parameters())
 loss = model(batch)
@@ -214,22 +214,23 @@ class Logged(fsdp2.AllGather):
 """,
     "fsdp2.load_from_rank0": 'torch.save(Model().state_dict(), "model.pt")',
     "fsdp2.clip_grad_norm_": "loss = model(batch)",
-    "fsdp2.clip_grads_with_norm_": """
+    "fsdp2.optim.clip_grads_with_norm_": """
 step(model, batch)
 grads, stages = [param.grad for param in model.parameters() if param.grad is not None], None
 """,
-    "fsdp2.get_total_norm": "step(model, batch)",
+    "fsdp2.optim.get_total_norm": "step(model, batch)",
     "fsdp2.trace": _TRACED,
-    "fsdp2.trace.Timeline": "from fsdp2.tracing import Timeline" + _TRACED,
+    "fsdp2.tracing.Timeline": "from fsdp2.tracing import Timeline" + _TRACED,
     "fsdp2.tracing": _TRACED,
-    "fsdp2.wire_state": """
+    "fsdp2.checkpoint.wire_state": """
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 """,
-    "fsdp2.any_wrap_policy": "by_class = by_size = fsdp2.always_wrap_policy",
-    "fsdp2.lambda_auto_wrap_policy": "chosen = set()",
+    "fsdp2.wrap.any_wrap_policy": "by_class = by_size = fsdp2.wrap.always_wrap_policy",
+    "fsdp2.wrap.lambda_auto_wrap_policy": "chosen = set()",
     "fsdp2.wrap.wrap[0]": "self, Block = nn.Module(), lambda dim: nn.Linear(dim, dim)",
     "fsdp2.plan": _PLANNED,
-    "fsdp2.Plan": _PLANNED + "plan = fsdp2.plan(make_model, make_batch, units={Block}, mesh=4)",
+    "fsdp2.planning.Plan": _PLANNED
+    + "plan = fsdp2.plan(make_model, make_batch, units={Block}, mesh=4)",
     "fsdp2.xla": _XLA,
     "fsdp2.xla.XlaFullyShardedDataParallel[0]": """
 model = nn.Sequential()

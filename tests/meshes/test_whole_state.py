@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2 import checkpoint
+from fsdp2 import checkpoint, errors
 from tests.common import models, parity, workers
 from tests.common.workers import ranks
 
@@ -171,5 +171,5 @@ def test_checks_of_ranks() -> None:
         other = models.seeded(models.Nested)
         with torch.no_grad():
             next(p for p in other.parameters() if p.numel() < SMALL).normal_()
-        with pytest.raises(fsdp2.RankMismatchError):
+        with pytest.raises(errors.RankMismatchError):
             parity.shard(parity.OURS, other, shard_placement_fn=fsdp2.whole_below(SMALL))

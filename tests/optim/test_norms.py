@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fsdp2
+from fsdp2.optim import get_total_norm
 from tests.common import meshes, models, parallelisms, parity, workers
 
 pytestmark = pytest.mark.ranks
@@ -103,7 +104,7 @@ def check(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]], **arguments: Any) 
     """Clips parameters and their plain twins; compares norms and gradients."""
     sharded, plain = [s for s, _ in pairs], [p for _, p in pairs]
     p = arguments.get("norm_type", 2.0)
-    by_tensors = fsdp2.get_total_norm([p.grad for p in sharded], norm_type=p)
+    by_tensors = get_total_norm([p.grad for p in sharded], norm_type=p)
     actual = fsdp2.clip_grad_norm_(sharded, 0.5, **arguments)
     expected = torch.nn.utils.clip_grad_norm_(plain, 0.5, **arguments)
     assert expected > 0.5, "clipping had something to do"
@@ -192,7 +193,7 @@ def test_replicas_count_once() -> None:
     for norm_type in NORMS:
         pairs = [parameter(i, (5, 3), mesh, Replicate(), Shard(i % 2)) for i in range(4)]
         with parity.CountCollectives() as counter:
-            fsdp2.get_total_norm([sharded.grad for sharded, _ in pairs], norm_type)
+            get_total_norm([sharded.grad for sharded, _ in pairs], norm_type)
         assert counter.total == 1
         check(pairs, norm_type=norm_type)
 
@@ -245,11 +246,11 @@ def test_experts_on_another_mesh(foreach: bool | None) -> None:
 
     for norm_type in NORMS:
         with parity.CountCollectives() as counter:
-            fsdp2.get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
+            get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
         assert counter.total == 1
         check(build(), norm_type=norm_type, foreach=foreach)
     for norm_type in SMALLEST:
-        actual = fsdp2.get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
+        actual = get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
         expected = torch.nn.utils.get_total_norm([whole.grad for _, whole in build()], norm_type)
         parity.assert_close(actual, expected, CLOSE, f"norm {norm_type}")
     with pytest.raises(RuntimeError):
@@ -266,7 +267,7 @@ def test_experts_without_a_dense_mesh() -> None:
             parameter(1, (6, 3), sparse, Shard(0), Shard(0)),
         ]
         with parity.CountCollectives() as counter:
-            fsdp2.get_total_norm([sharded.grad for sharded, _ in pairs], norm_type)
+            get_total_norm([sharded.grad for sharded, _ in pairs], norm_type)
         assert counter.total == 2
         check(pairs, norm_type=norm_type)
 
@@ -288,7 +289,7 @@ def test_sub_meshes_of_one_mesh() -> None:
 
     for norm_type in NORMS:
         with parity.CountCollectives() as counter:
-            fsdp2.get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
+            get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
         assert counter.total == 2
         check(build(), norm_type=norm_type)
 
@@ -341,7 +342,7 @@ def test_tensor_parallel_gradients_spread_unlike_their_parameters() -> None:
             model(torch.arange(8)).sum().backward()
             assert model[0].weight.grad.placements == (Replicate(),), "as torch does"
             parity.assert_close(
-                fsdp2.get_total_norm([p.grad for p in model.parameters()]),
+                get_total_norm([p.grad for p in model.parameters()]),
                 fsdp2.clip_grad_norm_(model.parameters(), 1.0),
                 CLOSE,
             )
@@ -408,7 +409,7 @@ def test_no_gradients_at_all() -> None:
     parity.assert_equal(norm, torch.tensor(0.0), "norm")
     assert counter.total == 1
     parity.assert_equal(fsdp2.clip_grad_norm_([], 1.0), torch.tensor(0.0), "no parameters")
-    parity.assert_equal(fsdp2.get_total_norm([]), torch.tensor(0.0), "no tensors")
+    parity.assert_equal(get_total_norm([]), torch.tensor(0.0), "no tensors")
 
 
 @workers.ranks(2, extended=(4,))
@@ -519,7 +520,9 @@ def test_gathered_parameters_are_refused() -> None:
     """They have no reduced gradient: torch's would find nothing to clip and say nothing."""
     model = parity.shard(parity.OURS, models.seeded(models.MLP))
     model.unshard()
-    with pytest.raises(fsdp2.ShardingStateError, match=r"'head\.weight' is a gathered parameter"):
+    with pytest.raises(
+        fsdp2.errors.ShardingStateError, match=r"'head\.weight' is a gathered parameter"
+    ):
         fsdp2.clip_grad_norm_(model.parameters(), 1.0)
     model.reshard()
     assert fsdp2.clip_grad_norm_(model.parameters(), 1.0) == 0
@@ -533,8 +536,8 @@ def test_arguments() -> None:
         with pytest.raises(ValueError, match="norm_type"):
             fsdp2.clip_grad_norm_(sharded, 1.0, invalid)
     expected = torch.nn.utils.get_total_norm(plain.grad)
-    parity.assert_close(fsdp2.get_total_norm(sharded.grad), expected, CLOSE, "one tensor")
-    parity.assert_close(fsdp2.get_total_norm(sharded.grad, "inf"), plain.grad.abs().max(), CLOSE)
+    parity.assert_close(get_total_norm(sharded.grad), expected, CLOSE, "one tensor")
+    parity.assert_close(get_total_norm(sharded.grad, "inf"), plain.grad.abs().max(), CLOSE)
     generated = fsdp2.clip_grad_norm_((p for p in [sharded]), 1e6)
     parity.assert_close(generated, expected, CLOSE, "a generator")
     assert not generated.requires_grad
@@ -546,7 +549,7 @@ def test_pipeline_stages() -> None:
     rank = dist.get_rank()
     pairs = [parameter(i, (4, 2), None) for i in range(2)]
     mine = pairs[rank][0]
-    norm = fsdp2.get_total_norm([mine.grad])
+    norm = get_total_norm([mine.grad])
     power = norm**2
     dist.all_reduce(power)
     torch.nn.utils.clip_grads_with_norm_([mine], 0.5, power.sqrt())

@@ -390,7 +390,7 @@ def test_shards_that_get_other_memory(move: str) -> None:
         elif move == "assign":
             values = {k: v.clone() for k, v in model.state_dict().items()}
             model.load_state_dict(values, assign=True)
-            fsdp2.repoint_optimizer(optimizer)
+            fsdp2.optim.repoint_optimizer(optimizer)
         return seen + _train(model, optimizer, 2)
 
     parity.assert_equal(run(_flat), run(_plain))

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import GradientReductionHandle, ShardingStateError
+from fsdp2 import GradientReductionHandle
+from fsdp2.errors import ShardingStateError
 from tests.common import meshes, models, parity
 from tests.common.workers import ranks
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy, errors, fully_shard
 from fsdp2.core.device import collectives
 from fsdp2.core.device.backends import UNKNOWN
 from fsdp2.core.device.buffers import TransientBuffer
@@ -282,7 +282,7 @@ def test_a_wait_that_is_interrupted(kind: type[BaseException], monkeypatch: Any)
         return wait(self)
 
     monkeypatch.setattr(LateWork, "wait", interrupt)
-    with pytest.raises((kind, fsdp2.CommunicationError)):
+    with pytest.raises((kind, errors.CommunicationError)):
         model(TOKENS)
     model.reset_iter_state()
     over()

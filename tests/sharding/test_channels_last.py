@@ -125,7 +125,7 @@ def test_gathered_into_their_slots() -> None:
     """Without copies: gradients are the reduction's inputs as they are."""
     with coalescing():
         reference, model = _pair()
-    kinds = {kind for r in fsdp2.group_reports(model) for kind in r.transport.split("+")}
+    kinds = {kind for r in fsdp2.report(model).groups for kind in r.transport.split("+")}
     assert "coalesced" in kinds
     for _ in range(2):
         for each in (reference, model):

@@ -253,7 +253,7 @@ MISUSES |= {
     )(x()),
     "deep-copy": lambda: copy.deepcopy(sharded()),
     "pickle": lambda: torch.save(sharded(), io.BytesIO()),
-    "repoint-type": lambda: fsdp2.repoint_optimizer(linear()),
+    "repoint-type": lambda: fsdp2.optim.repoint_optimizer(linear()),
     "norm-of-module": lambda: fsdp2.clip_grad_norm_(sharded(), 1.0),  # type: ignore[arg-type]  # what is tested
     "norm-type": lambda: fsdp2.clip_grad_norm_(sharded().parameters(), 1.0, 0),
     "norm-plain-parameter": lambda: _clip(
@@ -764,13 +764,13 @@ def _() -> None:
     others = [rank for rank in (1, 2) if rank != dist.get_rank()]
     mesh = DeviceMesh("cpu", others)
     tensor = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
-    fsdp2.get_total_norm([tensor])
+    fsdp2.optim.get_total_norm([tensor])
 
 
 @misuse("norm-partial")
 def _() -> None:
     tensor = DTensor.from_local(torch.ones(2), null_mesh(4), [Partial()], run_check=False)
-    fsdp2.get_total_norm([tensor])
+    fsdp2.optim.get_total_norm([tensor])
 
 
 def _clip(param: torch.Tensor, grad: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import ShardingStateError, fully_shard
+from fsdp2 import errors, fully_shard
 from tests.common import models, parity
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
@@ -179,5 +179,5 @@ def test_replacing_a_parameter_after_fully_shard_is_refused() -> None:
     ids = torch.zeros(2, 3, dtype=torch.int64)
     model(ids).sum().backward()
     model.head.weight = nn.Parameter(torch.zeros(13, models.DIM))
-    with pytest.raises(ShardingStateError, match=r"'head.weight' was replaced"):
+    with pytest.raises(errors.ShardingStateError, match=r"'head.weight' was replaced"):
         model(ids)
