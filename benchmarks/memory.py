@@ -85,7 +85,7 @@ def _step_worker(spec: dict[str, Any]) -> harness.Handler:
     arguments = {} if reshard is None else {"reshard_after_forward": reshard}
     model = variants.place(model, spec["variant"], "mixed", WORLD_SIZE, device, **arguments)
     if spec["variant"] == "fsdp2":  # which parameters are small goes by their full scale
-        model.set_packing_threshold(PACK_BELOW // spec["scale"])  # type: ignore[operator]
+        model.set_tuning(pack_below=PACK_BELOW // spec["scale"])  # type: ignore[operator]
     tokens, targets = models.tokens_of(shape, 1, device)
 
     def live() -> int:

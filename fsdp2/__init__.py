@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fsdp2 import checkpoint, errors, full, optim, planning, tracing, wrap
     from fsdp2.checks.switch import debug
     from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
+    from fsdp2.core.schedule.unit import PrefetchTime
     from fsdp2.full import full_parameters, gathered, load_from_rank0
     from fsdp2.graph import graph_mode
     from fsdp2.interop import (
@@ -60,6 +61,7 @@ __all__ = [
     "Levels",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "PrefetchTime",
     "ReduceScatter",
     "ShardPlacementResult",
     "UnshardHandle",
@@ -94,6 +96,7 @@ _ROOMS = ("checkpoint", "errors", "full", "optim", "planning", "tracing", "wrap"
 _TOGETHER = {
     "sharding.api": ("fully_shard",),
     "core.custom_collectives": ("AllGather", "Comm", "ReduceScatter"),
+    "core.schedule.unit": ("PrefetchTime",),
     "interop": (
         "CPUOffloadPolicy",
         "DataParallelMeshDims",

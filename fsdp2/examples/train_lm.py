@@ -228,7 +228,7 @@ def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Tra
     _shard(model, own, options, device)
     _send_in(model, options.wire)
     if options.levels:
-        cast(FSDPModule, model).set_keep_rows(True)  # also where a group is one rank
+        cast(FSDPModule, model).set_tuning(keep_rows=True)  # also where a group is one rank
     return model
 
 

@@ -60,7 +60,7 @@ class Settings:
         kept: names of units that stay unsharded from forward to backward in any case.
         reshard_after_backward: ``False``: gathered once per step, and not resharded after forward
             either.
-        window: units that are prefetched (`FSDPModule.set_prefetch_window`).
+        window: units that are prefetched (`FSDPModule.set_tuning`).
         checkpointing: whether units are recomputed in backward; a number n: every n-th.
         precision: mixed precision of all units; ``None``: none.
         offload: whether shards and optimizer are in CPU memory.
@@ -278,7 +278,7 @@ def _set_flags(model: nn.Module, settings: Settings) -> None:
     if not settings.reshard_after_backward:
         model.set_reshard_after_backward(False)
     if settings.window != 1:
-        model.set_prefetch_window(settings.window)
+        model.set_tuning(prefetch_window=settings.window)
 
 
 def _checkpoint(choices: Sequence[Choice], which: bool | int) -> None:

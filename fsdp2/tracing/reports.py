@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fsdp2.core.facts import CODED as GATHERS
 from fsdp2.core.facts import (
     COLLECTIVE_ALIGN_BYTES,
+    MixedPrecisionPolicy,
     ParamGroup,
     Segment,
     Slot,
@@ -54,7 +55,11 @@ class GroupReport:
         dims: shard dims of the parameters that are not sharded only on dim 0, by their name in the
             model; ``shard_placement_fn`` chose them, or dim 0 would have padded too much.
         window: how many units are prefetched while one computes; one number for all units below a
-            root (`FSDPModule.set_prefetch_window`).
+            root (`FSDPModule.set_tuning`).
+        mp_policy: the mixed-precision policy that was passed to `fully_shard`.
+        reshard_after_forward: whether forward reshards the parameters at its end: a bool, or the
+            number of ranks to whose groups it reshards them. The default is ``False`` for the root:
+            before the first forward, for ``model`` itself.
         gathers: all-gathers per step of one micro-batch: 2 if parameters are resharded after
             forward, otherwise 1; also 1 if all rows are kept and backward reuses them; 0 on one
             rank.
@@ -95,6 +100,8 @@ class GroupReport:
     transport: str
     dims: Mapping[str, tuple[int, ...]]
     window: int
+    mp_policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | int
     gathers: int = 0
     gathered_bytes: int = 0
     reduced_bytes: int = 0
@@ -220,7 +227,7 @@ def report(model: nn.Module) -> Report:
     """
     names: dict[ParamGroup, list[str]] = {}
     windows: dict[ParamGroup, int] = {}
-    gathers: dict[ParamGroup, int] = {}
+    freed: dict[ParamGroup, bool | int] = {}
     for name, module in model.named_modules():
         record = record_of(module)
         if record is None:
@@ -231,19 +238,26 @@ def report(model: nn.Module) -> Report:
             windows[group] = window_of(units)
             is_root = not name if record.scheduler is None else record.unit.is_root
             frees = record.unit.reshard_after_forward
-            gathers[group] = 2 if (not is_root if frees is None else frees) else 1
+            freed[group] = not is_root if frees is None else frees
+            if freed[group] and group.smaller_group is not None:
+                freed[group] = group.smaller_group.collectives.size
     params = {param: name for name, param in model.named_parameters()}
     return Report(
         tuple(
-            _report(group, ", ".join(where), params, windows[group], gathers[group])
+            _report(group, ", ".join(where), params, windows[group], freed[group])
             for group, where in names.items()
         )
     )
 
 
 def _report(
-    group: ParamGroup, name: str, params: Mapping[nn.Parameter, str], window: int, gathers: int
+    group: ParamGroup,
+    name: str,
+    params: Mapping[nn.Parameter, str],
+    window: int,
+    reshards: bool | int,
 ) -> GroupReport:
+    gathers = 2 if reshards else 1
     layout, masters = group.layout, group.shard_layout
     assert layout is not None
     assert masters is not None
@@ -283,6 +297,8 @@ def _report(
             if param.cut.dims != (0,)
         },
         window=window,
+        mp_policy=group.options.precision,
+        reshard_after_forward=reshards,
         gathers=(1 if reused == gathered else gathers) if sharded else 0,
         gathered_bytes=gathered if sharded else 0,
         reduced_bytes=_reduced(group, trained) if sharded or group.replicas is not None else 0,

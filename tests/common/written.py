@@ -213,7 +213,7 @@ PLACES = (
     ("model.reshard()", ""),
     ("for unit in units:\n    unit.unshard()", ""),
     ("for unit in units:\n    unit.reshard()", ""),
-    ("model.set_keep_rows({b})", ""),
+    ("model.set_tuning(keep_rows={b})", ""),
     ("model.set_reshard_after_forward(False)", ""),
     ("model.set_reshard_after_forward(True)", ""),
     ("model.set_reshard_after_backward({b}, recurse=True)", ""),

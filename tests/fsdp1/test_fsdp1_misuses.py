@@ -208,7 +208,7 @@ def _() -> None:
 
 @misuse("backward-prefetch")
 def _() -> None:
-    fsdp2.fully_shard(linear()).set_backward_prefetch("late")  # type: ignore[attr-defined]
+    fsdp2.fully_shard(linear()).set_tuning(backward_prefetch="late")  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("entry", MISUSES)
@@ -234,7 +234,7 @@ def test_objects_of_torchs_are_taken(group: None) -> None:
     )
     assert model.sharding_strategy == torchs.ShardingStrategy.SHARD_GRAD_OP
     assert model.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-    assert model.get_mp_policy().reduce_dtype == torch.bfloat16
+    assert fsdp2.report(model).groups[0].mp_policy.reduce_dtype == torch.bfloat16
     assert model.cpu_offload.offload_params
     strategies = {torchs.ShardingStrategy.NO_SHARD: 1}
     assert strategies[ShardingStrategy.NO_SHARD] == 1  # type: ignore[index]

@@ -167,7 +167,7 @@ def test_collectives_are_as_many_and_as_large_as_with_hooks(calls: CallLog) -> N
     found = []
     for mode in ("hooks", "eager", "compiled"):
         model = run = _sharded()
-        model.set_packing_threshold(1 << 40)  # bytes: as over gloo, which sends no lists
+        model.set_tuning(pack_below=1 << 40)  # bytes: as over gloo, which sends no lists
         if mode != "hooks":
             fsdp2.graph_mode(model)
         with compiling.fresh_dynamo():
@@ -251,7 +251,7 @@ def test_a_graph_of_another_layout_is_not_used() -> None:
     run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
     with compiling.fresh_dynamo():
         run(inputs).sum().backward()
-        model.set_packing_threshold(0)
+        model.set_tuning(pack_below=0)
         with raises("graph-mode-changed"):
             run(inputs)
         fsdp2.graph_mode(model)

@@ -206,7 +206,6 @@ model.blocks = nn.ModuleList([fully_shard(nn.Linear(4, 4))])
     "fsdp2.FSDPMeshInfo": """
 mesh = init_device_mesh("cuda", (32,), mesh_dim_names=("expert_shard",))
 """,
-    "fsdp2.FSDPModule.set_keep_rows": "model = Model(); block = model.blocks[0]",
     "fsdp2.FSDPModule.set_custom_all_gather": """
 class Logged(fsdp2.AllGather):
     def allocate(self, size, *, dtype, device): ...
@@ -264,7 +263,7 @@ def test_the_example_of_a_docstring_runs(
     given = GIVEN[max(before, key=len)] if before else ""
     room = _resolved(".".join(name.split(".")[:2]))
     known = {**vars(fsdp2), **(vars(room) if inspect.ismodule(room) else {})}
-    many = name.startswith(("fsdp2.FSDPMeshInfo", "fsdp2.FSDPModule.set_keep_rows"))
+    many = name.startswith("fsdp2.FSDPMeshInfo")
     with warnings.catch_warnings(), guide_setting.process_group(32 if many else 1):
         warnings.simplefilter("ignore")
         names = {**known, **guide_setting.names(sharded=not SHARDS.search(code))}

@@ -195,7 +195,8 @@ def test_a_policy_from_before_is_taken_after(mesh: DeviceMesh) -> None:
         model = torchs.fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
     finally:
         fsdp2.uninstall()
-    assert model.get_mp_policy() == fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    found = fsdp2.report(model).groups[0].mp_policy
+    assert found == fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     assert model(torch.ones(2, 4)).dtype == torch.bfloat16
 
 

@@ -190,7 +190,7 @@ def test_training(arguments: dict[str, Any]) -> None:
 def test_accumulation_unused_parameters_and_kept_gradients() -> None:
     model = build()
     model.set_reduce_scatter_unused_params(True)
-    model.set_keep_gradient_storage(True)
+    model.set_tuning(keep_gradients=True)
     for number in range(6):
         model.set_requires_gradient_sync(number % 3 == 2)
         step(model)

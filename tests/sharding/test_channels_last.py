@@ -102,7 +102,7 @@ def test_gradients_in_other_ways(kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s")) if kind == "hsdp" else None
     reference, model = _pair(mesh=mesh)
     if kind == "kept":
-        model.set_keep_gradient_storage(True)
+        model.set_tuning(keep_gradients=True)
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     ours: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if kind == "flat":
