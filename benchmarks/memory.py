@@ -43,7 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import fsdp2
+import fsdp2.planning
 from benchmarks import harness, models, variants
 from fsdp2.core.config import PACK_BELOW
 from fsdp2.planning import presets

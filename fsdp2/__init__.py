@@ -12,14 +12,14 @@ The import itself loads nothing, not even torch, so that ``fsdp2 --help`` is the
 first use of `fully_shard`, or of another name in the table `_TOGETHER`, loads all of them. Each
 other public name loads its module when it is first used (PEP 562), by the table `_LATER`. Type
 checkers and editors do not run that: they read the imports under ``TYPE_CHECKING``, which
-tests/house/test_imports.py compares with the tables. `fsdp2.elastic`, `fsdp2.fsdp1` and
-`fsdp2.xla` are imported by name.
+tests/house/test_imports.py compares with the tables. Rooms that are no attributes, as
+`fsdp2.planning`, `fsdp2.elastic`, `fsdp2.fsdp1` and `fsdp2.xla`, are imported by name.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fsdp2 import checkpoint, errors, full, optim, planning, tracing, wrap
+    from fsdp2 import checkpoint, errors, full, optim, tracing, wrap
     from fsdp2.checks.switch import debug
     from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
     from fsdp2.core.schedule.unit import PrefetchTime
@@ -78,7 +78,6 @@ __all__ = [
     "load_from_rank0",
     "optim",
     "plan",
-    "planning",
     "register_fsdp_forward_method",
     "report",
     "shard_model",
@@ -90,7 +89,7 @@ __all__ = [
     "wrap",
 ]
 
-_ROOMS = ("checkpoint", "errors", "full", "optim", "planning", "tracing", "wrap")
+_ROOMS = ("checkpoint", "errors", "full", "optim", "tracing", "wrap")
 """Modules that are attributes of this one without an import, and load when they are first used."""
 
 _TOGETHER = {

@@ -40,7 +40,7 @@ from fsdp2.checkpoint.retention import Keep, best_step
 from fsdp2.checkpoint.saving import Saving, async_save, save
 from fsdp2.checkpoint.snapshots import Snapshot, snapshot
 from fsdp2.checkpoint.state import Differences
-from fsdp2.sharding.wire_states import WireState, wire_state
+from fsdp2.sharding.wire_states import WireState
 
 __all__ = [
     "Converted",
@@ -66,5 +66,4 @@ __all__ = [
     "steps",
     "unfinished",
     "verify",
-    "wire_state",
 ]

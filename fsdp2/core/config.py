@@ -121,7 +121,12 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """No offload: shards, gradients and optimizer states stay on the mesh's device."""
+    """No offload: shards, gradients and optimizer states stay on the mesh's device.
+
+    Example::
+
+        fully_shard(block, offload_policy=OffloadPolicy())  # as without the argument
+    """
 
 
 @dataclass(frozen=True)

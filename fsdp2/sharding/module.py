@@ -85,7 +85,13 @@ def _drop_gradients(module: nn.Module) -> None:
 
 @uncompiled_methods
 class UnshardHandle:
-    """The handle that ``unshard(async_op=True)`` returns."""
+    """The handle that ``unshard(async_op=True)`` returns.
+
+    Example::
+
+        handle: fsdp2.UnshardHandle = model.blocks[0].unshard(async_op=True)
+        handle.wait()  # after other work
+    """
 
     def __init__(self, scheduler: Scheduler, unit: Unit) -> None:
         self._scheduler = scheduler
@@ -101,7 +107,15 @@ class UnshardHandle:
 
 @uncompiled_methods
 class GradientReductionHandle:
-    """The handle that ``finalize_backward(async_op=True)`` returns."""
+    """The handle that ``finalize_backward(async_op=True)`` returns.
+
+    Example::
+
+        model.set_manual_backward_finalization(True)
+        model(batch).sum().backward()
+        handle: fsdp2.GradientReductionHandle = model.finalize_backward(async_op=True)
+        handle.wait()  # before the optimizer
+    """
 
     def __init__(self, scheduler: Scheduler | None) -> None:
         self._scheduler = scheduler
@@ -138,6 +152,10 @@ class FSDPModule(TorchIdentity):
     Original]``. It is a subclass of ``torch.distributed.fsdp.FSDPModule``, so that clients of that
     class recognize it, but inherits no behavior. Methods with ``recurse`` also apply to the units
     below.
+
+    Example::
+
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     """
 
     _fsdp2_original: type
@@ -191,6 +209,14 @@ class FSDPModule(TorchIdentity):
 
         Raises:
             RuntimeError: called on a module that is not the root.
+
+        Example::
+
+            try:
+                model(batch).sum().backward()
+            except torch.OutOfMemoryError:
+                model.reset_iter_state()
+                optimizer.zero_grad()
         """
         record = require_record(self)
         if record.scheduler is not None:
@@ -386,6 +412,10 @@ class FSDPModule(TorchIdentity):
                 parameters, as for an embedding. The backward of a linear layer does read them;
                 autograd then raises that a variable "has been modified". The initial value is
                 ``True``.
+
+        Example::
+
+            fully_shard(model.embed).set_unshard_in_backward(False)
         """
         require_record(self).unit.unshard_in_backward = bool(unshard_in_backward)
 
@@ -400,6 +430,12 @@ class FSDPModule(TorchIdentity):
 
         Args:
             event: recorded after the optimizer's step.
+
+        Example::
+
+            with torch.cuda.stream(stream):
+                optimizer.step()
+            model.set_post_optim_event(stream.record_event())
         """
         _scheduler(self).post_optim_event = event
 
@@ -472,6 +508,11 @@ class FSDPModule(TorchIdentity):
         Raises:
             TypeError: it is not a list of modules.
             ValueError: one of the modules is not sharded.
+
+        Example::
+
+            for i, block in enumerate(model.blocks):
+                block.set_modules_to_backward_prefetch(model.blocks[max(i - 2, 0) : i][::-1])
         """
         require_record(self).unit.backward_prefetch = _checked_targets(modules)
 
@@ -488,6 +529,10 @@ class FSDPModule(TorchIdentity):
 
         Raises:
             ValueError: it is not a positive number.
+
+        Example::
+
+            model.set_gradient_divide_factor(1.0)  # sums over ranks
         """
         if factor is None:
             self._change(divide_factor=None)
@@ -502,7 +547,12 @@ class FSDPModule(TorchIdentity):
         self._change(divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """The older name of `set_gradient_divide_factor`.
+
+        Example::
+
+            model.set_reduce_scatter_divide_factor(1.0)
+        """
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -513,6 +563,10 @@ class FSDPModule(TorchIdentity):
         Args:
             enable: ``True`` keeps averages out of collectives. With `set_symm_mem_for_comm`,
                 reduce-scatters then also use symmetric memory. The initial value is ``False``.
+
+        Example::
+
+            model.set_force_sum_reduction_for_comms(True)
         """
         self._change(sum_only=bool(enable))
 
@@ -574,6 +628,10 @@ class FSDPModule(TorchIdentity):
         Raises:
             TypeError: ``hook`` cannot be called.
             ValueError: the unit has parameters on several meshes, or replicas and a stream.
+
+        Example::
+
+            model.set_all_reduce_hook(lambda reduced: dist.all_reduce(reduced, group=more_replicas))
         """
         if hook is not None and not callable(hook):
             raise coded(
@@ -637,6 +695,10 @@ class FSDPModule(TorchIdentity):
         Raises:
             TypeError: ``comm`` has no ``allocate`` or cannot be called.
             ValueError: the unit has parameters on several meshes.
+
+        Example::
+
+            model.set_custom_reduce_scatter(Logged())  # of the example of fsdp2.ReduceScatter
         """
         method = "set_custom_reduce_scatter"
         self._one_group(method)
@@ -655,6 +717,10 @@ class FSDPModule(TorchIdentity):
             enable: ``True`` (default) creates the group. ``False`` returns to the group of
                 all-gathers.
             recurse: whether the call applies to units below. Default ``True``.
+
+        Example::
+
+            model.set_separate_reduce_scatter_group()
         """
         made: dict[ProcessGroup, Collectives] = {}
         for group in self._groups(recurse):
@@ -685,6 +751,10 @@ class FSDPModule(TorchIdentity):
         Raises:
             TypeError: it is not an int.
             ValueError: it is below 1.
+
+        Example::
+
+            model.set_reduce_scatter_max_input_buffers(2)
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise coded(
@@ -756,12 +826,12 @@ class FSDPModule(TorchIdentity):
                 are sent in the reduce dtype.
             differences: whether messages of parameters hold differences to the values gathered
                 last. This takes memory for all parameters of each unit, in the compute dtype, on
-                each rank, and is state of training: `fsdp2.checkpoint.wire_state`. Default
+                each rank, and is state of training: `fsdp2.checkpoint.WireState`. Default
                 ``False``.
             feedback: whether each rank adds the rounding errors of its gradient messages to its
                 next ones, so that they do not accumulate over steps (error feedback). This takes
                 memory for an unsharded gradient of each unit in bf16 on each rank, and is state of
-                training: `fsdp2.checkpoint.wire_state`. Default ``False``.
+                training: `fsdp2.checkpoint.WireState`. Default ``False``.
             rotate: whether each block of 128 gradient numbers is multiplied by an orthonormal
                 matrix (random signs and a Hadamard matrix) before encoding, and its sum by the
                 inverse, so that a single large number costs its neighbors less precision. Default
@@ -930,6 +1000,10 @@ class FSDPModule(TorchIdentity):
 
         Raises:
             ValueError: the unit has custom collectives, or collectives in symmetric memory.
+
+        Example::
+
+            model.set_allocate_memory_from_process_group_for_comm(True)
         """
         self._check_memory("set_allocate_memory_from_process_group_for_comm", GroupMemory, enable)
         unit = require_record(self).unit
@@ -950,6 +1024,10 @@ class FSDPModule(TorchIdentity):
         Raises:
             ValueError: ``backend`` is another one, the process group has another one, or the unit
                 has custom collectives or collectives in memory of the process group.
+
+        Example::
+
+            model.set_symm_mem_for_comm()
         """
         method = "set_symm_mem_for_comm"
         if backend != "NCCL":
@@ -1090,6 +1168,10 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
     Raises:
         ValueError: one of them is not sharded.
+
+    Example::
+
+        fsdp2.share_comm_ctx(list(model.blocks))
     """
     for module in modules:
         if not isinstance(module, FSDPModule):

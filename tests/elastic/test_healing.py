@@ -279,7 +279,7 @@ def test_what_messages_have_left_out(ranks: Callable[..., Rank]) -> None:
 
 
 def residuals(rank: Rank) -> list[DTensor]:
-    state = fsdp2.checkpoint.wire_state(rank.model).state_dict()
+    state = fsdp2.checkpoint.WireState(rank.model).state_dict()
     found = [value for name, value in state.items() if name.startswith("residuals.")]
     assert found
     return found

@@ -206,6 +206,12 @@ model.blocks = nn.ModuleList([fully_shard(nn.Linear(4, 4))])
     "fsdp2.FSDPMeshInfo": """
 mesh = init_device_mesh("cuda", (32,), mesh_dim_names=("expert_shard",))
 """,
+    "fsdp2.FSDPModule.set_all_reduce_hook": "more_replicas = None",
+    "fsdp2.FSDPModule.set_custom_reduce_scatter": """
+class Logged(fsdp2.ReduceScatter):
+    def allocate(self, size, *, dtype, device): ...
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False): ...
+""",
     "fsdp2.FSDPModule.set_custom_all_gather": """
 class Logged(fsdp2.AllGather):
     def allocate(self, size, *, dtype, device): ...
@@ -221,7 +227,7 @@ grads, stages = [param.grad for param in model.parameters() if param.grad is not
     "fsdp2.trace": _TRACED,
     "fsdp2.tracing.Timeline": "from fsdp2.tracing import Timeline" + _TRACED,
     "fsdp2.tracing": _TRACED,
-    "fsdp2.checkpoint.wire_state": """
+    "fsdp2.checkpoint.WireState": """
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 """,
     "fsdp2.wrap.any_wrap_policy": "by_class = by_size = fsdp2.wrap.always_wrap_policy",
@@ -242,6 +248,8 @@ model, full = Model(), Model().state_dict()
 """What runs before an example: of its name, or of the longest beginning of it that is here."""
 
 NOT_RUN = {
+    "fsdp2.FSDPModule.set_post_optim_event[0]": "it needs a stream of a GPU",
+    "fsdp2.FSDPModule.set_symm_mem_for_comm[0]": "it needs NCCL",
     "fsdp2.checkpoint.load[0]": "it loads a step of a model with other names",
     "fsdp2.checkpoint.load_pretrained[0]": "it loads weights of Llama",
     "fsdp2.DataParallelMeshDims[0]": "its model must be DTensors on the mesh",
@@ -269,6 +277,14 @@ def test_the_example_of_a_docstring_runs(
         names = {**known, **guide_setting.names(sharded=not SHARDS.search(code))}
         exec(compile(given, f"given to {name}", "exec"), names)
         exec(compile(code, name, "exec"), names)
+
+
+def test_each_public_name_and_method_has_an_example() -> None:
+    runs = [block for blocks in PAGES.values() for block in blocks if block.runs]
+    code = "\n".join(block.code for block in (*runs, *EXAMPLES.values()))
+    methods = [rf"\.{name}\(" for name in vars(fsdp2.FSDPModule) if name[0] != "_"]
+    names = [rf"\b{name}\b" for name in fsdp2.__all__]
+    assert [name for name in (*names, *methods) if not re.search(name, code)] == []
 
 
 def test_what_does_not_run_is_there() -> None:

@@ -25,7 +25,7 @@ HOMES = {**fsdp2._HOMES, **dict.fromkeys(fsdp2._ROOMS, "")}
 LOADED = {"checks", "core", "interop", "sharding"}
 """The modules and rooms of fsdp2 that `fully_shard` needs."""
 
-BY_NAME = {"command", "elastic", "examples", "fsdp1", "run", "testing", "xla"}
+BY_NAME = {"command", "elastic", "examples", "fsdp1", "planning", "run", "testing", "xla"}
 """Rooms that only those import who want them."""
 
 LEFT_OUT = ("checks.agreement", "checks.groups", "checks.switch", "run.installing")

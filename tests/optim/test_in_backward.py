@@ -140,7 +140,7 @@ def test_groups_schedules_and_accumulation() -> None:
         biases = [p for name, p in model.layers.named_parameters() if name.endswith("bias")]
         weights = [p for name, p in model.layers.named_parameters() if name.endswith("weight")]
         groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
-        optimizer = make(model, params=groups)
+        optimizer = make(groups)
         optimizer.add_param_group({"params": model.head.parameters(), "lr": 0.5})
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         for batch in mlp_batches():

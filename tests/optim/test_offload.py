@@ -1,4 +1,4 @@
-"""`FlatOptimizer(offload="cpu")`: the steps of the plain optimizer, whenever gradients leave.
+"""`FlatOptimizer(offload=True)`: the steps of the plain optimizer, whenever gradients leave.
 
 Shards in CPU memory are taken for shards on a device here, so that they travel from CPU memory to
 other CPU memory; streams and their order are those of tests/accelerator/test_offloaded_states.py.
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.ranks
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "foreach": True}
 MODES: dict[str, dict[str, Any]] = {
-    "whole": {"offload": "cpu"},
-    "steps": {"offload": "cpu", "step_in_backward": True},
+    "whole": {"offload": True},
+    "steps": {"offload": True, "step_in_backward": True},
 }
 CLIPPED = ["whole"]
 PLAIN: dict[str, Any] = {}
@@ -46,8 +46,8 @@ def apart() -> Iterator[None]:
         yield
 
 
-def flat(model: nn.Module, **options: Any) -> FlatOptimizer:
-    return FlatOptimizer(model, torch.optim.AdamW, **{**OPTIONS, **options})
+def flat(params: Any, **options: Any) -> FlatOptimizer:
+    return FlatOptimizer(params, torch.optim.AdamW, **{**OPTIONS, **options})
 
 
 def states(optimizer: torch.optim.Optimizer) -> Any:
@@ -225,7 +225,7 @@ def test_groups_schedules_and_micro_batches(mode: str) -> None:
             biases = [param for name, param in named.items() if name.endswith("bias")]
             weights = [param for name, param in named.items() if name.endswith("weight")]
             groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
-            optimizer = flat(model, params=groups, **options)
+            optimizer = flat(groups, **options)
             optimizer.add_param_group({"params": model.head.parameters(), "lr": 0.5})
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
             for batch in mlp_batches():

@@ -281,12 +281,7 @@ MISUSES |= {
     "symmetric-backend": lambda: sharded().set_symm_mem_for_comm("NVSHMEM"),
     "symmetric-needs-nccl": lambda: sharded().set_symm_mem_for_comm(),
     "torchs-state": lambda: sharded()._get_fsdp_state()._reset_iter_state(),
-    "flat-optimizer-offload": lambda: fsdp2.optim.FlatOptimizer(
-        sharded(),
-        torch.optim.AdamW,
-        offload="disk",  # type: ignore[arg-type]  # what is tested
-    ),
-    "flat-optimizer-params": lambda: fsdp2.optim.FlatOptimizer(sharded(), torch.optim.AdamW, 1e-3),  # type: ignore[arg-type]
+    "flat-optimizer-params": lambda: fsdp2.optim.FlatOptimizer(torch.optim.AdamW, sharded()),  # type: ignore[arg-type]
 }
 """What must raise."""
 
@@ -875,25 +870,11 @@ def _() -> None:
         sharded().set_something_new(True)
 
 
-def _not_the_model(first: Callable[[nn.Module], Any]) -> None:
-    with errors.raises("flat-optimizer-model"):
-        fsdp2.optim.FlatOptimizer(first(sharded()), torch.optim.AdamW, lr=0.1)
-
-
-@misuse("flat-optimizer-model")
-def _() -> None:
-    model = sharded()
-    _not_the_model(lambda model: list(model.parameters()))
-    _not_the_model(lambda model: [{"params": model.parameters(), "lr": 0.2}])
-    _not_the_model(lambda model: torch.optim.AdamW)
-    fsdp2.optim.FlatOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)  # type: ignore[arg-type]
-
-
 @misuse("flat-optimizer-class")
 def _() -> None:
     model = sharded()
     with errors.raises("flat-optimizer-class"):
-        fsdp2.optim.FlatOptimizer(model, model.parameters(), torch.optim.AdamW)  # type: ignore[arg-type]
+        fsdp2.optim.FlatOptimizer(model, model.parameters())  # type: ignore[arg-type]
     with errors.raises("flat-optimizer-class"):
         fsdp2.optim.FlatOptimizer(model, "AdamW")  # type: ignore[arg-type]
     fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
