@@ -135,7 +135,7 @@ for i, block in enumerate(model.blocks):
     block.experts.set_gradient_divide_factor(ranks)  # as many ranks as have sent tokens
     model.blocks[i] = fsdp2.fully_shard(checkpoint_wrapper(block), mesh=data_mesh, mp_policy=policy)
 fsdp2.fully_shard(model, mesh=data_mesh, mp_policy=policy)
-model.set_prefetch_window(2)  # experts are large, and attention before them is short
+model.set_tuning(prefetch_window=2)  # experts are large, and attention before them is short
 model.to_empty(device=kind)
 torch.manual_seed(0)  # the same weights on every number of ranks
 for module in model.modules():

@@ -14,7 +14,7 @@ more name adds it here, so that this page shows what a change of the engine may 
 
 from __future__ import annotations
 
-from fsdp2.core.config import CPUOffloadPolicy, Wire
+from fsdp2.core.config import CPUOffloadPolicy, MixedPrecisionPolicy, Wire
 from fsdp2.core.custom_collectives import ReduceScatter
 from fsdp2.core.device.backends import Traits, know
 from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer, all_buffers, separate
@@ -119,6 +119,7 @@ from fsdp2.core.schedule.unit import (
     BACKWARD,
     FORWARD,
     Phase,
+    PrefetchTime,
     Unit,
     all_groups,
     all_units,

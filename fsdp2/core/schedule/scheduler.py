@@ -273,7 +273,7 @@ class Scheduler:
                     f"the forward of '{root.title}' was called while a CUDA graph is recorded, "
                     f"but the memory of '{group.name}' moves between steps; call "
                     f"set_keep_unsharded_storage(True) and, for a backward, "
-                    f"set_keep_gradient_storage(True) on the root, and run some steps before you "
+                    f"set_tuning(keep_gradients=True) on the root, and run some steps before you "
                     f"record",
                 )
 

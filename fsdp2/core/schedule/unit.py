@@ -48,7 +48,12 @@ class Phase(Enum):
 
 
 class PrefetchTime(Enum):
-    """When a unit's backward prefetches the next unit."""
+    """When a unit's backward prefetches the next unit: see `FSDPModule.set_tuning`.
+
+    Example::
+
+        model.set_tuning(backward_prefetch=PrefetchTime.NEVER)  # gather each unit when it is needed
+    """
 
     BEFORE = "before"
     AFTER = "after"
