@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fsdp2 import checkpoint, elastic, optim, xla
-    from fsdp2.checks.groups import DebugSettings
-    from fsdp2.checks.switch import debug
+    from fsdp2.checks.groups import DebugSettings, debug
     from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
     from fsdp2.core.errors import (
         CheckpointError,
@@ -176,8 +175,7 @@ So a compiled function that reads another of them after `fully_shard` finds an o
 """
 
 _LATER = {
-    "checks.groups": ("DebugSettings",),
-    "checks.switch": ("debug",),
+    "checks.groups": ("DebugSettings", "debug"),
     "full": ("full_parameters", "gathered", "load_from_rank0", "sync_module_states"),
     "graph": ("graph_mode",),
     "run.installing": ("install", "uninstall"),

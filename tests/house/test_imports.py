@@ -25,7 +25,7 @@ HOMES = {**fsdp2._HOMES, **dict.fromkeys(fsdp2._ROOMS, "")}
 LOADED = {"checks", "core", "interop", "sharding"}
 """The modules and rooms of fsdp2 that `fully_shard` needs."""
 
-LEFT_OUT = ("checks.agreement", "checks.groups", "checks.switch", "run.installing")
+LEFT_OUT = ("checks.agreement", "checks.groups", "run.installing")
 LEFT_OUT += ("interop.wrapped", "sharding.wire", "sharding.wire_states")
 """Modules of those rooms that it does not need."""
 

@@ -92,7 +92,7 @@ NAMED_TWICE = {
     ),
     "Contents": "of a group, as checksums; of a checkpoint",
     "Reader": "DCP's of a step; of a safetensors file",
-    **dict.fromkeys(("Memory", "UnitTimes"), "of a plan; of a timeline"),
+    "Memory": "of a plan; of a timeline",
     "Operators": "noted on paper, counted in tests",
     "Call": "of a unit; of a process group of notes; of a simulated step",
 }

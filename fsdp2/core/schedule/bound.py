@@ -312,7 +312,6 @@ class Bound:
         )
         if self.extension is not None:
             # Changed in place, because its first gather has made parameters that autograd may hold.
-            self.extension.run_on(group.collectives, group.runtime.kernels)
             self.extension.comm = group.options.all_gather
             self.parts.append((self.extension.operations(), None))
         found = combined(gather for gather, _ in self.parts)

@@ -330,10 +330,8 @@ class ParamGroup(GroupFacts):
         self.runtime = dataclasses.replace(self.runtime, replicas=replicas)
         self._reduce_anew()
 
-    def run_on(self, runtime: Runtime, reducers: Collectives) -> None:
-        """Run on other objects for the same ranks, such as a trace's; gather with them next."""
-        self._run_on(runtime)
-        self.reducers = reducers
+    def bind_launches(self) -> None:
+        """Bind collectives and copies again, such as those that a trace has let report."""
         self._reroute()
         self._reduce_anew()
 

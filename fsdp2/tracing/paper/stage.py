@@ -10,7 +10,7 @@ there is one class for each kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -32,6 +32,7 @@ from fsdp2.core.facts import (
     local_of,
     rehearsing,
 )
+from fsdp2.tracing.paper.devices import replaced
 from fsdp2.tracing.paper.null_group import NullGroup, NullWork, null_world
 from fsdp2.tracing.paper.recording import Recorder
 from fsdp2.tracing.record.categories import GRADIENTS
@@ -268,17 +269,9 @@ class _Module:
     set_device = staticmethod(lambda device: None)
 
 
-@contextmanager
-def module_of_meta() -> Iterator[None]:
+def module_of_meta() -> AbstractContextManager[None]:
     """Let there be a ``torch.meta`` inside: DTensor of torch 2.15 asks it for its devices."""
-    present = hasattr(torch, "meta")
-    if not present:
-        setattr(torch, "meta", _Module)  # noqa: B010  # mypy knows torch
-    try:
-        yield
-    finally:
-        if not present:
-            delattr(torch, "meta")
+    return nullcontext() if hasattr(torch, "meta") else replaced(torch, meta=_Module)
 
 
 @contextmanager
