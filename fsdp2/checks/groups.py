@@ -30,6 +30,7 @@ from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.channels import StoreBoard, default_store
 from fsdp2.core.device.collectives import Collectives, ReduceKind
 from fsdp2.core.device.fingerprint import checksum
+from fsdp2.core.device.one_off import largest_over
 from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.errors import (
@@ -129,8 +130,8 @@ def debug(
     ranks that take part in it. With ``check_ranks``, each step costs about five requests to the
     store, some tenths of a millisecond, and the host waits for the slowest rank. With
     ``check_nan``, each reduction costs a small all-gather for which the host waits. With
-    ``check_writes``, each all-gather and each free reads all parameters, and costs such an
-    all-gather; a lost write raises `ShardingStateError`.
+    ``check_writes``, each all-gather and each free reads all parameters, and costs a small
+    all-reduce; a lost write raises `ShardingStateError`.
 
     Example::
 
@@ -390,13 +391,12 @@ def _refuse_written(group: ParamGroup, stays: bool = False) -> None:
     now = _note_contents(group)
     sharded = map(operator.ne, before.shards, now.shards) if stays else ()
     written = [*map(operator.ne, before.registered, now.registered), *sharded]
-    own = list(map(int, written))
-    everyones = group.collectives.exchange(own) if group.collectives.size > 1 else [own]
+    shared = [group.collectives] if group.collectives.size > 1 else []
     names = [param.name for param in _compared_params(group)]
-    for index, by_rank in enumerate(zip(*everyones, strict=True)):
-        if any(by_rank) and index < len(names):
+    for index, found in enumerate(largest_over(shared, list(map(int, written)))):
+        if found and index < len(names):
             refuse_written(names[index])
-        if any(by_rank):
+        if found:
             raise coded(
                 ShardingStateError,
                 "written-sharded",

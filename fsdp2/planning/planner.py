@@ -10,7 +10,7 @@ larger window, units kept in part, …; offload last.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -90,7 +90,7 @@ class Plan:
     @cached_property
     def units(self) -> tuple[UnitTimes, ...]:
         """One row per unit, in the order in which they first run, as of a real step's timeline."""
-        return summary(self._drawn({})).units
+        return summary(self._schedule[0].timeline([], {})).units
 
     @cached_property
     def traffic(self) -> tuple[float, float]:
@@ -208,9 +208,12 @@ class Plan:
         settings = replace(self.settings, **changes)
         if "mesh" in changes:
             settings = replace(settings, mesh=_shape(settings.mesh))
+        return self._of(settings, hardware)
+
+    def _of(self, settings: Settings, hardware: Hardware) -> Plan:
+        """The same model with these settings, rehearsed again if they or the lanes differ."""
         rehearsal = self.rehearsal
-        alike = _kind(hardware) == _kind(self.hardware)
-        if settings != self.settings or not alike:
+        if settings != self.settings or _kind(hardware) != _kind(self.hardware):
             rehearsal = _rehearsed(self._subject, settings, _kind(hardware))
         return Plan(self._subject, settings, hardware, rehearsal)
 
@@ -267,9 +270,6 @@ class Plan:
             "world_size": self.settings.world,
             "device": self.hardware.name,
         }
-        return self._drawn(facts)
-
-    def _drawn(self, facts: Mapping[str, str | int]) -> Timeline:
         return drawn(self.rehearsal.recording, self._schedule[0], facts)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
@@ -485,7 +485,7 @@ class _Search(Fit):
 
     def run(self, plan: Plan, settings: Settings) -> None:
         """Plan these settings, and tell what came of it."""
-        made = _with(plan, settings)
+        made = plan._of(settings, plan.hardware)
         self.tried.append(made)
         if self._progress is not None:
             fits = "fits" if _peak(made) <= self.room else "does not fit"
@@ -560,7 +560,7 @@ def advice(plan: Plan) -> str:
     """The first change for a plan that does not fit: a part of a sentence, "" for nothing."""
     room = plan.room
     for settings, words in _changes_of(plan):
-        made = _with(plan, settings)
+        made = plan._of(settings, plan.hardware)
         if _peak(made) <= room:
             slower = plan.tokens_per_second / made.tokens_per_second - 1
             pace = f"{abs(slower):.0%} {'slower' if slower > 0 else 'faster'}"
@@ -604,15 +604,6 @@ def _changes_of(plan: Plan) -> Iterator[tuple[Settings, str]]:
 
 def _peak(plan: Plan) -> int:
     return plan.memory.peak.rounded
-
-
-def _with(plan: Plan, settings: Settings) -> Plan:
-    changes: dict[str, object] = {
-        each.name: getattr(settings, each.name)
-        for each in fields(Settings)
-        if getattr(settings, each.name) != getattr(plan.settings, each.name)
-    }
-    return plan.with_(**changes) if changes else plan
 
 
 def _candidates(plan: Plan) -> Iterator[Settings]:

@@ -221,9 +221,13 @@ class VirtualDevice(Notes):
     ) -> None:
         """An operation on the current lane, or on the host if it accesses only CPU memory."""
         read, written = _allocations(reads), _allocations(writes)
-        on_host = (read or written) and all(each.host for each in (*read, *written))
-        self._written.update((each.number, len(self.trace)) for each in written)
-        lane = HOST if on_host else self.lane
+        lane: Place = HOST if read or written else self.lane
+        for each in (*read, *written):
+            if each.lane is not HOST:
+                lane = self.lane
+                break
+        for each in written:
+            self._written[each.number] = len(self.trace)
         self.note(Operation(lane, "", kind, reads=read, writes=written))
 
     # ---- Kernels
@@ -322,7 +326,12 @@ class VirtualDevice(Notes):
 
 def _allocations(tensors: Sequence[VirtualTensor]) -> tuple[Allocation, ...]:
     """Those of tensors that have elements."""
-    return tuple(dict.fromkeys(each.allocation for each in tensors if 0 not in each.shape))
+    found: dict[int, Allocation] = {}
+    for each in tensors:
+        if 0 not in each.shape:
+            allocation = each.owner.allocation
+            found[allocation.number] = allocation
+    return tuple(found.values())
 
 
 class VirtualCollectives:

@@ -39,8 +39,13 @@ from fsdp2.core.facts import (
 )
 from fsdp2.tracing.record.categories import category_of
 from fsdp2.tracing.record.notes import HOST, Place
-from fsdp2.tracing.record.replay import LANE_OF, ranks_told, wait_behind
-from fsdp2.tracing.timeline import BETWEEN, COLLECTIVES, Memory, Slice, Timeline, Value, Wait
+from fsdp2.tracing.record.replay import (
+    LANE_OF,
+    LANE_OF_COLLECTIVE,
+    ranks_told,
+    wait_behind,
+)
+from fsdp2.tracing.timeline import BETWEEN, Memory, Slice, Timeline, Value, Wait
 
 Stamp = float | torch.Event
 
@@ -48,10 +53,6 @@ S = TypeVar("S", Slice, Wait)
 
 Position = tuple[str, int]
 """A lane, and the index of its last slice; -1: it has none."""
-
-_LANES = dict(
-    zip(COLLECTIVES, (Lane.ALL_GATHER, Lane.REDUCE, Lane.ALL_REDUCE, Lane.REDUCE), strict=True)
-)
 
 
 class Clock:
@@ -195,7 +196,7 @@ class Tracer:
         launch: Callable[[], Work | None],
     ) -> Work | None:
         """Run a collective: over when its lane comes to its end, or when the host has waited."""
-        lane = _LANES[name]
+        lane = LANE_OF_COLLECTIVE[name]
         start = self.clock.stamp(lane)
         work = launch()
         self.ran(lane, name, start, self.clock.stamp(lane), moved, group)

@@ -261,6 +261,8 @@ def _report(
     dims = group.params[0].axes.dims
     ranks = layout.world_size
     trained = {i for i, param in enumerate(group.params) if param.sharded.requires_grad}
+    names = [params.get(param.sharded, param.name) for param in group.params]
+    named = list(zip(names, group.params, strict=True))
     kept = reused = 0
     packed = {}
     extended = sum(_nbytes(param.local) for param in group.params if param.is_extended)
@@ -273,9 +275,7 @@ def _report(
             kept += segment.shard_numel * segment.full_dtype.itemsize * ranks
         for slot in segment.slots:
             if segment.transport is Transport.PACKED:
-                param = group.params[slot.index]
-                named = params.get(param.sharded, param.name)
-                packed[named] = _why_packed(group, slot)
+                packed[names[slot.index]] = _why_packed(group, slot)
     sharded = ranks > 1
     wire = group.options.wire
     coded = sharded and (wire.gather or wire.reduce)
@@ -292,11 +292,7 @@ def _report(
         padding_bytes=masters.padding_bytes,
         copied_bytes=layout.copied_bytes,
         transport=WHOLE if group.is_whole else layout.transports,
-        dims={
-            params.get(param.sharded, param.name): param.cut.dims
-            for param in group.params
-            if param.cut.dims != (0,)
-        },
+        dims={n: p.cut.dims for n, p in named if p.cut.dims != (0,)},
         window=window,
         gathers=(1 if reused == gathered else gathers) if sharded else 0,
         gathered_bytes=gathered if sharded else 0,
@@ -305,7 +301,7 @@ def _report(
         gather_format=_gather_format(wire) if sharded else None,
         reduce_format=_reduce_format(wire) if sharded else None,
         residual_bytes=residuals,
-        exact=[params.get(p.sharded, p.name) for p in group.params if p.exact] if coded else (),
+        exact=[n for n, p in named if p.exact] if coded else (),
         levels=None if group.between is None else (group.between.size, ranks),
         between_gathers=0 if group.between is None else between,
         between_format=_between_format(wire),

@@ -212,7 +212,7 @@ class Timeline:
     @property
     def lanes(self) -> list[str]:
         """The lanes that have slices or waits: known ones in the order of `LANES`, then others."""
-        return _ordered((each.lane for each in (*self.slices, *self.waits)), LANES)
+        return _ordered([s.lane for s in self.slices] + [w.lane for w in self.waits], LANES)
 
     @property
     def categories(self) -> list[str]:

@@ -392,7 +392,7 @@ def test_one_module_of_checkpoints_writes_and_one_communicates() -> None:
 
 
 def test_only_modules_that_become_fsdp_modules_change_their_class() -> None:
-    """Debug, trace and a profiler stand around groups, or are what they run on.
+    """Debug, trace and a profiler stand around groups.
 
     Debug alone lets freed parameters refuse to be read, which C++ does without a question.
     """

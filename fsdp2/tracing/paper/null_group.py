@@ -189,7 +189,7 @@ def _observed(told: str, method: Callable[..., NullWork], observer: Observer) ->
 
 # The observer of groups yet to be made: a mesh makes its own subgroups, through the backend.
 _observer_of_new_groups: Observer | None = None
-_kind_of_new_groups: type[NullGroup] = NullGroup
+_kind_of_new_groups: Callable[..., NullGroup] = NullGroup
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: object) -> NullGroup:
@@ -202,7 +202,7 @@ def init_null_group(
     *,
     observer: Observer | None = None,
     device_type: str = "cpu",
-    kind: type[NullGroup] = NullGroup,
+    kind: Callable[..., NullGroup] = NullGroup,
 ) -> NullGroup:
     """Make a null group the default process group, and return it.
 
@@ -227,11 +227,13 @@ def null_world(
     *,
     observer: Observer | None = None,
     device_type: str = "cpu",
-    kind: type[NullGroup] = NullGroup,
+    kind: Callable[..., NullGroup] = NullGroup,
 ) -> Iterator[NullGroup]:
     """The default process group is a null group inside, and none afterwards."""
+    global _observer_of_new_groups, _kind_of_new_groups
     group = init_null_group(world_size, rank, observer=observer, device_type=device_type, kind=kind)
     try:
         yield group
     finally:
         dist.destroy_process_group()
+        _observer_of_new_groups, _kind_of_new_groups = None, NullGroup

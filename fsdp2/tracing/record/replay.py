@@ -34,6 +34,7 @@ from fsdp2.tracing.record.notes import COMPUTE as COMPUTED
 from fsdp2.tracing.timeline import (
     ALL_GATHER,
     ALL_REDUCE,
+    COLLECTIVES,
     COMPUTE,
     COPY_IN,
     REDUCE,
@@ -56,11 +57,9 @@ LANE_OF: Mapping[Place, str] = {
 }
 """A timeline's name of each lane."""
 
-_LANE_OF_COLLECTIVE = {
-    "reduce-scatter": REDUCE,
-    "all-to-all": REDUCE,
-    "all-reduce": ALL_REDUCE,
-}
+LANE_OF_COLLECTIVE = dict(
+    zip(COLLECTIVES, (Lane.ALL_GATHER, Lane.REDUCE, Lane.ALL_REDUCE, Lane.REDUCE), strict=True)
+)
 
 _TOUCHING = 1e-3  # µs
 
@@ -149,7 +148,7 @@ class Replay:
             self._now[HOST] = end
         lane = LANE_OF[op.lane]
         if op.kind == COLLECTIVE and op.lane is Lane.COMPUTE:
-            lane = _LANE_OF_COLLECTIVE.get(op.name, ALL_GATHER)
+            lane = LANE_OF[LANE_OF_COLLECTIVE.get(op.name, Lane.ALL_GATHER)]
         if end > start:
             self._draw(op, lane, start, end)
         self._behind[op.lane] = self._last.get(lane, -1)
