@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.core.errors import coded
-from fsdp2.core.facts import OptimizerSteps, Unit, local_of, record_of
+from fsdp2.core.facts import Counts, Unit, local_of, record_of
 from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.optim.norms import clip_grad_norm_
 from fsdp2.planning.reasons import explaining
@@ -414,7 +414,7 @@ def _run_step(
         for rows in shards:
             rows.take()
         optimizer.step()
-        OptimizerSteps.count += 1  # nobody sees that it holds managed parameters
+        Counts.steps += 1  # nobody sees that it holds managed parameters
         for rows in shards:
             rows.drop()
 

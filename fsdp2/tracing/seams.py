@@ -33,12 +33,12 @@ from fsdp2.core.facts import (
     Event,
     GroupCollectives,
     Jobs,
+    Kernels,
     Lane,
     Launch,
     Observer,
     ParamGroup,
     Phase,
-    TorchKernels,
     Unit,
     all_units,
     put_around,
@@ -171,7 +171,7 @@ REPORTS: dict[type, dict[str, Report]] = {
         "bind_all_to_all": _binds(EXCHANGE, 1),
         "all_reduce": _sends(SUM, 0),
     },
-    **dict.fromkeys((TorchKernels, *TorchKernels.__subclasses__()), KERNELS),
+    **dict.fromkeys((Kernels, *Kernels.__subclasses__()), KERNELS),
 }
 """The reports of the functions of each class."""
 

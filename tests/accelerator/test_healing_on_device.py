@@ -15,9 +15,6 @@ from fsdp2.testing.stand_in import device, group
 from tests.accelerator import test_lanes as lanes
 from tests.common import workers
 
-pytestmark = lanes.pytestmark
-own_ranks = lanes.own_ranks
-
 TIME = datetime.timedelta(seconds=30)
 
 

@@ -6,7 +6,7 @@ change a bit of what ranks train; and it reports each access that no event order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,11 +27,6 @@ from fsdp2.testing.stand_in import device, group
 from tests.common import parity, workers
 from tests.common.looped import coalescing
 
-pytestmark = [
-    pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja"),
-    pytest.mark.usefixtures("own_ranks"),
-]
-
 DIM, HIDDEN, STEPS = 16, 32, 3
 SMALL = 300  # bytes of a piece: norms and biases are packed, which go along with the weights
 
@@ -39,15 +34,6 @@ Change = Callable[[nn.Module, Any], None]
 
 WHOLE: dict[str, Any] = {"shard_placement_fn": fsdp2.whole_below(DIM * 4)}
 """Norms, biases, the scale and the outlet are whole on every rank."""
-
-
-@pytest.fixture(scope="module")
-def own_ranks() -> Iterator[None]:
-    """Ranks that know the device serve no other tests."""
-    device.build()  # once, and not on two ranks at a time
-    workers.close_pools()
-    yield
-    workers.close_pools()
 
 
 class Block(nn.Module):

@@ -20,10 +20,6 @@ from fsdp2.testing.stand_in import device, group
 from tests.accelerator import test_lanes as lanes
 from tests.common import workers
 
-pytestmark = lanes.pytestmark
-
-own_ranks = lanes.own_ranks
-
 STEPS = 3
 
 

@@ -32,8 +32,6 @@ from tests.common.errors import raises
 from tests.common.models import seeded
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 CPU = torch.device("cpu")
 STRATEGIES = [strategy.name for strategy in ours.ShardingStrategy]
 DIM = 8

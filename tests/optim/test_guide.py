@@ -19,8 +19,6 @@ from fsdp2.core.layout.mesh import local_of
 from tests.common.models import seeded
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "optimizers.md"
 TEXT = GUIDE.read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.common import written as common_written
+from tests.parity import written as common_written
 
 pytestmark = pytest.mark.ranks
 

@@ -18,7 +18,7 @@ from torch import nn
 import fsdp2
 from fsdp2.core.device.buffers import all_buffers
 from fsdp2.core.device.collectives import GroupCollectives
-from fsdp2.core.device.kernels import TorchKernels
+from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule import unit
 from fsdp2.core.schedule.group import ParamGroup
@@ -29,7 +29,7 @@ from fsdp2.testing.counting import called
 from fsdp2.testing.null_group import init_null_group, null_mesh
 from fsdp2.tracing import Slice, Timeline
 from tests.common.errors import raises
-from tests.common.perfetto import problems_of
+from tests.tracing.perfetto import problems_of
 
 pytestmark = pytest.mark.alone
 
@@ -378,12 +378,12 @@ def seams(model: nn.Module) -> set[type]:
 def test_what_groups_run_on_tells_nothing_behind_it(tmp_path: Path) -> None:
     model, optimizer = build()
     step(model, optimizer)
-    before = seams(model), dict(vars(GroupCollectives)), dict(vars(TorchKernels))
+    before = seams(model), dict(vars(GroupCollectives)), dict(vars(Kernels))
     with fsdp2.trace(tmp_path / "step.json"):
         step(model, optimizer)
         assert dict(vars(GroupCollectives)) != before[1]
-        assert dict(vars(TorchKernels)) != before[2]
-    assert (seams(model), dict(vars(GroupCollectives)), dict(vars(TorchKernels))) == before
+        assert dict(vars(Kernels)) != before[2]
+    assert (seams(model), dict(vars(GroupCollectives)), dict(vars(Kernels))) == before
     step(model, optimizer)
 
 
