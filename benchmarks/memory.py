@@ -335,9 +335,9 @@ def course(plan: fsdp2.planning.Plan) -> dict[str, Any]:
     fullest[reached + 1 :] = [last] * (SAMPLES - 1 - reached)
     moments = [[round(n * end / SAMPLES, 2), _megabytes(each)] for n, each in enumerate(fullest)]
     begins: dict[str, float] = {}
-    for span in plan.timing.spans:
-        if span.operation.kind == "compute":
-            begins.setdefault(span.operation.phase, span.start * 1e3)
+    for each in plan.timeline().slices:
+        if each.operation in ("forward", "backward", "optimizer"):
+            begins.setdefault(each.operation, each.start / 1e3)
     changed = [n for n, each in enumerate(moments) if not n or each[1] != moments[n - 1][1]]
     return {
         "end": round(end, 2),

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fsdp2 import checkpoint, errors, full, optim, tracing, wrap
-    from fsdp2.checks.switch import debug
+    from fsdp2.checks.groups import debug
     from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
     from fsdp2.core.schedule.unit import PrefetchTime
     from fsdp2.full import full_parameters, gathered, load_from_rank0
@@ -115,7 +115,7 @@ So a compiled function that reads another of them after `fully_shard` finds an o
 """
 
 _LATER = {
-    "checks.switch": ("debug",),
+    "checks.groups": ("debug",),
     "full": ("full_parameters", "gathered", "load_from_rank0"),
     "graph": ("graph_mode",),
     "run.installing": ("install", "uninstall"),

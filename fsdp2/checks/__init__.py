@@ -11,8 +11,7 @@ For all users, at rare events:
 Enabled by `fsdp2.debug`:
 
     environment FSDP2_DEBUG, read by the first call of `fully_shard` or of `debug`
-    switch     debug(…): the active checks, for all sharded models of this process
-    groups     groups that compare ranks, and check for NaN and lost writes, before they continue
+    groups     debug(…); groups that compare ranks, and check for NaN and lost writes
     freed      unsharded parameters that are kept and read after their memory is freed
     agreement  ranks compare each step, by notes on a board
 

@@ -34,11 +34,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, TypedDict
 
+from fsdp2.checks.presence import LONGEST_PAUSE, looks
 from fsdp2.core.device.channels import StoreBoard
 from fsdp2.core.errors import RankMismatchError, coded, resaid
 
-SHORTEST_PAUSE = 0.0002  # seconds between looks at the board, at first
-LONGEST_PAUSE = 0.02
 LOOK_INTERVAL = 0.1  # seconds between looks at each rank that has not come
 GRACE = 3.0  # seconds that a rank which found a disagreement gives others to say where they are
 _NONE = "-"
@@ -75,9 +74,7 @@ class _Meeting:
     name: str
 
     def key(self, part: int | str, back: int = 0) -> str:
-        """The key of a rank's note, or of the `_OUTCOME`; for this step or for one ``back`` from
-        it.
-        """
+        """The key of a rank's note or of the `_OUTCOME`, for a step that is so many ``back``."""
         return f"{self.name}/{self.number - back}/{part}"
 
 
@@ -147,22 +144,18 @@ class Agreement:
     # ---- waiting
 
     def _wait(self, meeting: _Meeting, keys: list[str], timeout: float) -> None:
-        start = looked = time.monotonic()
-        pause = SHORTEST_PAUSE
+        looked = 0.0
         own = self._key("waits", self.board.rank)  # of these steps, also when they have failed
         announced = False
         try:
-            while not self.board.has(keys):
-                time.sleep(pause)
-                pause = min(1.5 * pause, LONGEST_PAUSE)
+            for waited in looks(self.board, keys):
                 failure = self.board.read([self._key(_FAILURE)])[0]
                 if failure != _NONE:
                     self._give_up(meeting, failure)
                     continue  # they have all come
-                now = time.monotonic()
-                if now - looked < LOOK_INTERVAL:
+                if waited - looked < LOOK_INTERVAL:
                     continue
-                looked = now
+                looked = waited
                 missing = [r for r in meeting.ranks if not self.board.has([meeting.key(r)])]
                 if not announced:
                     announced = True
@@ -170,7 +163,7 @@ class Agreement:
                     ahead = [(rank, meeting.key(rank)) for rank in missing]
                     mine: _Wait = {"turn": self._waits, "for": ahead, "at": meeting.step.what}
                     self.board.write(own, json.dumps(mine))
-                error = self._trouble(meeting, missing, now - start, timeout)
+                error = self._trouble(meeting, missing, waited, timeout)
                 if error is not None:
                     self._fail(meeting, error)
         finally:

@@ -1,4 +1,4 @@
-"""Parameter groups that check before they communicate: what `fsdp2.debug` switches on.
+"""`fsdp2.debug`, and parameter groups that check before they communicate: what it switches on.
 
     start_unshard   agree, then gather
     reduce          agree, reduce, check for NaN
@@ -17,7 +17,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple, cast
 
 import torch
@@ -25,14 +25,15 @@ import torch
 from fsdp2.checks.agreement import Agreement, Intent
 from fsdp2.checks.environment import asks_for_ranks
 from fsdp2.checks.freed import mark_freed, unmark
+from fsdp2.checks.presence import store_gone
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.channels import StoreBoard, default_store
 from fsdp2.core.device.collectives import Collectives, ReduceKind
 from fsdp2.core.device.fingerprint import checksum
+from fsdp2.core.device.one_off import largest_over
 from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.errors import (
-    CommunicationError,
     NonFiniteGradientError,
     RankMismatchError,
     ShardingStateError,
@@ -89,6 +90,73 @@ class DebugSettings:
         Checks.switch(self._before)
 
 
+def debug(
+    *,
+    check_ranks: bool | None = None,
+    check_nan: bool | None = None,
+    check_writes: bool | None = None,
+    timeout: float | None = None,
+) -> DebugSettings:
+    """Switch checks on or off, for all sharded models of this process; call it on all ranks.
+
+    Call it before `fully_shard`, if possible, which then compares the ranks' full parameters.
+    Otherwise, call it between iterations. Setting the environment variable ``FSDP2_DEBUG=1``, which
+    is read at the first call of `fully_shard` or of this function, is equivalent to
+    ``check_ranks=True``.
+
+    Args:
+        check_ranks: before each all-gather, reduce-scatter, all-reduce and optimizer step, the
+            participating ranks compare it by notes in the process group's store: unit, operation,
+            iteration, shapes, dtypes, flags, which gradients exist. ``None`` (default) leaves the
+            setting unchanged.
+        check_nan: before and after each reduction, the participating ranks compare whether
+            gradients are finite. ``None`` (default) leaves the setting unchanged.
+        check_writes: compare checksums of parameters, so that a write raises which no version
+            counter shows: to unsharded parameters, because it would be lost, and to sharded ones of
+            a unit that stays unsharded and computes with the values gathered earlier. A read of an
+            unsharded parameter that was kept and is freed raises, too. ``None`` (default) leaves
+            the setting unchanged.
+        timeout: with ``check_ranks``, seconds that a rank waits for silent ranks. ``None``
+            (default): unchanged, initially the process group's own time-out. Ranks that are known
+            to be at another step are not waited for.
+
+    Returns:
+        The active checks; as a context manager, it restores the checks from before the call.
+
+    Raises:
+        ValueError: ``timeout`` is not positive, or ``FSDP2_DEBUG`` is neither 0 nor 1.
+
+    While checks are on, a step may raise `RankMismatchError` or `NonFiniteGradientError`, on all
+    ranks that take part in it. With ``check_ranks``, each step costs about five requests to the
+    store, some tenths of a millisecond, and the host waits for the slowest rank. With
+    ``check_nan``, each reduction costs a small all-gather for which the host waits. With
+    ``check_writes``, each all-gather and each free reads all parameters, and costs a small
+    all-reduce; a lost write raises `ShardingStateError`.
+
+    Example::
+
+        with fsdp2.debug(check_ranks=True, check_nan=True):
+            train_some_steps()
+    """
+    before = Checks.current()
+    if timeout is not None and not timeout > 0:
+        raise coded(
+            ValueError,
+            "debug-timeout",
+            f"debug takes a positive number of seconds as timeout, not {timeout!r}",
+        )
+    settings = replace(
+        before,
+        check_ranks=before.check_ranks if check_ranks is None else bool(check_ranks),
+        check_nan=before.check_nan if check_nan is None else bool(check_nan),
+        check_writes=before.check_writes if check_writes is None else bool(check_writes),
+        timeout=before.timeout if timeout is None else timeout,
+    )
+    if settings != before:
+        Checks.switch(settings)
+    return replace(settings, _before=before)
+
+
 class Contents(NamedTuple):
     """Checksums of a group's parameters at some moment."""
 
@@ -104,7 +172,6 @@ class Checks:
 
     settings: DebugSettings | None = None
     runs = 0
-    compared: ClassVar[weakref.WeakSet[ParamGroup]] = weakref.WeakSet()
     contents: ClassVar[_ContentsOf] = weakref.WeakKeyDictionary()
     _agreement: Agreement | None = None
     _store: object = None  # where its notes are
@@ -129,7 +196,6 @@ class Checks:
             optimizers.steps.add(_before_optimizer_step)
         elif was_on and not settings.check_ranks:
             optimizers.steps.remove(_before_optimizer_step)
-            cls.compared.clear()
             cls.leave("has switched the check of ranks off")
         if not settings.check_writes:
             for group in all_groups():
@@ -163,12 +229,7 @@ class Checks:
         except RankMismatchError:
             raise
         except RuntimeError as error:
-            raise coded(
-                CommunicationError,
-                "store-gone",
-                f"the process group's store could not be reached before {step.what}, so the rank "
-                f"that holds it has probably ended; start all ranks again: {error}",
-            ) from error
+            raise store_gone(step.what, error) from error
 
     @classmethod
     def agreement(cls) -> Agreement:
@@ -208,9 +269,6 @@ def _check_gather(group: ParamGroup, run: Run) -> None:
     if Checks.current().check_ranks:
         smaller = group.smaller_group if resharded else None
         collectives = group.collectives if smaller is None else smaller.collectives
-        if group not in Checks.compared:
-            Checks.compared.add(group)
-            _compare_copies(group)
         between = None if smaller is not None or group.reuses_rows else group.between
         _agree(group, functools.partial(_gather_step, group), collectives, between)
     run()
@@ -333,13 +391,12 @@ def _refuse_written(group: ParamGroup, stays: bool = False) -> None:
     now = _note_contents(group)
     sharded = map(operator.ne, before.shards, now.shards) if stays else ()
     written = [*map(operator.ne, before.registered, now.registered), *sharded]
-    own = list(map(int, written))
-    everyones = group.collectives.exchange(own) if group.collectives.size > 1 else [own]
+    shared = [group.collectives] if group.collectives.size > 1 else []
     names = [param.name for param in _compared_params(group)]
-    for index, by_rank in enumerate(zip(*everyones, strict=True)):
-        if any(by_rank) and index < len(names):
+    for index, found in enumerate(largest_over(shared, list(map(int, written)))):
+        if found and index < len(names):
             refuse_written(names[index])
-        if any(by_rank):
+        if found:
             raise coded(
                 ShardingStateError,
                 "written-sharded",
@@ -360,20 +417,6 @@ def _agree(group: ParamGroup, describe: Callable[[], Intent], *axes: Collectives
     step = describe()
     for axis in present:
         Checks.agree(axis.group, group.device, step)
-
-
-def _compare_copies(group: ParamGroup) -> None:
-    """The replicate axis holds copies: of this rank's rows, before they are first used."""
-    if group.replicas is None or group.replicas.size == 1:
-        return
-    sums = {
-        f"parameter '{param.name}'": f"{_checksum(param.local)}"
-        for param in group.params
-        if not (param.is_meta or param.is_extended)
-    }
-    what = f"the first use of the weights of '{group.name}', {_iteration()}"
-    fix = "start every replica from the same weights"
-    Checks.agree(group.replicas.group, group.device, Intent(what, sums, fix))
 
 
 def _gather_step(group: ParamGroup) -> Intent:
@@ -507,11 +550,9 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer) -> None:
                     shared = axis.group
                     assert shared is not None
                     groups[global_ranks(shared)] = shared, group.device
-    what = f"{type(optimizer).__name__}.step()"
     for ranks in sorted(groups):  # in an order that all ranks share
         shared, device = groups[ranks]
-        step = Intent(f"{what}, iteration {Checks.agreement().iteration}")
-        Checks.agree(shared, device, step)
+        Checks.agree(shared, device, Intent(f"{type(optimizer).__name__}.step(), {_iteration()}"))
 
 
 # ---- what is compared

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from weakref import WeakSet
 
 import torch
@@ -67,13 +67,26 @@ def _meet(group: ProcessGroup, device: torch.device, unit: str) -> None:
     except RankMismatchError:
         raise
     except RuntimeError as error:
-        what = f"the first gather of unit '{unit}'"
-        raise coded(
-            CommunicationError,
-            "store-gone",
-            f"the process group's store could not be reached before {what}, so the rank "
-            f"that holds it has probably ended; start all ranks again: {error}",
-        ) from error
+        raise store_gone(f"the first gather of unit '{unit}'", error) from error
+
+
+def store_gone(what: str, error: RuntimeError) -> CommunicationError:
+    """For an ``error`` of the store before ``what``."""
+    return coded(
+        CommunicationError,
+        "store-gone",
+        f"the process group's store could not be reached before {what}, so the rank that holds it "
+        f"has probably ended; start all ranks again: {error}",
+    )
+
+
+def looks(board: StoreBoard, keys: list[str]) -> Iterator[float]:
+    """Look until all of these notes are there; yields the seconds so far after each look."""
+    start, pause = time.monotonic(), SHORTEST_PAUSE
+    while not board.has(keys):
+        time.sleep(pause)
+        pause = min(1.5 * pause, LONGEST_PAUSE)
+        yield time.monotonic() - start
 
 
 def _wait(group: ProcessGroup, unit: str, timeout: float) -> None:
@@ -81,13 +94,8 @@ def _wait(group: ProcessGroup, unit: str, timeout: float) -> None:
     everyone = _key(group, "all")
     leads = board.rank == ranks[0]
     awaited = [_key(group, rank) for rank in ranks] if leads else [everyone]
-    start = time.monotonic()
-    pause = SHORTEST_PAUSE
     warned = False
-    while not board.has(awaited):
-        time.sleep(pause)
-        pause = min(1.5 * pause, LONGEST_PAUSE)
-        waited = time.monotonic() - start
+    for waited in looks(board, awaited):
         if waited > (timeout if warned else min(PATIENCE, timeout / 2)):
             missing = [rank for rank in ranks if not board.has([_key(group, rank)])] or ranks[:1]
             names = ", ".join(map(str, missing))

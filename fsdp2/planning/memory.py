@@ -9,7 +9,7 @@ separately.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fsdp2.core.facts import round_up
@@ -68,7 +68,7 @@ class Memory:
 class Ledger:
     """The memory allocated now, by category."""
 
-    def __init__(self, recording: Recording, rounding: int) -> None:
+    def __init__(self, recording: Recording, rounding: int = 512) -> None:
         self.totals: Counter[str] = Counter()
         self.live = self.rounded = self.host = 0
         self._categories, self._rounding = recording.categories, rounding
@@ -119,13 +119,3 @@ def follow(recording: Recording, rounding: int = 512) -> Memory:
     if needs is not None:
         peak = replace(peak, unit=needs.unit, phase=needs.phase, operation=needs.name)
     return Memory(peak, before, host)
-
-
-def samples(recording: Recording, rounding: int = 512) -> Iterator[tuple[int, dict[str, int]]]:
-    """Live bytes by category whenever they change: (index of the note, bytes)."""
-    ledger = Ledger(recording, rounding)
-    yield -1, dict(ledger.totals)
-    for index, note in enumerate(recording.notes):
-        if isinstance(note, Allocation | Free):
-            ledger.take(note)
-            yield index, dict(ledger.totals)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,8 @@ import torch
 from torch import nn
 
 from fsdp2.core.errors import coded
-from fsdp2.core.facts import Lane
 from fsdp2.planning.hardware import Hardware, load
 from fsdp2.planning.memory import Memory, follow
-from fsdp2.planning.picture import drawn
 from fsdp2.planning.rehearsal import (
     Loss,
     MakeModel,
@@ -39,10 +37,11 @@ from fsdp2.planning.rehearsal import (
     rehearse,
     takes_count,
 )
-from fsdp2.planning.timing import Times, Timing, UnitTimes, schedule
-from fsdp2.tracing import Timeline, show
+from fsdp2.planning.timing import Times, drawn, schedule
+from fsdp2.tracing import Timeline, UnitTimes, show, summary
 from fsdp2.tracing.record.categories import CATEGORIES
-from fsdp2.tracing.summaries import amount, table
+from fsdp2.tracing.record.replay import Replay
+from fsdp2.tracing.summaries import COLUMNS, amount, cells, table
 from fsdp2.wrap.choices import Policy
 
 REMEMBERED = 4
@@ -80,69 +79,18 @@ class Plan:
         return follow(self.rehearsal.recording, self.hardware.rounding)
 
     @cached_property
-    def timing(self) -> Timing:
-        """When each operation runs."""
+    def _schedule(self) -> tuple[Replay, Times]:
         return schedule(self.rehearsal.recording, self.hardware, self.settings.world)
 
-    @cached_property
+    @property
     def time(self) -> Times:
         """The time of a step by purpose."""
-        spans, world = self.timing.spans, self.timing
-        by_phase = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        copies = communication = inline = 0.0
-        for span in spans:
-            seconds = span.end - span.start
-            if span.operation.kind == "collective":
-                communication += seconds
-                inline += seconds if span.operation.lane is Lane.COMPUTE else 0.0
-            elif span.operation.kind == "copy":
-                copies += seconds if span.operation.lane is Lane.COMPUTE else 0.0
-            else:
-                by_phase[span.operation.phase] += seconds
-        compute = sum(by_phase.values())
-        waited = inline + sum(s.end - s.start for s in world.stalls if s.lane is Lane.COMPUTE)
-        host = max(world.step - world.stragglers - compute - copies - waited, 0.0)
-        return Times(
-            step=world.step,
-            compute=compute,
-            copies=copies,
-            communication=communication,
-            exposed=waited,
-            host=host,
-            stragglers=world.stragglers,
-            **by_phase,
-        )
+        return self._schedule[1]
 
     @cached_property
-    def units(self) -> list[UnitTimes]:
-        """One row per unit, in the order of the modules."""
-        rows = {name: _Row() for name in self.rehearsal.units}
-        spans = self.timing.spans
-        for span in spans:
-            row, seconds = rows.get(span.operation.unit), span.end - span.start
-            if row is None:
-                continue
-            inline = seconds if span.operation.lane is Lane.COMPUTE else 0.0
-            if span.operation.kind != "collective":
-                row.compute += inline if span.operation.kind == "compute" else 0.0
-                continue
-            row.nbytes += span.operation.nbytes
-            if span.operation.name == "all-gather":
-                row.gathers += 1
-                row.gather += seconds
-                row.gather_exposed += inline
-            else:
-                row.reduction += seconds
-                row.reduction_exposed += inline
-        for stall in self.timing.stalls:
-            if stall.lane is not Lane.COMPUTE or stall.behind < 0:
-                continue
-            row = rows.get(spans[stall.behind].operation.unit)
-            if row is not None and stall.on in (Lane.ALL_GATHER, Lane.COPY_IN):
-                row.gather_exposed += stall.end - stall.start
-            elif row is not None:
-                row.reduction_exposed += stall.end - stall.start
-        return [UnitTimes(name, **vars(row)) for name, row in rows.items()]
+    def units(self) -> tuple[UnitTimes, ...]:
+        """One row per unit, in the order in which they first run, as of a real step's timeline."""
+        return summary(self._schedule[0].timeline([], {})).units
 
     @cached_property
     def traffic(self) -> tuple[float, float]:
@@ -260,9 +208,12 @@ class Plan:
         settings = replace(self.settings, **changes)
         if "mesh" in changes:
             settings = replace(settings, mesh=_shape(settings.mesh))
+        return self._of(settings, hardware)
+
+    def _of(self, settings: Settings, hardware: Hardware) -> Plan:
+        """The same model with these settings, rehearsed again if they or the lanes differ."""
         rehearsal = self.rehearsal
-        alike = _kind(hardware) == _kind(self.hardware)
-        if settings != self.settings or not alike:
+        if settings != self.settings or _kind(hardware) != _kind(self.hardware):
             rehearsal = _rehearsed(self._subject, settings, _kind(hardware))
         return Plan(self._subject, settings, hardware, rehearsal)
 
@@ -319,7 +270,7 @@ class Plan:
             "world_size": self.settings.world,
             "device": self.hardware.name,
         }
-        return drawn(self.rehearsal.recording, self.timing, facts)
+        return drawn(self.rehearsal.recording, self._schedule[0], facts)
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Write the step to a file that Perfetto opens, and `fsdp2.trace` reads.
@@ -354,17 +305,6 @@ class Plan:
     def code(self, policy: str = "policy") -> str:
         """Code with these settings, to paste."""
         return code(self.settings, self.hardware, policy)
-
-
-@dataclass
-class _Row:
-    compute: float = 0.0
-    gathers: int = 0
-    gather: float = 0.0
-    gather_exposed: float = 0.0
-    reduction: float = 0.0
-    reduction_exposed: float = 0.0
-    nbytes: int = 0
 
 
 def _kind(hardware: Hardware) -> tuple[str, str]:
@@ -545,7 +485,7 @@ class _Search(Fit):
 
     def run(self, plan: Plan, settings: Settings) -> None:
         """Plan these settings, and tell what came of it."""
-        made = _with(plan, settings)
+        made = plan._of(settings, plan.hardware)
         self.tried.append(made)
         if self._progress is not None:
             fits = "fits" if _peak(made) <= self.room else "does not fit"
@@ -620,7 +560,7 @@ def advice(plan: Plan) -> str:
     """The first change for a plan that does not fit: a part of a sentence, "" for nothing."""
     room = plan.room
     for settings, words in _changes_of(plan):
-        made = _with(plan, settings)
+        made = plan._of(settings, plan.hardware)
         if _peak(made) <= room:
             slower = plan.tokens_per_second / made.tokens_per_second - 1
             pace = f"{abs(slower):.0%} {'slower' if slower > 0 else 'faster'}"
@@ -664,15 +604,6 @@ def _changes_of(plan: Plan) -> Iterator[tuple[Settings, str]]:
 
 def _peak(plan: Plan) -> int:
     return plan.memory.peak.rounded
-
-
-def _with(plan: Plan, settings: Settings) -> Plan:
-    changes: dict[str, object] = {
-        each.name: getattr(settings, each.name)
-        for each in fields(Settings)
-        if getattr(settings, each.name) != getattr(plan.settings, each.name)
-    }
-    return plan.with_(**changes) if changes else plan
 
 
 def _candidates(plan: Plan) -> Iterator[Settings]:
@@ -761,27 +692,14 @@ def render(plan: Plan) -> str:
 
 
 def _units(units: Sequence[UnitTimes]) -> list[str]:
-    header = ["unit", "compute", "gathers", "gather", "exposed", "reduction", "exposed", "MB moved"]
     shown = list(units)
     left = ""
     if len(shown) > MOST_UNITS:
-        worst = sorted(units, key=lambda u: -(u.gather_exposed + u.reduction_exposed))[:MOST_UNITS]
+        worst = sorted(units, key=lambda unit: -unit.exposed)[:MOST_UNITS]
         shown = [unit for unit in units if unit in worst]
-        left = f"(the {MOST_UNITS} of {len(units)} units with most exposed communication)"
-    rows = [
-        [
-            unit.name,
-            _ms(unit.compute),
-            str(unit.gathers),
-            _ms(unit.gather),
-            _ms(unit.gather_exposed),
-            _ms(unit.reduction),
-            _ms(unit.reduction_exposed),
-            f"{unit.nbytes / 1e6:,.1f}",
-        ]
-        for unit in shown
-    ]
-    return [f"Units, in ms {left}".rstrip(), *table(header, rows)]
+        left = f"(the {MOST_UNITS} of {len(units)} with most exposed communication)"
+    rows = [[unit.unit, *cells(unit)] for unit in shown]
+    return [f"Units {left}".rstrip(), *table(["unit", *COLUMNS], rows)]
 
 
 def render_fit(fitting: Sequence[Plan], tried: Sequence[Plan], room: int) -> str:

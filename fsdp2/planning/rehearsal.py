@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.core.errors import coded
@@ -32,7 +32,7 @@ from fsdp2.sharding.module import FSDPModule
 from fsdp2.tracing.paper.devices import NamedDevices, no_autocast
 from fsdp2.tracing.paper.operators import Operators, fused_optimizers, kernels_of
 from fsdp2.tracing.paper.recording import Recorder, Recording
-from fsdp2.tracing.paper.stage import NOTED, module_of_meta, on_paper
+from fsdp2.tracing.paper.stage import module_of_meta, noting, on_paper
 from fsdp2.tracing.paper.values import Following, Values
 from fsdp2.tracing.record.categories import ACTIVATIONS, GRADIENTS, MODEL
 from fsdp2.tracing.reports import GroupReport, report
@@ -199,11 +199,11 @@ def _rehearse(
             if group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = True  # as torch chooses on an accelerator
     recorder.tag(tensors_in(batch), ACTIVATIONS)
-    step = _Step(subject, settings, recorder, model, shards, optimizer, batch)
-    step.run()
+    parts = (subject, settings, recorder, model, shards, optimizer, batch)
+    _run_step(*parts)
     recorder.forget_units()
     recorder.start()
-    step.run()
+    _run_step(*parts)
     recording = recorder.stop()
     tokens = subject.tokens or _count_tokens(batch)
     return Rehearsal(recording, report(model).groups, parameters, tokens, tuple(units))
@@ -312,6 +312,7 @@ def _units(model: nn.Module) -> dict[str, nn.Module]:
 def _watch(units: Mapping[str, nn.Module], recorder: Recorder) -> None:
     """Tell the recorder whose forward runs, and for which unit the engine works."""
     seen: set[Unit] = set()
+    observer = noting(recorder)
     for name, module in units.items():
         record = record_of(module)
         assert record is not None
@@ -319,7 +320,7 @@ def _watch(units: Mapping[str, nn.Module], recorder: Recorder) -> None:
         module.register_forward_hook(lambda *_: recorder.leave(), always_call=True)
         if record.unit not in seen:
             seen.add(record.unit)
-            record.unit.put_around(NOTED, wanted=True)
+            record.unit.put_around(observer, wanted=True)
 
 
 def _make_batch(subject: Subject, settings: Settings) -> Batch:
@@ -336,13 +337,8 @@ def takes_count(make_batch: Callable[..., Batch]) -> bool:
 
 def tensors_in(batch: Batch) -> list[torch.Tensor]:
     """The tensors of a batch: itself, or in lists, tuples and mappings."""
-    if isinstance(batch, torch.Tensor):
-        return [batch]
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
-        return [tensor for each in batch for tensor in tensors_in(each)]
-    return []
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    return [each for each in leaves if isinstance(each, torch.Tensor)]
 
 
 def _count_tokens(batch: Batch) -> int:
@@ -380,48 +376,46 @@ class _Rows:
         self.param.grad = self._sharded.grad = None
 
 
-@dataclass
-class _Step:
-    subject: Subject
-    settings: Settings
-    recorder: Recorder
-    model: nn.Module
-    shards: list[_Rows]
-    optimizer: torch.optim.Optimizer
-    batch: Batch
-
-    def run(self) -> None:
-        """Micro-batches and the optimizer's step."""
-        recorder, model, count = self.recorder, self.model, self.settings.accumulate
-        for micro in range(count):
-            if count > 1 and isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(self.settings.reduce_each or micro == count - 1)
-                model.set_is_last_backward(micro == count - 1)
-            with recorder.during("forward"), explaining("loss", model):
-                loss = self.subject.loss(model, self.batch)
-                if not loss.requires_grad:
-                    raise coded(
-                        ValueError,
-                        "plan-loss",
-                        "the loss does not require a gradient, so the plan would have no "
-                        "backward; let loss=… return a tensor that depends on parameters that "
-                        "require gradients",
-                    )
-            with recorder.during("backward"), explaining("backward", model):
-                loss.backward()
-            del loss
-        found = [param.grad for param in model.parameters() if param.grad is not None]
-        recorder.tag(map(local_of, found), GRADIENTS)
-        del found
-        with recorder.during("optimizer"):
-            if self.settings.clip is not None:
-                clip_grad_norm_(model.parameters(), self.settings.clip)
-            for rows in self.shards:
-                rows.take()
-            self.optimizer.step()
-            Counts.steps += 1  # nobody sees that it holds managed parameters
-            for rows in self.shards:
-                rows.drop()
+def _run_step(
+    subject: Subject,
+    settings: Settings,
+    recorder: Recorder,
+    model: nn.Module,
+    shards: Sequence[_Rows],
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+) -> None:
+    """Micro-batches and the optimizer's step."""
+    count = settings.accumulate
+    for micro in range(count):
+        if count > 1 and isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(settings.reduce_each or micro == count - 1)
+            model.set_is_last_backward(micro == count - 1)
+        with recorder.during("forward"), explaining("loss", model):
+            loss = subject.loss(model, batch)
+            if not loss.requires_grad:
+                raise coded(
+                    ValueError,
+                    "plan-loss",
+                    "the loss does not require a gradient, so the plan would have no "
+                    "backward; let loss=… return a tensor that depends on parameters that "
+                    "require gradients",
+                )
+        with recorder.during("backward"), explaining("backward", model):
+            loss.backward()
+        del loss
+    found = [param.grad for param in model.parameters() if param.grad is not None]
+    recorder.tag(map(local_of, found), GRADIENTS)
+    del found
+    with recorder.during("optimizer"):
+        if settings.clip is not None:
+            clip_grad_norm_(model.parameters(), settings.clip)
+        for rows in shards:
+            rows.take()
+        optimizer.step()
+        Counts.steps += 1  # nobody sees that it holds managed parameters
+        for rows in shards:
+            rows.drop()
 
 
 def default_loss(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -1,14 +1,5 @@
 """Make torch's names of FSDP2 and FSDP1 resolve to fsdp2's (decision 9), for frameworks.
 
-    holder of names                                    before    installed    after
-    torch.distributed.fsdp                             torch's   ours         torch's
-    torch.distributed.fsdp._fully_shard                torch's   ours         torch's
-    torch.distributed._composable.fsdp[.fully_shard]   torch's   ours         torch's
-    torch.distributed.pipelining.stage, .schedules     torch's   ours         torch's
-    torch.distributed.fsdp.fully_sharded_data_parallel torch's   ours         torch's
-    torch.distributed.fsdp.sharded_grad_scaler         torch's   ours         torch's
-    torch.nn.utils[.clip_grad]                         torch's   ours         torch's
-
 While names are installed, a parameter that is added to a sharded module, and that no unit manages,
 is left as it is with a warning; torch leaves it without one. Frameworks reduce its gradients
 themselves. Without `install` it is an error.
@@ -70,7 +61,8 @@ HOLDERS = (
     "torch.nn.utils",
     "torch.nn.utils.clip_grad",
 )
-"""Modules whose names are replaced. One that is imported later finds ours in the first."""
+"""Modules whose names are replaced, and restored by `uninstall`. One that is imported later finds
+ours in the first."""
 
 _NORMS: dict[str, object] = {
     name: public

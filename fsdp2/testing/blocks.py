@@ -28,11 +28,7 @@ def fill_normal(tensor: Tensor, std: float) -> None:
 
 
 class TinyBlock(nn.Module):
-    """`n` linear layers without bias, one after another: each parameter is [dim, dim].
-
-    With dim 16 a parameter's shard is 2 rows at world size 8: 128 bytes in fp32, 64 in bf16, both
-    multiples of 16.
-    """
+    """`n` linear layers without bias, one after another: each parameter is [dim, dim]."""
 
     def __init__(self, n: int, dim: int) -> None:
         super().__init__()
@@ -57,14 +53,7 @@ class TallLayer(nn.Module):
 
 
 class TallBlock(nn.Module):
-    """`n` parameters of [rows, cols] each, alternately widening x to rows and narrowing it back.
-
-    The block uses the first `cols` features of its input, and returns `rows` features after an odd
-    number of layers.
-
-    With 1024 rows of 8 the same model shards evenly at every world size up to 1024, where a shard
-    is one row: 32 bytes in fp32, 16 in bf16.
-    """
+    """`n` parameters of [rows, cols], which widen the first `cols` features to rows, and back."""
 
     def __init__(self, n: int, rows: int, cols: int) -> None:
         super().__init__()
@@ -122,10 +111,7 @@ class LlamaBlock(nn.Module):
 
 
 class MoeBlock(nn.Module):
-    """The nine parameters of a block with experts in two tensors of three dims, and a router.
-
-    Every token goes through every expert, so that no rank is without a gradient.
-    """
+    """The nine parameters of a block with a router, and two tensors of experts, which see all."""
 
     def __init__(self, width: int, hidden: int, experts: int) -> None:
         super().__init__()
@@ -195,10 +181,7 @@ class BlockStack(nn.Module):
 def tiny_blocks(
     n_blocks: int = 32, params_per_block: int | Sequence[int] = 9, dim: int = 16
 ) -> BlockStack:
-    """Blocks of [dim, dim] linear layers; dim must be a multiple of 8 for world size 8.
-
-    If several numbers of parameters are given, the blocks take them in turn.
-    """
+    """Blocks of [dim, dim] linear layers, which take the numbers of parameters in turn."""
     numbers = [params_per_block] if isinstance(params_per_block, int) else params_per_block
     return BlockStack([TinyBlock(numbers[i % len(numbers)], dim) for i in range(n_blocks)], dim)
 

@@ -64,13 +64,8 @@ def operators(run: Callable[[], object]) -> Counter[str]:
 
 
 def called(run: Callable[[], object]) -> tuple[Counter[str], Counter[str]]:
-    """The functions that ``run`` calls on this thread, and how often.
-
-    The garbage collector is off meanwhile: it would call what older objects call at their end.
-
-    Returns:
-        Python functions by module and name, as ``fsdp2.core.device.buffers.acquire``; and built-in
-        ones by qualified name.
+    """How often ``run`` calls which functions on this thread: Python's by module and name, as
+    ``fsdp2.core.device.buffers.acquire``, and built-in ones by qualified name.
     """
     python: Counter[str] = Counter()
     built_in: Counter[str] = Counter()

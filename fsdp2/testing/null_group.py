@@ -6,11 +6,6 @@ the group:
     init_null_group(8)                      # the default group, backend "null"
     mesh = null_mesh(8)                     # the same, and a 1-D DeviceMesh over it
     with null_world(8) as group: ...        # and destroyed afterwards
-
-The group omits two costs:
-  - c10d calls a Python `ProcessGroup` directly, without its binding and dispatcher (1-2
-    microseconds per call); `c10d_cost` is an observer that adds them.
-  - A real backend spends time per call, and per tensor of a coalesced call: see `collective_cost`.
 """
 
 from __future__ import annotations
@@ -25,32 +20,24 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.tracing.paper.null_group import (
-    BACKEND,
     NullGroup,
     NullWork,
     Observer,
-    PythonGroup,
     init_null_group,
     null_world,
 )
 
 __all__ = [
-    "BACKEND",
     "Call",
     "CallLog",
     "NullGroup",
     "NullWork",
     "Observer",
-    "PythonGroup",
-    "c10d_cost",
     "fill_gathered",
     "init_null_group",
     "null_mesh",
     "null_world",
 ]
-
-# ---------------------------------------------------------------------------------------------
-# Observers
 
 
 @dataclass(frozen=True)
@@ -93,33 +80,6 @@ def fill_gathered(name: str, tensors: list[Tensor]) -> None:
                 rows = output.data.view(-1, input_.numel())
                 rows[0].copy_(input_.view(-1))  # which may be a row itself
                 rows[1:].copy_(rows[0])
-
-
-def c10d_cost() -> Observer:
-    """An observer that makes each collective pay c10d's binding and dispatcher.
-
-    It passes the collective's tensors to the all-reduce of torch's `fake` backend, which goes all
-    the way from Python to a C++ backend and does nothing there. Measured with torch 2.13 on a CPU:
-    1.0 microseconds for one tensor, 2.2 for 18 (a coalesced collective of 9).
-    """
-    from torch._C._distributed_c10d import AllreduceCoalescedOptions, FakeProcessGroup
-
-    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-    backend = FakeProcessGroup._create_internal(0, 1)
-    for device in ("cpu", "cuda"):
-        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
-    options = AllreduceCoalescedOptions()
-
-    def pay(name: str, tensors: list[Tensor]) -> None:
-        if tensors:
-            group.allreduce_coalesced(tensors, options)
-
-    return pay
-
-
-# ---------------------------------------------------------------------------------------------
-# Making meshes
 
 
 def null_mesh(

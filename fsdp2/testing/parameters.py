@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from fsdp2.core.layout.layout import ROWS, Cut, Slot
-from fsdp2.core.params.param import ParamStore, Swap
 from fsdp2.testing.virtual import VirtualDevice, VirtualTensor
 
 
@@ -86,9 +85,8 @@ class PaperGradients:
 class VirtualParam(PaperParam):
     """Stands where a `ShardedParam` does."""
 
-    is_meta = False
-    exact = is_extended = False
-    is_its_shard = False
+    is_meta = exact = is_extended = is_its_shard = False
+    is_in_place = True
     dtype_override = None
     differs_over = ()
 
@@ -104,57 +102,37 @@ class VirtualParam(PaperParam):
         self.name = name
         self.shape = shape
         self.cut = cut
-        self.dtype = dtype
-        self.requires_grad = True
+        self.dtype = self.grad_dtype = dtype
         self.sharded = SimpleNamespace(requires_grad=True, _version=0)
         self.unsharded: SimpleNamespace | None = None
         self.rows: VirtualTensor | None = None
         self.gathered: VirtualTensor | None = None
         self.hook: Callable[[VirtualParam], None] | None = None
 
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        """As its own."""
-        return self.dtype
-
     def adopt(self, slot: Slot, target: VirtualTensor) -> None:
         """Move the rows into the flat shard."""
         self.rows = target
         self._device.run(f"adopt {self.name}", [], [target])
-
-    @property
-    def is_in_place(self) -> bool:
-        """Nothing moves virtual parameters."""
-        return True
-
-    def check_usable(self, device: object, offloaded: bool = False) -> None:
-        """They are."""
 
     def materialize(self, gathered: VirtualTensor) -> None:
         """Remember the gathered view."""
         self.gathered = gathered
         self.unsharded = SimpleNamespace(requires_grad=self.sharded.requires_grad, _version=0)
 
-    def make_smaller(self, rows: VirtualTensor, mesh: object) -> None:
-        """There is no parameter to register."""
-
-    def follow_smaller(self) -> None:
-        """Does nothing: these parameters are never frozen."""
-
     def forms(self) -> list[SimpleNamespace]:
         """Those that were made."""
         return [form for form in (self.sharded, self.unsharded) if form is not None]
 
-    def swaps(self, param: object) -> list[Swap]:
+    def no_op(self, *_: object, **__: object) -> None:
+        """No module has it, it is never frozen, and versions are not compared."""
+
+    check_usable = make_smaller = follow_smaller = forbid_reading = no_op
+
+    def nothing(self, *_: object) -> list[object]:
         """There is no module."""
         return []
 
-    def stores(self) -> list[tuple[ParamStore, str]]:
-        """There is no module."""
-        return []
-
-    def forbid_reading(self) -> None:
-        """Does nothing: versions are not compared."""
+    swaps = stores = nothing
 
     @property
     def has_grad_hooks(self) -> bool:

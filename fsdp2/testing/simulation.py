@@ -24,14 +24,28 @@ from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import Counts
 from fsdp2.core.schedule.group import ParamGroup, Runtime
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.unit import Phase, Unit, lend
+from fsdp2.core.schedule.unit import MOVES, Phase, Unit, lend, watched_phase
 from fsdp2.testing.parameters import PaperGradients, VirtualParam
-from fsdp2.testing.phases import CheckedUnit
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice
 from fsdp2.tracing.record.notes import USER
 
 Check = Callable[["Simulation", str], None]
 Shapes = Sequence[tuple[int, ...]]
+
+
+def check_move(unit: Unit, before: Phase, after: Phase) -> None:
+    """Refuse a move that `MOVES` does not have; for `fsdp2.core.schedule.unit.watching`."""
+    assert after in MOVES[before], (
+        f"unit '{unit.title}' cannot go from {before.value} to {after.value}"
+    )
+
+
+class CheckedUnit(Unit):
+    """A unit that refuses such moves."""
+
+    __slots__ = ()
+
+    phase = watched_phase(check_move)
 
 
 @dataclass(eq=False)

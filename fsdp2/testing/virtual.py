@@ -1,83 +1,28 @@
 """A device that exists only on paper: streams, memory and collectives without data.
 
 The group, transports, reductions and scheduler run on it unchanged. Every operation states which
-buffers it reads and writes, and a happens-before checker finds every order that no event ensures:
+buffers it reads and writes, and `fsdp2.testing.races` finds every order that no event ensures:
 
     VirtualDevice ── Streams       record, wait, synchronize, on
                   ── Kernels       transient, flat, empty, copy, …
                   ── trace         what they did: `fsdp2.tracing.record.notes`
                   ── races         ["…", …], empty if the schedule is right
-
-Each lane carries a vector clock: the position in each lane that it is known to run after. An access
-happens before another if the second's clock covers it. For each buffer the checker requires that
-  - a read comes after the last write, and there was one;
-  - a write comes after the last write and after every read since;
-  - any access comes after all accesses of all buffers that were freed, in the host's order,
-    before this one was allocated on the same lane: a caching allocator may have reused their memory
-        at once;
-  - no access comes after the free.
-
-Two more clocks exist besides the lanes' clocks:
-  - HOST, for operations that access only CPU memory: an optimizer that steps on offloaded shards, a
-    gradient that arrived. An operation on a lane runs after the host's calls before it; the host
-    runs after a lane only where it waits (`synchronize`). CPU memory is reused late enough: torch
-    keeps page-locked memory until its copies have ended, and a copy with other memory has ended
-    when its call returns.
-  - USER, a stream of the user's, which the lanes know only by its events.
-
-Removing a wait (`drop_wait`) shows that the checker reports it.
+                  ── without(n)    the trace without a wait: the checker reports what it had ensured
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fsdp2.core.device.buffers import Strided
 from fsdp2.core.device.collectives import ReduceKind
-from fsdp2.tracing.record.notes import (
-    HOST,
-    PLACES,
-    Allocation,
-    Await,
-    Free,
-    Note,
-    Notes,
-    Operation,
-    Place,
-)
-
-Clock = tuple[int, ...]
-_ZERO: Clock = (0,) * len(PLACES)
-
-
-def _join(a: Clock, b: Clock) -> Clock:
-    return tuple(map(max, a, b))
-
-
-class VirtualEvent(NamedTuple):
-    """The result of `VirtualDevice.record`: its number, and the clock of its lane."""
-
-    number: int
-    clock: Clock
-
-
-class Life:
-    """One life of a buffer, from allocation to free."""
-
-    def __init__(self, note: Allocation, after: Clock) -> None:
-        self.note = note
-        self.name, self.lane = note.name, note.lane
-        self.after = after  # all accesses of buffers whose memory this one may have
-        self.write: tuple[Place, int] | None = None
-        self.reads: dict[Place, int] = {}
-        self.last = list(_ZERO)  # the last access on each lane
-        self.freed = False
+from fsdp2.testing.races import Checker
+from fsdp2.tracing.record.notes import HOST, Allocation, Free, Note, Notes, Operation, Place
 
 
 class VirtualTensor:
@@ -91,8 +36,8 @@ class VirtualTensor:
         self.dtype = dtype
 
     @property
-    def allocation(self) -> Life | None:
-        found: Life | None = self.owner.allocation
+    def allocation(self) -> Allocation:
+        found: Allocation = self.owner.allocation
         return found
 
     def is_contiguous(self) -> bool:
@@ -128,15 +73,17 @@ class VirtualTensor:
 
 
 class VirtualTransient:
-    """A buffer that comes and goes; each life is an allocation of its own."""
+    """A buffer that comes and goes; each life is an allocation of its own, the last of which it
+    keeps.
+    """
 
-    allocation: Life | None = None  # until there is memory
+    allocation: Allocation
 
     def __init__(self, device: VirtualDevice, nbytes: int, name: str) -> None:
         self.device = device
         self.name = name
         self.nbytes = nbytes
-        self.pinned = False
+        self.pinned = self.allocated = False
         self.acquire()
 
     def view(
@@ -163,17 +110,14 @@ class VirtualTransient:
         return [VirtualTensor(self, shape, dtype) for shape, _, _ in places]
 
     def acquire(self) -> None:
-        if self.allocation is None:
+        if not self.allocated:
             self.allocation = self.device.allocate(self.name)
+            self.allocated = True
 
     def release(self) -> None:
-        if self.allocation is not None:
+        if self.allocated:
             self.device.free(self.allocation)
-            self.allocation = None
-
-    @property
-    def allocated(self) -> bool:
-        return self.allocation is not None
+            self.allocated = False
 
     def keep_valid(self, tensor: object) -> None:
         """Each tensor asks its buffer."""
@@ -212,155 +156,79 @@ class _Counted(VirtualTransient):
 class VirtualDevice(Notes):
     """Streams, kernels and the checker.
 
-    Args:
-        drop_wait: leave out the wait of this number (from 0), to test the checker.
-
     Attributes:
         trace: all notes, in the order of the host's calls.
-        races: what the checker found, a sentence each.
-        waits: labels of all waits so far, the dropped one included.
-        live: bytes are not simulated; names of the allocations that are live now.
+        waits: labels of all waits so far, except those that `follow` adds.
+        live: bytes are not simulated; the allocations that are live now.
         others_had: whether other ranks are to have the gradients that this one lacks.
     """
 
-    asynchronous = True
-    captures: Callable[[], bool] | None = None
     fuses = True
     others_had = False
 
-    def __init__(self, drop_wait: int | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.trace: list[Note] = self.notes
-        self.races: list[str] = []
         self.waits: list[str] = []
-        self.live: set[Life] = set()
-        self._drop_wait = drop_wait
-        self._clocks: dict[Place, Clock] = dict.fromkeys(PLACES, _ZERO)
-        self._released: dict[Place, Clock] = dict.fromkeys(PLACES, _ZERO)
+        self.live: set[Allocation] = set()
+        self.checker = Checker()
+        self._waits: list[int] = []  # positions in the trace
+        self._written: dict[int, int] = {}  # the last position that wrote an allocation
 
-    # ---- Streams
+    def note(self, note: Note) -> None:
+        """Add to the record, and check it."""
+        super().note(note)
+        self.checker.take(note)
 
-    def make_event(self) -> None:
-        """Each record is an event of its own here."""
+    @property
+    def races(self) -> list[str]:
+        """The races that the checker found, a sentence each."""
+        return self.checker.races
 
-    def record(self, lane: Place, label: str, event: None = None) -> VirtualEvent:
-        return VirtualEvent(self.signal(lane, label), self._clocks[lane])
+    def without(self, number: int) -> list[Note]:
+        """The trace without the wait of this number, to test the checker and the wait."""
+        place = self._waits[number]
+        return [*self.trace[:place], *self.trace[place + 1 :]]
 
-    def wait(self, lane: Place, event: VirtualEvent, label: str) -> None:
-        if not self._is_dropped(label):
-            self.follow(lane, event, label)
-
-    def follow(self, lane: Place, event: VirtualEvent, label: str = "") -> None:
-        """A wait that is never dropped, such as the user's own."""
-        self.note(Await(lane, event.number, label))
-        self._clocks[lane] = _join(self._clocks[lane], event.clock)
-
-    def synchronize(self, event: VirtualEvent, label: str) -> None:
-        """The host waits, and its later calls run after the event."""
-        if not self._is_dropped(label):
-            self.follow(HOST, event, label)
-
-    def _is_dropped(self, label: str) -> bool:
+    def wait(self, lane: Place, event: int | None, label: str) -> None:
+        """A wait of the engine's."""
         self.waits.append(label)
-        return len(self.waits) - 1 == self._drop_wait
+        self._waits.append(len(self.trace))
+        self.follow(lane, event, label)
+
+    def follow(self, lane: Place, event: int | None, label: str = "") -> None:
+        """A wait that is not the engine's, such as the user's own."""
+        super().wait(lane, event, label)
 
     # ---- memory
 
-    def allocate(self, name: str) -> Life:
+    def allocate(self, name: str) -> Allocation:
         """A new allocation on the current lane."""
         note = Allocation(self.number(), lane=self.lane, name=name)
         self.note(note)
-        allocation = Life(note, self._released[self.lane])
-        self.live.add(allocation)
-        return allocation
+        self.live.add(note)
+        return note
 
-    def free(self, allocation: Life) -> None:
+    def free(self, allocation: Allocation) -> None:
         """Give it back to the lane that it was allocated on."""
-        self.note(Free(allocation.note.number, self.lane, allocation.name))
+        self.note(Free(allocation.number, self.lane, allocation.name))
         self.live.discard(allocation)
-        allocation.freed = True
-        lane = allocation.lane
-        if lane is HOST:  # CPU memory is reused late enough
-            return
-        self._released[lane] = _join(self._released[lane], tuple(allocation.last))
 
     # ---- operations
 
     def run(
         self, kind: str, reads: Sequence[VirtualTensor], writes: Sequence[VirtualTensor]
     ) -> None:
-        """An operation on the current lane, or on the host if it accesses only CPU memory.
-
-        Tensors without elements are not accessed.
-        """
-        seen_reads = self._allocations(kind, reads)
-        seen_writes = self._allocations(kind, writes)
-        lane = self._place(seen_reads, seen_writes)
-        clock = list(self._clocks[lane])
-        if self._clocks[HOST] is not _ZERO:  # the host, which issues it, has waited for a lane
-            clock = list(map(max, clock, self._clocks[HOST]))
-        clock[lane] += 1
-        self._clocks[lane] = now = tuple(clock)
-        moved = [tuple(each.note for each in some) for some in (seen_reads, seen_writes)]
-        self.note(Operation(lane, "", kind, reads=moved[0], writes=moved[1]))
-        for allocation in seen_reads:
-            self._check_read(kind, lane, now, allocation)
-        for allocation in seen_writes:
-            self._check_write(kind, lane, now, allocation)
-
-    def _place(self, reads: list[Life], writes: list[Life]) -> Place:
-        for buffer in reads:
-            if buffer.lane is not HOST:
-                return self.lane
-        for buffer in writes:
-            if buffer.lane is not HOST:
-                return self.lane
-        return HOST if reads or writes else self.lane
-
-    def _allocations(self, kind: str, tensors: Sequence[VirtualTensor]) -> list[Life]:
-        found: dict[Life, None] = {}
-        for tensor in tensors:
-            if 0 in tensor.shape:
-                continue
-            allocation = tensor.allocation
-            # A view of a transient buffer outlives the buffer's memory; an owner's does not.
-            if allocation is None or allocation.freed:
-                self.races.append(f"{kind} uses a buffer that is not allocated")
-            else:
-                found[allocation] = None
-        return list(found)
-
-    def _check_read(self, kind: str, lane: Place, now: Clock, buffer: Life) -> None:
-        self._check_reuse(kind, now, buffer)
-        if buffer.write is None:
-            self.races.append(f"{kind} reads {buffer.name}, which nothing wrote")
-        elif now[buffer.write[0]] < buffer.write[1]:
-            self.races.append(f"{kind} reads {buffer.name} while {_name(buffer.write)} writes it")
-        buffer.reads[lane] = now[lane]
-        buffer.last[lane] = now[lane]
-
-    def _check_write(self, kind: str, lane: Place, now: Clock, buffer: Life) -> None:
-        self._check_reuse(kind, now, buffer)
-        if buffer.write is not None and now[buffer.write[0]] < buffer.write[1]:
-            self.races.append(f"{kind} writes {buffer.name} while {_name(buffer.write)} writes it")
-        for reader, count in buffer.reads.items():
-            if now[reader] < count:
-                self.races.append(
-                    f"{kind} writes {buffer.name} while {_name((reader, count))} reads it"
-                )
-        # Whatever comes after this write comes after the reads before it.
-        buffer.write = (lane, now[lane])
-        buffer.reads.clear()
-        buffer.last[lane] = now[lane]
-
-    def _check_reuse(self, kind: str, now: Clock, buffer: Life) -> None:
-        if all(map(operator.ge, now, buffer.after)):
-            return
-        for lane, count in zip(PLACES, buffer.after, strict=True):
-            if now[lane] < count:
-                self.races.append(
-                    f"{kind} uses {buffer.name}, whose memory {_name((lane, count))} still uses"
-                )
+        """An operation on the current lane, or on the host if it accesses only CPU memory."""
+        read, written = _allocations(reads), _allocations(writes)
+        lane: Place = HOST if read or written else self.lane
+        for each in (*read, *written):
+            if each.lane is not HOST:
+                lane = self.lane
+                break
+        for each in written:
+            self._written[each.number] = len(self.trace)
+        self.note(Operation(lane, "", kind, reads=read, writes=written))
 
     # ---- Kernels
 
@@ -445,7 +313,7 @@ class VirtualDevice(Notes):
 
         def fingerprint() -> object:
             self.run("fingerprint", tensors, [])
-            return [each.allocation.write for each in tensors if each.allocation is not None]
+            return [self._written.get(each.allocation.number) for each in tensors]
 
         return fingerprint
 
@@ -456,8 +324,14 @@ class VirtualDevice(Notes):
         self.run("add", [*targets, *sources], targets)
 
 
-def _name(access: tuple[Place, int]) -> str:
-    return f"{access[0].name.lower()}#{access[1]}"
+def _allocations(tensors: Sequence[VirtualTensor]) -> tuple[Allocation, ...]:
+    """Those of tensors that have elements."""
+    found: dict[int, Allocation] = {}
+    for each in tensors:
+        if 0 not in each.shape:
+            allocation = each.owner.allocation
+            found[allocation.number] = allocation
+    return tuple(found.values())
 
 
 class VirtualCollectives:

@@ -4,8 +4,6 @@ timeline   the data: slices and waits by lane, memory by category; as a file tha
 summaries  the same in numbers: exposed communication, idle time, overlap; two side by side
 recording  what a real step runs, and when
 seams      the reporters: streams, kernels, collectives, groups and units, while a trace is on
-drawing    a recorded step whose times are known, as a timeline
-states     the optimizer states on the device
 page       an HTML file that shows timelines
 reports    `fsdp2.report`: units, bytes and memory of a model, without a step
 context    ``with fsdp2.trace(path):`` around real steps

@@ -1,10 +1,10 @@
 """The recorder of a real step, fed by the objects that are bound while a trace is on.
 
     seams ── moved, hosting ─────>  which unit computes, and for how long the host is in fsdp2
-          ── copy, collective ───>  operations of lanes, each between two stamps
-          ── signal, waited ─────>  events of lanes, and waits for them
+          ── copy, collective ───>  slices of lanes, each between two stamps
+          ── recorded, waiting ──>  events of lanes, and waits for them
           ── hold, count ────────>  memory by category
-    Tracer.timeline ──> the times of all stamps ──> `fsdp2.tracing.drawing`
+    Tracer.timeline ──> the times of all stamps
 
 A stamp is a moment. If lanes are streams, it is an event on the lane's stream, whose time is read
 at the end. On the CPU, and for the host, it is the host's clock.
@@ -13,11 +13,14 @@ at the end. On the CPU, and for the host, it is the host's clock.
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar
+from dataclasses import replace
+from typing import ClassVar, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fsdp2.core.facts import (
     BACKWARD,
@@ -34,18 +37,22 @@ from fsdp2.core.facts import (
     local_of,
     ranks_of,
 )
-from fsdp2.tracing.drawing import draw
 from fsdp2.tracing.record.categories import category_of
-from fsdp2.tracing.record.notes import HOST, Await, Note, Notes, Operation, Place
-from fsdp2.tracing.record.replay import measured
-from fsdp2.tracing.states import OptimizerStates
-from fsdp2.tracing.timeline import BETWEEN, COLLECTIVES, Memory, Timeline, Value
+from fsdp2.tracing.record.notes import HOST, Place
+from fsdp2.tracing.record.replay import (
+    LANE_OF,
+    LANE_OF_COLLECTIVE,
+    ranks_told,
+    wait_behind,
+)
+from fsdp2.tracing.timeline import BETWEEN, Memory, Slice, Timeline, Value, Wait
 
 Stamp = float | torch.Event
 
-_LANES = dict(
-    zip(COLLECTIVES, (Lane.ALL_GATHER, Lane.REDUCE, Lane.ALL_REDUCE, Lane.REDUCE), strict=True)
-)
+S = TypeVar("S", Slice, Wait)
+
+Position = tuple[str, int]
+"""A lane, and the index of its last slice; -1: it has none."""
 
 
 class Clock:
@@ -78,20 +85,24 @@ class Clock:
         return round(host + zero.elapsed_time(stamp) * 1e3, 3)
 
 
-class Tracer(Notes):
+class Tracer:
     """The recording so far, and the running operations."""
 
     current: ClassVar[Tracer | None] = None
 
-    def __init__(self, clock: Clock, device: str) -> None:
-        super().__init__()
-        self.clock = clock
+    def __init__(self, clock: Clock, device: str, streams: object) -> None:
+        self.clock, self.streams = clock, streams
         self.unit = self.word = ""
+        self.lane: Place = Lane.COMPUTE
         self.entering = False
         self.iteration = 0
-        self._times: list[list[Stamp]] = []  # of each note: its start and end
-        self._groups: list[ProcessGroup] = []  # that communicated
-        self._recorded: dict[int, int] = {}  # numbers of events, by their id
+        self._slices: list[Slice] = []  # their times are read at the end
+        self._waits: list[Wait] = []
+        self._of_slices: list[list[Stamp]] = []
+        self._of_waits: list[list[Stamp]] = []
+        self._last: dict[str, int] = {}  # the last slice of each lane
+        self._ranks: dict[ProcessGroup, str] = {}
+        self._events: dict[int, Position] = {}  # by the id of each event
         self._memory: list[tuple[Stamp, dict[str, int]]] = []
         self._held: dict[tuple[int, str], int] = {}  # bytes by owner and category
         self._totals: dict[str, int] = {}
@@ -100,8 +111,8 @@ class Tracer(Notes):
         self._stepping: list[torch.optim.Optimizer] = []  # those in their step, outermost first
         self._stepped = False  # since the last forward
         self._device = device
-        self._states = OptimizerStates(all_groups(), device)
-        self.hold(self._states, "optimizer", self._states.nbytes)
+        self._optimizers = set(_optimizers())
+        self._count_states()
         self._mark: Stamp = 0.0
 
     def finish(self) -> None:
@@ -113,22 +124,25 @@ class Tracer(Notes):
         """All that was seen, once it is over."""
         if self.clock.events is not None:
             torch.accelerator.synchronize()
-        read = self.clock.read
-        times = []
-        for start, end in self._times:
-            begin = read(start)
-            times.append((begin, max(begin, read(end))))
-        memory = [Memory(read(at), found) for at, found in self._memory]
-        step = measured(self.notes, times)
-        groups = [ranks_of(group) for group in self._groups]
-        return draw(step, _named, memory, metadata=metadata, groups=groups, measured=True)
+        memory = [Memory(self.clock.read(at), found) for at, found in self._memory]
+        slices = map(self._timed, self._slices, self._of_slices)
+        waits = map(self._timed, self._waits, self._of_waits)
+        return Timeline([*slices], [*waits], memory, metadata).sorted()
+
+    def _timed(self, span: S, stamps: Sequence[Stamp]) -> S:
+        start, end = map(self.clock.read, stamps)
+        return replace(span, start=start, end=max(start, end))
 
     # ---- what lanes run
 
-    def note(self, note: Note, start: Stamp = 0.0, end: Stamp = 0.0) -> None:
-        """Add to the record, with its times."""
-        super().note(note)
-        self._times.append([start, end])
+    @contextlib.contextmanager
+    def on(self, lane: Place) -> Iterator[None]:
+        """Calls in this context run on ``lane``."""
+        outer, self.lane = self.lane, lane
+        try:
+            yield
+        finally:
+            self.lane = outer
 
     def ran(
         self,
@@ -142,15 +156,24 @@ class Tracer(Notes):
     ) -> None:
         """An operation ran on a lane, which moved tensors."""
         nbytes = sum(tensor.nbytes for tensor in moved)
-        dtype = moved[0].dtype if moved else torch.float32
-        index = -1
-        if group is not None:
-            if group not in self._groups:
-                self._groups.append(group)
-            index = self._groups.index(group)
+        dtype = str(moved[0].dtype).removeprefix("torch.") if nbytes else ""
+        if group is not None and group not in self._ranks:
+            self._ranks[group] = ranks_told(ranks_of(group))
+        ranks = "" if group is None else self._ranks[group]
         unit = self.unit if unit is None else unit
-        about = {"nbytes": nbytes, "dtype": dtype, "group": index, "iteration": self.iteration}
-        self.note(Operation(lane, name, "", unit, **about), start, end)  # type: ignore[arg-type]
+        about = (unit, nbytes, dtype, ranks, self.iteration)
+        self._last[LANE_OF[lane]] = len(self._slices)
+        self._slices.append(Slice(LANE_OF[lane], name, 0.0, 0.0, *about))
+        self._of_slices.append([start, end])
+
+    def position(self, lane: Place) -> Position:
+        """How far a lane is."""
+        return LANE_OF[lane], self._last.get(LANE_OF[lane], -1)
+
+    def _waited(self, lane: Place, on: Position, label: str, start: Stamp, end: Stamp) -> None:
+        wait = Wait(LANE_OF[lane], on[0], label, 0.0, 0.0, iteration=self.iteration)
+        self._waits.append(wait if on[1] < 0 else wait_behind(wait, self._slices[on[1]], on[1]))
+        self._of_waits.append([start, end])
 
     def copy(self, name: str, written: Sequence[torch.Tensor], run: Callable[[], object]) -> object:
         """Run what copies: one slice of the lane that is current. Copies inside are part of it."""
@@ -173,11 +196,12 @@ class Tracer(Notes):
         launch: Callable[[], Work | None],
     ) -> Work | None:
         """Run a collective: over when its lane comes to its end, or when the host has waited."""
-        lane = _LANES[name]
+        lane = LANE_OF_COLLECTIVE[name]
         start = self.clock.stamp(lane)
         work = launch()
         self.ran(lane, name, start, self.clock.stamp(lane), moved, group)
-        return None if work is None else Awaited(self, work, lane)
+        times = self._of_slices[-1]
+        return None if work is None else Awaited(self, work, lane, name, times)
 
     @contextlib.contextmanager
     def hosting(self, operation: str, unit: str, word: str, lane: Lane) -> Iterator[None]:
@@ -244,15 +268,15 @@ class Tracer(Notes):
         self._stepping.clear()
         self._stepped = True
         self.close("optimizer")
-        self._states.add(optimizer)
-        self.hold(self._states, "optimizer", self._states.nbytes)
+        self._optimizers.add(optimizer)
+        self._count_states()
         self.sample(self._mark)
 
     # ---- waits
 
-    def recorded(self, event: Event, lane: Lane, label: str) -> None:
+    def recorded(self, event: Event, lane: Lane) -> None:
         """An event stands for what the lane has run by now."""
-        self._recorded[id(event)] = self.signal(lane, label)
+        self._events[id(event)] = self.position(lane)
 
     @contextlib.contextmanager
     def waiting(self, lane: Place, event: Event, label: str) -> Iterator[None]:
@@ -261,15 +285,15 @@ class Tracer(Notes):
             self.close()
         start = self.clock.stamp(lane)
         yield
-        number = self._recorded.get(id(event))
-        if number is not None:
+        position = self._events.get(id(event))
+        if position is not None:
             end = self.clock.stamp(lane)
-            self.note(Await(lane, number, label, self.iteration), start, end)
+            self._waited(lane, position, label, start, end)
             if lane is Lane.COMPUTE:
                 self._mark = end
 
     def awaited(
-        self, event: int, label: str, wait: Callable[[], object], since: Stamp | None
+        self, on: Position, label: str, wait: Callable[[], object], since: Stamp | None
     ) -> float:
         """The host waits for a collective, and compute is idle; returns when it continued."""
         if not self._hosts:  # else compute's slice has ended
@@ -277,7 +301,7 @@ class Tracer(Notes):
         start = self.clock.host() if since is None else since
         wait()
         end = self.clock.host()
-        self.note(Await(Lane.COMPUTE, event, label, self.iteration), start, end)
+        self._waited(Lane.COMPUTE, on, label, start, end)
         if not self._hosts:
             self._mark = end
         return end
@@ -298,6 +322,15 @@ class Tracer(Notes):
         shards = 0 if group.offload is not None else group.shard.nbytes
         self.hold(group, "shards", shards)
         self.hold(group, "gradients", held + full_gradients)
+
+    def _count_states(self) -> None:
+        """Count the states of all optimizers; memory that several refer to is there once."""
+        # A copy of states that an optimizer makes lives as long as this refers to it.
+        found = tree_leaves([list(each.state.values()) for each in self._optimizers])
+        tensors = [local_of(each) for each in found if isinstance(each, torch.Tensor)]
+        storages = [t.untyped_storage() for t in tensors if t.device.type == self._device]
+        sizes = {storage._cdata: int(storage.nbytes()) for storage in storages}
+        self.hold(self, "optimizer", sum(sizes.values()))
 
     def count_all(self) -> None:
         """Count the memory of all groups now; the time for this does not count as compute."""
@@ -326,24 +359,30 @@ class Tracer(Notes):
             self._memory.append((at, found))
 
 
-def _named(op: Operation) -> tuple[str, str]:
-    return op.name, op.unit
+def _optimizers() -> Iterator[torch.optim.Optimizer]:
+    """Those of managed parameters, of which torch has no list: one may have states from before."""
+    managed = {id(param.sharded) for group in all_groups() for param in group.params}
+    for each in gc.get_objects():
+        # The class is asked, as a proxy's own `__class__` may load what it stands for.
+        if issubclass(type(each), torch.optim.Optimizer):
+            groups = vars(each).get("param_groups", ())  # one that is half made has none
+            if any(id(param) in managed for group in groups for param in group["params"]):
+                yield each
 
 
 class Awaited:
-    """A collective for whose end the host waits, as on the CPU; the last that was noted.
+    """A collective for whose end the host waits, as on the CPU; its slice has these ``times``.
 
     For a reduction it waits at once, and the launch is part of that: a backend may block in either.
     """
 
-    def __init__(self, tracer: Tracer, work: Work, lane: Lane) -> None:
-        self._tracer = tracer
-        self._work = work
-        self._lane = lane
+    def __init__(
+        self, tracer: Tracer, work: Work, lane: Lane, name: str, times: list[Stamp]
+    ) -> None:
+        self._tracer, self._work, self._lane, self._times = tracer, work, lane, times
         self._at_once = lane is not Lane.ALL_GATHER
-        self._label = f"the host waits for the {tracer.notes[-1].name}"  # type: ignore[union-attr]
-        self._times = tracer._times[-1]
-        self._event = tracer.signal(lane, "")
+        self._label = f"the host waits for the {name}"
+        self._position = tracer.position(lane)
         self._over: float | None = None
         future = getattr(work, "get_future", None)
         if future is not None:
@@ -359,7 +398,7 @@ class Awaited:
             self._work.wait()
             return
         since = self._times[0] if self._at_once else None
-        end = self._tracer.awaited(self._event, self._label, self._work.wait, since)
+        end = self._tracer.awaited(self._position, self._label, self._work.wait, since)
         self._times[1] = end if self._over is None else min(self._over, end)
         if self._at_once:
             self._tracer.lane = self._lane

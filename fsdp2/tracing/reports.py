@@ -6,8 +6,7 @@ model ──> report ──> Report: printed as a table, with totals
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +24,7 @@ from fsdp2.core.facts import (
     Wire,
     codec_of,
     record_of,
+    reduction_spec,
     round_up,
     window_of,
 )
@@ -265,23 +265,28 @@ def _report(
     dims = group.params[0].axes.dims
     ranks = layout.world_size
     trained = {i for i, param in enumerate(group.params) if param.sharded.requires_grad}
+    names = [params.get(param.sharded, param.name) for param in group.params]
+    named = list(zip(names, group.params, strict=True))
     kept = reused = 0
     packed = {}
     extended = sum(_nbytes(param.local) for param in group.params if param.is_extended)
     gathered = extended * ranks
     for segment in layout.segments:
-        gathered += _row_bytes(group, segment) * ranks
+        row = _sent(segment, group.options.wire.gather) * ranks
+        gathered += row
         if _stays(group, segment):
-            reused += _row_bytes(group, segment) * ranks
+            reused += row
             kept += segment.shard_numel * segment.full_dtype.itemsize * ranks
         for slot in segment.slots:
             if segment.transport is Transport.PACKED:
-                param = group.params[slot.index]
-                named = params.get(param.sharded, param.name)
-                packed[named] = _why_packed(group, slot)
+                packed[names[slot.index]] = _why_packed(group, slot)
     sharded = ranks > 1
     wire = group.options.wire
     coded = sharded and (wire.gather or wire.reduce)
+    sums = _sums(group, layout.segments, trained)
+    reduced = sum(_message(*key, sum(numels), wire.rotate) for key, numels in sums.items())
+    coded_sums = sum(sum(numels) for (_, codec), numels in sums.items() if codec is not None)
+    residuals = coded_sums * ranks * FEEDBACK_DTYPE.itemsize if sharded and wire.feedback else 0
     return GroupReport(
         name=name,
         num_params=len(group.params),
@@ -291,22 +296,18 @@ def _report(
         padding_bytes=masters.padding_bytes,
         copied_bytes=layout.copied_bytes,
         transport=WHOLE if group.is_whole else layout.transports,
-        dims={
-            params.get(param.sharded, param.name): param.cut.dims
-            for param in group.params
-            if param.cut.dims != (0,)
-        },
+        dims={n: p.cut.dims for n, p in named if p.cut.dims != (0,)},
         window=window,
         mp_policy=group.options.precision,
         reshard_after_forward=reshards,
         gathers=(1 if reused == gathered else gathers) if sharded else 0,
         gathered_bytes=gathered if sharded else 0,
-        reduced_bytes=_reduced(group, trained) if sharded or group.replicas is not None else 0,
+        reduced_bytes=reduced * ranks if sharded or group.replicas is not None else 0,
         packed=packed,
         gather_format=_gather_format(wire) if sharded else None,
         reduce_format=_reduce_format(wire) if sharded else None,
-        residual_bytes=_residuals(group, trained) if coded and wire.feedback else 0,
-        exact=[params.get(p.sharded, p.name) for p in group.params if p.exact] if coded else (),
+        residual_bytes=residuals,
+        exact=[n for n, p in named if p.exact] if coded else (),
         levels=None if group.between is None else (group.between.size, ranks),
         between_gathers=0 if group.between is None else between,
         between_format=_between_format(wire),
@@ -336,13 +337,11 @@ def _stays(group: ParamGroup, segment: Segment) -> bool:
     return travels and group.keeps_whole_rows and group.options.all_gather is None
 
 
-def _row_bytes(group: ParamGroup, segment: Segment) -> int:
+def _sent(segment: Segment, codec: str | None) -> int:
     """Bytes of one rank's input of an all-gather."""
-    numel, itemsize = segment.shard_numel, segment.full_dtype.itemsize
-    wire = group.options.wire.gather
-    if segment.transport is Transport.CODED and wire is not None:
-        return GATHERS[wire].nbytes(numel)
-    return numel * itemsize
+    if segment.transport is Transport.CODED and codec is not None:
+        return GATHERS[codec].nbytes(segment.shard_numel)
+    return segment.shard_numel * segment.full_dtype.itemsize
 
 
 def _reduce_format(wire: Wire) -> str | None:
@@ -351,40 +350,25 @@ def _reduce_format(wire: Wire) -> str | None:
     return wire.reduce + " rotated" * wire.rotate + " with feedback" * wire.feedback
 
 
-def _reduced(group: ParamGroup, trained: Set[int]) -> int:
-    """Bytes that one reduction's collectives take."""
-    layout, wire = group.layout, group.options.wire
-    assert layout is not None
-    exact, coded = _reduced_numel(group, trained)
-    nbytes = sum(numel * dtype.itemsize for dtype, numel in exact.items())
-    if wire.reduce is not None:
-        nbytes += sum(map(codec_of(wire.reduce, wire.rotate).nbytes, coded.values()))
-    return nbytes * layout.world_size
+_Sums = Mapping[tuple[torch.dtype, str | None], Sequence[int]]
+"""Elements of a rank's piece of each gradient, by reduce dtype and format."""
 
 
-def _residuals(group: ParamGroup, trained: Set[int]) -> int:
-    """Bytes of a residual for each rank."""
-    assert group.layout is not None
-    _, coded = _reduced_numel(group, trained)
-    return sum(coded.values()) * group.layout.world_size * FEEDBACK_DTYPE.itemsize
+def _sums(
+    group: ParamGroup, segments: Iterable[Segment], trained: Set[int], between: bool = False
+) -> _Sums:
+    found: dict[tuple[torch.dtype, str | None], list[int]] = {}
+    for slot in (slot for segment in segments for slot in segment.slots if slot.index in trained):
+        spec = reduction_spec(group.options, group.params[slot.index], group.offload, group.device)
+        inside = spec.codec if group.collectives.size > 1 else None
+        codec = spec.between_codec if between else inside
+        found.setdefault((spec.reduce_dtype, codec), []).append(slot.shard_numel)
+    return found
 
 
-def _reduced_numel(
-    group: ParamGroup, trained: Set[int]
-) -> tuple[Counter[torch.dtype], Counter[torch.dtype]]:
-    """Elements of a rank's pieces by reduce dtype: of exact gradients, and of one message each."""
-    layout = group.layout
-    assert layout is not None
-    exact: Counter[torch.dtype] = Counter()
-    coded: Counter[torch.dtype] = Counter()
-    for segment in layout.segments:
-        dtype = group.options.precision.reduce_dtype or segment.full_dtype
-        for slot in segment.slots:
-            if slot.index in trained:
-                whole = group.options.wire.reduce is None or layout.world_size == 1
-                found = exact if whole or group.params[slot.index].exact else coded
-                found[dtype] += slot.shard_numel
-    return exact, coded
+def _message(dtype: torch.dtype, codec: str | None, numel: int, rotate: bool = False) -> int:
+    """Bytes of one rank's piece."""
+    return numel * dtype.itemsize if codec is None else codec_of(codec, rotate).nbytes(numel)
 
 
 def _between_format(wire: Wire) -> str | None:
@@ -399,35 +383,18 @@ def _between(group: ParamGroup, trained: Set[int], gathers: int) -> int:
     pieces, between, wire = group.layout.pieces, group.between, group.options.wire
     if pieces is None or between is None:
         return 0
-    gathered = 0
-    numel: Counter[tuple[torch.dtype, bool]] = Counter()  # by reduce dtype, and whether coded
-    members: Counter[tuple[torch.dtype, bool]] = Counter()
+    found = 0
     for segment in pieces.segments:
-        itemsize = segment.full_dtype.itemsize
-        if segment.transport is Transport.CODED and wire.between_gather is not None:
-            gathered += GATHERS[wire.between_gather].nbytes(segment.shard_numel)
+        found += gathers * _sent(segment, wire.between_gather)
+    for (dtype, codec), numels in _sums(group, pieces.segments, trained, between=True).items():
+        multiple = max(COLLECTIVE_ALIGN_BYTES // dtype.itemsize, 1)
+        numel, marks = sum(numels), len(numels)
+        if codec is None:
+            found += round_up(numel + marks, multiple) * dtype.itemsize
         else:
-            gathered += segment.shard_numel * itemsize
-        for slot in segment.slots:
-            if slot.index in trained:
-                param = group.params[slot.index]
-                dtype = group.options.precision.reduce_dtype or param.grad_dtype
-                key = dtype, wire.between_reduce is not None and not param.exact
-                numel[key] += slot.shard_numel
-                members[key] += 1
-    return (
-        gathers * gathered + sum(_crossing(wire, key, numel[key], members[key]) for key in numel)
-    ) * between.size
-
-
-def _crossing(wire: Wire, key: tuple[torch.dtype, bool], numel: int, members: int) -> int:
-    """Bytes that a rank gives to one node for the sums of so many elements."""
-    (dtype, coded), name = key, wire.between_reduce
-    multiple = max(COLLECTIVE_ALIGN_BYTES // dtype.itemsize, 1)
-    if not coded or name is None:
-        return round_up(numel + members, multiple) * dtype.itemsize
-    marks = round_up(members, multiple) * dtype.itemsize
-    return codec_of(name).nbytes(round_up(numel, multiple)) + marks
+            found += _message(dtype, codec, round_up(numel, multiple))
+            found += round_up(marks, multiple) * dtype.itemsize
+    return found * between.size
 
 
 def _why_packed(group: ParamGroup, slot: Slot) -> str:

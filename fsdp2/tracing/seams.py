@@ -1,16 +1,14 @@
-"""The reporters to a tracer: objects on which groups run, and watchers of units.
+"""The reporters to a tracer, while a trace is on: observers of groups, watchers, and functions.
 
-    group.runtime  `Reporting` streams  events, waits of lanes for them, and which lane is current
-                   kernels              copies
-                   collectives          of shard and replicate axes
-    unit.groups    `TRACER`             for which unit fsdp2 works, and for how long the host does
-    unit.phase     a watcher            whose forward or backward computes
-    optimizers     torch's hooks        their steps
+    unit.groups                    `TRACER`       for which unit fsdp2 works, and for how long
+    unit.phase                     a watcher      whose forward or backward computes
+    optimizers                     torch's hooks  their steps
+    streams, kernels, collectives  `_reporting`   events, waits, copies, what is sent
 
-`Reporting` wraps the plain object, performs its operations, and reports them. Groups run
-on them while a trace is on, and on the plain ones again afterwards (`ParamGroup.run_on`). A step
-without a trace makes no check and no call. Objects that were bound during a trace, such as the
-copies of a running all-gather, may outlive it, and then report nothing.
+Functions of classes report what they run, and are the plain ones again afterwards. Groups bind them
+once, so that they bind again when a trace begins and when it ends (`ParamGroup.bind_launches`). A
+step without a trace makes no check and no call. Operations that were bound during a trace, such as
+the copies of a running all-gather, may outlive it, and then report nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +16,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import TypeVar, cast
+from types import MethodType
+from typing import cast
 
 import torch
 from torch.optim.optimizer import (
@@ -41,13 +39,9 @@ from fsdp2.core.facts import (
     Observer,
     ParamGroup,
     Phase,
-    ProcessGroup,
-    Streams,
     Unit,
-    UnitRecord,
     all_units,
     put_around,
-    record_of_unit,
     watching,
 )
 from fsdp2.tracing.record.notes import HOST, Place
@@ -59,70 +53,41 @@ Tensor = torch.Tensor
 GATHER, SCATTER, SUM, EXCHANGE = COLLECTIVES
 
 
-def tracer() -> Tracer:
-    """The one that is on."""
-    found = Tracer.current
-    assert found is not None
-    return found
-
-
 # ---- streams, kernels and collectives
 
 Function = Callable[..., object]
 Report = Callable[..., object]
-"""Called instead of a function of a plain object: with that function, which it runs, and with the
-arguments, as an observer of groups is."""
-
-P = TypeVar("P")
+"""Called instead of a function: with that function, bound to its object, and with the arguments."""
 
 
-class Reporting:
-    """A plain object some of whose functions report what they run."""
-
-    def __init__(self, plain: object, reports: Mapping[str, Report]) -> None:
-        self.plain = plain
-        self._reports = reports
-
-    def __getattr__(self, name: str) -> object:
-        found = getattr(self.plain, name)
-        return functools.partial(self._reports[name], found) if name in self._reports else found
-
-
-def _plainly(found: object) -> object:
-    """Without reports."""
-    return found.plain if isinstance(found, Reporting) else found
+def _on_streams(run: Function) -> Tracer | None:
+    """The tracer, if its lanes are those of which ``run`` is a function."""
+    here = Tracer.current
+    return here if here is not None and cast(MethodType, run).__self__ is here.streams else None
 
 
 def _recorded(run: Function, lane: Lane, label: str, event: Event = None) -> Event:
     found = cast(Event, run(lane, label, event))
-    if Tracer.current is not None:
-        Tracer.current.recorded(found, lane, label)
+    here = _on_streams(run)
+    if here is not None:
+        here.recorded(found, lane)
     return found
 
 
 def _waited(run: Function, *given: object) -> None:
     """A lane waits for an event, or the host does, which is not among the arguments."""
     lane, event, label = cast(tuple[Place, Event, str], (HOST, *given)[-3:])
-    here = Tracer.current
+    here = _on_streams(run)
     with contextlib.nullcontext() if here is None else here.waiting(lane, event, label):
         run(*given)
 
 
 @contextlib.contextmanager
 def _on(run: Function, lane: Lane) -> Iterator[None]:
-    here = Tracer.current
+    here = _on_streams(run)
     inside = cast(AbstractContextManager[object], run(lane))
     with contextlib.nullcontext() if here is None else here.on(lane), inside:
         yield
-
-
-STREAMS: dict[str, Report] = {
-    "record": _recorded,
-    "wait": _waited,
-    "synchronize": _waited,
-    "on": _on,
-}
-"""Events, waits for them between two stamps, and the lane that is current."""
 
 
 def _copies(label: str, written: int | str) -> Report:
@@ -147,6 +112,39 @@ def _transforms(run: Function, codec: Function, *args: object) -> object:
     return _copies(codec.__name__, 1)(run, codec, *args)
 
 
+def _sends(name: str, moved: int) -> Report:
+    """For a function that runs a collective of the tensors in the argument ``moved``."""
+
+    def sent(run: Function, *args: object) -> object:
+        return _collective(name, args[moved], run, functools.partial(run, *args))
+
+    return sent
+
+
+def _binds(name: str, moved: int) -> Report:
+    """For a function that binds tensors."""
+
+    def bind(make: Function, *args: object) -> Function:
+        launch = cast(Function, make(*args))
+        return lambda: _collective(name, args[moved], make, launch)
+
+    return bind
+
+
+def _binds_kind(make: Function, kind: object) -> Function:
+    """For a function that binds the kind of a reduce-scatter, and no tensors."""
+    reduce = cast(Function, make(kind))
+    return lambda *args: _collective(SCATTER, args[1], make, functools.partial(reduce, *args))
+
+
+def _collective(name: str, moved: object, method: Function, launch: Function) -> object:
+    here = Tracer.current
+    if here is None or not here.word:  # it outlives the trace in which it was bound
+        return launch()
+    group = cast(GroupCollectives, cast(MethodType, method).__self__).group
+    return here.collective(name, _listed(moved), group, cast(Launch, launch))
+
+
 KERNELS: dict[str, Report] = {
     "to_host": _copies("to-host", 0),
     "from_host": _copies("load from host", 0),
@@ -160,63 +158,78 @@ KERNELS: dict[str, Report] = {
     "transform": _transforms,
 }
 
+REPORTS: dict[type, dict[str, Report]] = {
+    DeviceStreams: {"record": _recorded, "wait": _waited, "synchronize": _waited, "on": _on},
+    GroupCollectives: {
+        "all_gather": _sends(GATHER, 0),
+        "bind_all_gather": _binds(GATHER, 0),
+        "bind_all_gather_many": _binds(GATHER, 0),
+        "custom_all_gather": _sends(GATHER, 1),
+        "bind_reduce_scatter": _binds_kind,
+        "bind_reduce_scatter_many": _binds_kind,
+        "custom_reduce_scatter": _sends(SCATTER, 2),
+        "bind_all_to_all": _binds(EXCHANGE, 1),
+        "all_reduce": _sends(SUM, 0),
+    },
+    **dict.fromkeys((Kernels, *Kernels.__subclasses__()), KERNELS),
+}
+"""The reports of the functions of each class."""
 
-def _reports_of(group: ProcessGroup) -> dict[str, Report]:
-    """Reports of the collectives of a process group."""
 
-    def runs(name: str, moved: int) -> Report:
-        """For a function that runs a collective of the tensors in the argument ``moved``."""
+@contextlib.contextmanager
+def _reporting() -> Iterator[None]:
+    """Let functions report what they run, also to groups that have bound the plain ones."""
+    plain = [
+        (kind, name, vars(kind)[name])
+        for kind, reports in REPORTS.items()
+        for name in reports
+        if name in vars(kind)
+    ]
+    try:
+        for kind, name, function in plain:
+            setattr(kind, name, _told(REPORTS[kind][name], function))
+        _bind_launches()
+        yield
+    finally:
+        for kind, name, function in plain:
+            setattr(kind, name, function)
+        _bind_launches()
 
-        def report(run: Function, *args: object) -> object:
-            here, launch = Tracer.current, cast(Launch, functools.partial(run, *args))
-            if here is None:  # it was bound during a trace, and outlives it
-                return launch()
-            return here.collective(name, _listed(args[moved]), group, launch)
 
-        return report
+def _told(report: Report, function: Function) -> Function:
+    def tell(owner: object, *args: object, **given: object) -> object:
+        return report(function.__get__(owner), *args, **given)
 
-    def binds(name: str, moved: int) -> Report:
-        """For a function that binds tensors."""
+    return tell
 
-        def bind(make: Function, *args: object) -> Function:
-            launch = cast(Launch, make(*args))
-            return functools.partial(runs(name, moved), lambda *_: launch(), *args)
 
-        return bind
-
-    def binds_kind(name: str, moved: int) -> Report:
-        """For a function that binds no more than the kind of a reduction."""
-        return lambda make, kind: functools.partial(runs(name, moved), make(kind))
-
-    return {
-        "all_gather": runs(GATHER, 0),
-        "bind_all_gather": binds(GATHER, 0),
-        "bind_all_gather_many": binds(GATHER, 0),
-        "custom_all_gather": runs(GATHER, 1),
-        "bind_reduce_scatter": binds_kind(SCATTER, 1),
-        "bind_reduce_scatter_many": binds_kind(SCATTER, 1),
-        "custom_reduce_scatter": runs(SCATTER, 2),
-        "bind_all_to_all": binds(EXCHANGE, 1),
-        "all_reduce": runs(SUM, 0),
-        "over": lambda make, other: Reporting(make(other), _reports_of(other)),
-    }
+def _bind_launches() -> None:
+    for group in _groups():
+        group.bind_launches()
 
 
 # ---- groups
+
+
+def _tracer() -> Tracer:
+    """The one that is on."""
+    found = Tracer.current
+    assert found is not None
+    return found
 
 
 def _hosting(operation: str, word: str, lane: Lane) -> Callable[..., object]:
     """The host works for a group: for how long, and what copies are called meanwhile."""
 
     def host(group: ParamGroup, run: Function, *args: object) -> object:
-        with tracer().hosting(operation, group.name, word, lane):
+        with _tracer().hosting(operation, group.name, word, lane):
             return run(*args)
 
     return host
 
 
 def _reduce(group: ParamGroup, run: Function, jobs: Jobs, all_reduce: bool) -> object:
-    here = tracer()
+    here = _tracer()
     here.entering = False
     full = sum(grad.nbytes for _, job in jobs for grad in job.grads)
     with here.hosting("launch reduction", group.name, "copy", Lane.COMPUTE):
@@ -250,63 +263,12 @@ def _groups() -> list[ParamGroup]:
     return [group for unit in _units() for group in unit.own_groups]
 
 
-def _records() -> Iterator[UnitRecord]:
-    for unit in _units():
-        record = record_of_unit(unit)
-        if record is not None:
-            yield record
-
-
-def _reporters(streams: DeviceStreams | None) -> Callable[[object], object]:
-    """A function from a plain object to its reporter; there is one per object."""
-    made: dict[object, object] = {}
-
-    def choose(plain: object) -> object:
-        if isinstance(plain, GroupCollectives):
-            reports = _reports_of(plain.group)
-        elif isinstance(plain, Kernels):
-            reports = KERNELS
-        elif isinstance(plain, DeviceStreams) and plain is streams:
-            reports = STREAMS
-        else:
-            return plain
-        # Groups compare what they share by identity, such as reducers with collectives.
-        return made.setdefault(plain, Reporting(plain, reports))
-
-    return choose
-
-
-def _run_on(choose: Callable[[object], object]) -> None:
-    """Let all groups, and their schedulers, run on what ``choose`` gives for what they run on."""
-
-    def of(plain: P) -> P:
-        return cast(P, choose(plain))
-
-    # Schedulers order lanes by the object on which groups record events.
-    for record in _records():
-        record.run_on(of(record.streams))
-    for group in _groups():
-        smaller = group.smaller_group
-        if smaller is not None:
-            group.set_smaller_group(replace(smaller, collectives=of(smaller.collectives)))
-        runtime = replace(
-            group.runtime,
-            collectives=of(group.collectives),
-            kernels=of(group.runtime.kernels),
-            streams=of(group.streams),
-            replicas=of(group.replicas),
-            between=of(group.between),
-        )
-        group.run_on(runtime, of(group.reducers))
-
-
-def _stamps(streams: Streams, device: torch.device) -> Callable[[Lane], torch.Event]:
+def _stamps(streams: DeviceStreams, device: torch.device) -> Callable[[Lane], torch.Event]:
     """For events on a lane's stream that know their time."""
+    record = streams.record  # which reports nothing
 
     def stamp(lane: Lane) -> torch.Event:
-        event = torch.Event(device, enable_timing=True)
-        streams.record(lane, "", event)
-        return event
+        return record(lane, "", torch.Event(device, enable_timing=True))
 
     return stamp
 
@@ -328,8 +290,8 @@ def tracing() -> Iterator[Tracer]:
 
     with contextlib.ExitStack() as exits:
         exits.callback(_let_go)
-        here = Tracer.current = Tracer(Clock(stamp), device)
-        _run_on(_reporters(streams))
+        here = Tracer.current = Tracer(Clock(stamp), device, streams)
+        exits.enter_context(_reporting())
         put_around(known, TRACER, True)
         exits.enter_context(watching(moved))
         exits.callback(register_optimizer_step_pre_hook(here.before_step).remove)
@@ -341,4 +303,3 @@ def tracing() -> Iterator[Tracer]:
 def _let_go() -> None:
     Tracer.current = None
     put_around(_units(), TRACER, False)
-    _run_on(_plainly)

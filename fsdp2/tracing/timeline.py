@@ -28,7 +28,7 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -212,15 +212,12 @@ class Timeline:
     @property
     def lanes(self) -> list[str]:
         """The lanes that have slices or waits: known ones in the order of `LANES`, then others."""
-        used = dict.fromkeys([s.lane for s in self.slices] + [w.lane for w in self.waits])
-        return [lane for lane in LANES if lane in used] + [x for x in used if x not in LANES]
+        return _ordered([s.lane for s in self.slices] + [w.lane for w in self.waits], LANES)
 
     @property
     def categories(self) -> list[str]:
         """The categories of memory that occur: known ones in the order of `CATEGORIES`."""
-        used = dict.fromkeys(name for sample in self.memory for name in sample.bytes)
-        known = [name for name in CATEGORIES if name in used]
-        return known + [name for name in used if name not in CATEGORIES]
+        return _ordered((name for sample in self.memory for name in sample.bytes), CATEGORIES)
 
     @property
     def steps(self) -> int:
@@ -325,6 +322,11 @@ class Timeline:
         return _timeline(document["traceEvents"], head)
 
 
+def _ordered(names: Iterable[str], known: Sequence[str]) -> list[str]:
+    used = dict.fromkeys(names)
+    return [name for name in known if name in used] + [name for name in used if name not in known]
+
+
 # ---- as a file
 
 _FORMAT = "fsdp2 timeline"
@@ -355,9 +357,11 @@ def _events(timeline: Timeline) -> list[Event]:
         timed.append((event["ts"], order, event))
 
     for wait in timeline.waits:
-        add(0, wait.lane, "X", wait.start, dur=_duration(wait), **_wait(wait))
+        about = {"name": wait.label, "cat": _WAIT, "args": _args(wait)}
+        add(0, wait.lane, "X", wait.start, dur=_duration(wait), **about)
     for index, each in enumerate(timeline.slices):
-        add(3, each.lane, "X", each.start, dur=_duration(each), **_slice(each, index))
+        about = {"name": each.name, "cat": each.operation, "args": {"id": index, **_args(each)}}
+        add(3, each.lane, "X", each.start, dur=_duration(each), **about)
     for number, wait in enumerate(timeline.waits):
         if wait.behind >= 0:
             _add_arrow(add, number, wait, timeline.slices[wait.behind])
@@ -370,15 +374,6 @@ def _events(timeline: Timeline) -> list[Event]:
 def _duration(span: Slice | Wait) -> float:
     """As the difference of what is written, so that neighbors touch and do not overlap."""
     return round(round(span.end, 3) - round(span.start, 3), 3)
-
-
-def _slice(each: Slice, index: int) -> Event:
-    args = {"id": index, **_args(each)}
-    return {"name": each.name, "cat": each.operation, "args": args}
-
-
-def _wait(wait: Wait) -> Event:
-    return {"name": wait.label, "cat": _WAIT, "args": _args(wait)}
 
 
 def _args(each: Slice | Wait) -> dict[str, Value]:

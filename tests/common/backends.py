@@ -24,7 +24,8 @@ from torch import Tensor
 from fsdp2.checks.presence import _announced
 from fsdp2.core.device.backends import Traits, know, traits_of
 from fsdp2.core.device.process_groups import _met
-from fsdp2.tracing.paper.null_group import ALIASES, NullGroup
+from fsdp2.tracing.paper.null_group import COLLECTIVES, NullGroup
+from fsdp2.tracing.paper.values import tensors_in
 
 VARIABLE = "FSDP2_TEST_BACKEND"
 
@@ -157,15 +158,14 @@ class RecordedGroup(NullGroup):
         kind = RECORDER.kind
         self.served_by = stand_in(kind, LazyOptions() if "nccl" in kind else None)
         returns_work = kind != "nccl-legacy"
-        for name, told in ALIASES.items():
-            setattr(self, name, self._recorded(told, getattr(self, name), returns_work))
+        for name in COLLECTIVES:
+            setattr(self, name, self._recorded(name, getattr(self, name), returns_work))
         _announced.add(self)  # this process is all of its ranks
         _met.add(self)
 
     def _recorded(self, told: str, method: Any, returns_work: bool) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [t for arg in args for t in _flat(arg)]
-            RECORDER.note(told, tensors, self.label)
+            RECORDER.note(told, tensors_in(args), self.label)
             work = method(*args, **kwargs)
             return work if returns_work else None
 
@@ -173,14 +173,6 @@ class RecordedGroup(NullGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         return self.served_by
-
-
-def _flat(arg: object) -> list[Tensor]:
-    if isinstance(arg, Tensor):
-        return [arg]
-    if isinstance(arg, (list, tuple)):
-        return [tensor for each in arg for tensor in _flat(each)]
-    return []
 
 
 def init_recorded(kind: str, size: int) -> RecordedGroup:

@@ -27,6 +27,7 @@ from fsdp2.core.reduce.spec import is_direct, reduction_spec
 from fsdp2.core.schedule.group import ParamGroup, Runtime
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.testing.parameters import VirtualParam
+from fsdp2.testing.races import races
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice, VirtualTensor
 from fsdp2.tracing.record.notes import operations
@@ -206,8 +207,8 @@ class VirtualComm:
         self._device.run("the user's collective", [input_tensor], [output_tensor])
 
 
-def _simulate(keeps: bool, mixed: bool, drop_wait: int | None = None) -> VirtualDevice:
-    device = VirtualDevice(drop_wait)
+def _simulate(keeps: bool, mixed: bool) -> VirtualDevice:
+    device = VirtualDevice()
     blocks = [Node(f"block {i}", shapes=((8, 8), (7, 3), (3,))) for i in range(3)]
     root = Node("root", blocks, calls=[0, 1, 2])
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else None
@@ -233,12 +234,9 @@ def test_nothing_races(keeps: bool, mixed: bool) -> None:
 
 
 def test_waits_are_needed() -> None:
-    labels = _simulate(keeps=True, mixed=True).waits
-    noticed = {
-        label
-        for number, label in enumerate(labels)
-        if _simulate(keeps=True, mixed=True, drop_wait=number).races
-    }
+    device = _simulate(keeps=True, mixed=True)
+    waits = enumerate(device.waits)
+    noticed = {label for number, label in waits if races(device.without(number))}
     assert noticed >= {
         "copy-in after compute",
         "all-gather after copy-in",

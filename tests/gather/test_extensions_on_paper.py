@@ -17,6 +17,7 @@ from fsdp2.core.gather.extension import check_hooks
 from fsdp2.core.layout.layout import Cut, ParamShape, Transport, build_layout
 from fsdp2.testing.null_group import init_null_group
 from fsdp2.testing.parameters import VirtualParam
+from fsdp2.testing.races import races
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import (
     VirtualDevice,
@@ -183,8 +184,8 @@ class Extended(VirtualParam):
         self.device.run("adopt", [], [self.rows])
 
 
-def _simulate(world_size: int = 2, drop_wait: int | None = None) -> VirtualDevice:
-    device = VirtualDevice(drop_wait)
+def _simulate(world_size: int = 2) -> VirtualDevice:
+    device = VirtualDevice()
     blocks = [Node(f"block {i}") for i in range(3)]
     simulation = Simulation(Node("root", blocks, calls=[0, 1, 2]), device, world_size)
     for unit in simulation.scheduler.units:
@@ -222,8 +223,9 @@ def test_nothing_races(world_size: int) -> None:
 
 @pytest.mark.usefixtures("_paper")
 def test_waits_are_needed() -> None:
-    labels = _simulate().waits
-    noticed = {label for number, label in enumerate(labels) if _simulate(drop_wait=number).races}
+    device = _simulate()
+    waits = enumerate(device.waits)
+    noticed = {label for number, label in waits if races(device.without(number))}
     assert noticed >= {
         "copy-in after compute",
         "all-gather after copy-in",

@@ -290,7 +290,7 @@ def test_another_way_to_gather_takes_rows_over(log: CallLog) -> None:
     gathers(log)
     for record in model._records(True):
         for group in record.unit.own_groups:
-            group.run_on(group.runtime, group.reducers)
+            group.bind_launches()
     both(model)
     assert gathers(log) == 0
     optimizer.step()

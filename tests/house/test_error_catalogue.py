@@ -42,7 +42,9 @@ NOT_CATALOGUED = {
 }
 """What is raised besides, and why the catalogue does not have it."""
 
-HELPERS = {"_not_loadable", "_wrong", "communication_error", "refused", "tracing_error"}
+HELPERS = {
+    *("_not_loadable", "_wrong", "communication_error", "refused", "store_gone", "tracing_error"),
+}
 """Functions that return the exception to raise; what they return is looked at in their place."""
 
 

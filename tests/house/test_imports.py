@@ -28,7 +28,7 @@ LOADED = {"checks", "core", "interop", "sharding"}
 BY_NAME = {"command", "elastic", "examples", "fsdp1", "planning", "run", "testing", "xla"}
 """Rooms that only those import who want them."""
 
-LEFT_OUT = ("checks.agreement", "checks.groups", "checks.switch", "run.installing")
+LEFT_OUT = ("checks.agreement", "checks.groups", "run.installing")
 LEFT_OUT += ("interop.wrapped", "sharding.wire", "sharding.wire_states")
 """Modules of those rooms that it does not need."""
 

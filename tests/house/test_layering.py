@@ -90,7 +90,7 @@ NAMED_TWICE = {
     ),
     "Contents": "of a group, as checksums; of a checkpoint",
     "Reader": "DCP's of a step; of a safetensors file",
-    **dict.fromkeys(("Memory", "UnitTimes"), "of a plan; of a timeline"),
+    "Memory": "of a plan; of a timeline",
     "Operators": "noted on paper, counted in tests",
     "Call": "of a unit; of a process group of notes; of a simulated step",
 }
@@ -391,7 +391,7 @@ def test_one_module_of_checkpoints_writes_and_one_communicates() -> None:
 
 
 def test_only_modules_that_become_fsdp_modules_change_their_class() -> None:
-    """Debug, trace and a profiler stand around groups, or are what they run on.
+    """Debug, trace and a profiler stand around groups.
 
     Debug alone lets freed parameters refuse to be read, which C++ does without a question.
     """

@@ -17,37 +17,24 @@ from torch import nn
 
 import fsdp2
 from fsdp2.core.device.kernels import Kernels
-from fsdp2.core.device.streams import COMPUTE, Streams
+from fsdp2.core.device.streams import COMPUTE
 from fsdp2.optim import offloaded
 from fsdp2.optim.offloaded import BACK, OUT, HostSection
 from fsdp2.optim.runs import Section
 from fsdp2.testing.null_group import null_mesh, null_world
-from fsdp2.tracing.record.notes import HOST, Await, Notes, Operation, Place
-from fsdp2.tracing.record.replay import Cost, Replay, Span, replay
+from fsdp2.tracing.record.notes import HOST, Notes, Operation, Place
+from fsdp2.tracing.record.replay import LANE_OF, Cost, Replay
+from fsdp2.tracing.timeline import Slice
 
 pytestmark = pytest.mark.alone
 
 UNITS, DIM = 6, 8
 
 
-class NotedStreams(Notes, Streams):
+class NotedStreams(Notes):
     """Lanes that note what is asked of them."""
 
     asynchronous = False  # memory is not page-locked
-    captures = None
-
-    def make_event(self) -> Any:
-        return None
-
-    def record(self, lane: Place, label: str, event: Any = None) -> Any:
-        return self.signal(lane, label)
-
-    def wait(self, lane: Place, event: Any, label: str) -> None:
-        if event is not None:
-            self.note(Await(lane, event, label))
-
-    def synchronize(self, event: Any, label: str) -> None:
-        self.wait(HOST, event, label)
 
     def ran(self, lane: Place, name: str, unit: int) -> None:
         self.note(Operation(lane, name, "", unit=str(unit)))
@@ -134,26 +121,27 @@ def in_time(step: float) -> Replay:
                 optimizer.step()
                 optimizer.zero_grad()
             assert steady or streams.notes
-        return replay(streams.notes, lambda operation: Cost(durations[operation.name]))
+        return Replay(streams.notes, lambda operation: Cost(durations[operation.name]))
 
 
-def spans_of(found: Replay, name: str) -> dict[int, list[Span]]:
-    spans: dict[int, list[Span]] = {}
-    for span in found.spans:
-        if span.operation.name == name:
-            spans.setdefault(int(span.operation.unit), []).append(span)
+def spans_of(found: Replay, name: str) -> dict[int, list[Slice]]:
+    spans: dict[int, list[Slice]] = {}
+    for span in found.slices:
+        if span.operation == name:
+            spans.setdefault(int(span.unit), []).append(span)
     return spans
 
 
-def overlap(a: Span, b: Span) -> float:
+def overlap(a: Slice, b: Slice) -> float:
     return max(0.0, min(a.end, b.end) - max(a.start, b.start))
 
 
 def test_a_unit_leaves_while_one_is_stepped_and_one_goes_back() -> None:
     found = in_time(step=2.0)
     out, step, back = (spans_of(found, name) for name in ("out", "step", "back"))
-    lanes = {span.operation.name: span.operation.lane for span in found.spans}
-    assert lanes == {"backward": COMPUTE, "out": OUT, "step": HOST, "back": BACK}
+    lanes = {span.operation: span.lane for span in found.slices}
+    places = {"backward": COMPUTE, "out": OUT, "step": HOST, "back": BACK}
+    assert lanes == {name: LANE_OF[place] for name, place in places.items()}
     for unit in range(1, UNITS - 1):  # the last unit is the first to be stepped
         (stepped,) = step[unit]
         assert sum(overlap(span, stepped) for span in out[unit - 1]) == 2.0  # all of it

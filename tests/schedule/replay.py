@@ -1,15 +1,10 @@
-"""Runs a recorded trace again, perhaps with something changed in it, through the race checker."""
+"""Recorded traces with something changed in them, for the race checker."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
-import torch
-
-from fsdp2.testing.virtual import VirtualDevice, VirtualTensor
 from fsdp2.tracing.record.notes import (
-    HOST,
     PLACES,
     Allocation,
     Await,
@@ -19,31 +14,6 @@ from fsdp2.tracing.record.notes import (
     Place,
     Signal,
 )
-
-
-def replay(trace: Sequence[Note]) -> VirtualDevice:
-    """A new device that has done what the trace says."""
-    device = VirtualDevice()
-    twins: dict[int, VirtualTensor] = {}
-    events = {}
-    for op in trace:
-        if isinstance(op, Signal):
-            events[op.event] = device.record(op.lane, op.label)
-        elif isinstance(op, Await) and op.lane is HOST:
-            device.synchronize(events[op.event], op.label)
-        elif isinstance(op, Await):
-            device.follow(op.lane, events[op.event], op.label)
-        elif isinstance(op, Free):
-            device.free(twins[op.number].owner.allocation)
-        elif isinstance(op, Allocation):
-            with device.on(op.lane):
-                owner = SimpleNamespace(allocation=device.allocate(op.name))
-            twins[op.number] = VirtualTensor(owner, (1,), torch.float32)
-        else:
-            reads, writes = ([twins[b.number] for b in some] for some in (op.reads, op.writes))
-            with device.on(op.lane):
-                device.run(op.kind, reads, writes)
-    return device
 
 
 def with_early_frees(trace: Sequence[Note]) -> list[list[Note]]:

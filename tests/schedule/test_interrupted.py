@@ -20,7 +20,8 @@ from fsdp2.core.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Phase
 from fsdp2.testing.simulation import Node, Simulation
-from fsdp2.testing.virtual import Life, VirtualDevice
+from fsdp2.testing.virtual import VirtualDevice
+from fsdp2.tracing.record.notes import Allocation
 from tests.common import schedules
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("rare_collections")]
@@ -46,7 +47,7 @@ class Failing(VirtualDevice):
             self.fail_at = None
             raise Interruption
 
-    def allocate(self, name: str) -> Life:
+    def allocate(self, name: str) -> Allocation:
         self._tick()
         return super().allocate(name)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.unit import MOVES, Phase, Unit
-from fsdp2.testing.phases import CheckedUnit, checking_phases
+from fsdp2.core.schedule.unit import MOVES, Phase, Unit, watching
+from fsdp2.testing.simulation import CheckedUnit, check_move
 from tests.common import schedules
 
 pytestmark = pytest.mark.alone
@@ -42,7 +42,7 @@ def test_a_schedule_that_enters_a_unit_twice_is_found(monkeypatch: pytest.Monkey
 def test_moves(before: Phase, after: Phase) -> None:
     unit = Unit("block", [])
     unit.phase = before
-    with checking_phases():
+    with watching(check_move):
         if after in MOVES[before]:
             unit.phase = after
             assert unit.phase is after

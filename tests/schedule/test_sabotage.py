@@ -21,7 +21,8 @@ from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import Phase, Unit
-from fsdp2.testing.virtual import Life, VirtualDevice
+from fsdp2.testing.virtual import VirtualDevice
+from fsdp2.tracing.record.notes import Allocation
 from tests.common.scenarios import SCENARIOS
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("rare_collections")]
@@ -340,7 +341,7 @@ def _leak_staging(monkeypatch: pytest.MonkeyPatch) -> None:
 def _allocate_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate = VirtualDevice.allocate
 
-    def elsewhere(self: VirtualDevice, name: str) -> Life:
+    def elsewhere(self: VirtualDevice, name: str) -> Allocation:
         with self.on(Lane.REDUCE):
             return allocate(self, name)
 

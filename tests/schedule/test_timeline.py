@@ -8,11 +8,11 @@ import torch
 from fsdp2.core.device.streams import Lane
 from fsdp2.testing.virtual import VirtualDevice
 from fsdp2.tracing.record.notes import HOST, Operation
-from fsdp2.tracing.record.replay import Cost, idle, replay
+from fsdp2.tracing.record.replay import Cost, Replay
 
 pytestmark = pytest.mark.alone
 
-TIMES = {"all_gather": 3.0, "reduce_scatter": 4.0, "compute": 5.0}
+TIMES = {"all_gather": 3.0, "reduce_scatter": 4.0, "forward": 5.0}
 
 
 def _took(op: Operation) -> Cost:
@@ -26,12 +26,12 @@ def _run(device: VirtualDevice, lane: Lane, kind: str) -> None:
 
 def test_lanes_run_beside_one_another() -> None:
     device = VirtualDevice()
-    for lane, kind in ((Lane.ALL_GATHER, "all_gather"), (Lane.COMPUTE, "compute")) * 2:
+    for lane, kind in ((Lane.ALL_GATHER, "all_gather"), (Lane.COMPUTE, "forward")) * 2:
         _run(device, lane, kind)
-    spans = replay(device.trace, _took).spans
-    assert [(span.start, span.end) for span in spans] == [(0, 3), (0, 5), (3, 6), (5, 10)]
-    assert idle(spans, Lane.COMPUTE) == 0
-    assert idle(spans, Lane.ALL_GATHER) == 4
+    step = Replay(device.trace, _took)
+    assert [(span.start, span.end) for span in step.slices] == [(0, 3), (0, 5), (3, 6), (5, 10)]
+    assert step.idle(Lane.COMPUTE) == 0
+    assert step.idle(Lane.ALL_GATHER) == 4
 
 
 def test_a_lane_waits_for_what_its_event_is_behind() -> None:
@@ -40,20 +40,20 @@ def test_a_lane_waits_for_what_its_event_is_behind() -> None:
     first = device.record(Lane.ALL_GATHER, "")
     _run(device, Lane.ALL_GATHER, "all_gather")
     device.wait(Lane.COMPUTE, first, "")
-    _run(device, Lane.COMPUTE, "compute")
-    spans = replay(device.trace, _took).spans
-    assert [(span.start, span.end) for span in spans] == [(0, 3), (3, 6), (3, 8)]
-    assert idle(spans, Lane.COMPUTE) == 3
+    _run(device, Lane.COMPUTE, "forward")
+    step = Replay(device.trace, _took)
+    assert [(span.start, span.end) for span in step.slices] == [(0, 3), (3, 6), (3, 8)]
+    assert step.idle(Lane.COMPUTE) == 3
 
 
 def test_what_the_host_waits_for_holds_up_all_that_it_launches_next() -> None:
     device = VirtualDevice()
-    _run(device, Lane.COMPUTE, "compute")
+    _run(device, Lane.COMPUTE, "forward")
     device.synchronize(device.record(Lane.COMPUTE, ""), "")
     _run(device, Lane.ALL_GATHER, "all_gather")
-    spans = replay(device.trace, _took).spans
-    assert [(span.start, span.end) for span in spans] == [(0, 5), (5, 8)]
-    assert idle(spans, HOST) == 8
+    step = Replay(device.trace, _took)
+    assert [(span.start, span.end) for span in step.slices] == [(0, 5), (5, 8)]
+    assert step.idle(HOST) == 8
 
 
 @pytest.mark.parametrize(("channel", "end"), [(None, 4.0), ("communicator", 7.0)])
@@ -61,8 +61,8 @@ def test_collectives_of_one_communicator(channel: str | None, end: float) -> Non
     device = VirtualDevice()
     _run(device, Lane.ALL_GATHER, "all_gather")
     _run(device, Lane.REDUCE, "reduce_scatter")
-    spans = replay(device.trace, lambda op: Cost(_took(op).seconds, channel=channel)).spans
-    assert spans[-1].end == end
+    step = Replay(device.trace, lambda op: Cost(_took(op).time, channel=channel))
+    assert step.slices[-1].end == end
 
 
 def test_what_was_recorded_before_the_trace_is_over() -> None:
@@ -71,10 +71,10 @@ def test_what_was_recorded_before_the_trace_is_over() -> None:
     event = device.record(Lane.ALL_GATHER, "")
     start = len(device.trace)
     device.wait(Lane.COMPUTE, event, "")
-    _run(device, Lane.COMPUTE, "compute")
-    (span,) = replay(device.trace[start:], _took).spans
+    _run(device, Lane.COMPUTE, "forward")
+    (span,) = Replay(device.trace[start:], _took).slices
     assert (span.start, span.end) == (0, 5)
 
 
 def test_nothing_takes_no_time() -> None:
-    assert idle(replay([], _took).spans, Lane.COMPUTE) == 0
+    assert Replay([], _took).idle(Lane.COMPUTE) == 0

@@ -15,16 +15,16 @@ from fsdp2 import fully_shard
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule.group import ROUTE
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.unit import Phase, Unit
+from fsdp2.core.schedule.unit import Phase, Unit, watching
 from fsdp2.testing.null_group import null_world
-from fsdp2.testing.phases import checking_phases
+from fsdp2.testing.simulation import check_move
 
 pytestmark = pytest.mark.alone
 
 
 @pytest.fixture(autouse=True)
 def _two_ranks() -> Iterator[None]:
-    with null_world(2), checking_phases():
+    with null_world(2), watching(check_move):
         yield
 
 

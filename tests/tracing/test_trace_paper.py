@@ -13,14 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2.core.device.streams import Lane
 from fsdp2.planning import Plan, plan
 from fsdp2.testing.simulation import Simulation
-from fsdp2.testing.virtual import VirtualDevice, VirtualEvent
+from fsdp2.testing.virtual import VirtualDevice
 from fsdp2.tracing import Memory, Slice, Timeline, Wait, diff, summary
-from fsdp2.tracing.drawing import LANE_OF, draw
 from fsdp2.tracing.record.notes import Place
-from fsdp2.tracing.record.replay import Cost, replay
+from fsdp2.tracing.record.replay import LANE_OF, Cost, Replay
 from tests.common import random_models
 from tests.tracing import perfetto
 
@@ -42,8 +40,7 @@ def planned(tokens: int = 4096) -> Plan:
 
 def on_paper(device: VirtualDevice, took: Callable[[], float] = lambda: 1.0) -> Timeline:
     """What a simulation did, as a timeline."""
-    step = replay(device.trace, lambda op: Cost(took()))
-    return draw(step, lambda op: (op.kind, ""), metadata={})
+    return Replay(device.trace, lambda op: Cost(took())).timeline([], {})
 
 
 class Noting(VirtualDevice):
@@ -57,15 +54,17 @@ class Noting(VirtualDevice):
         self.edges: list[tuple[Place, Place, int]] = []
         self._recorded: dict[int, Place] = {}
 
-    def record(self, lane: Lane, label: str, event: None = None) -> VirtualEvent:
-        recorded = super().record(lane, label, event)
-        self._recorded[recorded.number] = lane
-        return recorded
+    def record(self, lane: Place, label: str, event: object = None) -> int | None:
+        number = super().record(lane, label)
+        assert number is not None
+        self._recorded[number] = lane
+        return number
 
-    def follow(self, lane: Place, event: VirtualEvent, label: str = "") -> None:
+    def follow(self, lane: Place, event: int | None, label: str = "") -> None:
         super().follow(lane, event, label)
-        on = self._recorded[event.number]
-        self.edges.append((lane, on, event.clock[on]))
+        assert event is not None
+        on = self._recorded[event]
+        self.edges.append((lane, on, self.checker.events[event][on]))
 
 
 # ---- from paper

@@ -18,6 +18,7 @@ from torch import nn
 import fsdp2
 from fsdp2.core.device.buffers import all_buffers
 from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.schedule import unit
 from fsdp2.core.schedule.group import ParamGroup
@@ -27,7 +28,6 @@ from fsdp2.optim import FlatOptimizer
 from fsdp2.testing.counting import called
 from fsdp2.testing.null_group import init_null_group, null_mesh
 from fsdp2.tracing import Slice, Timeline
-from fsdp2.tracing.seams import Reporting
 from tests.common.errors import raises
 from tests.tracing.perfetto import problems_of
 
@@ -378,11 +378,12 @@ def seams(model: nn.Module) -> set[type]:
 def test_what_groups_run_on_tells_nothing_behind_it(tmp_path: Path) -> None:
     model, optimizer = build()
     step(model, optimizer)
-    before = seams(model)
+    before = seams(model), dict(vars(GroupCollectives)), dict(vars(Kernels))
     with fsdp2.trace(tmp_path / "step.json"):
         step(model, optimizer)
-        assert Reporting in seams(model)
-    assert seams(model) == before
+        assert dict(vars(GroupCollectives)) != before[1]
+        assert dict(vars(Kernels)) != before[2]
+    assert (seams(model), dict(vars(GroupCollectives)), dict(vars(Kernels))) == before
     step(model, optimizer)
 
 
@@ -402,7 +403,6 @@ def test_what_is_chosen_inside_stays_behind_it_and_is_plain(tmp_path: Path) -> N
         assert group.reducers.group is not group.collectives.group
         assert group.smaller_group is not None
         assert type(group.smaller_group.collectives) is GroupCollectives
-    assert Reporting not in seams(model)
     step(model, optimizer)
 
 

@@ -342,10 +342,6 @@ class Extension:
         self._packed: torch.Tensor | None = None
         self._own: torch.Tensor | None = None
 
-    def run_on(self, collectives: Collectives, kernels: Kernels) -> None:
-        """Use others from the next gather on, for the same ranks and device."""
-        self.collectives, self.kernels = collectives, kernels
-
     def operations(self) -> Gather:
         """The operations of an all-gather; a single rank sends nothing."""
         copy_out, release = [self._copy_out], [self._release]

@@ -97,12 +97,6 @@ class UnitRecord:
         """The modules that `fully_shard` was called on, as far as they still exist."""
         return tuple([m for reference in self._modules if (m := reference()) is not None])
 
-    def run_on(self, streams: Streams) -> None:
-        """Let the scheduler, and later ones, order lanes by another object for the same streams."""
-        self.streams = streams
-        if self.scheduler is not None:
-            self.scheduler.run_on(streams)
-
     def serve(self, scheduler: Scheduler) -> None:
         """Let ``scheduler`` serve the unit from now on: in graphs that are there already, too."""
         self.scheduler = scheduler

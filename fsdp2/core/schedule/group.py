@@ -415,10 +415,8 @@ class ParamGroup:
         self.runtime = dataclasses.replace(self.runtime, replicas=replicas)
         self._reduce_anew()
 
-    def run_on(self, runtime: Runtime, reducers: Collectives) -> None:
-        """Run on other objects for the same ranks, such as a trace's; gather with them next."""
-        self._run_on(runtime)
-        self.reducers = reducers
+    def bind_launches(self) -> None:
+        """Bind collectives and copies again, such as those that a trace has let report."""
         self._reroute()
         self._reduce_anew()
 
@@ -977,7 +975,6 @@ class Bound:
         )
         if self.extension is not None:
             # Changed in place, because its first gather has made parameters that autograd may hold.
-            self.extension.run_on(group.collectives, group.runtime.kernels)
             self.extension.comm = group.options.all_gather
             self.parts.append((self.extension.operations(), None))
         found = combined(gather for gather, _ in self.parts)

@@ -179,10 +179,6 @@ class Scheduler:
         self.reuse.succeed(former.reuse)
         Graph.hand_over(former.let_go, self.let_go)
 
-    def run_on(self, streams: Streams) -> None:
-        """Order lanes by another object for the same streams, such as that of a trace."""
-        self.streams = self._in_flight.streams = streams
-
     def follow_profiler(self) -> None:
         """A profiler was started or stopped: mark operations by unit name, or no longer."""
         self.ranges = profiler._is_profiler_enabled

@@ -69,8 +69,8 @@ MOVES: Mapping[Phase, frozenset[Phase]] = {
     BACKWARD: frozenset({IDLE, REDUCED}),
     REDUCED: frozenset({IDLE, BACKWARD}),
 }
-"""The phases that may follow each one. `fsdp2.testing.phases` raises for others, with a watcher of
-`watching`. `Unit` itself has no check, so that a phase costs a step one store."""
+"""The phases that may follow each one. `fsdp2.testing.simulation` raises for others, with a watcher
+of `watching`. `Unit` itself has no check, so that a phase costs a step one store."""
 
 
 def _unknown() -> None:

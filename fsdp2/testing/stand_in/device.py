@@ -118,30 +118,9 @@ def live_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The most that was allocated at once since the last call; see `at_peak`."""
+    """The most that was allocated at once since the last call."""
     found: int = torch.ops.stand_in.peak_bytes()
     return found
-
-
-def at_peak() -> dict[str, int]:
-    """Bytes that were alive at that peak, by the operator that had written them last.
-
-    Memory that no operator had written yet is "new": before collectives that send nothing, the
-    memory that they gather into.
-    """
-    lines: list[str] = torch.ops.stand_in.at_peak()
-    return {what: int(nbytes) for nbytes, what in (line.split(" ", 1) for line in lines)}
-
-
-def start_log() -> None:
-    """Log what is alive now, and from now on each allocation and free, until `end_log`."""
-    torch.ops.stand_in.start_log()
-
-
-def end_log() -> list[tuple[int, int, int]]:
-    """The log: address, bytes (0: freed), and the stream that allocated."""
-    flat: list[int] = torch.ops.stand_in.end_log()
-    return list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
 
 
 if __name__ == "__main__":

@@ -112,12 +112,6 @@ class StandInGroup(PythonGroup):
 
         return self._run("all-to-all", [output], [input], opts, move)
 
-    alltoall_base = all_to_all_single
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
     def allreduce(self, tensors: list[Tensor], opts: object = None) -> StreamWork:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
 

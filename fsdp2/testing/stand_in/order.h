@@ -61,9 +61,6 @@ struct Device {
   bool has_streams = true;  // and events
   bool empties = true;      // storages
   int64_t live = 0, peak = 0;                  // bytes
-  std::map<std::string, int64_t> at_peak;      // bytes alive there, by what wrote them last
-  bool logs = false;
-  std::vector<int64_t> log;                    // address, bytes (0: freed), stream; and so on
 };
 
 Device& device() {

@@ -33,12 +33,6 @@ const c10::Device kOnly(kDevice, 0);
 
 // ---- memory
 
-void log(uintptr_t address, size_t nbytes, int64_t stream) {
-  if (device().logs)
-    device().log.insert(device().log.end(), {static_cast<int64_t>(address),
-                                             static_cast<int64_t>(nbytes), stream});
-}
-
 void free_block(void* address) {
   {
     std::lock_guard<std::mutex> lock(device().mutex);
@@ -46,18 +40,10 @@ void free_block(void* address) {
     if (found != device().blocks.end()) {
       join(device().released[found->second.stream], found->second.last);
       device().live -= static_cast<int64_t>(found->second.nbytes);
-      log(found->first, 0, found->second.stream);
       device().blocks.erase(found);
     }
   }
   std::free(address);
-}
-
-void take_snapshot() {
-  device().at_peak.clear();
-  for (const auto& [address, block] : device().blocks)
-    device().at_peak[block.writer.empty() ? "new" : block.writer] +=
-        static_cast<int64_t>(block.nbytes);
 }
 
 struct DeviceAllocator final : c10::Allocator {
@@ -73,11 +59,7 @@ struct DeviceAllocator final : c10::Allocator {
     block.after = device().released[current_stream];
     device().blocks[reinterpret_cast<uintptr_t>(address)] = block;
     device().live += static_cast<int64_t>(nbytes);
-    log(reinterpret_cast<uintptr_t>(address), nbytes, current_stream);
-    if (device().live > device().peak) {
-      device().peak = device().live;
-      take_snapshot();
-    }
+    device().peak = std::max(device().peak, device().live);
     return {address, address, &free_block, kOnly};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
@@ -523,29 +505,6 @@ int64_t peak_bytes() {
   return std::exchange(device().peak, device().live);
 }
 
-// What was alive then: "bytes operator", by what wrote it last.
-std::vector<std::string> at_peak() {
-  std::lock_guard<std::mutex> lock(device().mutex);
-  std::vector<std::string> found;
-  for (const auto& [writer, nbytes] : device().at_peak)
-    found.push_back(std::to_string(nbytes) + " " + writer);
-  return found;
-}
-
-// Everything that is alive now, and from now on what comes and goes.
-void start_log() {
-  std::lock_guard<std::mutex> lock(device().mutex);
-  device().logs = true;
-  device().log.clear();
-  for (const auto& [address, block] : device().blocks) log(address, block.nbytes, block.stream);
-}
-
-std::vector<int64_t> end_log() {
-  std::lock_guard<std::mutex> lock(device().mutex);
-  device().logs = false;
-  return std::exchange(device().log, {});
-}
-
 TORCH_LIBRARY(stand_in, m) {
   m.def("host_view(Tensor tensor) -> Tensor", &host_view);
   m.def("accessed(str what, Tensor[] reads, Tensor[] writes) -> ()", &accessed);
@@ -554,9 +513,6 @@ TORCH_LIBRARY(stand_in, m) {
   m.def("take_away() -> ()", &take_away);
   m.def("live_bytes() -> int", &live_bytes);
   m.def("peak_bytes() -> int", &peak_bytes);
-  m.def("at_peak() -> str[]", &at_peak);
-  m.def("start_log() -> ()", &start_log);
-  m.def("end_log() -> int[]", &end_log);
 }
 
 }  // namespace

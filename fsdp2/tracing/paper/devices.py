@@ -14,6 +14,23 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+
+@contextmanager
+def replaced(owner: object, **values: object) -> Iterator[None]:
+    """Let attributes of a module or a class be others inside."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _OF_DATA = (torch.tensor, torch.as_tensor)
@@ -92,16 +109,13 @@ def no_autocast() -> Iterator[None]:
             raise AutocastError
         return enter(self)
 
-    asked = (torch.is_autocast_enabled, torch.get_autocast_dtype)
-    is_on, dtype = asked
-    torch.is_autocast_enabled = lambda *device: is_on(*map(_known, device))
-    torch.get_autocast_dtype = lambda device_type: dtype(_known(device_type))
-    kind.__init__, kind.__enter__ = __init__, __enter__  # type: ignore[method-assign]
-    try:
+    is_on, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    asked = {
+        "is_autocast_enabled": lambda *device: is_on(*map(_known, device)),
+        "get_autocast_dtype": lambda device_type: dtype(_known(device_type)),
+    }
+    with replaced(torch, **asked), replaced(kind, __init__=__init__, __enter__=__enter__):
         yield
-    finally:
-        kind.__init__, kind.__enter__ = make, enter  # type: ignore[method-assign]
-        torch.is_autocast_enabled, torch.get_autocast_dtype = asked
 
 
 def _known(device_type: str) -> str:

@@ -2,10 +2,8 @@
 
 One process claims to be rank 0 of 8 (or 1024, or 16384); every collective returns at once, with a
 completed `Work` and with its output tensors as they were. Plans run on it, and measurements of what
-surrounds collectives (`fsdp2.testing.null_group`).
-
-Why not torch's `fake` backend: it copies the input once per rank, so it is not free and its cost
-grows with the world size.
+surrounds collectives (`fsdp2.testing.null_group`). torch's `fake` backend copies the input once per
+rank, so its cost grows with the world size.
 
 Gathered tensors hold whatever was in that memory, with one exception: int64 tensors, and a uint8
 tensor gathered just after one, are copied to every rank's place. Those are the sizes and bytes of
@@ -15,7 +13,7 @@ DistributedDataParallel compares. A `scatter` from this rank gives it its own te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.core.facts import Traits, know
+from fsdp2.tracing.paper.values import tensors_in
 
 BACKEND = "null"
 
@@ -53,6 +52,16 @@ _DONE = NullWork()
 Observer = Callable[[str, list[Tensor]], NullWork | None]
 
 
+def _renamed(name: str) -> Callable[..., dist.Work]:
+    """The name of a collective until torch 2.12."""
+
+    def call(group: PythonGroup, *args: object, **kwargs: object) -> dist.Work:
+        done: dist.Work = getattr(group, name)(*args, **kwargs)
+        return done
+
+    return call
+
+
 class PythonGroup(dist.ProcessGroup):
     """The names that c10d requires of a process group that is written in Python."""
 
@@ -81,13 +90,24 @@ class PythonGroup(dist.ProcessGroup):
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
+    _allgather_base = _renamed("all_gather_single")
+    allgather_into_tensor_coalesced = _renamed("all_gather_single_coalesced")
+    _reduce_scatter_base = _renamed("reduce_scatter_single")
+    reduce_scatter_tensor_coalesced = _renamed("reduce_scatter_single_coalesced")
+    alltoall_base = _renamed("all_to_all_single")
+
+
+COLLECTIVES = (
+    *("all_gather_single", "all_gather_single_coalesced", "allgather", "allgather_coalesced"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter", "reduce"),
+    *("all_to_all_single", "alltoall", "allreduce", "allreduce_coalesced", "broadcast"),
+    *("gather", "scatter", "barrier", "send", "recv"),
+)
+"""The methods of `NullGroup` that observers are told."""
+
 
 class NullGroup(PythonGroup):
-    """Rank `rank` of `size`; every collective is a no-op.
-
-    Until torch 2.12 the single-tensor collectives are called `_allgather_base` and so on, from 2.13
-    `all_gather_single` and so on; both names are there, and observers are told the newer one.
-    """
+    """Rank `rank` of `size`; every collective is a no-op."""
 
     backend = BACKEND
 
@@ -102,11 +122,10 @@ class NullGroup(PythonGroup):
         With None the class's own methods are called again, so that an observer costs nothing when
         there is none.
         """
-        for name in ALIASES:
+        for name in COLLECTIVES:
             self.__dict__.pop(name, None)
-        if observer is not None:
-            for name, told in ALIASES.items():
-                setattr(self, name, _observed(told, getattr(self, name), observer))
+            if observer is not None:
+                setattr(self, name, _observed(name, getattr(self, name), observer))
 
     def _nothing(self, *_args: object, **_kwargs: object) -> NullWork:
         return _DONE
@@ -116,13 +135,9 @@ class NullGroup(PythonGroup):
             output.view(-1, *input.shape).copy_(input)
         return _DONE
 
-    _allgather_base = all_gather_single
-
-    all_gather_single_coalesced = allgather_into_tensor_coalesced = _nothing
-    reduce_scatter_single = _reduce_scatter_base = _nothing
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _nothing
-    reduce_scatter = broadcast = barrier = reduce = _nothing
-    all_to_all_single = alltoall_base = alltoall = _nothing
+    all_gather_single_coalesced = allgather_coalesced = _nothing
+    reduce_scatter_single = reduce_scatter_single_coalesced = reduce_scatter = _nothing
+    broadcast = barrier = reduce = all_to_all_single = alltoall = _nothing
     send = recv = recv_anysource = monitored_barrier = _nothing
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -134,8 +149,7 @@ class NullGroup(PythonGroup):
     def allreduce(self, tensors: list[Tensor], opts: object = None) -> NullWork:
         return NullWork(tensors)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: object = None) -> NullWork:
-        return NullWork(tensors)
+    allreduce_coalesced = allreduce
 
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None
@@ -146,7 +160,6 @@ class NullGroup(PythonGroup):
         return _DONE
 
     gather = allgather  # with no outputs on other ranks than the destination
-    allgather_coalesced = _nothing
 
     def _belongs_to_an_object(self, tensor: Tensor) -> bool:
         is_size = tensor.dtype is torch.int64
@@ -165,60 +178,18 @@ class NullGroup(PythonGroup):
 know("NullGroup", Traits("null", coalesces=True))  # to be measured as NCCL would be
 
 
-# method -> the name that an observer is told
-ALIASES = {
-    "all_gather_single": "all_gather_single",
-    "_allgather_base": "all_gather_single",
-    "all_gather_single_coalesced": "all_gather_single_coalesced",
-    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
-    "reduce_scatter_single": "reduce_scatter_single",
-    "_reduce_scatter_base": "reduce_scatter_single",
-    "reduce_scatter_single_coalesced": "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
-    "all_to_all_single": "all_to_all_single",
-    "alltoall_base": "all_to_all_single",
-    "alltoall": "alltoall",
-    "allgather": "allgather",
-    "allgather_coalesced": "allgather_coalesced",
-    "allreduce": "allreduce",
-    "allreduce_coalesced": "allreduce_coalesced",
-    "reduce_scatter": "reduce_scatter",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-    "barrier": "barrier",
-    "send": "send",
-    "recv": "recv",
-}
-
-
 def _observed(told: str, method: Callable[..., NullWork], observer: Observer) -> Callable:
     def call(*args: object, **kwargs: object) -> NullWork:
-        work = observer(told, _tensors(args))
+        work = observer(told, tensors_in(args))
         done = method(*args, **kwargs)
         return done if work is None else work
 
     return call
 
 
-def _tensors(args: Sequence[object]) -> list[Tensor]:
-    """The tensors among `args`, and in its lists and lists of lists, in order."""
-    found: list[Tensor] = []
-    for arg in args:
-        if isinstance(arg, Tensor):
-            found.append(arg)
-        elif isinstance(arg, (list, tuple)):
-            found += _tensors(arg)
-    return found
-
-
-# ---------------------------------------------------------------------------------------------
-# Making groups and meshes
-
 # The observer of groups yet to be made: a mesh makes its own subgroups, through the backend.
 _observer_of_new_groups: Observer | None = None
-_kind_of_new_groups: type[NullGroup] = NullGroup
+_kind_of_new_groups: Callable[..., NullGroup] = NullGroup
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: object) -> NullGroup:
@@ -231,7 +202,7 @@ def init_null_group(
     *,
     observer: Observer | None = None,
     device_type: str = "cpu",
-    kind: type[NullGroup] = NullGroup,
+    kind: Callable[..., NullGroup] = NullGroup,
 ) -> NullGroup:
     """Make a null group the default process group, and return it.
 
@@ -256,11 +227,13 @@ def null_world(
     *,
     observer: Observer | None = None,
     device_type: str = "cpu",
-    kind: type[NullGroup] = NullGroup,
+    kind: Callable[..., NullGroup] = NullGroup,
 ) -> Iterator[NullGroup]:
     """The default process group is a null group inside, and none afterwards."""
+    global _observer_of_new_groups, _kind_of_new_groups
     group = init_null_group(world_size, rank, observer=observer, device_type=device_type, kind=kind)
     try:
         yield group
     finally:
         dist.destroy_process_group()
+        _observer_of_new_groups, _kind_of_new_groups = None, NullGroup

@@ -13,21 +13,21 @@ is one kernel on a GPU, and a formula elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import optimizer as torch_optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from fsdp2.tracing.paper.devices import replaced
 from fsdp2.tracing.paper.recording import Recorder
-from fsdp2.tracing.paper.values import Values, tensors_in
+from fsdp2.tracing.paper.values import Following, Values, tensors_in
 from fsdp2.tracing.record.notes import HOST
 
 _aten = torch.ops.aten
@@ -48,37 +48,29 @@ convolution models are up to 21 % too low."""
 _TAKE_INDICES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 
 
-class Operators(TorchDispatchMode):
+class Operators(Following):
     """Reports every operator in this context to a recorder."""
 
     def __init__(self, recorder: Recorder, values: Values) -> None:
-        super().__init__()
+        super().__init__(values)
         self._recorder = recorder
-        self._values = values
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
+    def run(
+        self, func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> object:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again, of local tensors
-        given = kwargs or {}
         if self._recorder.phase != "optimizer":
             args = self._on_device(func, args)
-        answer = self._values.answer(func, args, given)
-        result = _run(func, args, given) if answer is None else answer[0]
+        answer = self.values.answer(func, args, kwargs)
+        result = _run(func, args, kwargs) if answer is None else answer[0]
         results = tensors_in(result)
         if results and not results[0].is_meta:
             return result
-        inputs = tensors_in((args, given.values()))
+        inputs = tensors_in((args, kwargs.values()))
         if not results and not any(tensor.is_meta for tensor in inputs):
             return result
-        self._note(func, args, given, result, inputs, results)
+        self._note(func, args, kwargs, result, inputs, results)
         if answer is None:
-            self._values.follow(func, args, given, result)
+            self.values.follow(func, args, kwargs, result)
         return result
 
     def _on_device(self, func: OpOverload, args: tuple[object, ...]) -> tuple[object, ...]:
@@ -94,7 +86,7 @@ class Operators(TorchDispatchMode):
         if func._schema.name == "aten::copy_":
             return args
         moved: tuple[object, ...] = tree_map_only(
-            torch.Tensor, lambda each: each if each.is_meta else self._values.put(each), args
+            torch.Tensor, lambda each: each if each.is_meta else self.values.put(each), args
         )
         return moved
 
@@ -191,38 +183,27 @@ def _attention(args: tuple[Any, ...], backward: bool) -> int:
     return 2 * int(pairs) * (ours * query.shape[-1] + theirs * value.shape[-1])
 
 
+_HALVES = (torch.float16, torch.bfloat16)
 _attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
 _rms_norm: Callable[..., torch.Tensor] = F.rms_norm
 
 
-@contextmanager
-def kernels_of(device_type: str) -> Iterator[None]:
+def kernels_of(device_type: str) -> AbstractContextManager[None]:
     """Let attention and RMS norm of ``torch.nn`` run inside what a device would.
 
     The functions are replaced in their module: a mode would not be there in backward, where
     checkpoints run forwards again.
     """
-    F.scaled_dot_product_attention = _on_cpu if device_type == "cpu" else _on_gpu
-    if device_type != "cpu":
-        F.rms_norm = _rms_norm_on_gpu
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention, F.rms_norm = _attend, _rms_norm
+    attend = functools.partial(_attend_on, device_type)
+    rms_norm = _rms_norm if device_type == "cpu" else _rms_norm_on_gpu
+    return replaced(F, scaled_dot_product_attention=attend, rms_norm=rms_norm)
 
 
-@contextmanager
-def fused_optimizers() -> Iterator[None]:
+def fused_optimizers() -> AbstractContextManager[None]:
     """Let torch's optimizers take ``fused=True`` for parameters on ``meta`` inside."""
-    supported: Callable[[], list[str]] = getattr(torch_optimizer, _SUPPORTED)
-    setattr(torch_optimizer, _SUPPORTED, lambda: [*supported(), "meta"])
-    try:
-        yield
-    finally:
-        setattr(torch_optimizer, _SUPPORTED, supported)
-
-
-_SUPPORTED = "_get_fused_kernels_supported_devices"
+    name = "_get_fused_kernels_supported_devices"
+    supported: Callable[[], list[str]] = getattr(torch_optimizer, name)
+    return replaced(torch_optimizer, **{name: lambda: [*supported(), "meta"]})
 
 
 def _rms_norm_on_gpu(
@@ -240,7 +221,8 @@ def _rms_norm_on_gpu(
     return F.layer_norm(input, list(normalized_shape), weight)
 
 
-def _on_cpu(
+def _attend_on(
+    device_type: str,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -250,21 +232,29 @@ def _on_cpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    few = [_few(tensor) for tensor in (query, key, value)]
-    mask = None if attn_mask is None else torch.zeros((), dtype=attn_mask.dtype)
-    if mask is not None:
-        mask = mask.expand(*(1,) * (query.dim() - 2), few[0].shape[-2], few[1].shape[-2])
-    choose: Any = torch._fused_sdp_choice
-    chosen = choose(*few, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if chosen == 1:
-        flash = _aten._scaled_dot_product_flash_attention_for_cpu
-        made: torch.Tensor = flash(
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
-        return made
-    return _attend(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    """Attention by the kernel that a device would choose."""
+    given, rest = (query, key, value), (dropout_p, is_causal)
+    found: tuple[torch.Tensor, ...] | None = None
+    if device_type == "cpu":
+        few = [_few(tensor) for tensor in given]
+        mask = None if attn_mask is None else torch.zeros((), dtype=attn_mask.dtype)
+        if mask is not None:
+            mask = mask.expand(*(1,) * (query.dim() - 2), few[0].shape[-2], few[1].shape[-2])
+        choose: Any = torch._fused_sdp_choice
+        if choose(*few, mask, *rest, scale=scale, enable_gqa=enable_gqa) == 1:
+            flash = _aten._scaled_dot_product_flash_attention_for_cpu
+            found = flash(*given, *rest, attn_mask=attn_mask, scale=scale)
+    elif query.dim() == 4 and attn_mask is None and query.dtype in _HALVES:
+        found = _aten._scaled_dot_product_flash_attention(*given, *rest, scale=scale)
+    elif query.dim() == 4 and query.shape[1] == key.shape[1]:
+        if attn_mask is not None:
+            attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+        trains = any(tensor.requires_grad for tensor in given)
+        thrifty = _aten._scaled_dot_product_efficient_attention
+        found = thrifty(*given, attn_mask, trains, *rest, scale=scale)
+    if found is None:
+        return _attend(*given, attn_mask, *rest, scale=scale, enable_gqa=enable_gqa)
+    return found[0]
 
 
 def _few(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,31 +262,3 @@ def _few(tensor: torch.Tensor) -> torch.Tensor:
     shape = [1, *tensor.shape[1:-2], min(tensor.shape[-2], 8), tensor.shape[-1]]
     made = torch.empty(shape, dtype=tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)
-
-
-def _on_gpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    if query.dim() == 4 and attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
-        made: torch.Tensor = _aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, scale=scale
-        )[0]
-        return made
-    if query.dim() == 4 and query.shape[1] == key.shape[1]:
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-        trains = query.requires_grad or key.requires_grad or value.requires_grad
-        thrifty: torch.Tensor = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, trains, dropout_p, is_causal, scale=scale
-        )[0]
-        return thrifty
-    return _attend(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )

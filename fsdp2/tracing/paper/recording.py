@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -33,7 +33,6 @@ from fsdp2.tracing.record.notes import (
     COPY,
     HOST,
     Allocation,
-    Await,
     Free,
     Note,
     Notes,
@@ -69,10 +68,9 @@ class _Life(NamedTuple):
 class Recorder(Notes):
     """Notes a step."""
 
-    captures: Callable[[], bool] | None = None
-
     def __init__(self, asynchronous: bool) -> None:
         super().__init__()
+        self.asynchronous = asynchronous
         self.recording = Recording(asynchronous=asynchronous)
         self.phase = ""
         self._notes = False  # until it starts
@@ -108,28 +106,11 @@ class Recorder(Notes):
         if self._notes:
             self.notes.append(note)
 
-    # ---- lanes, of which each event is noted; or one lane, where the device has no others
+    # ---- lanes; or one lane, where the device has no others
 
-    @property
-    def asynchronous(self) -> bool:
-        """Whether there are lanes."""
-        return self.recording.asynchronous
-
-    def make_event(self) -> None:
-        """Each record is an event of its own."""
-
-    def record(self, lane: Lane, label: str, event: object = None) -> int | None:
-        """Note an event."""
-        return self.signal(lane, label) if self.asynchronous else None
-
-    def wait(self, lane: Place, event: int | None, label: str) -> None:
-        """Note that a lane waits."""
-        if event is not None:
-            self.note(Await(lane, event, label))
-
-    def synchronize(self, event: int | None, label: str) -> None:
-        """Note that the host waits."""
-        self.wait(HOST, event, label)
+    def record(self, lane: Place, label: str, event: object = None) -> int | None:
+        """Note an event, where there are lanes."""
+        return super().record(lane, label) if self.asynchronous else None
 
     @contextmanager
     def on(self, lane: Place) -> Iterator[None]:

@@ -9,8 +9,9 @@ there is one class for each kind.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -32,14 +33,12 @@ from fsdp2.core.facts import (
     local_of,
     rehearsing,
 )
+from fsdp2.tracing.paper.devices import replaced
 from fsdp2.tracing.paper.null_group import NullGroup, NullWork, null_world
 from fsdp2.tracing.paper.recording import Recorder
 from fsdp2.tracing.record.categories import GRADIENTS
 
 META = torch.device("meta")
-
-_recorder: Recorder | None = None
-"""The recorder of the rehearsal in progress; process groups and observers find it only here."""
 
 
 # ---- memory
@@ -162,12 +161,16 @@ class _PaperGroup(NullGroup):
 
     copies = False
 
-    def __init__(self, rank: int, size: int, observer: object = None) -> None:
-        super().__init__(rank, size, self._note)
+    def __init__(
+        self, rank: int, size: int, observer: object = None, recorder: Recorder | None = None
+    ) -> None:
+        super().__init__(rank, size, None if recorder is None else self._note)
+        self._recorder = recorder
         self._ranks: tuple[int, ...] = ()
 
     def _note(self, name: str, tensors: list[torch.Tensor]) -> NullWork | None:
-        if _recorder is None or not tensors or not tensors[0].is_meta:
+        recorder = self._recorder
+        if recorder is None or not tensors or not tensors[0].is_meta:
             return None
         if not self._ranks:  # unknown to c10d while the group is being made
             self._ranks = tuple(dist.get_process_group_ranks(self))
@@ -180,8 +183,8 @@ class _PaperGroup(NullGroup):
         nbytes = sum(tensor.nbytes for tensor in moved)
         kind = _KINDS.get(name, name)
         copies = self.copies and name in ("all_gather_single", "reduce_scatter_single")
-        work = _CopyingWork(_recorder, nbytes) if copies else None
-        _recorder.collective(kind, nbytes, moved[0].dtype, self._ranks, count)
+        work = _CopyingWork(recorder, nbytes) if copies else None
+        recorder.collective(kind, nbytes, moved[0].dtype, self._ranks, count)
         return work
 
 
@@ -210,7 +213,7 @@ class GlooOnPaper(_PaperGroup):
     copies = True
 
 
-_GROUPS: dict[str, type[NullGroup]] = {
+_GROUPS: dict[str, type[_PaperGroup]] = {
     "nccl": NcclOnPaper,
     "nccl2": Nccl2OnPaper,
     "gloo": GlooOnPaper,
@@ -224,36 +227,28 @@ know("GlooOnPaper", Traits("null"))
 # ---- what the engine does for which unit
 
 
-def _note(group: ParamGroup, run: Run, *args: object) -> object:
-    """Note an operation under the group's name."""
-    if _recorder is None:
-        return run(*args)
-    with _recorder.acting(group.name or "(root)"):
-        return run(*args)
+def noting(recorder: Recorder) -> Observer:
+    """Notes operations under their group's name, and which tensors are gradients."""
 
+    def note(group: ParamGroup, run: Run, *args: object) -> object:
+        with recorder.acting(group.name or "(root)"):
+            return run(*args)
 
-def _take(group: ParamGroup, run: Run, *args: object) -> object:
-    """It takes what autograd has left, or keeps it for a later backward: gradients either way."""
-    _tag(group)
-    found = _note(group, run, *args)
-    _tag(group)
-    return found
-
-
-def _tag(group: ParamGroup) -> None:
-    if _recorder is not None:
+    def tag(group: ParamGroup) -> None:
         gathered = [p.unsharded for p in group.params if p.unsharded is not None]
         grads = [local_of(param.grad) for param in gathered if param.grad is not None]
-        _recorder.tag(grads, GRADIENTS)
+        recorder.tag(grads, GRADIENTS)
 
+    def take(group: ParamGroup, run: Run, *args: object) -> object:
+        """It takes what autograd has left, or keeps it for a later backward: gradients both."""
+        tag(group)
+        found = note(group, run, *args)
+        tag(group)
+        return found
 
-NOTED = Observer(
-    5,
-    {
-        **dict.fromkeys(("start_unshard", "finish_unshard", "shard_smaller", "reduce"), _note),
-        **dict.fromkeys(("accumulate", "collect"), _take),
-    },
-)
+    names = ("start_unshard", "finish_unshard", "shard_smaller", "reduce")
+    taking = dict.fromkeys(("accumulate", "collect"), take)
+    return Observer(5, {**dict.fromkeys(names, note), **taking})
 
 
 # ---- all of it
@@ -268,23 +263,14 @@ class _Module:
     set_device = staticmethod(lambda device: None)
 
 
-@contextmanager
-def module_of_meta() -> Iterator[None]:
+def module_of_meta() -> AbstractContextManager[None]:
     """Let there be a ``torch.meta`` inside: DTensor of torch 2.15 asks it for its devices."""
-    present = hasattr(torch, "meta")
-    if not present:
-        setattr(torch, "meta", _Module)  # noqa: B010  # mypy knows torch
-    try:
-        yield
-    finally:
-        if not present:
-            delattr(torch, "meta")
+    return nullcontext() if hasattr(torch, "meta") else replaced(torch, meta=_Module)
 
 
 @contextmanager
 def on_paper(recorder: Recorder, backend: str, world_size: int) -> Iterator[None]:
     """Let groups that are made inside run on paper, as rank 0 of many."""
-    global _recorder
     if dist.is_initialized():
         raise coded(
             RuntimeError,
@@ -293,9 +279,6 @@ def on_paper(recorder: Recorder, backend: str, world_size: int) -> Iterator[None
             "init_process_group(), or in a separate process",
         )
     stage = Stage(cast(Streams, recorder), PaperKernels(recorder))
-    with null_world(world_size, device_type="meta", kind=_GROUPS[backend]), rehearsing(stage):
-        _recorder = recorder
-        try:
-            yield
-        finally:
-            _recorder = None
+    kind = functools.partial(_GROUPS[backend], recorder=recorder)
+    with null_world(world_size, device_type="meta", kind=kind), rehearsing(stage):
+        yield

@@ -217,7 +217,7 @@ class Following(TorchDispatchMode):
 
     def __init__(self, values: Values) -> None:
         super().__init__()
-        self._values = values
+        self.values = values
 
     def __torch_dispatch__(
         self,
@@ -227,11 +227,16 @@ class Following(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        given = kwargs or {}
-        answer = self._values.answer(func, args, given)
+            return NotImplemented  # it comes again, of local tensors
+        return self.run(func, args, kwargs or {})
+
+    def run(
+        self, func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> object:
+        """Run an operator, or answer it."""
+        answer = self.values.answer(func, args, kwargs)
         if answer is not None:
             return answer[0]
-        result = func(*args, **given)
-        self._values.follow(func, args, given, result)
+        result = func(*args, **kwargs)
+        self.values.follow(func, args, kwargs, result)
         return result

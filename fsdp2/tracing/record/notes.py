@@ -7,7 +7,7 @@ Streams tell of events and lanes, kernels of copies and memory, collectives of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import NamedTuple
@@ -29,7 +29,7 @@ PLACES: tuple[Place, ...] = (*Lane, *Beside)
 HOST, USER = Beside.HOST, Beside.USER
 
 COMPUTE, COPY, COLLECTIVE, VIEW = "compute", "copy", "collective", "view"
-"""Kinds of operations."""
+"""Kinds of operations: the user's, the engine's copies, and what takes only the host's time."""
 
 
 class Allocation(NamedTuple):
@@ -63,38 +63,20 @@ class Free(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """Something that takes time on a device or on the host.
-
-    Attributes:
-        lane: where it runs; `HOST` for operations on the host's own memory.
-        name: name of the operator or collective; "" on a virtual device.
-        kind: `COMPUTE` for the user's model; `VIEW`, which takes only the host's time; `COPY` for
-            the engine's copies; `COLLECTIVE`. On a virtual device the kernel's name.
-        unit: the unit that it is for; "" for none.
-        phase: "forward", "backward" or "optimizer"; "" if it is unknown.
-        flops: arithmetic operations; a multiplication and an addition count 2.
-        nbytes: bytes read and written; for a collective the bytes of the whole tensors.
-        dtype: dtype that it computes or sends.
-        group: index in `Recording.groups` of a collective's ranks, otherwise -1.
-        tensors: tensors per launch, of a collective or of an operator on lists.
-        reads: the memory it reads, if that is recorded.
-        writes: the memory it writes, if that is recorded.
-        iteration: number of the step, from 0.
-    """
+    """Something that takes time on a device or on the host."""
 
     lane: Place
-    name: str
-    kind: str
+    name: str  # of the operator or collective; "" on a virtual device
+    kind: str  # one of the kinds; on a virtual device the kernel's name
     unit: str = ""
-    phase: str = ""
-    flops: int = 0
-    nbytes: int = 0
+    phase: str = ""  # "forward", "backward" or "optimizer"
+    flops: int = 0  # a multiplication and an addition count 2
+    nbytes: int = 0  # read and written; for a collective those of the whole tensors
     dtype: torch.dtype = torch.float32
-    group: int = -1
-    tensors: int = 1
+    group: int = -1  # index in `Recording.groups` of a collective's ranks
+    tensors: int = 1  # per launch, of a collective or of an operator on lists
     reads: tuple[Allocation, ...] = ()
     writes: tuple[Allocation, ...] = ()
-    iteration: int = 0
 
     def __str__(self) -> str:
         moved = [", ".join(each.name for each in some) or "-" for some in (self.reads, self.writes)]
@@ -120,7 +102,6 @@ class Await(NamedTuple):
     lane: Place
     event: int
     label: str
-    iteration: int = 0
 
     @property
     def kind(self) -> str:
@@ -136,13 +117,27 @@ def operations(notes: Iterable[Note]) -> list[Operation]:
 
 
 class Notes:
-    """The notes of a step so far, and where the host is in it."""
+    """The notes of a step so far: the lanes of a device that runs nothing."""
+
+    asynchronous = True
+    captures: Callable[[], bool] | None = None
 
     def __init__(self) -> None:
         self.notes: list[Note] = []
         self.lane: Place = Lane.COMPUTE
         self._events = 0
         self._last = 0  # number of a storage
+
+    def note(self, note: Note) -> None:
+        """Add to the record."""
+        self.notes.append(note)
+
+    def number(self) -> int:
+        """The number of new memory."""
+        self._last += 1
+        return self._last
+
+    # ---- as `fsdp2.core.device.streams.Streams`
 
     @contextmanager
     def on(self, lane: Place) -> Iterator[None]:
@@ -153,17 +148,20 @@ class Notes:
         finally:
             self.lane = outer
 
-    def note(self, note: Note) -> None:
-        """Add to the record."""
-        self.notes.append(note)
+    def make_event(self) -> None:
+        """Each record is an event of its own."""
 
-    def signal(self, lane: Place, label: str) -> int:
-        """An event is recorded; returns its number."""
+    def record(self, lane: Place, label: str, event: object = None) -> int | None:
+        """Note an event; returns its number."""
         self._events += 1
         self.note(Signal(lane, self._events, label))
         return self._events
 
-    def number(self) -> int:
-        """The number of new memory."""
-        self._last += 1
-        return self._last
+    def wait(self, lane: Place, event: int | None, label: str) -> None:
+        """Note that a lane waits for an event."""
+        if event is not None:
+            self.note(Await(lane, event, label))
+
+    def synchronize(self, event: int | None, label: str) -> None:
+        """Note that the host waits."""
+        self.wait(HOST, event, label)
