@@ -45,7 +45,6 @@ TOUCHING: dict[str, set[str]] = {
     "core.device.collectives": {"torch.distributed", C10D},
     "core.device.one_off": {"torch.distributed", "torch.distributed._functional_collectives"},
     "core.device.channels": {"torch.distributed", C10D},
-    "core.device.transfers": {"torch.distributed"},
     "core.device.process_groups": {"torch.distributed", "torch.distributed.distributed_c10d"},
     "core.custom_collectives": {"torch.distributed"},
     "core.device.comm_memory": {"torch.distributed", "torch.distributed._symmetric_memory"},
@@ -66,7 +65,6 @@ COMMUNICATING = {
     "core.device.collectives",
     "core.device.one_off",
     "core.device.channels",
-    "core.device.transfers",
     "fsdp1.comm_hooks",  # torch's, which call them
 }
 """Modules that call collectives."""

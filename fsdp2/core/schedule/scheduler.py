@@ -50,8 +50,7 @@ from fsdp2.core.progress import Counts
 from fsdp2.core.reduce.reduction import Jobs
 from fsdp2.core.schedule.calls import Calls
 from fsdp2.core.schedule.connections import connect_groups
-from fsdp2.core.schedule.in_flight import InFlight
-from fsdp2.core.schedule.iteration import Graph, Iteration
+from fsdp2.core.schedule.iteration import Graph, InFlight, Iteration
 from fsdp2.core.schedule.observers import PROFILER, GroupOperations
 from fsdp2.core.schedule.retrace import NOWHERE, running_node
 from fsdp2.core.schedule.reuse import Reuse
