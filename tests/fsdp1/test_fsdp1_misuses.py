@@ -229,7 +229,7 @@ class Around(nn.Module):
 CPU_DTYPE = torch.bfloat16
 
 INSTALLED = """
-import fsdp2
+import fsdp2.fsdp1
 from torch.distributed.fsdp import FullyShardedDataParallel as Before
 assert Before is not fsdp2.fsdp1.FSDP
 import torch.distributed.fsdp as holder
