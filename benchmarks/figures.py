@@ -366,34 +366,20 @@ def planned_and_measured() -> Figure:
         series = "activation checkpointing" if recomputed else "no checkpointing"
         peaks.setdefault(series, []).append((row["measured"] / 1e6, row["planned"] / 1e6))
     figure = _titled("Planned and measured, on two CPU cores", 4.6, 4.2)
-    _scatter(figure.subplots(), "Memory at the peak (band: 3 %)", "MB", peaks, 0.03)
-    return figure
-
-
-def _scatter(
-    axes: Axes,
-    title: str,
-    unit: str,
-    points: Mapping[str, Sequence[tuple[float, float]]],
-    band: float,
-) -> None:
-    """Planned over measured: the diagonal is a plan without error, the band one that is right."""
-    values = [value for each in points.values() for point in each for value in point]
+    axes = figure.subplots()
+    values = [value for each in peaks.values() for point in each for value in point]
     ends = [min(values) / 1.3, max(values) * 1.3]
-    low, high = ([end * factor for end in ends] for factor in (1 - band, 1 + band))
+    low, high = ([end * factor for end in ends] for factor in (0.97, 1.03))
     axes.fill_between(ends, low, high, color=LIGHT["blue"], alpha=0.18, linewidth=0)
     axes.plot(ends, ends, color=LIGHT["quiet"], linewidth=0.8)
-    for look, (name, each) in zip(SERIES, points.items(), strict=False):
+    for look, (name, each) in zip(SERIES, peaks.items(), strict=False):
         axes.plot(*zip(*each, strict=True), "o", color=LIGHT[look], markersize=5, label=name)
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal", title=title)
-    numbers = [
-        m * 10.0**p for p in range(6) for m in (1, 2, 5) if ends[0] <= m * 10.0**p <= ends[1]
-    ]
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
+    axes.set(title="Memory at the peak (band: 3 %)", xlabel="measured, MB", ylabel="planned, MB")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(numbers, [f"{number:,.0f}" for number in numbers])
-        axis.set_ticks([], minor=True)
-    axes.set(xlabel=f"measured, {unit}", ylabel=f"planned, {unit}")
+        axis.set_major_formatter("{x:,.0f}")
     axes.legend(loc="upper left")
+    return figure
 
 
 STRATEGY_LOOKS = {
@@ -436,34 +422,15 @@ def memory_by_strategy() -> Figure:
 def async_checkpoint() -> Figure:
     """How long saves of 256 MB stop training, and when they are durable."""
     sizes = read("checkpoint/2026-11-25-epyc-2core.json")["sizes"]["256"]
-    names = {
-        "save": "fsdp2: save",
-        "async": "fsdp2: async_save",
-        "dcp": "DCP: save",
-        "dcp-async": "DCP: async_save",
+    names = {"save": "fsdp2: save", "async": "fsdp2: async_save"}
+    names |= {"dcp": "DCP: save", "dcp-async": "DCP: async_save"}
+    kinds = {"training goes on": "stall_ms", "the checkpoint is durable": "durable_ms"}
+    bars: Bars = {
+        title: {names[key]: (sizes[key][kind],) * 3 for key in names}
+        for title, kind in kinds.items()
     }
-    figure = _titled("Checkpoint of 256 MB on two ranks, from the call on", 7.6, 3.4)
-    axes = figure.subplots()
-    end = 1.25 * max(sizes[key]["durable_ms"] for key in names)
-    for place, key in enumerate(names):
-        stall, durable = sizes[key]["stall_ms"], sizes[key]["durable_ms"]
-        axes.barh(place - 0.2, stall, 0.36, color=LIGHT["red"])
-        axes.barh(place - 0.2, end - stall, 0.36, left=stall, color=LIGHT["blue"])
-        axes.barh(place + 0.2, max(durable - stall, 0), 0.36, left=stall, color=LIGHT["green"])
-        axes.plot([durable] * 2, [place - 0.42, place + 0.42], color=LIGHT["ink"])
-        inside = {"va": "center", "fontsize": 7.5}
-        says = f"\N{NO-BREAK SPACE}goes on after {stall:.0f} ms"
-        axes.text(stall, place - 0.2, says, color=LIGHT["inverse"], **inside)
-        axes.text(
-            durable, place + 0.2, f"\N{NO-BREAK SPACE}durable after {durable:.0f} ms", **inside
-        )
-    axes.set_yticks(range(len(names)), names.values())
-    axes.set(xlim=(0, end), ylim=(len(names) - 0.5, -0.5), xlabel="milliseconds after the call")
-    axes.grid(visible=False, axis="y")
-    axes.tick_params("y", length=0)
-    looks = {"training runs": "blue", "training waits for the save": "red"}
-    _legend(figure, {**looks, "a thread writes and syncs": "green"})
-    return figure
+    title = "Checkpoint of 256 MB on two ranks: time from the call until"
+    return drawn(Plot(title, MILLISECONDS, (), dict), bars)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -529,10 +496,8 @@ def unit_life() -> Figure:
     return figure
 
 
-EXPOSED = 0.6
-"""How long a collective is drawn that nothing hides."""
 Span = tuple[str, str, float, float]
-"""An operation, its unit, where it begins, and where it ends, in operations of a graph."""
+"""An operation, the number of its block, its begin, and its end, in products of matrices."""
 
 
 def placed_graphs(blocks: int) -> list[list[Span]]:
@@ -541,28 +506,27 @@ def placed_graphs(blocks: int) -> list[list[Span]]:
 
     def note(graph: Any) -> None:
         place(graph)
-        spans, open_, at, unit = list[Span](), dict[str, float](), 0.0, ""
+        spans, begun, at, block = list[Span](), dict[tuple[str, str], float](), 0.0, ""
         for node in graph.nodes:
-            step = str(node.target).removesuffix(".default")
-            kind, _, name = step.removeprefix("fsdp2.").partition("_")
-            if name in ("unshard", "reduce") and kind == "start":
-                open_[name + node.args[1]] = at
-                unit = unit or node.args[1].partition("#")[0]
-            elif name in ("unshard", "reduce") and kind == "end":
-                owner, began = node.args[1].partition("#")[0], open_[name + node.args[1]]
-                at = max(at, began + EXPOSED)
-                spans.append((name, owner, began, at))
-                unit = owner if name == "unshard" else unit
-            elif step == "aten.mm":
-                spans.append(("compute", unit, at, at + 1))
-                at += 1
+            step = re.match(r"(fsdp2|aten)\.(start_|end_|mm)(\w*)", str(node.target))
+            kind, name = step.groups()[1:] if step else ("", "")
+            if kind == "mm":
+                spans.append(("compute", block, at, at := at + 1))
+            elif kind:
+                owner = node.args[1].partition("#")[0].removeprefix("blocks.")
+                if kind == "start_":
+                    begun[name, owner], block = at, block or owner
+                else:  # what nothing hides is drawn short
+                    start = begun[name, owner]
+                    spans.append((name, owner, start, at := max(at, start + 0.6)))
+                    block = owner if name == "unshard" else block
         found.append(spans)
 
     place = placement.place
     with null_world(4), mock.patch.object(placement, "place", note):
         model = tiny_blocks(blocks, (2,), 8)
-        for block in model.blocks:
-            fully_shard(block)
+        for each in model.blocks:
+            fully_shard(each)
         graph_mode(fully_shard(model))
         run = torch.compile(model, backend="fsdp2", options={"compiler": "aot_eager"})
         run(torch.randn(4, 8, requires_grad=True)).sum().backward()
@@ -572,18 +536,21 @@ def placed_graphs(blocks: int) -> list[list[Span]]:
 
 def graph_mode_graphs() -> Figure:
     """Where the graphs of four blocks launch collectives and wait for them."""
-    looks = {"unshard": "orange", "compute": "blue", "reduce": "green"}
-    names = {"unshard": "all-gather", "compute": "compute", "reduce": "reduce-scatter"}
+    rows = {
+        **{"unshard": ("all-gather", "orange"), "compute": ("compute", "blue")},
+        **{"reduce": ("reduce-scatter", "green")},
+    }
     figure = _titled("Graph mode: the graphs of blocks 0 to 3, in their order", 7.6, 2.9)
     graphs = zip(figure.subplots(2), placed_graphs(4), ("forward", "backward"), strict=True)
     for axes, spans, title in graphs:
-        for name, unit, start, end in spans:
-            row = [*looks].index(name)
-            _box(axes, start, row, end - start, 0.85, looks[name])
-            number, middle = unit.rpartition(".")[2], (start + end) / 2
-            axes.text(middle, row + 0.42, number, color=LIGHT["inverse"], ha="center", va="center")
+        for name, block, start, end in spans:
+            row, middle = [*rows].index(name), (start + end) / 2
+            _box(axes, start, row, end - start, 0.85, rows[name][1])
+            inside = {"color": LIGHT["inverse"], "ha": "center", "va": "center"}
+            axes.text(middle, row + 0.42, block, **inside)
         axes.set(xlim=(0, 17), ylim=(3, -0.1), xticks=[], ylabel=title)
-        axes.set_yticks([row + 0.42 for row in range(3)], names.values(), fontsize=7.5)
+        names = [label for label, _ in rows.values()]
+        axes.set_yticks([0.42, 1.42, 2.42], names, fontsize=7.5)
         axes.tick_params("y", length=0)
         axes.grid(visible=False)
         axes.spines[:].set_visible(False)
