@@ -49,7 +49,7 @@ def train(model, tokens):
         fsdp2.fully_shard(block)
     fsdp2.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    for step in range(2):  # the first step also makes optimizer states
+    for _ in range(2):  # the first step also makes optimizer states
         if gpu:
             torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated()

@@ -5,7 +5,7 @@ on_config         decisions take their folder's place in `nav`;
 on_files          CONTRIBUTING.md and CHANGELOG.md of the top level are pages, too
 on_page_markdown  links to files outside docs lead to the repository;
                   errors.md gets all errors of the sources (`error_pages`);
-                  api/index.md gets its table of names
+                  api/index.md gets its table of names, support.md its matrix (`support`)
 on_page_content   the table of contents beside the errors lists sections, not 300 errors
 
 A link to a file that is not there is a warning, and with it an error of `mkdocs build --strict`.
@@ -26,6 +26,7 @@ from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).parent))
 import error_pages
+import support
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -86,6 +87,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["search"] = {"boost": 0.5}
     if source == "api/index.md":
         return markdown + _table_of_names(config.nav)
+    if source == "support.md":
+        markdown += support.table(config.repo_url)
     folder = "" if source in TOP_LEVEL else posixpath.join("docs", posixpath.dirname(source))
 
     markdown = _FOR_TESTS.sub("", markdown)

@@ -37,6 +37,7 @@ def _step(model: Any, optimizer: Any, mesh: Any, step: int) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.feature("Replica groups that fail and heal")
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @workers.ranks(2)
 def test_the_same_bits_on_the_same_devices(offload: str | None) -> None:

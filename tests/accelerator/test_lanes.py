@@ -253,6 +253,7 @@ def _compare(
             assert torch.equal(a, b), f"step {step}, tensor {number}: {(a - b).abs().max()}"
 
 
+@pytest.mark.feature("Training with the results of torch's FSDP2", "Mixed precision", "CPU offload")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "backend",
@@ -263,6 +264,7 @@ def test_same_bits_as_on_the_cpu(case: str, backend: str) -> None:
     _compare(case, backend, (2,))
 
 
+@pytest.mark.feature("HSDP")
 @pytest.mark.parametrize("case", ["usual", "mixed", "kept", "whole, mixed"])
 @workers.ranks(4)
 def test_replicated(case: str) -> None:
@@ -270,6 +272,7 @@ def test_replicated(case: str) -> None:
     _compare(case, group.COALESCING, (2, 2))
 
 
+@pytest.mark.feature("Levels")
 @pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "kept gradients", "hooked"])
 @workers.ranks(4)
 def test_levels(case: str) -> None:
@@ -277,6 +280,7 @@ def test_levels(case: str) -> None:
     _compare(case, group.COALESCING, (2, 2), accumulate=2, change=_use_some, levels=True)
 
 
+@pytest.mark.feature("Accumulation of gradients", "Small parameters that stay replicated")
 @pytest.mark.parametrize(
     "case", ["usual", "mixed", "offloaded", "kept gradients", "whole, mixed", "whole, offloaded"]
 )
@@ -332,6 +336,7 @@ def test_optimizer_on_a_stream_of_the_users() -> None:
     _assert_ordered()
 
 
+@pytest.mark.feature("Optimizer steps in backward")
 @pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "replicated"])
 @workers.ranks(2)
 def test_steps_in_backward(case: str) -> None:
@@ -355,6 +360,7 @@ def test_steps_in_backward(case: str) -> None:
     assert losses[1] == losses[0]
 
 
+@pytest.mark.feature("Asynchronous checkpoints")
 @pytest.mark.parametrize("case", ["usual", "offloaded"])
 @workers.ranks(2)
 def test_a_save_beside_training(tmp_path: Path, case: str) -> None:
@@ -390,6 +396,7 @@ def test_a_save_beside_training(tmp_path: Path, case: str) -> None:
     _assert_ordered()
 
 
+@pytest.mark.feature("torch.compile of blocks")
 @workers.ranks(2)
 def test_compiled_blocks() -> None:
     mesh = _mesh(device.NAME, group.COALESCING, (2,))
@@ -456,6 +463,7 @@ def test_events_and_streams_of_a_units_step() -> None:
         assert found["set stream"] == own + 2 * switches, (found, own)
 
 
+@pytest.mark.feature("Explicit prefetch")
 @pytest.mark.parametrize("window", [1, 2, 4])
 @workers.ranks(2)
 def test_units_that_are_gathered(window: int) -> None:
@@ -570,6 +578,7 @@ def test_the_device_notices_what_is_not_waited_for() -> None:
     assert any("whose memory" in race for race in found)
 
 
+@pytest.mark.feature("Full tensors")
 @workers.ranks(2)
 @pytest.mark.parametrize("case", ["usual", "mixed", "pinned", "whole, offloaded"])
 def test_whole_tensors(case: str) -> None:

@@ -56,6 +56,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.feature("FlatOptimizer", "Optimizer states in CPU memory")
 @pytest.mark.parametrize("case", ["usual", "mixed", "pinned", "kept gradients", "whole"])
 @pytest.mark.parametrize("mode", MODES)
 @workers.ranks(2)

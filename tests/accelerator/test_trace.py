@@ -74,6 +74,7 @@ def _traced(shape: tuple[int, ...], **options: Any) -> tuple[Timeline, Counter[s
     return trace.timeline, Counter({"all": waits})
 
 
+@pytest.mark.feature("Timelines")
 @workers.ranks(2)
 def test_lanes_are_streams() -> None:
     timeline, waits = _traced((2,))

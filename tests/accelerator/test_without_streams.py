@@ -95,6 +95,7 @@ def test_what_the_device_can_do_is_tried() -> None:
     assert isinstance(record, SavingUnitHooks)
 
 
+@pytest.mark.feature("Training with the results of torch's FSDP2")
 @pytest.mark.parametrize("case", [case for case in CASES if case != "hooked"])
 @pytest.mark.parametrize(
     "backend",
@@ -196,6 +197,7 @@ def test_memory_under_no_grad_and_after_backward() -> None:
     assert peak <= 3 * UNIT + LAYERS * UNIT // 2 + 4 * LAYERS * x.nbytes
 
 
+@pytest.mark.feature("Activation checkpointing")
 @pytest.mark.parametrize("reentrant", [False, True])
 @workers.ranks(2)
 def test_checkpoints_around_units_keep_nothing_but_inputs(reentrant: bool) -> None:
@@ -249,6 +251,7 @@ class Odd(nn.Module):
         return torch.sparse.mm(torch.eye(len(x)).to_sparse(), (x @ self.weight).sin())
 
 
+@pytest.mark.feature("Second derivatives")
 @pytest.mark.parametrize("outside", [False, True])
 @workers.ranks(2)
 def test_derivatives_and_sparse_tensors(outside: bool) -> None:

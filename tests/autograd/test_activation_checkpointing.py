@@ -19,7 +19,7 @@ from tests.common.running import (
 )
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Activation checkpointing")]
 
 
 class _Checkpointed(nn.Module):

@@ -25,7 +25,7 @@ from tests.checkpoint.test_checkpoints import IN, assert_same, everything, made,
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Asynchronous checkpoints")]
 
 
 class Held:

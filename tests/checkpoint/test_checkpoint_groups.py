@@ -21,7 +21,7 @@ from tests.common import workers
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Checkpoints on another number of ranks")]
 
 
 def made(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -16,7 +16,7 @@ from fsdp2.examples.int8_all_gather import gather_in_int8
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Checkpoints on another number of ranks")]
 
 KINDS = {
     "bands": {"place": (Shard(0), Shard(1))},

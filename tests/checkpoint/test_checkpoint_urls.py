@@ -17,7 +17,7 @@ from tests.checkpoint.test_checkpoints import EXTRA, assert_same, everything, ma
 from tests.common import object_store, workers
 from tests.common.errors import raises
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Checkpoints in object stores")]
 
 
 def _saves(folder: Path) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ from fsdp2.tracing.summaries import amount
 from tests.common import combinations, workers
 from tests.common.errors import raises
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Checkpoints on another number of ranks")]
 
 IN, HIDDEN, OUT = 5, 7, 3
 EXTRA = {"schedule": [1, (2.5, None)], "table": torch.arange(4)}

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from tests.common import models, parity, workers
 from tests.common.combinations import each_once
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("State dicts, DCP")]
 
 VOCAB = 13
 HALF = 3  # steps before the checkpoint, and after it

@@ -33,7 +33,7 @@ from tests.common.workers import ranks
 pytest.importorskip("safetensors")
 from safetensors.torch import load_file, load_model, save_file
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Export to and import from safetensors")]
 
 IN, HIDDEN = 6, 10
 

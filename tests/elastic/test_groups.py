@@ -20,7 +20,7 @@ from fsdp2 import elastic
 from tests.common import combinations, meshes, models, parallelisms, parity, replica_groups
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Replica groups that fail and heal")]
 
 STEPS, MICRO = 3, 2
 

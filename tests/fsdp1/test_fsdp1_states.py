@@ -29,7 +29,7 @@ from tests.common import models, parity
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("FSDP1's wrapper")]
 
 CPU = torch.device("cpu")
 VOCAB = 13

@@ -19,7 +19,7 @@ from tests.common import meshes, models, parity, tensors
 from tests.common.looped import coalescing
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Collectives of your own")]
 
 ODD = (7, 3, 5, 1)
 MIXED = [pytest.param(False, id="fp32"), pytest.param(True, id="mixed")]

@@ -22,7 +22,7 @@ from tests.common.errors import raises
 from tests.common.offloading import forced_offload
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("All-gather hooks of tensor subclasses")]
 
 KINDS = [
     common_tensors.Bf16Weight,

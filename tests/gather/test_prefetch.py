@@ -19,7 +19,7 @@ from tests.common import models, parity, running
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Explicit prefetch")]
 
 
 @ranks(2)

@@ -16,7 +16,7 @@ from tests.common import combinations, meshes, models, tensors
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Wire formats")]
 
 FED = "int4 rotate feedback"
 FORMATS = [("int8", None), (None, "bf16"), (None, "int8"), ("int8", "int8"), ("int8", "bf16")]

@@ -26,7 +26,7 @@ from fsdp2 import FSDPMeshInfo, ShardPlacementResult
 from tests.common import meshes, models, parity
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Expert parallelism")]
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as TorchMeshInfo

@@ -15,7 +15,7 @@ from tests.common import combinations, meshes, models, parity
 from tests.common.backends import packs
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("HSDP")]
 
 SHAPES = {
     "shard only": lambda n: (1, n),

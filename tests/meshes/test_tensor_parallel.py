@@ -20,7 +20,7 @@ from tests.common import combinations, meshes, models, parity
 from tests.common.observing import observe
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Tensor parallelism")]
 
 BUILD = partial(models.seeded, meshes.ParallelModel)
 VOCAB = 16

@@ -21,7 +21,7 @@ from tests.common.combinations import each_once
 from tests.common.offloading import forced_offload
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("CPU offload")]
 
 POLICY = CPUOffloadPolicy(pin_memory=False)  # no accelerator to lock pages for
 

@@ -21,7 +21,7 @@ from tests.common.errors import raises
 from tests.common.gradients import mlp, mlp_batches
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Optimizer steps in backward")]
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "foreach": True}
 Flat = partial(FlatOptimizer, optimizer_class=torch.optim.AdamW, **OPTIONS)

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 import fsdp2
 from tests.common import meshes, models, parallelisms, parity, workers
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Gradient norms and clipping")]
 
 CLOSE = parity.Tolerance(rtol=2e-6, atol=0.0)
 SUMMED = parity.Tolerance(rtol=1e-5, atol=1e-7)  # the gradients too are sums in another order

@@ -27,7 +27,7 @@ from tests.common.errors import raises
 from tests.common.gradients import mlp, mlp_batches
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Optimizer states in CPU memory")]
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1, "foreach": True}
 MODES: dict[str, dict[str, Any]] = {

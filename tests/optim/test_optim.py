@@ -29,7 +29,7 @@ from tests.common.errors import raises
 from tests.common.gradients import mlp, mlp_batches
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("FlatOptimizer")]
 
 AdamW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, foreach=True)
 Make = Callable[[nn.Module], torch.optim.Optimizer]

@@ -14,7 +14,7 @@ from torch import nn
 from tests.common import combinations, models, parity
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Training with the results of torch's FSDP2")]
 
 VOCAB = 13
 

@@ -17,7 +17,7 @@ from tests.common.backends import packs
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Mixed precision")]
 
 BF16, FP16, FP32_, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OWN_DTYPE = meshes.TORCH_VERSION >= (

@@ -16,7 +16,7 @@ from tests.common.backends import packs
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Accumulation of gradients")]
 
 MICROBATCHES = 3
 

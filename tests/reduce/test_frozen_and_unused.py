@@ -15,7 +15,7 @@ from tests.common import models, parity, running
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Frozen parameters, LoRA")]
 
 
 @ranks(2)

@@ -18,7 +18,7 @@ import fsdp2
 from tests.common import combinations, gradients, models, parity
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Frozen parameters, LoRA")]
 
 
 class Adapted(nn.Module):

@@ -34,7 +34,7 @@ from tests.common.meshes import hsdp_mesh
 from tests.common.offloading import forced_offload
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Exceptions on all ranks")]
 
 KINDS = (RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError)
 

@@ -18,7 +18,7 @@ from tests.common import combinations, models, parity, workers
 from tests.common.meshes import mesh
 from tests.common.parallelisms import APIS
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Uneven shards, shards on dims other than 0")]
 
 STEPS = 4
 

@@ -27,7 +27,7 @@ from tests.common.errors import raises
 from tests.common.tensors import Quantized
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Full tensors")]
 
 
 class Buffered(nn.Module):

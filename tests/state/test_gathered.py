@@ -23,7 +23,7 @@ from tests.common.errors import raises
 from tests.common.offloading import forced_offload
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Full tensors")]
 
 
 class Convolutional(nn.Module):

@@ -16,7 +16,7 @@ from tests.common import models, parity
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("Tied parameters")]
 
 VOCABS = (13, 3, 16)  # uneven on 2 and 4 ranks; fewer rows than 4 ranks; even
 

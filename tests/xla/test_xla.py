@@ -35,7 +35,7 @@ from fsdp2.xla.consolidate import main
 from tests.common import models, parity
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.feature("XLA's wrapper")]
 
 STEPS = 3
 
