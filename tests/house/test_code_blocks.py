@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 import fsdp2
+import fsdp2.elastic
 from tests.common import guide_setting
 
 pytestmark = pytest.mark.alone
@@ -247,6 +248,11 @@ NOT_RUN = {
     "fsdp2.DataParallelMeshDims[0]": "its model must be DTensors on the mesh",
     "fsdp2.xla.consolidate_sharded_model_checkpoints[0]": "it joins files of several ranks",
     "fsdp2.xla.consolidate_sharded_state_dicts[0]": "the same",
+    **{
+        f"fsdp2.elastic.{name}[0]": "it needs torchft and several groups"
+        for name in fsdp2.elastic.__all__
+        if name not in ("Manager", "Steps")
+    },
 }
 """Examples that do not run, and why."""
 

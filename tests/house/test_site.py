@@ -17,10 +17,11 @@ from docs.site import catalogue
 
 ROOT = Path(__file__).parents[2]
 
-ROOMS = ("checkpoint", "full", "fsdp1", "optim", "planning", "tracing", "wrap", "xla")
+ROOMS = "checkpoint elastic full fsdp1 optim planning tracing wrap xla".split()
 """Rooms whose public names have entries; those of the others are names of `fsdp2`."""
 
 NO_ENTRY = {
+    "fsdp2.elastic.Manager": "torchft's",
     "fsdp2.wrap.Strategy": "a type of strings, which `shard_model` lists",
     **{f"fsdp2.tracing.{name}": "strings" for name in ("CATEGORIES", "COLLECTIVES", "LANES")},
 }
