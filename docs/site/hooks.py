@@ -111,7 +111,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _for_readers(comment: re.Match[str]) -> str:
-    """What a comment for tests says: why a block does not run, or, folded, what stands before it."""
+    """What a comment for tests says: why a block does not run, or the lines before it, folded."""
     if comment["kind"] == "not run":
         return f"*Tests do not run this block: {comment['text']}.*{{ .not-run }}\n\n"
     lines = comment["text"].replace("; ", "\n").splitlines()

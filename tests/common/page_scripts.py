@@ -26,8 +26,8 @@ TIMEOUT_SECONDS = 150
 
 _SCRIPT = re.compile(
     r"^<!-- script: (?P<name>\w+\.py), (?P<ranks>\d(?: then \d)*) ranks?"
-    r"(?:, needs (?P<needs>\w+))? -->\n"
-    r"```python\n(?P<code>.*?)^```\n(?P<command>.*?)^```text\n(?P<output>.*?)^```$",
+    r"(?:, needs (?P<needs>\w+))? -->\n```(?:python| \{ \.python \})\n"
+    r"(?P<code>.*?)^```\n(?P<command>.*?)^```text\n(?P<output>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 _INCLUDED = re.compile(r'^--8<-- "(.+)"\n', re.MULTILINE)

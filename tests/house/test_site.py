@@ -17,7 +17,7 @@ from docs.site import catalogue
 
 ROOT = Path(__file__).parents[2]
 
-ROOMS = "checkpoint elastic full fsdp1 optim planning tracing wrap xla".split()
+ROOMS = ["checkpoint", "elastic", "full", "fsdp1", "optim", "planning", "tracing", "wrap", "xla"]
 """Rooms whose public names have entries; those of the others are names of `fsdp2`."""
 
 NO_ENTRY = {
