@@ -1,6 +1,9 @@
-"""Train a small Llama from the answers of a large one: two sharded models, one evaluated only.
+"""Train a small Llama from the answers of a large one.
 
-torchrun --nproc-per-node 8 distill.py --teacher Meta-Llama-3-8B --student Llama-3.2-1B \\
+Both models are sharded; one is only evaluated.
+
+torchrun --nproc-per-node 8 distill.py \\
+    --teacher Meta-Llama-3-8B --student Llama-3.2-1B \\
     --data tokens.bin
 torchrun --nproc-per-node 2 distill.py --tiny
 """
@@ -126,8 +129,10 @@ def batch_of(step):
 
 for step in range(start + 1, args.steps + 1):
     batch = batch_of(step)
-    # no_grad: the teacher keeps nothing for a backward, and its units are resharded at once.
-    # Not inference_mode: the loss below saves its outputs for the student's backward.
+    # no_grad: the teacher keeps nothing for a backward, and its units are
+    # resharded at once.
+    # Not inference_mode: the loss below saves its outputs for the
+    # student's backward.
     with torch.no_grad():
         wanted = teacher(input_ids=batch, use_cache=False).logits.flatten(
             0, 1

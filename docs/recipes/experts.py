@@ -1,4 +1,4 @@
-"""Train a mixture of experts with 21 billion parameters on 8 GPUs: experts split over ranks.
+"""Train a mixture of experts with 21 billion parameters on 8 GPUs.
 
 torchrun --nproc-per-node 8 experts.py --data tokens.bin
 torchrun --nproc-per-node 4 experts.py --tiny
@@ -63,7 +63,8 @@ if kind == "cuda":
 dist.init_process_group("nccl" if kind == "cuda" else "gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
 data_mesh = init_device_mesh(kind, (ranks,), mesh_dim_names=("dp",))
-# Ranks of ep have different experts, and exchange tokens; ranks of efsdp shard the same experts.
+# Ranks of ep have different experts, and exchange tokens; ranks of efsdp
+# shard the same experts.
 mesh = init_device_mesh(
     kind, (ranks // args.ep, args.ep), mesh_dim_names=("efsdp", "ep")
 )

@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 
 def train(model, tokens):
-    """Bytes that a step allocates at its peak, in addition to what is there between steps."""
+    """Bytes that a step allocates at its peak, besides those before it."""
     for block in model.blocks:
         fsdp2.fully_shard(block)
     fsdp2.fully_shard(model)

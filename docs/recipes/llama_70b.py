@@ -1,7 +1,8 @@
-"""Train Llama 3 70B of Hugging Face on 4 nodes of 8 GPUs: HSDP, and tensor parallelism 2.
+"""Train Llama 3 70B on 4 nodes of 8 GPUs: HSDP and tensor parallelism 2.
 
 On each node; and on a CPU, in a minute:
-torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 \\
+torchrun --nnodes 4 --nproc-per-node 8 \\
+    --rdzv-backend c10d --rdzv-endpoint node0:29500 \\
     llama_70b.py --weights Meta-Llama-3-70B --data tokens.bin
 torchrun --nproc-per-node 8 llama_70b.py --tiny
 
@@ -90,7 +91,8 @@ if args.tiny and rank == 0 and not os.path.exists(args.weights):
     (torch.arange(4000) ** 2 % 251).int().numpy().tofile(args.data)
 dist.barrier()
 
-# tp last: its ranks are neighbors, which exchange activations in every layer.
+# tp last: its ranks are neighbors, which exchange activations in every
+# layer.
 sizes = (
     args.replicate,
     dist.get_world_size() // args.replicate // args.tp,
@@ -126,7 +128,8 @@ def batches(step):
         epoch, skip = epoch + 1, 0
 
 
-# Between layers, each rank of a tp group has a part of the sequence: Shard(1).
+# Between layers, each rank of a tp group has a part of the sequence:
+# Shard(1).
 split, whole = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
 LAYER = {
     "input_layernorm": SequenceParallel(),
@@ -143,7 +146,8 @@ LAYER = {
     "mlp.up_proj": ColwiseParallel(),
     "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
 }
-# the embedding is whole, because the model derives positions from its length
+# the embedding is whole, because the model derives positions from its
+# length
 REST = {
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
     "model.layers.0": PrepareModuleInput(

@@ -1,10 +1,13 @@
 """Train Llama 3 8B of Hugging Face on one node of 8 GPUs.
 
-torchrun --nproc-per-node 8 llama_8b.py --weights Meta-Llama-3-8B --data tokens.bin
-torchrun --nproc-per-node 2 llama_8b.py --tiny      # a small model on CPU processes, in seconds
+torchrun --nproc-per-node 8 llama_8b.py \\
+    --weights Meta-Llama-3-8B --data tokens.bin
+torchrun --nproc-per-node 2 llama_8b.py --tiny  # on CPU processes, in seconds
 
---weights: a folder with config.json and safetensors files: `hf download meta-llama/Meta-Llama-3-8B`
---data: a file of int32 tokens, without a header: `numpy.array(ids, dtype="int32").tofile(path)`
+--weights: a folder with config.json and safetensors files, as of
+    `hf download meta-llama/Meta-Llama-3-8B`
+--data: a file of int32 tokens, without a header, as of
+    `numpy.array(ids, dtype="int32").tofile(path)`
 """
 
 import argparse
@@ -107,7 +110,8 @@ def schedule(step):
     )
 
 
-# Parameters on meta take no memory; fp32 shards are what the optimizer steps.
+# Parameters on meta take no memory; fp32 shards are what the optimizer
+# steps.
 config = AutoConfig.from_pretrained(args.weights)
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,10 +1,12 @@
-"""Train Llama 3.1 8B on sequences of 131,072 tokens on 8 GPUs: ranks split each sequence.
+"""Train Llama 3.1 8B on 131,072 tokens: 8 GPUs split each sequence.
 
-torchrun --nproc-per-node 8 long_context.py --weights Llama-3.1-8B --data tokens.bin
+torchrun --nproc-per-node 8 long_context.py \\
+    --weights Llama-3.1-8B --data tokens.bin
 torchrun --nproc-per-node 4 long_context.py --tiny --context 2
 
-Outside of attention, a rank has a part of the tokens, and all heads. For attention, an all-to-all
-gives it all tokens of a part of the heads (Ulysses, arXiv 2309.14509), and another one takes back:
+Outside of attention, a rank has a part of the tokens, and all heads. For
+attention, an all-to-all gives it all tokens of a part of the heads
+(Ulysses, arXiv 2309.14509), and another one takes them back:
 
     rank 0   tokens 0 1   heads a b          tokens 0 1 2 3   heads a
     rank 1   tokens 2 3   heads a b    ->    tokens 0 1 2 3   heads b

@@ -1,6 +1,9 @@
-"""Train LoRA adapters of peft on Llama 3 8B; with --nf4, on a base in 4 bits (QLoRA).
+"""Train LoRA adapters of peft on Llama 3 8B.
 
-torchrun --nproc-per-node 8 lora.py --weights Meta-Llama-3-8B --data tokens.bin [--nf4]
+--nf4 stores the base in 4 bits (QLoRA).
+
+torchrun --nproc-per-node 8 lora.py \\
+    --weights Meta-Llama-3-8B --data tokens.bin [--nf4]
 torchrun --nproc-per-node 2 lora.py --tiny [--nf4]
 """
 
@@ -106,7 +109,8 @@ names = (
 )
 checkpoint.load_pretrained(model, args.weights, **names)
 
-# 2. The adapters, in fp32: peft adds them to the sharded base, and each layer's unit takes its own.
+# 2. The adapters, in fp32: peft adds them to the sharded base, and each
+# layer's unit takes its own.
 torch.manual_seed(0)  # the same adapters on every rank
 adapted = get_peft_model(
     model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
@@ -170,7 +174,8 @@ if rank == 0:
         adapter, state_dict=state, save_embedding_layers=False
     )
 
-# 5. The base with the adapters in it, one layer at a time, as files for from_pretrained.
+# 5. The base with the adapters in it, one layer at a time, as files for
+# from_pretrained.
 if not args.nf4:  # else merge into the bf16 base, with peft: see the page
     for layer in layers:
         with fsdp2.gathered(layer), torch.no_grad():

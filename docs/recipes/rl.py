@@ -1,6 +1,9 @@
-"""Train Llama 3 8B by rewards (GRPO): 7 GPUs train, one generates with the newest weights.
+"""Train Llama 3 8B by rewards (GRPO).
 
-torchrun --nproc-per-node 8 rl.py --weights Meta-Llama-3-8B-Instruct --prompts prompts.txt
+7 GPUs train, and one generates with the newest weights.
+
+torchrun --nproc-per-node 8 rl.py \\
+    --weights Meta-Llama-3-8B-Instruct --prompts prompts.txt
 torchrun --nproc-per-node 3 rl.py --tiny
 """
 
@@ -193,7 +196,8 @@ for step in range(1, args.steps + 1):
         logits.float().transpose(1, 2),
         completions[mine],
         reduction="none",
-        # one step per generation: the policy that generated is the policy that is trained
+        # one step per generation: the policy that generated is the policy
+        # that is trained
     )
     loss = (
         -(advantages[mine, None] * chances * alive[mine]).sum()
