@@ -110,7 +110,7 @@ def convert(
 
     Memory holds one tensor at a time, and one of its saved chunks where torch wrote the DCP folder;
     files are mapped. No code from a file runs. The hashes of a step are compared first. Reading
-    "safetensors" needs the package (extra `fsdp2[safetensors]`).
+    "safetensors" needs ``pip install safetensors``.
 
     Args:
         source: a file or a folder.

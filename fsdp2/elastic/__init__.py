@@ -10,7 +10,7 @@ serving     serves an image from a thread, and never while it is written
 fetching    fetches one, piece by piece, on after a broken connection
 batches     `batch_number`, `Batches`, `is_writer`: which group trains on what, and which writes
 
-torchft is an extra (``pip install fsdp2[elastic]``). This room does not import it: the user hands
+torchft is an extra (``pip install torchft``). This room does not import it: the user hands
 in a `torchft.Manager`. ``import fsdp2`` does not load this room.
 """
 

@@ -33,10 +33,7 @@ pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).parents[2]
 
-ELSEWHERE = {
-    "docs/errors.md": "test_explained_errors.py",
-    "docs/testing.md": "test_docs_testing.py",
-}
+ELSEWHERE = {"docs/errors.md": "test_explained_errors.py"}
 """Pages whose blocks another test of this folder runs."""
 
 MANY_RANKS = ("first_model.md", "hsdp.md", "tensor_parallel.md", "wrapping.md")

@@ -20,8 +20,3 @@ def test_the_pages_code_runs() -> None:
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
     assert names["gathers"]
-
-
-def test_the_first_block_is_short() -> None:
-    first = PAGE.read_text(encoding="utf-8").split("```python\n")[1].partition("```")[0]
-    assert len([line for line in first.splitlines() if line.strip()]) <= 30

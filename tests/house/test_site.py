@@ -75,6 +75,17 @@ def test_every_error_has_an_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.alone
+def test_links_lead_where_they_say() -> None:
+    """A link whose text is the name of a guide, a concept or a recipe leads to such a page."""
+    folders = [ROOT / "docs" / name for name in ("guides", "concepts", "recipes")]
+    names = {page.stem for folder in folders for page in folder.glob("*.md")}
+    for page in (*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")):
+        for text, target in re.findall(r"\[([^\]]+)\]\(([^)#:]+)\.md", page.read_text("utf-8")):
+            name = "_".join(text.lower().split())
+            assert name not in names or Path(target).name == name, (page, text)
+
+
+@pytest.mark.alone
 @pytest.mark.extended
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """Links, anchors and cross-references that lead nowhere are warnings."""
