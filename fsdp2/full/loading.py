@@ -86,7 +86,7 @@ def load_from_rank0(
 ) -> IncompatibleKeys:
     """Load a full state dict that only rank 0 has into a sharded model.
 
-    Rank 0 sends parameters and buffers to all ranks one after another. Each rank keeps its rows;
+    Rank 0 sends parameters and buffers to all ranks one after another. Each rank keeps its shard;
     ranks other than 0 hold at most their shards and one full tensor at a time. Parameters and
     buffers on the meta device get memory during the load. Buffers that are in no state dict
     (``persistent=False``) take the values of rank 0's own model, unless the state dict has them.
