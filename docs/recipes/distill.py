@@ -1,9 +1,9 @@
-"""Train a small Llama from the answers of a large one.
+r"""Train a small Llama from the answers of a large one.
 
 Both models are sharded; one is only evaluated.
 
-torchrun --nproc-per-node 8 distill.py \\
-    --teacher Meta-Llama-3-8B --student Llama-3.2-1B \\
+torchrun --nproc-per-node 8 distill.py \
+    --teacher Meta-Llama-3-8B --student Llama-3.2-1B \
     --data tokens.bin
 torchrun --nproc-per-node 2 distill.py --tiny
 """
@@ -154,8 +154,9 @@ for step in range(start + 1, args.steps + 1):
         checkpoint.save(folder, student, optimizer, step=step, keep=2)
 
 export = os.path.join(args.out, f"export-{args.steps}")
-checkpoint.export(export, student, dtype=torch.bfloat16)
-if rank == 0:
-    student.config.save_pretrained(export)
+if not os.path.exists(export):
+    checkpoint.export(export, student, dtype=torch.bfloat16)
+    if rank == 0:
+        student.config.save_pretrained(export)
 dist.barrier()
 dist.destroy_process_group()

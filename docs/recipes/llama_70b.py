@@ -1,8 +1,8 @@
-"""Train Llama 3 70B on 4 nodes of 8 GPUs: HSDP and tensor parallelism 2.
+r"""Train Llama 3 70B on 4 nodes of 8 GPUs: HSDP and tensor parallelism 2.
 
 On each node; and on a CPU, in a minute:
-torchrun --nnodes 4 --nproc-per-node 8 \\
-    --rdzv-backend c10d --rdzv-endpoint node0:29500 \\
+torchrun --nnodes 4 --nproc-per-node 8 \
+    --rdzv-backend c10d --rdzv-endpoint node0:29500 \
     llama_70b.py --weights Meta-Llama-3-70B --data tokens.bin
 torchrun --nproc-per-node 8 llama_70b.py --tiny
 
@@ -219,8 +219,9 @@ for step, tokens in enumerate(
 if start < args.steps:
     saving.result()
 export = os.path.join(args.out, f"export-{args.steps}")
-checkpoint.export(export, model, dtype=torch.bfloat16)
-if rank == 0:
-    config.save_pretrained(export)
+if not os.path.exists(export):
+    checkpoint.export(export, model, dtype=torch.bfloat16)
+    if rank == 0:
+        config.save_pretrained(export)
 dist.barrier()
 dist.destroy_process_group()

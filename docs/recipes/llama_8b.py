@@ -1,6 +1,6 @@
-"""Train Llama 3 8B of Hugging Face on one node of 8 GPUs.
+r"""Train Llama 3 8B of Hugging Face on one node of 8 GPUs.
 
-torchrun --nproc-per-node 8 llama_8b.py \\
+torchrun --nproc-per-node 8 llama_8b.py \
     --weights Meta-Llama-3-8B --data tokens.bin
 torchrun --nproc-per-node 2 llama_8b.py --tiny  # on CPU processes, in seconds
 
@@ -173,8 +173,8 @@ for step, tokens in enumerate(
         )
 if saving:
     saving.result()
-if stop == args.steps:
-    export = os.path.join(args.out, f"export-{args.steps}")
+export = os.path.join(args.out, f"export-{args.steps}")
+if stop == args.steps and not os.path.exists(export):
     checkpoint.export(
         export, model, dtype=torch.bfloat16, shard_size="5GB"
     )

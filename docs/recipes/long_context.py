@@ -1,6 +1,6 @@
-"""Train Llama 3.1 8B on 131,072 tokens: 8 GPUs split each sequence.
+r"""Train Llama 3.1 8B on 131,072 tokens: 8 GPUs split each sequence.
 
-torchrun --nproc-per-node 8 long_context.py \\
+torchrun --nproc-per-node 8 long_context.py \
     --weights Llama-3.1-8B --data tokens.bin
 torchrun --nproc-per-node 4 long_context.py --tiny --context 2
 

@@ -1,8 +1,8 @@
-"""Train LoRA adapters of peft on Llama 3 8B.
+r"""Train LoRA adapters of peft on Llama 3 8B.
 
 --nf4 stores the base in 4 bits (QLoRA).
 
-torchrun --nproc-per-node 8 lora.py \\
+torchrun --nproc-per-node 8 lora.py \
     --weights Meta-Llama-3-8B --data tokens.bin [--nf4]
 torchrun --nproc-per-node 2 lora.py --tiny [--nf4]
 """
@@ -176,13 +176,14 @@ if rank == 0:
 
 # 5. The base with the adapters in it, one layer at a time, as files for
 # from_pretrained.
-if not args.nf4:  # else merge into the bf16 base, with peft: see the page
+merged = os.path.join(args.out, f"merged-{args.steps}")
+# With NF4, merge into the bf16 base, with peft: see the page.
+if not args.nf4 and not os.path.exists(merged):
     for layer in layers:
         with fsdp2.gathered(layer), torch.no_grad():
             for module in layer.modules():
                 if isinstance(module, LoraLayer):
                     module.merge()
-    merged = os.path.join(args.out, f"merged-{args.steps}")
     checkpoint.export(
         merged,
         model,

@@ -1,8 +1,8 @@
-"""Train Llama 3 8B by rewards (GRPO).
+r"""Train Llama 3 8B by rewards (GRPO).
 
 7 GPUs train, and one generates with the newest weights.
 
-torchrun --nproc-per-node 8 rl.py \\
+torchrun --nproc-per-node 8 rl.py \
     --weights Meta-Llama-3-8B-Instruct --prompts prompts.txt
 torchrun --nproc-per-node 3 rl.py --tiny
 """
