@@ -321,7 +321,7 @@ def _verdict(items: list[_Item], values: object, strict: bool) -> _Verdict:
 def _mismatch(tensor: torch.Tensor, value: object) -> str | None:
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.is_meta:
         kind = "meta tensor" if isinstance(value, torch.Tensor) and value.is_meta else None
-        return f"is a {kind or type(value).__name__}, not a whole tensor with values"
+        return f"is a {kind or type(value).__name__}, not a full tensor with values"
     if value.shape != tensor.shape:
         return f"is of shape {tuple(value.shape)}, not {tuple(tensor.shape)}"
     if value.dtype != tensor.dtype and not (
