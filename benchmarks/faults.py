@@ -44,7 +44,7 @@ STEPS, EVERY, AT = 30, 5, 12
 """How long the run is, how often it saves, and after which step faults from outside come."""
 TIMEOUT = 10.0
 PATIENCE = 300.0  # seconds, after which a run that has not ended hangs
-TRAIN = "tests.common.killed_train_lm"
+TRAIN = "tests.jobs.killed_train_lm"
 RUN = (
     *("--preset", "tiny", "--device", "cpu", "--threads", "1", "--seed", "1", "--seq-len", "16"),
     *("--steps", str(STEPS), "--checkpoint-every", str(EVERY), "--timeout", str(TIMEOUT)),

@@ -49,7 +49,7 @@ from fsdp2.core.params.param import (
     is_extended,
     refuse_written,
 )
-from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.progress import Counts
 from fsdp2.core.reduce.reduction import Jobs, PendingReduction, views_of
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer, Run, on_new_groups, plan_checks
@@ -180,7 +180,7 @@ class Checks:
             cls._agreement = None
         if cls._agreement is None:
             board = StoreBoard(f"fsdp2/debug/{cls.runs}")
-            cls._agreement = Agreement(board, lambda: OptimizerSteps.ended)
+            cls._agreement = Agreement(board, lambda: Counts.ended_steps)
             _announce_exit()
         return cls._agreement
 

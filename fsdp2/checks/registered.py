@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.modules import registrations
-from fsdp2.core.modules.registrations import Owners, Unexpected
+from fsdp2.core.modules.registrations import Owners
 from fsdp2.core.modules.registry import record_of_unit, scheduler_of
-from fsdp2.core.params.param import OWNER, form_of, gathered_name
+from fsdp2.core.params.param import OWNER, ShardedParam, form_of, gathered_name
 from fsdp2.core.schedule.unit import Unit, all_units
 
 
@@ -26,8 +26,13 @@ class Unmanaged:
     leave: Callable[[str], None] | None = None
 
 
-def _refuse(found: Unexpected) -> None:
-    name, registered, param, other, meshes = found
+def _refuse(
+    name: str,
+    registered: nn.Parameter,
+    param: ShardedParam | None,
+    other: ShardedParam | None,
+    meshes: Set[DeviceMesh],
+) -> None:
     form = form_of(registered)
     if param is not None and form is not None and form.is_whole:
         raise coded(

@@ -3,7 +3,7 @@
 custom_collectives  the user's own collectives: their interface
 config              the user's choices, as frozen values
 errors              the exceptions, and the code of each message
-progress            optimizer steps counted; the message for a failed collective
+progress            counts of this process; the message for a failed collective
 names               names without the prefixes of wrappers
 pieces              lengths split into equal pieces, and rounded up
 notices             notifications to rooms above core, at rare events

@@ -2,15 +2,14 @@
 
 AllGather       for `FSDPModule.set_custom_all_gather`
 ReduceScatter   for `FSDPModule.set_custom_reduce_scatter`
-OwnMemory       fsdp2's own implementations, built in the same way (`fsdp2.core.device.comm_memory`)
-MemoryComms     a pair of these, for a process group
+
+`fsdp2.core.device.comm_memory` has fsdp2's own implementations, built in the same way.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -88,21 +87,6 @@ class ReduceScatter(Comm):
         ``op`` is a ``torch.distributed.ReduceOp``: average, sum or a premultiplied sum. It runs
         with the reduction stream current; fsdp2 waits for a returned work object.
         """
-
-
-class OwnMemory(Comm):
-    """The buffers of fsdp2's own collectives in memory that suits a backend."""
-
-    def meet(self, group: dist.ProcessGroup, *buffers: torch.Tensor) -> None:
-        """Register buffers with the other ranks, if necessary."""
-
-
-class MemoryComms(NamedTuple):
-    """Our collectives over a process group, in one kind of memory, where some can only sum."""
-
-    all_gather: AllGather
-    reduce_scatter: ReduceScatter
-    only_sums: bool = False
 
 
 def checked_buffer(

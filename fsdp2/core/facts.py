@@ -9,7 +9,7 @@ ranks       `members_of`, `sum_over`, `gather_numbers`: exchanges outside of ste
 Neither the core nor the rooms that `fully_shard` needs import it: the first satellite loads it.
 Exceptions come from `fsdp2.core.errors`. A room above core that needs one
 more name adds it here, so that this page shows what a change of the engine may break
-(tests/house/test_layering.py).
+(tests/house/test_layering.py). What is imported here is exported (pyproject.toml).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp2.core.device.collectives import (
     run_all_gather,
     run_reduce_scatter,
 )
-from fsdp2.core.device.kernels import FusedKernels, Kernels, Tensors, TorchKernels, kernels_for
+from fsdp2.core.device.kernels import FusedKernels, Kernels, Tensors, kernels_for
 from fsdp2.core.device.one_off import gather_numbers, largest_over, run_barrier
 from fsdp2.core.device.process_groups import (
     ProcessGroup,
@@ -76,7 +76,7 @@ from fsdp2.core.modules.engine import after_backward, functions_of_shards
 from fsdp2.core.modules.hooks import UnitHooks
 from fsdp2.core.modules.optimizers import changed as optimizer_changed
 from fsdp2.core.modules.optimizers import steps, watch_steps
-from fsdp2.core.modules.registrations import Owners, Registrations, follow_replaced
+from fsdp2.core.modules.registrations import Owners, follow_replaced
 from fsdp2.core.modules.registry import (
     UnitRecord,
     managed_modules,
@@ -100,13 +100,12 @@ from fsdp2.core.params.param import (
     store_of,
 )
 from fsdp2.core.pieces import piece_of, round_up
-from fsdp2.core.progress import OptimizerSteps, ShardReaders, communication_error
+from fsdp2.core.progress import Counts, ShardReaders, communication_error
 from fsdp2.core.reduce.coded import codec_of
-from fsdp2.core.reduce.division import plan_division
 from fsdp2.core.reduce.feedback import DTYPE
 from fsdp2.core.reduce.reduction import Jobs
 from fsdp2.core.reduce.rows import plan_flat
-from fsdp2.core.reduce.spec import reduction_spec
+from fsdp2.core.reduce.spec import plan_division, reduction_spec
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer, Run
 from fsdp2.core.schedule.scheduler import Scheduler, window_of
@@ -124,130 +123,3 @@ from fsdp2.core.schedule.unit import (
     unit_of,
     watching,
 )
-
-__all__ = [
-    "BACKWARD",
-    "CODED",
-    "COLLECTIVE_ALIGN_BYTES",
-    "COMPUTE",
-    "COPY_IN",
-    "DTYPE",
-    "FORM",
-    "FORWARD",
-    "HIDDEN",
-    "META",
-    "REDUCE",
-    "CPUOffloadPolicy",
-    "DeviceStreams",
-    "Event",
-    "FlatBuffer",
-    "Form",
-    "FusedKernels",
-    "GroupCollectives",
-    "Jobs",
-    "Kernels",
-    "Lane",
-    "Launch",
-    "LostRankError",
-    "MeshAxes",
-    "ModuleEntry",
-    "Observer",
-    "OptimizerSteps",
-    "Owners",
-    "ParamGroup",
-    "Phase",
-    "ProcessGroup",
-    "ReduceKind",
-    "ReduceScatter",
-    "Registrations",
-    "Run",
-    "Scheduler",
-    "Segment",
-    "ShardReaders",
-    "ShardedParam",
-    "SideChannel",
-    "Slot",
-    "Stage",
-    "Streams",
-    "Tensors",
-    "TorchKernels",
-    "Traits",
-    "TransientBuffer",
-    "Transport",
-    "Unit",
-    "UnitHooks",
-    "UnitRecord",
-    "Vote",
-    "Wire",
-    "Work",
-    "after_backward",
-    "all_buffers",
-    "all_groups",
-    "all_units",
-    "broadcast_from_first",
-    "cast",
-    "clean",
-    "clean_as_fsdp1",
-    "codec_of",
-    "communication_error",
-    "current_world",
-    "default_group",
-    "default_mesh",
-    "device_of",
-    "exchange_messages",
-    "follow_replaced",
-    "form_of",
-    "free_if_outdated",
-    "functions_of_shards",
-    "gather_numbers",
-    "gather_to_first",
-    "gathered_name",
-    "is_extended",
-    "kernels_for",
-    "know",
-    "largest_over",
-    "local_of",
-    "locals_of",
-    "make_streams",
-    "managed_modules",
-    "members_of",
-    "new_groups",
-    "operations_of",
-    "optimizer_changed",
-    "own_slot",
-    "part_at",
-    "part_of",
-    "piece_of",
-    "plan_division",
-    "plan_flat",
-    "put_around",
-    "rank_and_size",
-    "ranks_of",
-    "record_of",
-    "record_of_unit",
-    "records_below",
-    "reduction_spec",
-    "rehearsing",
-    "require_record",
-    "round_up",
-    "run_all_gather",
-    "run_barrier",
-    "run_reduce_scatter",
-    "scatter_from_first",
-    "separate",
-    "serves",
-    "side_channel",
-    "start",
-    "steps",
-    "store_of",
-    "sum_over",
-    "uncompiled",
-    "unit_of",
-    "units_by_param",
-    "walk",
-    "watch_steps",
-    "watching",
-    "window_of",
-    "with_dtype",
-    "wrap_local",
-]

@@ -25,8 +25,6 @@ P = ParamSpec("P")
 class Notice(Generic[P]):
     """An event in core: calls functions of rooms above, in order; they may raise to prevent it."""
 
-    __slots__ = ("functions",)
-
     def __init__(self) -> None:
         self.functions: list[Callable[P, object]] = []
 

@@ -1,6 +1,6 @@
 """The progress of this process, and the message for a failed collective.
 
-It keeps only the count of optimizer steps for the message, which all-gathers need in any case.
+The message has only the count of optimizer steps, which all-gathers need in any case.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ import torch
 from fsdp2.core.errors import CommunicationError, ShardingStateError, coded
 
 
-class OptimizerSteps:
-    """Counts optimizer steps in this process; parameters gathered before one are out of date.
+class Counts:
+    """Counts of this process, which only grow: a look at one tells whether anything was since.
 
-    All ranks share the counts, so that all of them gather again or none does. ``count`` tells how
-    often parameters may have changed: where steps begin, and where they end.
+    Ranks share those of steps and of flags, so that all of them gather or bind again, or none does.
+
+    Attributes:
+        steps: how often optimizers may have changed parameters: where their steps begin, and where
+            they end. Parameters gathered before are out of date.
+        ended_steps: the steps that have ended.
+        registrations: of parameters and submodules, except by units.
+        flag_changes: of ``requires_grad``. A backward looks at the flags only where some changed
+            since the last one: autograd drops the gradient of a parameter that does not require one
+            at that moment, whatever it did in forward.
+        backwards: those that units have taken part in, and whose end was seen.
+        hooks: those that users have registered on sharded parameters.
     """
 
-    count = 0
-    ended = 0
-
-
-class Backwards:
-    """Counts backwards of this process that units have taken part in, and whose end was seen."""
-
-    ended = 0
+    steps = ended_steps = registrations = flag_changes = backwards = hooks = 0
 
 
 class ShardReaders:
@@ -65,7 +68,7 @@ def communication_error(
         CommunicationError,
         "collective-failed",
         f"the {operation} of unit '{unit}' failed in {'backward' if backward else 'forward'}, "
-        f"iteration {OptimizerSteps.ended}{likely}; use fsdp2.debug(check_ranks=True) or "
+        f"iteration {Counts.ended_steps}{likely}; use fsdp2.debug(check_ranks=True) or "
         f"FSDP2_DEBUG=1 to find the cause: {error}",
     )
 

@@ -47,7 +47,7 @@ def own_modules(
     def leaves_out(below: nn.Module) -> bool:
         return below in pending or is_wrapper(below) or record_of(below) is not None
 
-    return walk((module,), leaves_out, "by depth")
+    return walk(module, leaves_out, by_depth=True)
 
 
 # ---- what is left alone

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.core.errors import coded
 from fsdp2.core.facts import ProcessGroup, default_group, gather_numbers, ranks_of, serves
-from fsdp2.sharding.meshes import node_mesh
+from fsdp2.wrap.sharding import node_mesh
 
 DIMS = "fsdp1_replicate", "fsdp1_shard"
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.core.errors import coded
-from fsdp2.core.facts import ProcessGroup, walk
+from fsdp2.core.facts import ProcessGroup
 from fsdp2.fsdp1.config import (
     HYBRID,
     KEEPS_GATHERED,
@@ -45,7 +45,7 @@ from fsdp2.sharding.api import plan_calls
 from fsdp2.sharding.meshes import FSDPMeshInfo, ShardPlacementResult
 from fsdp2.sharding.module import sharded_class
 from fsdp2.wrap import any_wrap_policy, chosen_modules
-from fsdp2.wrap.choices import Choice, Policy
+from fsdp2.wrap.choices import Choice, Policy, children_first
 
 Given = Mapping[str, Any]
 """All arguments of a wrapper but the module, by name."""
@@ -182,13 +182,12 @@ def chosen_below(plan: WrapperPlan) -> tuple[list[Choice], list[nn.Module]]:
     )
     own = {choice.module: choice for choice in choices}
     precise: list[nn.Module] = []
-    for below, prefix in walk((module,), order="children first") if apart else ():
+    for below, prefix in children_first(module) if apart else ():
         if isinstance(below, apart) and below is not module and below not in ignored.modules:
             precise.append(below)
             chosen = own[below].options if below in own else inherited
             options_of = {**chosen, "mixed_precision": None}
             own[below] = Choice(prefix.removesuffix("."), below, options_of)
     if precise:
-        walked = walk((module,), order="children first")
-        choices = [own[below] for below, _ in walked if below in own]
+        choices = [own[below] for below, _ in children_first(module) if below in own]
     return choices, precise

@@ -21,9 +21,9 @@ from torch import nn
 from fsdp2.core.errors import RankMismatchError, ShardingStateError, coded
 from fsdp2.core.facts import (
     FORM,
+    Counts,
     Form,
     ModuleEntry,
-    OptimizerSteps,
     ShardedParam,
     free_if_outdated,
     is_extended,
@@ -449,7 +449,7 @@ def gathered(
     wanted = chosen(selection, names)
     require_memory(wanted)
     ranks = MeshRanks(selected.param for selected in selection)
-    steps = OptimizerSteps.ended
+    steps = Counts.ended_steps
     holds = _open(wanted, settings, ranks)
     try:
         yield
@@ -536,7 +536,7 @@ def _checked_gradients(
 
 def _write(holds: Sequence[Hold], settings: GatheredOptions, ranks: MeshRanks, steps: int) -> None:
     problems = {h.selected.names[0]: found for h in holds if (found := h.problem()) is not None}
-    own = _STEPPED if steps != OptimizerSteps.ended else _RESHAPED if problems else 0
+    own = _STEPPED if steps != Counts.ended_steps else _RESHAPED if problems else 0
     gradients = [int(settings.with_grads and hold.left_gradient()) for hold in holds]
     worst, *gradients = ranks.largest([own, *gradients])
     for name, problem in problems.items():
@@ -563,7 +563,7 @@ def _write(holds: Sequence[Hold], settings: GatheredOptions, ranks: MeshRanks, s
         )
     for hold, gradient in zip(holds, gradients, strict=True):
         hold.write(bool(gradient))
-    OptimizerSteps.count += 1  # what is gathered anywhere is out of date
+    Counts.steps += 1  # what is gathered anywhere is out of date
     for group in {hold.selected.group: None for hold in holds}:
         free_if_outdated(operations_of(group))
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import RankMismatchError, coded
 from fsdp2.core.facts import (
-    OptimizerSteps,
+    Counts,
     ParamGroup,
     clean,
     default_mesh,
@@ -433,6 +433,6 @@ def _materialize_group(group: ParamGroup) -> None:
 
 def _outdate(selection: list[SelectedParam]) -> None:
     """Mark all unsharded parameters as out of date."""
-    OptimizerSteps.count += 1
+    Counts.steps += 1
     for group in {selected.group: None for selected in selection}:
         free_if_outdated(operations_of(group))

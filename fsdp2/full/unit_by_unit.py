@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp2.core.errors import RankMismatchError, ShardingStateError, coded
-from fsdp2.core.facts import OptimizerSteps, clean, is_extended
+from fsdp2.core.facts import Counts, clean, is_extended
 from fsdp2.full.gathering import require_released
 from fsdp2.full.selection import (
     MeshRanks,
@@ -105,7 +105,7 @@ def _stream(
     units: dict[int, list[SelectedParam]] = {}
     for selected in selection:
         units.setdefault(id(selected.unit), []).append(selected)
-    steps, here = OptimizerSteps.ended, True
+    steps, here = Counts.ended_steps, True
     device = torch.device("cpu") if offload_to_cpu else None
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ def _stream(
 
 def _meet(ranks: MeshRanks, steps: int) -> None:
     """Check that every rank is here, and that the model is unchanged."""
-    found = ranks.largest([_HERE if steps == OptimizerSteps.ended else _CHANGED])[0]
+    found = ranks.largest([_HERE if steps == Counts.ended_steps else _CHANGED])[0]
     if found == _CHANGED:
         raise coded(
             ShardingStateError,

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2.core.errors import coded
 from fsdp2.core.facts import (
-    Registrations,
+    Counts,
     ShardedParam,
     form_of,
     local_of,
@@ -71,7 +71,7 @@ def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 states[new] = {key: _moved(value, old, managed) for key, value in state.items()}
         group["params"][:] = params
     optimizer.state = states  # for `FlatOptimizer`, it was a copy
-    Registrations.count += 1  # its next step checks it again
+    Counts.registrations += 1  # its next step checks it again
 
 
 def _moved(value: object, old: nn.Parameter, managed: ShardedParam) -> object:

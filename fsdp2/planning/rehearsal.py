@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.core.errors import coded
-from fsdp2.core.facts import OptimizerSteps, Unit, local_of, record_of
+from fsdp2.core.facts import Counts, Unit, local_of, record_of
 from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.optim.norms import clip_grad_norm_
 from fsdp2.planning.reasons import explaining
@@ -420,7 +420,7 @@ class _Step:
             for rows in self.shards:
                 rows.take()
             self.optimizer.step()
-            OptimizerSteps.count += 1  # nobody sees that it holds managed parameters
+            Counts.steps += 1  # nobody sees that it holds managed parameters
             for rows in self.shards:
                 rows.drop()
 

@@ -11,7 +11,7 @@ then applied (`apply_calls`). Code that makes several units of a model plans all
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -48,39 +48,11 @@ from fsdp2.sharding.module import set_sharded_class, sharded_class
 from fsdp2.sharding.plan import Pending, PlacementFn, PlannedCall, plan_unit
 from fsdp2.sharding.random_values import draw_as_unsharded
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | list[nn.Module])
 
 
-@overload
 def fully_shard(
     module: M,
-    *,
-    mesh: DeviceMesh | Levels | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: PlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy | None = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-) -> M: ...
-
-
-@overload
-def fully_shard(
-    module: list[nn.Module],
-    *,
-    mesh: DeviceMesh | Levels | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: PlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy | None = ...,
-    offload_policy: OffloadPolicy | None = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-) -> list[nn.Module]: ...
-
-
-def fully_shard(
-    module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | Levels | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -89,7 +61,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008  # frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-) -> nn.Module | list[nn.Module]:
+) -> M:
     """Shard a module's parameters over a mesh, in place, and unshard them only around their use.
 
     Every parameter below ``module`` that no earlier call took becomes a DTensor, of which each rank
@@ -180,18 +152,10 @@ def plan_call(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     pending: Pending | None = None,
 ) -> PlannedCall:
-    """Determine everything that a call of `fully_shard` will do; changes nothing, except for
-    ``mesh=None``.
+    """Determine everything that a call of `fully_shard` with these arguments will do; changes
+    nothing, but ``mesh=None`` starts the default process group if it does not exist.
 
     Args:
-        module: as for `fully_shard`, like all other arguments.
-        mesh: see there; ``None`` starts the default process group if it does not exist.
-        reshard_after_forward: see there.
-        shard_placement_fn: see there.
-        mp_policy: see there.
-        offload_policy: see there.
-        ignored_params: see there.
-        dp_mesh_dims: see there.
         pending: calls that are planned and will be applied before this one. This call is added to
             them.
 

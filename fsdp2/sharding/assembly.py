@@ -43,8 +43,7 @@ from fsdp2.core.params.param import (
     form_of,
     refuse_gradients,
 )
-from fsdp2.core.schedule.bound import Runtime
-from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.group import ParamGroup, Runtime
 from fsdp2.core.schedule.observers import newly_observed
 from fsdp2.core.schedule.unit import Unit, all_groups, all_units, operations_of
 from fsdp2.sharding.plan import PlannedCall, Stray, strays
@@ -171,6 +170,7 @@ def process_group(group: ParamGroup) -> ProcessGroup | None:
 def join_unit(groups: list[ParamGroup], unit: Unit, present: list[ParamGroup]) -> None:
     """Let new groups join a unit, and reduce over the same process groups as ``present`` ones."""
     for group in groups:
+        group.owner = weakref.ref(unit)
         group.set_options(unit.options_of(group))
         shared = process_group(group)
         alike = [other for other in present if process_group(other) is shared]

@@ -1,6 +1,5 @@
 """Which mesh a call shards over, and whether a parameter can be: from arguments to `MeshAxes`.
 
-None, lists of ranks, LOCAL_WORLD_SIZE      ──> a DeviceMesh
 a DeviceMesh, DataParallelMeshDims          ──> its data-parallel axes
 what ``shard_placement_fn`` returned        ──> dims, or axes of the parameter's own
 a parameter                                 ──> an error that names it, if its kind has no rows
@@ -9,26 +8,22 @@ a parameter                                 ──> an error that names it, if i
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp2.core.config import DataParallelMeshDims
-from fsdp2.core.device.one_off import gather_numbers
 from fsdp2.core.device.process_groups import (
     ProcessGroup,
-    current_world,
-    default_group,
     new_groups,
     rank_and_size,
 )
 from fsdp2.core.errors import coded
-from fsdp2.core.layout.mesh import MeshAxes, default_mesh, device_of, joined, memory_order
+from fsdp2.core.layout.mesh import MeshAxes, device_of, joined, memory_order
 from fsdp2.core.params.param import is_extended
 
 
@@ -114,79 +109,6 @@ class ShardPlacementResult:
 
 
 # ---- axes
-
-
-def node_mesh(
-    device: torch.device,
-    unset: int | None,
-    caller: str,
-    way_out: str,
-    names: tuple[str, str] = ("replicate", "shard"),
-) -> DeviceMesh:
-    """All ranks as (replicate, shard): shards within a node, copies across.
-
-    A node has ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets; ``unset`` counts otherwise, and
-    ``None`` is an error, whose message names ``way_out``. All ranks must call it together, and
-    compare theirs: ranks that differed would make other process groups, and wait for each other.
-    All raise a `ValueError` if sizes differ, or do not divide the number of ranks. The same size
-    and names give the same mesh.
-    """
-    world = default_group()
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    local = int(text) if text.isdecimal() else 0
-    if not text and unset is not None:
-        local, text = unset, str(unset)
-    found = sorted({each[0] for each in gather_numbers(world, [local], device)})
-    if len(found) > 1:
-        raise coded(
-            ValueError,
-            "local-world-sizes",
-            f"{caller} shards within a node, but LOCAL_WORLD_SIZE differs among ranks: {found}; "
-            f"{way_out}",
-        )
-    if local < 1 or world.size() % local:
-        raise coded(
-            ValueError,
-            "local-world-size",
-            f"{caller} shards within a node, but LOCAL_WORLD_SIZE is {text!r}, which does not "
-            f"divide {world.size()} ranks; start ranks with torchrun, or {way_out}",
-        )
-    return _node_mesh(device.type, local, world, names)
-
-
-@functools.lru_cache(maxsize=64)
-def _node_mesh(
-    device_type: str, local: int, world: ProcessGroup, names: tuple[str, str]
-) -> DeviceMesh:
-    return init_device_mesh(device_type, (world.size() // local, local), mesh_dim_names=names)
-
-
-def mesh_of_groups(groups: tuple[tuple[int, ...], ...]) -> DeviceMesh:
-    """A 1-D mesh over this rank's group of several independent groups.
-
-    All ranks of the default process group must call it together. Each is in one of ``groups``, all
-    of one size, in ascending order, as torch numbers the ranks of a process group and pieces are
-    held; otherwise it raises a `ValueError`. The same groups get one mesh.
-    """
-    world = default_mesh()  # starts the default process group
-    named = sorted(rank for group in groups for rank in group)
-    if named != list(range(world.size())) or len({len(group) for group in groups}) != 1:
-        raise coded(
-            ValueError,
-            "xla-groups",
-            f"sharding_groups={[list(group) for group in groups]} must be groups of equal size "
-            f"that name each of the {world.size()} ranks once; pass for example [[0, 1], [2, 3]] "
-            f"for 4 ranks",
-        )
-    ordered = tuple(tuple(sorted(group)) for group in groups)
-    return _mesh_of_groups(ordered, world.device_type, current_world())
-
-
-@functools.lru_cache(maxsize=64)
-def _mesh_of_groups(
-    groups: tuple[tuple[int, ...], ...], device_type: str, world: object
-) -> DeviceMesh:
-    return DeviceMesh(device_type, torch.tensor(groups), mesh_dim_names=("group", "shard"))["shard"]
 
 
 def resolve_axes(mesh: DeviceMesh | Levels, dims: DataParallelMeshDims | None = None) -> MeshAxes:

@@ -23,16 +23,14 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.nn.utils.parametrize import is_parametrized
 
 from fsdp2.core.config import EXACT_BELOW, Level, MixedPrecisionPolicy, Wire
-from fsdp2.core.custom_collectives import AllGather, MemoryComms, ReduceScatter
+from fsdp2.core.custom_collectives import AllGather, ReduceScatter
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.comm_memory import (
-    GroupAllGather,
     GroupMemory,
-    GroupReduceScatter,
-    MemoryKind,
-    SymmetricAllGather,
+    Memory,
+    OwnAllGather,
+    OwnReduceScatter,
     SymmetricMemory,
-    SymmetricReduceScatter,
     conflicting,
 )
 from fsdp2.core.device.process_groups import ProcessGroup, backend_name, with_own_group
@@ -1014,9 +1012,10 @@ class FSDPModule(TorchIdentity):
         """
         self._check_memory("set_allocate_memory_from_process_group_for_comm", GroupMemory, enable)
         unit = require_record(self).unit
-        comms = {g: c for g, c in unit.comms.items() if isinstance(c.all_gather, SymmetricMemory)}
+        comms = {g: c for g, c in unit.comms.items() if isinstance(c[0].memory, SymmetricMemory)}
         for shared in filter(None, map(process_group, unit.own_groups)) if enable else ():
-            comms[shared] = MemoryComms(GroupAllGather(shared), GroupReduceScatter(shared))
+            memory = GroupMemory(shared)
+            comms[shared] = OwnAllGather(memory), OwnReduceScatter(memory)
         unit.set_comms(comms)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
@@ -1051,9 +1050,8 @@ class FSDPModule(TorchIdentity):
                     f"{method} needs process groups of the NCCL backend, but those of "
                     f"'{group.name}' use '{used}', which has no symmetric memory; leave it out",
                 )
-        comms = MemoryComms(
-            SymmetricAllGather(backend), SymmetricReduceScatter(backend), only_sums=True
-        )
+        gather = OwnAllGather(SymmetricMemory(backend))
+        comms = gather, OwnReduceScatter(SymmetricMemory(backend))
         require_record(self).unit.set_comms({shared: comms for _, shared in groups})
 
     # ---- helpers
@@ -1081,7 +1079,7 @@ class FSDPModule(TorchIdentity):
             )
         return groups[0] if groups else None
 
-    def _check_memory(self, method: str, memory: MemoryKind, enable: bool) -> None:
+    def _check_memory(self, method: str, memory: type[Memory], enable: bool) -> None:
         for group in self._groups(recurse=False) if enable else ():
             comm = conflicting((group.options.all_gather, group.options.reduce_scatter), memory)
             if comm is not None:

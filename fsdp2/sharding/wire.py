@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import nn
@@ -63,7 +63,7 @@ def set_wire_format(
         if not stays:
             computed = compute_dtype(options, param)
             reduced = options.precision.reduce_dtype or param.grad_dtype
-            _check(name, _Numbers(param.dtype, computed, reduced, param.is_extended), wire)
+            _check(name, param.dtype, computed, reduced, param.is_extended, wire)
         chosen.append((param, stays))
     for param, stays in chosen:
         param.exact = stays
@@ -123,7 +123,7 @@ def check_planned(
         computed = (plan.dtype_override or policy.param_dtype) if dtype.is_floating_point else None
         reduced = policy.reduce_dtype or dtype
         extended = is_extended(local_of(plan.param))
-        _check(name, _Numbers(dtype, computed or dtype, reduced, extended), wire)
+        _check(name, dtype, computed or dtype, reduced, extended, wire)
 
 
 def wire_of(chosen: WireFormat) -> Wire:
@@ -210,28 +210,25 @@ def _params(
                 yield found or param.name, param, group.options
 
 
-class _Numbers(NamedTuple):
-    """Dtypes of a parameter: of its shard, as gathered, and of its gradients' sums.
-
-    Attributes:
-        extended: whether its tensor subclass has all-gather hooks.
+def _check(
+    name: str,
+    shard: torch.dtype,
+    computed: torch.dtype,
+    reduced: torch.dtype,
+    extended: bool,
+    wire: Wire,
+) -> None:
+    """Raise if a parameter of these dtypes (of its shard, as gathered, of its gradients' sums), or
+    whose tensor subclass is ``extended`` by all-gather hooks, cannot be sent so.
     """
-
-    shard: torch.dtype
-    computed: torch.dtype
-    reduced: torch.dtype
-    extended: bool
-
-
-def _check(name: str, numbers: _Numbers, wire: Wire) -> None:
     if wire.gather is not None:
-        if numbers.extended:
+        if extended:
             raise coded(
                 ValueError,
                 "wire-format-extension",
                 f"parameter '{name}' cannot be sent as {wire.gather}, because its tensor subclass "
                 f"has all-gather hooks; name it in set_wire_format(exact=…)",
             )
-        check_coded(name, (numbers.shard, numbers.computed), wire.gather)
+        check_coded(name, (shard, computed), wire.gather)
     if wire.reduce is not None:
-        check_coded(name, (numbers.computed, numbers.reduced), wire.reduce)
+        check_coded(name, (computed, reduced), wire.reduce)

@@ -21,9 +21,8 @@ from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.streams import Event, Lane, Streams
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.layout.layout import ROWS, Cut
-from fsdp2.core.progress import OptimizerSteps
-from fsdp2.core.schedule.bound import Runtime
-from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.progress import Counts
+from fsdp2.core.schedule.group import ParamGroup, Runtime
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.ties import lend
 from fsdp2.core.schedule.unit import Phase, Unit
@@ -257,14 +256,14 @@ class Simulation:
         for param in self._every_param():
             assert param.rows is not None
             self.device.run(kind, [], [param.rows])
-        OptimizerSteps.count += 1
+        Counts.steps += 1
 
     def optimizer_step(self) -> None:
         """Read gradients, write shards, drop gradients; the host first waits for copies of them."""
         self.scheduler.settle()
         for param in self._every_param():
             self._step(param)
-        OptimizerSteps.count += 1
+        Counts.steps += 1
 
     def step_elsewhere(self) -> None:
         """As `optimizer_step`, on a stream of the user's, for whose event the next gathers wait.
@@ -276,7 +275,7 @@ class Simulation:
             for param in self._every_param():
                 self._update(param)
         self.scheduler.post_optim_event = cast(Event, self.device.record(USER, "optimizer done"))
-        OptimizerSteps.count += 1
+        Counts.steps += 1
 
     def drop_gradients(self) -> None:
         """As ``zero_grad()``."""
@@ -387,11 +386,11 @@ class Simulation:
         for unit in self.scheduler.units:
             states = {group: group.state for group in unit.own_groups}
             gathered = [g for g, s in states.items() if not (s.needs_gather or s.is_sharded)]
-            tied = [unit.ties[group] for group in gathered if group in unit.ties]
+            tied = [group for group in gathered if group in unit.ties]
             left += tied
             if len(gathered) > len(tied) and not self._is_in_use(unit):
                 ahead.append(unit)
-        users = {g: g.units.intersection(self.scheduler.units) for g in left}
+        users = {g: {u for u in self.scheduler.units if g in u.ties} for g in left}
         known = {u for u in self.scheduler.units if self._is_in_use(u)}.union(ahead, kept)
         left = [group for group in left if not users[group].intersection(known)]
         while left:  # each came along with a unit that uses it

@@ -35,6 +35,7 @@ from fsdp2.core.facts import (
     Event,
     GroupCollectives,
     Jobs,
+    Kernels,
     Lane,
     Launch,
     Observer,
@@ -42,7 +43,6 @@ from fsdp2.core.facts import (
     Phase,
     ProcessGroup,
     Streams,
-    TorchKernels,
     Unit,
     UnitRecord,
     all_units,
@@ -264,7 +264,7 @@ def _reporters(streams: DeviceStreams | None) -> Callable[[object], object]:
     def choose(plain: object) -> object:
         if isinstance(plain, GroupCollectives):
             reports = _reports_of(plain.group)
-        elif isinstance(plain, TorchKernels):
+        elif isinstance(plain, Kernels):
             reports = KERNELS
         elif isinstance(plain, DeviceStreams) and plain is streams:
             reports = STREAMS

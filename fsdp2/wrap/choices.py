@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp2.core.errors import coded
-from fsdp2.core.facts import walk
 from fsdp2.wrap.policies import ModuleWrapPolicy, Options, WrapFunction, WrapPolicy
 
 Policy = WrapPolicy | WrapFunction | Iterable[type[nn.Module]]
@@ -89,9 +88,22 @@ def chosen_modules(
         found = {module: dict(root_options) for module in asked.chosen}
     return [
         Choice(prefix.removesuffix("."), module, found[module])
-        for module, prefix in walk((model,), order="children first")
+        for module, prefix in children_first(model)
         if module in found and module is not model
     ]
+
+
+def children_first(
+    module: nn.Module, prefix: str = "", seen: set[nn.Module] | None = None
+) -> list[tuple[nn.Module, str]]:
+    """Modules at and below ``module``, each once, before those around it, and their prefixes."""
+    seen = set() if seen is None else seen
+    if module in seen:
+        return []
+    seen.add(module)
+    below = module.named_children()
+    found = [each for name, m in below for each in children_first(m, f"{prefix}{name}.", seen)]
+    return [*found, (module, prefix)]
 
 
 def options_for(

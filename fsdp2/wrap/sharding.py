@@ -10,6 +10,8 @@ A strategy is a set of unit settings: `fully_shard` and setters have the same ef
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -19,10 +21,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.core.errors import coded
-from fsdp2.core.facts import CPUOffloadPolicy, default_mesh, device_of, record_of, require_record
+from fsdp2.core.facts import (
+    CPUOffloadPolicy,
+    ProcessGroup,
+    default_group,
+    default_mesh,
+    device_of,
+    gather_numbers,
+    record_of,
+    require_record,
+)
 from fsdp2.interop import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.sharding.api import apply_calls, plan_call
-from fsdp2.sharding.meshes import Levels, node_mesh
+from fsdp2.sharding.meshes import Levels
 from fsdp2.sharding.module import FSDPModule
 from fsdp2.sharding.plan import Pending, PlacementFn, PlannedCall
 from fsdp2.sharding.plan import whole_below as small_whole
@@ -322,6 +333,51 @@ def _default_mesh(strategy: str, settings: _StrategyOptions) -> DeviceMesh:
     caller = f"shard_model(strategy={strategy!r})"
     names = ("between", "inside") if strategy == "levels" else ("replicate", "shard")
     return node_mesh(device_of(world), None, caller, "pass mesh", names)
+
+
+def node_mesh(
+    device: torch.device,
+    unset: int | None,
+    caller: str,
+    way_out: str,
+    names: tuple[str, str] = ("replicate", "shard"),
+) -> DeviceMesh:
+    """All ranks as (replicate, shard): shards within a node, copies across.
+
+    A node has ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets; ``unset`` counts otherwise, and
+    ``None`` is an error, whose message names ``way_out``. All ranks must call it together, and
+    compare theirs: ranks that differed would make other process groups, and wait for each other.
+    All raise a `ValueError` if sizes differ, or do not divide the number of ranks. The same size
+    and names give the same mesh.
+    """
+    world = default_group()
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    local = int(text) if text.isdecimal() else 0
+    if not text and unset is not None:
+        local, text = unset, str(unset)
+    found = sorted({each[0] for each in gather_numbers(world, [local], device)})
+    if len(found) > 1:
+        raise coded(
+            ValueError,
+            "local-world-sizes",
+            f"{caller} shards within a node, but LOCAL_WORLD_SIZE differs among ranks: {found}; "
+            f"{way_out}",
+        )
+    if local < 1 or world.size() % local:
+        raise coded(
+            ValueError,
+            "local-world-size",
+            f"{caller} shards within a node, but LOCAL_WORLD_SIZE is {text!r}, which does not "
+            f"divide {world.size()} ranks; start ranks with torchrun, or {way_out}",
+        )
+    return _node_mesh(device.type, local, world, names)
+
+
+@functools.lru_cache(maxsize=64)
+def _node_mesh(
+    device_type: str, local: int, world: ProcessGroup, names: tuple[str, str]
+) -> DeviceMesh:
+    return init_device_mesh(device_type, (world.size() // local, local), mesh_dim_names=names)
 
 
 def _check_options(plan: _PlannedUnit) -> None:

@@ -27,11 +27,10 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.core.errors import coded
-from fsdp2.core.facts import default_mesh, records_below, walk
+from fsdp2.core.facts import current_world, default_mesh, records_below, walk
 from fsdp2.interop import MixedPrecisionPolicy
 from fsdp2.optim.norms import clip_grad_norm_
 from fsdp2.sharding.api import fully_shard, plan_calls
-from fsdp2.sharding.meshes import mesh_of_groups
 from fsdp2.sharding.module import FSDPModule, sharded_class
 from fsdp2.wrap import wrapper_module
 from fsdp2.wrap.choices import Choice, Policy, Wrapper, chosen_modules, wrap_chosen
@@ -555,11 +554,37 @@ def _check_ahead(plans: Sequence[_Plan]) -> None:
     plan_calls(((plan.module, plan.arguments) for plan in plans), ahead=True)
 
 
+def _mesh_of_groups(groups: tuple[tuple[int, ...], ...]) -> DeviceMesh:
+    """A 1-D mesh over this rank's group of several independent groups.
+
+    All ranks of the default process group must call it together. Each is in one of ``groups``, all
+    of one size, in ascending order, as torch numbers the ranks of a process group and pieces are
+    held; otherwise it raises a `ValueError`. The same groups get one mesh.
+    """
+    world = default_mesh()  # starts the default process group
+    named = sorted(rank for group in groups for rank in group)
+    if named != list(range(world.size())) or len({len(group) for group in groups}) != 1:
+        raise coded(
+            ValueError,
+            "xla-groups",
+            f"sharding_groups={[list(group) for group in groups]} must be groups of equal size "
+            f"that name each of the {world.size()} ranks once; pass for example [[0, 1], [2, 3]] "
+            f"for 4 ranks",
+        )
+    ordered = tuple(tuple(sorted(group)) for group in groups)
+    return _made_mesh(ordered, world.device_type, current_world())
+
+
+@functools.lru_cache(maxsize=64)
+def _made_mesh(groups: tuple[tuple[int, ...], ...], device_type: str, world: object) -> DeviceMesh:
+    return DeviceMesh(device_type, torch.tensor(groups), mesh_dim_names=("group", "shard"))["shard"]
+
+
 def _mesh(groups: Sequence[Sequence[int]] | None, rank: int | None, size: int | None) -> DeviceMesh:
     if groups is None:
         mesh = default_mesh()
     else:
-        mesh = mesh_of_groups(tuple(tuple(int(r) for r in group) for group in groups))
+        mesh = _mesh_of_groups(tuple(tuple(int(r) for r in group) for group in groups))
     for name, told, known in (
         ("sharding_rank", rank, mesh.get_local_rank()),
         ("sharding_world_size", size, mesh.size()),
@@ -602,7 +627,7 @@ def _own_modules(
     def leaves_out(below: nn.Module) -> bool:
         return below in pending or isinstance(below, XlaFullyShardedDataParallel)
 
-    return walk((module,), leaves_out)
+    return walk(module, leaves_out)
 
 
 def _without_memory(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -11,20 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2.testing.stand_in import device, group
 from tests.common import alone, workers
 from tests.common.parity import assert_equal
-
-pytestmark = [
-    pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja"),
-    pytest.mark.usefixtures("own_ranks"),
-]
-
-
-@pytest.fixture(scope="module")
-def own_ranks() -> Iterator[None]:
-    """Ranks that know the device serve no other tests."""
-    device.build()
-    workers.close_pools()
-    yield
-    workers.close_pools()
 
 
 def _mesh(shape: tuple[int, ...]) -> DeviceMesh:

@@ -15,9 +15,6 @@ from fsdp2.testing.stand_in import device, group
 from tests.accelerator import test_lanes as lanes
 from tests.common import workers
 
-pytestmark = lanes.pytestmark
-own_ranks = lanes.own_ranks
-
 TIME = datetime.timedelta(seconds=30)
 
 
@@ -37,7 +34,6 @@ def _step(model: Any, optimizer: Any, mesh: Any, step: int) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.feature("Replica groups that fail and heal")
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @workers.ranks(2)
 def test_the_same_bits_on_the_same_devices(offload: str | None) -> None:

@@ -6,7 +6,7 @@ change a bit of what ranks train; and it reports each access that no event order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,11 +27,6 @@ from fsdp2.testing.stand_in import device, group
 from tests.common import parity, workers
 from tests.common.looped import coalescing
 
-pytestmark = [
-    pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja"),
-    pytest.mark.usefixtures("own_ranks"),
-]
-
 DIM, HIDDEN, STEPS = 16, 32, 3
 SMALL = 300  # bytes of a piece: norms and biases are packed, which go along with the weights
 
@@ -39,15 +34,6 @@ Change = Callable[[nn.Module, Any], None]
 
 WHOLE: dict[str, Any] = {"shard_placement_fn": fsdp2.whole_below(DIM * 4)}
 """Norms, biases, the scale and the outlet are whole on every rank."""
-
-
-@pytest.fixture(scope="module")
-def own_ranks() -> Iterator[None]:
-    """Ranks that know the device serve no other tests."""
-    device.build()  # once, and not on two ranks at a time
-    workers.close_pools()
-    yield
-    workers.close_pools()
 
 
 class Block(nn.Module):
@@ -253,7 +239,6 @@ def _compare(
             assert torch.equal(a, b), f"step {step}, tensor {number}: {(a - b).abs().max()}"
 
 
-@pytest.mark.feature("Training with the results of torch's FSDP2", "Mixed precision", "CPU offload")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "backend",
@@ -264,7 +249,6 @@ def test_same_bits_as_on_the_cpu(case: str, backend: str) -> None:
     _compare(case, backend, (2,))
 
 
-@pytest.mark.feature("HSDP")
 @pytest.mark.parametrize("case", ["usual", "mixed", "kept", "whole, mixed"])
 @workers.ranks(4)
 def test_replicated(case: str) -> None:
@@ -272,7 +256,6 @@ def test_replicated(case: str) -> None:
     _compare(case, group.COALESCING, (2, 2))
 
 
-@pytest.mark.feature("Levels")
 @pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "kept gradients", "hooked"])
 @workers.ranks(4)
 def test_levels(case: str) -> None:
@@ -280,7 +263,6 @@ def test_levels(case: str) -> None:
     _compare(case, group.COALESCING, (2, 2), accumulate=2, change=_use_some, levels=True)
 
 
-@pytest.mark.feature("Accumulation of gradients", "Small parameters that stay replicated")
 @pytest.mark.parametrize(
     "case", ["usual", "mixed", "offloaded", "kept gradients", "whole, mixed", "whole, offloaded"]
 )
@@ -336,7 +318,6 @@ def test_optimizer_on_a_stream_of_the_users() -> None:
     _assert_ordered()
 
 
-@pytest.mark.feature("Optimizer steps in backward")
 @pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "replicated"])
 @workers.ranks(2)
 def test_steps_in_backward(case: str) -> None:
@@ -360,7 +341,6 @@ def test_steps_in_backward(case: str) -> None:
     assert losses[1] == losses[0]
 
 
-@pytest.mark.feature("Asynchronous checkpoints")
 @pytest.mark.parametrize("case", ["usual", "offloaded"])
 @workers.ranks(2)
 def test_a_save_beside_training(tmp_path: Path, case: str) -> None:
@@ -396,7 +376,6 @@ def test_a_save_beside_training(tmp_path: Path, case: str) -> None:
     _assert_ordered()
 
 
-@pytest.mark.feature("torch.compile of blocks")
 @workers.ranks(2)
 def test_compiled_blocks() -> None:
     mesh = _mesh(device.NAME, group.COALESCING, (2,))
@@ -463,7 +442,6 @@ def test_events_and_streams_of_a_units_step() -> None:
         assert found["set stream"] == own + 2 * switches, (found, own)
 
 
-@pytest.mark.feature("Explicit prefetch")
 @pytest.mark.parametrize("window", [1, 2, 4])
 @workers.ranks(2)
 def test_units_that_are_gathered(window: int) -> None:
@@ -578,7 +556,6 @@ def test_the_device_notices_what_is_not_waited_for() -> None:
     assert any("whose memory" in race for race in found)
 
 
-@pytest.mark.feature("Full tensors")
 @workers.ranks(2)
 @pytest.mark.parametrize("case", ["usual", "mixed", "pinned", "whole, offloaded"])
 def test_whole_tensors(case: str) -> None:

@@ -20,10 +20,6 @@ from fsdp2.testing.stand_in import device, group
 from tests.accelerator import test_lanes as lanes
 from tests.common import workers
 
-pytestmark = lanes.pytestmark
-
-own_ranks = lanes.own_ranks
-
 STEPS = 3
 
 
@@ -56,7 +52,6 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.feature("FlatOptimizer", "Optimizer states in CPU memory")
 @pytest.mark.parametrize("case", ["usual", "mixed", "pinned", "kept gradients", "whole"])
 @pytest.mark.parametrize("mode", MODES)
 @workers.ranks(2)

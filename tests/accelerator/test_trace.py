@@ -9,11 +9,9 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,21 +23,7 @@ from fsdp2.testing.stand_in import device, group
 from fsdp2.tracing import Timeline
 from tests.common import workers
 
-pytestmark = [
-    pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja"),
-    pytest.mark.usefixtures("own_ranks"),
-]
-
 BLOCKS = 3
-
-
-@pytest.fixture(scope="module")
-def own_ranks() -> Iterator[None]:
-    """Ranks that know the device serve no other tests."""
-    device.build()
-    workers.close_pools()
-    yield
-    workers.close_pools()
 
 
 def _traced(shape: tuple[int, ...], **options: Any) -> tuple[Timeline, Counter[str]]:
@@ -74,7 +58,6 @@ def _traced(shape: tuple[int, ...], **options: Any) -> tuple[Timeline, Counter[s
     return trace.timeline, Counter({"all": waits})
 
 
-@pytest.mark.feature("Timelines")
 @workers.ranks(2)
 def test_lanes_are_streams() -> None:
     timeline, waits = _traced((2,))

@@ -6,7 +6,7 @@ recorded, and the memory is really gone between forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2.core.device.buffers import SwappedBuffer, empties_storages
 from fsdp2.core.device.kernels import BlockingKernels
-from fsdp2.core.device.streams import InlineStreams
+from fsdp2.core.device.streams import Streams
 from fsdp2.core.modules.registry import require_record
 from fsdp2.core.modules.saved import SavingUnitHooks
 from fsdp2.sharding.assembly import choose_reshard
@@ -29,22 +29,8 @@ from tests.common import tensors, workers
 from tests.common.errors import raises
 from tests.common.looped import coalescing
 
-pytestmark = [
-    pytest.mark.skipif(device.missing_tool() is not None, reason="needs c++ and ninja"),
-    pytest.mark.usefixtures("own_ranks"),
-]
-
 DIM, LAYERS = 64, 6
 UNIT = DIM * DIM * 4  # bytes of one gathered layer
-
-
-@pytest.fixture(scope="module")
-def own_ranks() -> Iterator[None]:
-    """Ranks whose device is robbed serve no other tests."""
-    device.build()
-    workers.close_pools()
-    yield
-    workers.close_pools()
 
 
 def _robbed(backend: str = group.COALESCING, shape: tuple[int, ...] = (2,)) -> DeviceMesh:
@@ -89,13 +75,12 @@ def test_what_the_device_can_do_is_tried() -> None:
     layer(torch.ones(2, DIM, device=where))
     record = require_record(layer)
     (made,) = record.unit.own_groups
-    assert isinstance(record.streams, InlineStreams)
+    assert type(record.streams) is Streams
     assert isinstance(made.runtime.kernels, BlockingKernels)
     assert isinstance(made.bound.full, SwappedBuffer)
     assert isinstance(record, SavingUnitHooks)
 
 
-@pytest.mark.feature("Training with the results of torch's FSDP2")
 @pytest.mark.parametrize("case", [case for case in CASES if case != "hooked"])
 @pytest.mark.parametrize(
     "backend",
@@ -197,7 +182,6 @@ def test_memory_under_no_grad_and_after_backward() -> None:
     assert peak <= 3 * UNIT + LAYERS * UNIT // 2 + 4 * LAYERS * x.nbytes
 
 
-@pytest.mark.feature("Activation checkpointing")
 @pytest.mark.parametrize("reentrant", [False, True])
 @workers.ranks(2)
 def test_checkpoints_around_units_keep_nothing_but_inputs(reentrant: bool) -> None:
@@ -251,7 +235,6 @@ class Odd(nn.Module):
         return torch.sparse.mm(torch.eye(len(x)).to_sparse(), (x @ self.weight).sin())
 
 
-@pytest.mark.feature("Second derivatives")
 @pytest.mark.parametrize("outside", [False, True])
 @workers.ranks(2)
 def test_derivatives_and_sparse_tensors(outside: bool) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,8 +17,6 @@ from tests.common.running import (
     fsdp_modules,
 )
 from tests.common.workers import ranks
-
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Activation checkpointing")]
 
 
 class _Checkpointed(nn.Module):

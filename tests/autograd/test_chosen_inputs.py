@@ -17,8 +17,6 @@ from tests.common import compiling, gradients, models, parity
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 
 def _build() -> nn.Module:
     return models.seeded(

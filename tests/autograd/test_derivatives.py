@@ -25,8 +25,6 @@ from tests.common.combinations import each_once
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Second derivatives")]
-
 # -- several losses -------------------------------------------------------------------------------
 
 

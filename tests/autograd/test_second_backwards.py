@@ -15,8 +15,6 @@ from fsdp2.core.schedule.states import GroupState
 from tests.common import gradients, models, parity
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Second derivatives")]
-
 Program = Callable[[Any, "int | None"], Any]
 
 

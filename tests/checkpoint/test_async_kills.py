@@ -26,7 +26,8 @@ import torch.distributed as dist
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import files
 from fsdp2.core.device.channels import SideChannel
-from tests.checkpoint.test_checkpoints import everything, made, train
+from tests.checkpoint.shared import everything, train
+from tests.checkpoint.test_checkpoints import made
 from tests.common.combinations import seldom
 
 pytestmark = pytest.mark.ranks
@@ -75,7 +76,7 @@ def run_rank(rank: int, folder: Path, kill: str, attempt: str) -> None:
     for patch in patches:
         patch.start()
     for step in range(start, STEPS):
-        train(model, optimizer, 1, seed=step)
+        train(model, optimizer, seed=step, steps=1)
         saving = checkpoint.async_save(run, model, optimizer, step=step + 1, keep=2)
     if start < STEPS:
         saving.result()

@@ -21,11 +21,12 @@ from fsdp2.checkpoint import saving as saving_module
 from fsdp2.checkpoint.stores import saving_folder
 from fsdp2.core.device import channels
 from fsdp2.core.progress import ShardReaders
-from tests.checkpoint.test_checkpoints import IN, assert_same, everything, made, train
+from tests.checkpoint.shared import Failing, assert_same, everything, train
+from tests.checkpoint.test_checkpoints import IN, made
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Asynchronous checkpoints")]
+pytestmark = pytest.mark.ranks
 
 
 class Held:
@@ -75,7 +76,7 @@ def _threads() -> set[str]:
 def test_what_is_saved_is_what_was_there(tmp_path: Path, flat: bool) -> None:
     """Not what a forward did to buffers, nor a step to shards, which waits for the copy."""
     model, optimizer = made(flat=flat)
-    train(model, optimizer, 1, seed=0)
+    train(model, optimizer, seed=0, steps=1)
     before = everything(model, optimizer)
     with Held() as held:
         extra = {"table": torch.zeros(3)}
@@ -134,28 +135,14 @@ def test_a_write_that_does_not_wait_fails_the_save(tmp_path: Path) -> None:
     assert checkpoint.steps(tmp_path) == [2]
 
 
-class Full(files.Disk):
-    """Has no space left, on rank 1."""
+def full(*steps: int) -> Failing:
+    """A disk that has no space left for some steps, or any, on rank 1."""
 
-    def write(self, file: Any, data: bytes | memoryview) -> None:
-        if dist.get_rank() == 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        super().write(file, data)
+    def fails(path: Path) -> bool:
+        of = any(saving_folder(Path(), step, "").name in str(path) for step in steps)
+        return dist.get_rank() == 1 and (of or not steps)
 
-
-@ranks(2)
-def test_a_failed_save_raises_on_all_ranks(tmp_path: Path) -> None:
-    model, _ = made()
-    checkpoint.save(tmp_path, model, step=1)
-    with mock.patch.object(files, "DISK", Full()):
-        saving = checkpoint.async_save(tmp_path, model, step=2)
-        with raises("ckpt-rank-failed"):
-            saving.result()
-    dist.barrier()
-    assert checkpoint.unfinished(tmp_path) == []
-    dist.barrier()
-    checkpoint.async_save(tmp_path, model, step=2).result()
-    assert checkpoint.steps(tmp_path) == [1, 2]
+    return Failing(errno.ENOSPC, "create", when=fails)
 
 
 @ranks(2)
@@ -169,7 +156,7 @@ def test_ranks_that_asked_and_ranks_that_did_not_stay_in_step(tmp_path: Path) ->
         (checkpoint.save, "ckpt-rank-failed"),
         (checkpoint.async_save, "ckpt-before-failed"),
     ):
-        with mock.patch.object(files, "DISK", Full()):
+        with mock.patch.object(files, "DISK", full()):
             saving = checkpoint.async_save(tmp_path, model, step=2)
             saving._wait()
         if dist.get_rank() == 0:
@@ -217,13 +204,15 @@ def test_the_next_save_does_not_wait_and_the_third_does(tmp_path: Path, slow: in
     with held, mock.patch.object(checkpoint.Saving, "_wait", asked):
         with mock.patch.object(staging, "_AT_ONCE", 0):
             for step in (1, 2, 3):
-                train(model, optimizer, 1, seed=step)
+                train(model, optimizer, seed=step, steps=1)
                 before.append(everything(model, optimizer))
                 savings.append(checkpoint.async_save(tmp_path, model, optimizer, step=step))
                 if step == 2:
                     assert waited == []
                     assert not savings[0].durable
-                    train(model, optimizer, 1, seed=9)  # both copies are waited for, no disk is
+                    train(
+                        model, optimizer, seed=9, steps=1
+                    )  # both copies are waited for, no disk is
                     assert all(saving.staged for saving in savings)
                     assert not gate.opened.is_set()
         assert waited == [1]
@@ -273,25 +262,12 @@ class Late:
             assert saving._ended.wait(60)
 
 
-class FullOnce(files.Disk):
-    """Has no space for some steps, on rank 1."""
-
-    def __init__(self, *steps: int) -> None:
-        self._steps = steps
-
-    def create(self, path: Path) -> Any:
-        full = any(saving_folder(Path(), step, "").name in str(path) for step in self._steps)
-        if dist.get_rank() == 1 and full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return super().create(path)
-
-
 @pytest.mark.parametrize("late", [0, 1])
 @ranks(2)
 def test_a_failure_is_raised_alike_whoever_is_faster(tmp_path: Path, late: int) -> None:
     """One rank knows that step 1 has failed when it calls for step 2, the other does not yet."""
     model, _ = made()
-    with mock.patch.object(files, "DISK", FullOnce(1)):
+    with mock.patch.object(files, "DISK", full(1)):
         with Late(late) as ends:
             first = checkpoint.async_save(tmp_path, model, step=1)
             ends.let_end(first)
@@ -310,7 +286,7 @@ def test_a_failure_is_raised_alike_whoever_is_faster(tmp_path: Path, late: int) 
 def test_the_call_after_the_next_raises(tmp_path: Path, late: int) -> None:
     """If nobody has asked; it is not saved, and the call after it is."""
     model, _ = made()
-    with mock.patch.object(files, "DISK", FullOnce(1)), Late(late) as ends:
+    with mock.patch.object(files, "DISK", full(1)), Late(late) as ends:
         first = checkpoint.async_save(tmp_path, model, step=1)
         ends.let_end(first)
         second = checkpoint.async_save(tmp_path, model, step=2)
@@ -327,7 +303,7 @@ def test_the_call_after_the_next_raises(tmp_path: Path, late: int) -> None:
 @ranks(2)
 def test_two_failures_are_told_together(tmp_path: Path, late: int) -> None:
     model, _ = made()
-    with mock.patch.object(files, "DISK", FullOnce(1, 2)), Late(late) as ends:
+    with mock.patch.object(files, "DISK", full(1, 2)), Late(late) as ends:
         ends.let_end(checkpoint.async_save(tmp_path, model, step=1))
         second = checkpoint.async_save(tmp_path, model, step=2)
         with raises("ckpt-both-failed"):
@@ -344,7 +320,7 @@ def test_a_folder_that_another_rank_has_removed_meanwhile(tmp_path: Path) -> Non
     """What the save has failed with is raised, not what the tidying up has found."""
     model, _ = made()
     gone = mock.patch.object(Path, "glob", side_effect=FileNotFoundError("no such folder"))
-    with mock.patch.object(files, "DISK", FullOnce(1)), gone, raises("ckpt-rank-failed"):
+    with mock.patch.object(files, "DISK", full(1)), gone, raises("ckpt-rank-failed"):
         checkpoint.async_save(tmp_path, model, step=1).result()
 
 
@@ -415,7 +391,7 @@ def test_one_job_at_a_time(tmp_path: Path) -> None:
 def test_a_later_save_only_agrees(tmp_path: Path) -> None:
     """No collective, no plan: this rank and rank 0 exchange one object each, in two messages."""
     model, optimizer = made()
-    train(model, optimizer, 1, seed=0)
+    train(model, optimizer, seed=0, steps=1)
     checkpoint.save(tmp_path, model, optimizer, step=1)
     calls: list[str] = []
     names = ("new_group", "all_gather_object", "barrier", "broadcast", "all_gather")
@@ -452,7 +428,7 @@ def test_a_later_save_only_agrees(tmp_path: Path) -> None:
 def test_memory_is_flat(tmp_path: Path) -> None:
     """Host memory is made once, for two saves; nothing stays of a save but its step."""
     model, optimizer = made()
-    train(model, optimizer, 1, seed=0)
+    train(model, optimizer, seed=0, steps=1)
     with mock.patch.object(staging, "_AT_ONCE", 0):
         for memory in saving_module._process._memories:  # who is slow needs the second
             memory.places([torch.empty(1 << 20)])
@@ -461,7 +437,7 @@ def test_memory_is_flat(tmp_path: Path) -> None:
         with made_once:
             for step in range(1, 6):
                 checkpoint.async_save(tmp_path, model, optimizer, step=step, keep=1)
-                train(model, optimizer, 1, seed=step)
+                train(model, optimizer, seed=step, steps=1)
             checkpoint.save(tmp_path, model, optimizer, step=6, keep=1)
     assert ShardReaders.waiting == []
     assert _threads() == set()
@@ -499,7 +475,7 @@ def test_a_snapshot_changes_nothing(tmp_path: Path) -> None:
 
         if looks:
             model.last[0]._look = look
-        train(model, optimizer, 3, seed=1)
+        train(model, optimizer, seed=1, steps=3)
         ends.append(everything(model, optimizer))
     assert_same(ends[1], ends[0])
     assert len(seen) == 3

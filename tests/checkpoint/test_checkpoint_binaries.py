@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from fsdp2 import checkpoint
+from tests.checkpoint.shared import Evil
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
@@ -72,11 +72,6 @@ def test_safetensors_come_first(tmp_path: Path) -> None:
     other = made(seed=1)
     checkpoint.load_pretrained(other, tmp_path / "out")
     assert torch.equal(other.embed.weight, model.embed.weight)
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("evil",)
 
 
 def _untied(name: str) -> str | None:

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import checkpoint, fully_shard
-from tests.checkpoint.test_checkpoints import Net, assert_same, everything, train
+from tests.checkpoint.shared import assert_same, everything, train
+from tests.checkpoint.test_checkpoints import Net
 from tests.common import workers
 from tests.common.errors import raises
 from tests.common.workers import ranks
-
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Checkpoints on another number of ranks")]
 
 
 def made(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -41,7 +40,7 @@ def _its_ranks_end() -> Iterator[None]:
 
 def _trained(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     model, optimizer = made(mesh, seed)
-    train(model, optimizer, 2, seed=seed)
+    train(model, optimizer, seed=seed, steps=2)
     return model, optimizer
 
 
@@ -62,7 +61,7 @@ def test_two_groups_save_and_load_at_the_same_time(tmp_path: Path, beside: bool)
     model, optimizer = _trained(mesh, seed=number)
     run = tmp_path / f"run-{number}"
     for step in range(1, 4 + number):  # the second group saves once more
-        train(model, optimizer, 1, seed=step)
+        train(model, optimizer, seed=step, steps=1)
         if beside:
             saving = checkpoint.async_save(
                 *(run, model, optimizer),
@@ -106,11 +105,11 @@ def test_ranks_that_have_made_other_numbers_of_groups(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "four", whole, of_all, step=1)
     if dist.get_rank():
         checkpoint.save(tmp_path / "three", model, optimizer, step=2, process_group=group)
-        train(model, optimizer, 1, seed=3)
+        train(model, optimizer, seed=3, steps=1)
         checkpoint.load(tmp_path / "three", model, optimizer, process_group=group)
         assert_same(everything(model, optimizer), expected)
         checkpoint.export(tmp_path / "out", model, process_group=group)
-        train(model, optimizer, 1, seed=4)
+        train(model, optimizer, seed=4, steps=1)
         checkpoint.load_pretrained(model, tmp_path / "out", process_group=group)
         for name, value in everything(model, optimizer).items():
             assert ":" in name or torch.equal(value, expected[name]), name
@@ -243,7 +242,7 @@ def test_buffers_that_differ_between_ranks(tmp_path: Path, save: Any) -> None:
     """All come from the first rank, so that they belong together; and that is said, once."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     model, optimizer = made(mesh, seed=0)
-    train(model, optimizer, 1, seed=dist.get_rank())
+    train(model, optimizer, seed=dist.get_rank(), steps=1)
     model.register_buffer("late", torch.tensor([dist.get_rank() > 0]), persistent=False)
     first = {name: value.clone() for name, value in model.named_buffers()}
     for value in first.values():

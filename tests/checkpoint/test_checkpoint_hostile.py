@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
@@ -31,6 +30,7 @@ from fsdp2.checkpoint.contents import TensorFolder
 from fsdp2.checkpoint.folder import Manifest
 from fsdp2.checkpoint.items import cover
 from fsdp2.core.errors import CheckpointError
+from tests.checkpoint.shared import trained
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
@@ -38,19 +38,10 @@ pytestmark = pytest.mark.alone
 EXTRA = {"epoch": 3, "table": torch.arange(4), "names": ["a", ("b", 1.5)], "none": None}
 
 
-def made() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.randn(4, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile")
-    return Path(checkpoint.save(folder / "run", *made(), step=1, extra=EXTRA, rng=True))
+    return Path(checkpoint.save(folder / "run", *trained(), step=1, extra=EXTRA, rng=True))
 
 
 # ---- crafted pickles
@@ -189,7 +180,7 @@ def test_files_elsewhere(step: Path, tmp_path: Path, name: str) -> None:
 
     run = _index_with(step, tmp_path / "run", change)
     with raises("ckpt-index-path"):
-        checkpoint.load(run, made()[0])
+        checkpoint.load(run, trained()[0])
     with raises("ckpt-index-path"):
         checkpoint.read_extra(run)
     with raises("ckpt-index-path"):
@@ -201,7 +192,7 @@ def test_files_elsewhere(step: Path, tmp_path: Path, name: str) -> None:
     facts = {**{each: tuple(fact) for each, fact in content["files"].items()}, name: (3, "0")}
     (place / "manifest.json").write_bytes(Manifest(**{**content, "files": facts}).encoded())
     with raises("ckpt-manifest-changed"):
-        checkpoint.load(run, made()[0])
+        checkpoint.load(run, trained()[0])
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with raises("tensors-index"):
         TensorFolder(tmp_path)
@@ -232,7 +223,7 @@ def test_an_index_that_says_what_none_does(
     run = _index_with(step, tmp_path / "run", change)
     entry = "ckpt-parts-missing" if change is _holes else "ckpt-index-broken"
     with raises(entry):
-        checkpoint.load(run, made()[0])
+        checkpoint.load(run, trained()[0])
     with raises(entry):
         checkpoint.convert(run, tmp_path / "one.pt")
 
@@ -258,7 +249,7 @@ def test_values_that_no_save_writes(step: Path, tmp_path: Path) -> None:
     with raises("ckpt-value-broken"):
         checkpoint.convert(run / step.name, tmp_path / "one.pt", from_kind="dcp")
     with pytest.raises(CheckpointError):
-        checkpoint.load(run, *made())
+        checkpoint.load(run, *trained())
 
 
 def test_boxes_that_cover() -> None:
@@ -417,7 +408,7 @@ def _reads_items(data: bytes, folder: Path) -> object:
     """All that a step holds, with an index that is whole."""
     place = folder / "step-00000001"
     (place / "__0_0.distcp").write_bytes(data.ljust(_lengths[place], b"\0")[: _lengths[place]])
-    model, optimizer = made()
+    model, optimizer = trained()
     checkpoint.load(folder, model, optimizer, rng=False)
     return checkpoint.read_extra(folder)
 
@@ -426,7 +417,7 @@ _lengths: dict[Path, int] = {}
 
 
 def _originals(step: Path, folder: Path) -> dict[str, tuple[bytes, Reader]]:
-    model, optimizer = made()
+    model, optimizer = trained()
     torch.save(
         {
             "model": model.state_dict(),

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -33,6 +33,7 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp2 import checkpoint, fully_shard, shard_model
 from fsdp2.checkpoint.converting import kind_of
+from tests.checkpoint.shared import assert_same, everything, train
 from tests.common.errors import raises
 from tests.common.workers import run_on_ranks
 
@@ -86,47 +87,21 @@ def _units(model: nn.Module, shard: Any, **options: Any) -> None:
         shard(unit, **options)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for step in range(2):
-        generator = torch.Generator().manual_seed(step)
-        model(torch.randn(4, DIM, generator=generator)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything by name; a collective."""
-    if hasattr(model, "reshard"):
-        model.reshard()
-    found = dict(model.state_dict())
-    for name, param in model.named_parameters():
-        for key, value in optimizer.state.get(param, {}).items():
-            found[f"{name}:{key}"] = value
-    full = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in found.items()}
-    return {name: value.detach().clone() for name, value in full.items()}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
 # ---- between meshes
 
 
 def _saves(folder: Path, how: str) -> dict[str, Tensor]:
     model, optimizer = built(how)
-    train(model, optimizer)
+    train(model, optimizer, seed=0)
     checkpoint.save(folder, model, optimizer, step=1)
-    return whole(model, optimizer)
+    return everything(model, optimizer)
 
 
 def _loads(folder: Path, how: str) -> dict[str, Tensor]:
     model, optimizer = built(how, seed=3)
     found = checkpoint.load(folder, model, optimizer, verify=True)
     assert not found.left
-    return whole(model, optimizer)
+    return everything(model, optimizer)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +146,7 @@ def test_a_step_of_two_ranks_is_converted(tmp_path: Path) -> None:
     content = torch.load(tmp_path / "one.pt", weights_only=True)
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
-    assert_same(whole(model, optimizer), expected)
+    assert_same(everything(model, optimizer), expected)
     checkpoint.convert(tmp_path / "one.pt", tmp_path / "back", to_kind="steps", step=1)
     for found in run_on_ranks(2, _loads, tmp_path / "back", "sharded"):
         assert_same(found, expected)
@@ -183,7 +158,7 @@ def test_a_step_of_two_ranks_is_converted(tmp_path: Path) -> None:
 def _torchs_fsdp2(folder: Path) -> dict[str, Tensor]:
     """Saves by DCP, one full file, and a file of torch.save per rank, which is no source."""
     model, optimizer = built("torch")
-    train(model, optimizer)
+    train(model, optimizer, seed=0)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     names = ("model", "optimizer")
     full = dict(zip(names, get_state_dict(model, optimizer, options=options), strict=True))
@@ -192,7 +167,7 @@ def _torchs_fsdp2(folder: Path) -> dict[str, Tensor]:
         torch.save(full, folder / "full.pt")
     dcp.save(state, checkpoint_id=folder / "dcp")
     torch.save(state, folder / f"rank{dist.get_rank()}.pt")
-    return whole(model, optimizer)
+    return everything(model, optimizer)
 
 
 def _torchs_fsdp2_loads(folder: Path) -> dict[str, Tensor]:
@@ -202,7 +177,7 @@ def _torchs_fsdp2_loads(folder: Path) -> dict[str, Tensor]:
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-    return whole(model, optimizer)
+    return everything(model, optimizer)
 
 
 @pytest.mark.extended
@@ -262,7 +237,7 @@ def _fsdp1_whole(state: dict[str, Any]) -> dict[str, Tensor]:
 
 def _fsdp1_saves(folder: Path) -> dict[str, Tensor]:
     model, optimizer = _fsdp1(0)
-    train(model, optimizer)
+    train(model, optimizer, seed=0)
     full, sharded = (_fsdp1_state(model, optimizer, kind) for kind in ("full", "sharded"))
     dcp.save(sharded, checkpoint_id=folder / "dcp")
     if dist.get_rank() == 0:
@@ -273,7 +248,7 @@ def _fsdp1_saves(folder: Path) -> dict[str, Tensor]:
 def _fsdp1_loads(folder: Path, kind: str) -> dict[str, Tensor]:
     """A full file, or a folder of DCP with sharded state dicts."""
     model, optimizer = _fsdp1(3)
-    train(model, optimizer)
+    train(model, optimizer, seed=0)
     api = torchs.FullyShardedDataParallel
     with api.state_dict_type(model, *_TYPES[kind]):
         if kind == "full":
@@ -307,7 +282,7 @@ def _ddp_saves(folder: Path) -> dict[str, Tensor]:
     """Saves what the wrapper's state dict has, names of its optimizer, and a script's own names."""
     model, optimizer = built("whole")
     wrapped = nn.parallel.DistributedDataParallel(model)
-    train(wrapped, optimizer)
+    train(wrapped, optimizer, seed=0)
     if dist.get_rank() == 0:
         named = torch.optim.AdamW(wrapped.named_parameters(), lr=0.1)
         named.load_state_dict(optimizer.state_dict())
@@ -315,7 +290,7 @@ def _ddp_saves(folder: Path) -> dict[str, Tensor]:
         torch.save(state, folder / "wrapped.pt")
         names = dict(zip(("model", "optimizer"), get_state_dict(wrapped, optimizer), strict=True))
         torch.save(names, folder / "names.pt")
-    return whole(model, optimizer)
+    return everything(model, optimizer)
 
 
 @pytest.mark.extended
@@ -333,7 +308,7 @@ def test_ddp(file: str, prefix: str, tmp_path: Path) -> None:
 def test_a_full_optimizer_is_saved_by_one_process(tmp_path: Path) -> None:
     """As the page about DDP does: what only numbers name is loaded, and saved as a step."""
     model, optimizer = built("whole")
-    train(model, optimizer)
+    train(model, optimizer, seed=0)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a")
     with raises("ckpt-optimizer-numbers"):
         checkpoint.convert(tmp_path / "a", tmp_path / "run", to_kind="steps", step=1)
@@ -343,4 +318,4 @@ def test_a_full_optimizer_is_saved_by_one_process(tmp_path: Path) -> None:
     others.load_state_dict(content["optimizer"])
     checkpoint.save(tmp_path / "run", other, others, step=1)
     for found in run_on_ranks(3, _loads, tmp_path / "run", "sharded"):
-        assert_same(found, whole(model, optimizer))
+        assert_same(found, everything(model, optimizer))

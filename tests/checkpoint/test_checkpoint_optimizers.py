@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import checkpoint
+from tests.checkpoint.shared import assert_same
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
@@ -55,13 +56,6 @@ def states(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Te
         for name, param in model.named_parameters()
         for key, value in optimizer.state.get(param, {}).items()
     }
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert value.dtype == found[name].dtype
-        assert torch.equal(value, found[name]), name
 
 
 @pytest.fixture

@@ -20,8 +20,9 @@ from fsdp2.checkpoint import files
 from fsdp2.checkpoint.folder import store_of
 from fsdp2.command.checkpoint import main
 from fsdp2.core.errors import CheckpointError
+from tests.checkpoint import object_store
+from tests.checkpoint.shared import Failing
 from tests.checkpoint.test_checkpoint_crashes import Recorder, crashes
-from tests.common import object_store
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
@@ -137,26 +138,14 @@ def test_other_names_are_no_steps(tmp_path: Path, name: str) -> None:
 # ---- removals that fail
 
 
-class Busy(files.Disk):
+def busy(at: str) -> Failing:
     """Somebody reads a step that is removed: its folder is not empty, or its name cannot change."""
+    code = errno.ENOTEMPTY if at == "remove_folder" else errno.EBUSY
 
-    def __init__(self, at: str) -> None:
-        self.at = at
+    def fails(path: Path, *_: Path) -> bool:
+        return path.name == "step-00000001" if at == "rename" else ".removing-" in str(path)
 
-    def rename(self, path: Path, other: Path) -> None:
-        if self.at == "rename" and path.name == "step-00000001":
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-        super().rename(path, other)
-
-    def remove(self, path: Path) -> None:
-        if self.at == "remove" and ".removing-" in str(path):
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-        super().remove(path)
-
-    def remove_folder(self, path: Path) -> None:
-        if self.at == "remove_folder" and ".removing-" in str(path):
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
-        super().remove_folder(path)
+    return Failing(code, at, when=fails)
 
 
 @pytest.mark.parametrize("call", ["save", "async_save"])
@@ -168,7 +157,7 @@ def test_a_step_that_cannot_be_removed(
     model = saved(tmp_path, 1)
     for step in (2, 3):
         caplog.clear()
-        with mock.patch.object(files, "DISK", Busy(at)):
+        with mock.patch.object(files, "DISK", busy(at)):
             found = getattr(checkpoint, call)(tmp_path, model, step=step, keep=1)
             if call == "async_save":
                 found = found.result()
@@ -208,14 +197,8 @@ def test_an_object_that_cannot_be_deleted(
 def test_a_step_whose_name_cannot_be_durable_is_taken_back(tmp_path: Path) -> None:
     """The folder's sync fails behind the rename: as told, nothing has changed, and again works."""
     model = saved(tmp_path, 1)
-
-    class Unsynced(files.Disk):
-        def sync_folder(self, path: Path) -> None:
-            if (path / "step-00000002").exists():
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            super().sync_folder(path)
-
-    with mock.patch.object(files, "DISK", Unsynced()), raises("ckpt-rank-failed"):
+    unsynced = Failing(errno.EIO, "sync_folder", when=lambda p: (p / "step-00000002").exists())
+    with mock.patch.object(files, "DISK", unsynced), raises("ckpt-rank-failed"):
         checkpoint.save(tmp_path, model, step=2, keep=1)
     assert os.listdir(tmp_path) == ["step-00000001"]
     checkpoint.save(tmp_path, model, step=2, keep=1)
@@ -338,12 +321,10 @@ def test_two_saves_of_a_branch(tmp_path: Path, call: str) -> None:
 
 def test_a_branch_that_fails_replaces_nothing(tmp_path: Path) -> None:
     model = _rolled_back(str(tmp_path))
-
-    class Full(files.Disk):
-        def rename(self, path: Path, other: Path) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with mock.patch.object(files, "DISK", Full()), raises("ckpt-rank-failed"):
+    with (
+        mock.patch.object(files, "DISK", Failing(errno.ENOSPC, "rename")),
+        raises("ckpt-rank-failed"),
+    ):
         checkpoint.save(tmp_path, model, step=230)
     assert checkpoint.steps(tmp_path) == [100, 200, 300]
     saved(tmp_path, 230, model)

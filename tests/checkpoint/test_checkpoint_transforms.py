@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import checkpoint, fully_shard
+from tests.checkpoint.shared import whole
 from tests.common import workers
 from tests.common.errors import raises
 
@@ -101,12 +102,8 @@ def _resumes(folder: Path) -> None:
         folder, model, optimizer, strict=False, transforms={"turned": lambda it: it + 1}
     )
     assert found.left.missing == ["optimizer.state.turned"]
-    assert torch.equal(_whole(optimizer.state[model.turned]["exp_avg"]), _whole(other))
-    assert torch.equal(_whole(optimizer.state[model.pair]["exp_avg"]), _whole(pair))
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    assert torch.equal(whole(optimizer.state[model.turned]["exp_avg"]), whole(other))
+    assert torch.equal(whole(optimizer.state[model.pair]["exp_avg"]), whole(pair))
 
 
 def _loads(folder: Path, dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -116,7 +113,7 @@ def _loads(folder: Path, dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
     found = checkpoint.load(folder, model, names=names, transforms=TRANSFORMS, cast=cast)
     assert not found.left
     state = model.state_dict().items()
-    return {name: _whole(value) for name, value in state}
+    return {name: whole(value) for name, value in state}
 
 
 @pytest.fixture(scope="module")

@@ -13,23 +13,25 @@ from torch import Tensor
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import remote, saving
-from tests.checkpoint.test_checkpoints import EXTRA, assert_same, everything, made, train
-from tests.common import object_store, workers
+from tests.checkpoint import object_store
+from tests.checkpoint.shared import EXTRA, assert_same, everything, train
+from tests.checkpoint.test_checkpoints import made
+from tests.common import workers
 from tests.common.errors import raises
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Checkpoints in object stores")]
+pytestmark = pytest.mark.ranks
 
 
 def _saves(folder: Path) -> dict[str, Tensor]:
     """On a disk and on the store: the same files."""
     url = f"{object_store.url_of(folder)}/run"
     model, optimizer = made()
-    train(model, optimizer, 2, seed=1)
+    train(model, optimizer, seed=1, steps=2)
     on_disk = checkpoint.save(
         folder.parent / "run", model, optimizer, step=2, extra=EXTRA, rng=True
     )
     under_way = checkpoint.async_save(url, model, optimizer, step=2, extra=EXTRA, rng=True)
-    train(model, optimizer, 1, seed=2)
+    train(model, optimizer, seed=2, steps=1)
     on_store = under_way.result()
     names = [f"__{rank}_0.distcp" for rank in range(dist.get_world_size())]
     for name in names:
@@ -49,7 +51,7 @@ def _loads(folder: Path) -> dict[str, Tensor]:
     model, optimizer = made(seed=5)
     loaded = checkpoint.load(f"{object_store.url_of(folder)}/run", model, optimizer, verify=True)
     assert loaded.step == 2
-    train(model, optimizer, 1, seed=2)
+    train(model, optimizer, seed=2, steps=1)
     return everything(model, optimizer)
 
 
@@ -85,9 +87,9 @@ def test_a_rank_whose_put_fails(tmp_path: Path, call: str) -> None:
     url = f"{object_store.url_of(tmp_path)}/run"
     rank = dist.get_rank()
     model, optimizer = made()
-    train(model, optimizer, 1, seed=0)
+    train(model, optimizer, seed=0, steps=1)
     checkpoint.save(url, model, optimizer, step=1)
-    train(model, optimizer, 1, seed=1)
+    train(model, optimizer, seed=1, steps=1)
 
     def save(step: int) -> Any:
         found = getattr(checkpoint, call)(url, model, optimizer, step=step, keep=2)
@@ -157,7 +159,7 @@ def test_two_tries_do_not_mix(tmp_path: Path) -> None:
     ):
         checkpoint.save(url, model, optimizer, step=2)
     assert checkpoint.unfinished(url) == ["step-00000002"]
-    train(model, optimizer, 1, seed=1)
+    train(model, optimizer, seed=1, steps=1)
     checkpoint.save(url, model, optimizer, step=2)
     (left,) = checkpoint.unfinished(url)
     assert left.startswith("step-00000002/")

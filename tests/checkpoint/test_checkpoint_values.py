@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import checkpoint, fully_shard
+from tests.checkpoint.shared import whole
 from tests.common import workers
 from tests.common.errors import raises
 
@@ -50,10 +51,6 @@ def made(seed: int = 0) -> nn.Sequential:
         fully_shard(model[0], mesh=mesh)
         fully_shard(model, mesh=mesh)
     return model
-
-
-def whole(value: Any) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
 def _saves(folder: Path) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -13,20 +11,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests.common import models, parity, workers
-from tests.common.combinations import each_once
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("State dicts, DCP")]
+pytestmark = pytest.mark.ranks
 
 VOCAB = 13
 HALF = 3  # steps before the checkpoint, and after it
@@ -141,107 +133,3 @@ def test_files_hold_each_shard_once(tmp_path: Path) -> None:
     state = 3 * params  # the parameters and AdamW's two moments of each
     written = sum(file.stat().st_size for file in tmp_path.iterdir())
     assert state <= written < 1.5 * state
-
-
-@workers.ranks(2)
-def test_files_of_plain_torch_save_too(tmp_path: Path) -> None:
-    """A rank's shards by torch.save: the file is no larger than they and their names are."""
-    model = parity.shard(parity.OURS, models.seeded(wide))
-    local = {name: value.to_local() for name, value in model.state_dict().items()}
-    path = tmp_path / f"rank{dist.get_rank()}.pt"
-    size = sum(value.numel() * value.element_size() for value in local.values())
-    torch.save({name: value.clone() for name, value in local.items()}, path)
-    assert size <= path.stat().st_size < 1.5 * size
-    loaded = torch.load(path)
-    parity.assert_equal(loaded, local, "what was loaded")
-
-
-# -- another number of ranks ----------------------------------------------------------------------
-
-
-def _save_part(api_name: str, path: Path) -> list[parity.Step]:
-    model = build(APIS[api_name])
-    optimizer = parity.adamw(model.parameters())
-    steps = train(model, optimizer, batches()[:HALF])
-    save(model, optimizer, path)
-    return steps
-
-
-def _load_rest(api_name: str, path: Path) -> list[parity.Step]:
-    model = build(APIS[api_name], seed=1)
-    optimizer = parity.adamw(model.parameters())
-    load(model, optimizer, path)
-    return train(model, optimizer, batches()[HALF:])
-
-
-def _uninterrupted() -> list[parity.Step]:
-    return uninterrupted()
-
-
-@each_once(sizes={"2-4": (2, 4), "4-2": (4, 2)}, writer=[*APIS])
-def test_another_number_of_ranks(sizes: tuple[int, int], writer: str, tmp_path: Path) -> None:
-    """What some ranks saved, others load: the same training but for the order of sums."""
-    first, second = sizes
-    before = workers.run_on_ranks(first, _save_part, writer, tmp_path)[0]
-    after = workers.run_on_ranks(second, _load_rest, "ours", tmp_path)
-    whole = workers.run_on_ranks(first, _uninterrupted)[0]
-    parity.assert_close(before, whole[:HALF], parity.REORDERED_FP32, "before the checkpoint")
-    for rank, steps in enumerate(after):
-        parity.assert_close(steps, whole[HALF:], parity.FP32, f"rank {rank}, after the checkpoint")
-
-
-# -- full state dicts -----------------------------------------------------------------------------
-
-
-@workers.ranks(2, 4)
-def test_full_state_dict_out_and_in() -> None:
-    """The whole model on rank 0 as plain tensors, and from there into shards, odd rows included."""
-    plain = models.seeded(models.OddMLP)
-    model = parity.shard(parity.OURS, models.seeded(models.OddMLP))
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=options)
-    if dist.get_rank() == 0:
-        parity.assert_equal(dict(state), dict(plain.state_dict()), "rank 0 has it all")
-    else:
-        assert state == {}
-
-    other = parity.shard(parity.OURS, models.seeded(models.OddMLP, seed=1))
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(other, dict(state), options=options)
-    assert all(isinstance(param, DTensor) for param in other.parameters())
-    parity.assert_equal(parity.full_params(other), dict(plain.named_parameters()), "loaded")
-    x = torch.randn(2, models.DIM, generator=torch.Generator().manual_seed(0))
-    parity.assert_close(other(x).detach(), plain(x).detach(), parity.FP32, "computes with it")
-
-
-@workers.ranks(2)
-def test_full_optimizer_state_dict() -> None:
-    def run(api: Any) -> dict[str, Any]:
-        model = build(api)
-        optimizer = parity.adamw(model.parameters())
-        train(model, optimizer, batches()[:2])
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_optimizer_state_dict(model, optimizer, options=options)
-        return dict(state.get("state", {}))
-
-    ours, torchs = run(parity.OURS), run(parity.TORCH)
-    assert bool(ours) == (dist.get_rank() == 0)
-    parity.assert_equal(ours, torchs, "torch")
-
-
-@workers.ranks(2)
-def test_plain_tensors_are_refused() -> None:
-    """An unsharded state dict does not fit shards; loading it must not go through unnoticed."""
-    build = partial(
-        models.OddMLP, (7, 3, 5, 2)
-    )  # DTensor took one plain element for any, before 2.13
-    model = parity.shard(parity.OURS, models.seeded(build))
-    before = parity.full_params(model)
-    with pytest.raises((RuntimeError, TypeError, ValueError)):
-        model.load_state_dict(models.seeded(build, seed=1).state_dict())
-    parity.assert_equal(parity.full_params(model), before, "what it held")
-    model(torch.randn(2, models.DIM)).sum().backward()
-    grads = parity.full_grads(model)
-    assert all(grad is not None for grad in grads.values())
-    assert parity.over_ranks(torch.ones(())).item() == 1.0
-    assert parity.full(model.layers[0].weight).shape == (7, models.DIM)

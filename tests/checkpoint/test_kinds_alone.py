@@ -27,52 +27,29 @@ from fsdp2.checkpoint import files
 from fsdp2.checkpoint.archives import read_file, write_archive
 from fsdp2.checkpoint.converting import KINDS, kind_of
 from fsdp2.command.checkpoint import main
+from tests.checkpoint.shared import (
+    EXTRA,
+    Evil,
+    Failing,
+    assert_same,
+    everything,
+    flip,
+    small,
+    train,
+    trained,
+    weights,
+)
 from tests.checkpoint.test_checkpoint_binaries import write_bins
 from tests.checkpoint.test_checkpoint_crashes import Recorder, crashes
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
 
-EXTRA = {"schedule": [1, [2.5, None]], "table": torch.arange(4)}
-
-
-def made(seed: int = 0, groups: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-    if groups:
-        decayed = [model[2].weight, model[0].weight]
-        others = [p for p in model.parameters() if all(p is not q for q in decayed)]
-        return model, torch.optim.AdamW([{"params": decayed, "lr": 0.2}, {"params": others}])
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(2):
-        model(torch.randn(4, 3, generator=generator)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    found = {name: value.clone() for name, value in model.state_dict().items()}
-    for name, param in model.named_parameters():
-        for key, value in optimizer.state.get(param, {}).items():
-            found[f"{name}:{key}"] = value.clone()
-    return found
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert torch.equal(found[name], value), name
-
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Tensor], Tensor]:
     """A step; what it holds, what comes of it, and numbers drawn behind it."""
-    model, optimizer = made(groups=True)
+    model, optimizer = small(groups=True)
     train(model, optimizer, seed=1)
     checkpoint.save(tmp_path / "run", model, optimizer, step=3, extra=EXTRA, rng=True)
     drawn = torch.rand(3)
@@ -95,7 +72,7 @@ def test_there_and_back(saved: Any, kind: str, tmp_path: Path) -> None:
     back = checkpoint.convert(there, tmp_path / "back", to_kind="steps", step=3)
     assert back.step == 3
     assert checkpoint.verify(tmp_path / "back") == []
-    model, optimizer = made(seed=5, groups=True)
+    model, optimizer = small(seed=5, groups=True)
     loaded = checkpoint.load(tmp_path / "back", model, optimizer, rng=True, verify=True)
     assert loaded.extra["schedule"] == EXTRA["schedule"]
     assert torch.equal(loaded.extra["table"], torch.arange(4))
@@ -114,11 +91,11 @@ def test_models_alone(saved: Any, name: str, tmp_path: Path) -> None:
     assert found.left == ["optimizer", "rng", "extra"]
     assert kind_of(there) == "safetensors"
     assert checkpoint.convert(there, tmp_path / "back.pt").from_kind == "safetensors"
-    model, _ = made(seed=5)
+    model, _ = small(seed=5)
     content = torch.load(tmp_path / "back.pt", weights_only=True)
     assert list(content) == ["model"]
     model.load_state_dict(content["model"])
-    assert_same(dict(model.state_dict()), {k: v for k, v in kept.items() if ":" not in k})
+    assert_same(dict(model.state_dict()), weights(kept))
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -127,7 +104,7 @@ def test_an_unsharded_model_takes_the_file(saved: Any, mmap: bool, tmp_path: Pat
     run, _, came, _ = saved
     checkpoint.convert(run, tmp_path / "one.pt")
     content = torch.load(tmp_path / "one.pt", weights_only=True, mmap=mmap)
-    model, optimizer = made(seed=5, groups=True)
+    model, optimizer = small(seed=5, groups=True)
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
     train(model, optimizer, seed=2)
@@ -137,17 +114,17 @@ def test_an_unsharded_model_takes_the_file(saved: Any, mmap: bool, tmp_path: Pat
 def test_dcp_reads_what_is_written(saved: Any, tmp_path: Path) -> None:
     run, kept, _, _ = saved
     checkpoint.convert(run, tmp_path / "plain", to_kind="dcp")
-    model, _ = made(seed=5)
+    model, _ = small(seed=5)
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=tmp_path / "plain")
-    assert_same(state["model"], {k: v for k, v in kept.items() if ":" not in k})
+    assert_same(state["model"], weights(kept))
 
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("how", ["torch.save", "dcp.save"])
 def test_state_dicts_as_users_save_them(nested: bool, how: str, tmp_path: Path) -> None:
     """A model alone at the top; or below "app", beside a count of epochs."""
-    model, _ = made()
+    model, _ = small()
     state: dict[str, Any] = dict(model.state_dict())
     if nested:
         state = {"app": {"state_dict": state, "epoch": 4}}
@@ -156,7 +133,7 @@ def test_state_dicts_as_users_save_them(nested: bool, how: str, tmp_path: Path) 
     else:
         dcp.save(state, checkpoint_id=tmp_path / "source")
     checkpoint.convert(tmp_path / "source", tmp_path / "run", to_kind="steps", step=0)
-    other, _ = made(seed=1)
+    other, _ = small(seed=1)
     found = checkpoint.load(tmp_path / "run", other)
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
     assert found.extra == ({"epoch": 4} if nested else None)
@@ -201,13 +178,13 @@ def test_a_file_of_ddp(named: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("files", [1, 2])
 def test_weights_in_several_files(files: int, tmp_path: Path) -> None:
     """As DeepSpeed's zero_to_fp32.py and ``save_pretrained`` write them; among other files."""
-    model, _ = made()
+    model, _ = small()
     write_bins(tmp_path / "weights", dict(model.state_dict()), files)
     if files > 1:
         torch.save({"lr": 0.1}, tmp_path / "weights" / "training_args.bin")
         assert kind_of(tmp_path / "weights") == "torch"
     checkpoint.convert(tmp_path / "weights", tmp_path / "run", to_kind="steps", step=0)
-    other, _ = made(seed=1)
+    other, _ = small(seed=1)
     checkpoint.load(tmp_path / "run", other)
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
 
@@ -218,7 +195,7 @@ def test_files_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     text = page.read_text(encoding="utf-8")
     code = text[text.index("import torch\nfrom torch.distributed.checkpoint.format_utils") :]
     imports, full, sharded = re.split(r"^# [A-Z]+_STATE_DICT.*$", code.split("```")[0], flags=re.M)
-    model, optimizer = made()
+    model, optimizer = small()
     train(model, optimizer, seed=0)
     states = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     monkeypatch.chdir(tmp_path)
@@ -231,14 +208,14 @@ def test_files_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         exec(imports + part, {})
         checkpoint.convert("full.pt", "run", to_kind="steps", step=step)
         Path("full.pt").unlink()
-        other, others = made(seed=5)
+        other, others = small(seed=5)
         checkpoint.load("run", other, others, step=step)
         assert_same(everything(other, others), everything(model, optimizer))
 
 
 def test_a_step_by_its_path_and_by_its_number(saved: Any, tmp_path: Path) -> None:
     run = saved[0]
-    model, _ = made(seed=7)
+    model, _ = small(seed=7)
     checkpoint.save(run, model, step=8)
     one, two = tmp_path / "one.pt", tmp_path / "two.pt"
     assert checkpoint.convert(run / "step-00000003", one).step == 3
@@ -403,17 +380,15 @@ def test_a_crash_leaves_it_whole_or_not_there(kind: str, tmp_path: Path) -> None
 # ---- what is refused
 
 
-class Full(files.Disk):
-    """Takes so many bytes, and no more."""
+def full(code: int, room: int) -> Failing:
+    """A disk that takes so many bytes, and no more."""
 
-    def __init__(self, code: int, room: int) -> None:
-        self._code, self._room = code, room
+    def fails(_: Any, data: bytes) -> bool:
+        nonlocal room
+        room -= len(data)
+        return room < 0
 
-    def write(self, file: Any, data: bytes) -> None:
-        self._room -= len(data)
-        if self._room < 0:
-            raise OSError(self._code, os.strerror(self._code))
-        super().write(file, data)
+    return Failing(code, "write", when=fails)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
@@ -424,147 +399,38 @@ def test_a_full_disk(kind: str, code: int, tmp_path: Path) -> None:
     there = tmp_path / "there" / "target"
     there.parent.mkdir()
     for room in (0, 500, 2000):
-        with mock.patch.object(files, "DISK", Full(code, room)), raises("ckpt-convert-failed") as e:
+        with mock.patch.object(files, "DISK", full(code, room)), raises("ckpt-convert-failed") as e:
             checkpoint.convert(tmp_path / "source.pt", there, to_kind=kind, step=1)
         assert os.strerror(code) in str(e.value)
         assert [p for p in there.parent.rglob("*") if p.is_file()] == []
     checkpoint.convert(tmp_path / "source.pt", there, to_kind=kind, step=1)
 
 
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("evil",)
-
-
-Make = Callable[[Path], Any]
-WRONG: list[tuple[str, Make]] = []
-
-
-def wrong_sources(entry: str) -> Callable[[Make], Make]:
-    def add(make: Make) -> Make:
-        WRONG.append((entry, make))
-        return make
-
-    return add
-
-
-@pytest.mark.parametrize("number", range(22))
-def test_wrong_sources(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written, and no code is run."""
-    monkeypatch.chdir(tmp_path)
-    entry, make = WRONG[number]
-    source = tmp_path / "source"
-    options = make(source) or {}
-    with raises(entry):
-        checkpoint.convert(**{"source": source, "target": "made", "to_kind": "torch", **options})
-    assert not {"made", "evil", ".saving-made"} & {*os.listdir()}
-
-
-def test_all_wrong_sources_are_tried() -> None:
-    assert len(WRONG) == 22
-
-
-@wrong_sources("ckpt-kind-none")
-def _nothing(source: Path) -> None:
-    """There is none."""
-
-
-@wrong_sources("ckpt-kind-none")
-def _foreign(source: Path) -> None:
-    source.write_text("weights")
-
-
-@wrong_sources("ckpt-kind-several")
 def _several(source: Path) -> None:
     dcp.save({"w": torch.zeros(2)}, checkpoint_id=source)
     (source / "model.safetensors").write_bytes(b"")
 
 
-@wrong_sources("ckpt-kind")
-def _unknown_kind(source: Path) -> Any:
-    return {"from_kind": "tensorflow"}
-
-
-@wrong_sources("tensors-none")
-def _no_files(source: Path) -> Any:
-    source.mkdir()
-    return {"from_kind": "torch"}
-
-
-@wrong_sources("ckpt-file-cut")
-def _empty(source: Path) -> Any:
-    source.write_bytes(b"")
-    return {"from_kind": "torch"}
-
-
-@wrong_sources("ckpt-file-cut")
 def _cut(source: Path) -> None:
     torch.save({"w": torch.zeros(200)}, source)
     source.write_bytes(source.read_bytes()[:-30])
 
 
-@wrong_sources("ckpt-file-code")
-def _code(source: Path) -> None:
-    torch.save({"w": torch.zeros(2), "evil": Evil()}, source)
-
-
-@wrong_sources("ckpt-file-cut")
-def _older(source: Path) -> Any:
-    torch.save({"w": torch.zeros(2)}, source, _use_new_zipfile_serialization=False)
-    return {"from_kind": "torch"}
-
-
-@wrong_sources("ckpt-file-xla")
-def _shards_of_xla(source: Path) -> None:
-    torch.save({"model": {"w": torch.zeros(2)}, "shard_metadata": {}}, source)
-
-
-@wrong_sources("ckpt-no-model")
-def _no_model(source: Path) -> None:
-    torch.save({"generator": {"w": torch.zeros(2)}, "critic": {"w": torch.zeros(2)}}, source)
-
-
-@wrong_sources("ckpt-no-model")
-def _two_models(source: Path) -> None:
-    torch.save({"model": {"w": torch.zeros(2)}, "state_dict": {"w": torch.ones(2)}}, source)
-
-
-@wrong_sources("ckpt-names-clash")
-def _clash(source: Path) -> None:
-    torch.save({"_orig_mod.w": torch.zeros(2), "w": torch.zeros(2)}, source)
-
-
-@wrong_sources("ckpt-names-clash")
-def _clash_without_the_prefix(source: Path) -> Any:
-    torch.save({"module.w": torch.zeros(2), "w": torch.zeros(2)}, source)
-    return {"strip_prefix": "module."}
-
-
-@wrong_sources("ckpt-no-prefix")
-def _no_prefix(source: Path) -> Any:
-    torch.save({"w": torch.zeros(2)}, source)
-    return {"strip_prefix": "module."}
-
-
-@wrong_sources("tensors-index")
 def _index_of_nothing(source: Path) -> None:
     source.mkdir()
     (source / "pytorch_model.bin.index.json").write_text("{}")
 
 
-@wrong_sources("ckpt-optimizer-numbers")
 def _numbers(source: Path) -> None:
     """Of a model with buffers, and in groups."""
-    model, optimizer = made(groups=True)
+    model, optimizer = small(groups=True)
     train(model, optimizer, seed=0)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
 
 
-@wrong_sources("ckpt-states-aliased")
 def _one_tensor_twice(source: Path) -> None:
     """As torch's FSDP1 writes it on a CPU, with ``offload_to_cpu``."""
-    model, optimizer = made()
-    train(model, optimizer, seed=0)
+    model, optimizer = trained()
     state = optimizer.state_dict()
     state["state"][3]["exp_avg"] = state["state"][3]["exp_avg_sq"]
     names = [name for name, _ in model.named_parameters()]
@@ -572,32 +438,83 @@ def _one_tensor_twice(source: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": state}, source)
 
 
-@wrong_sources("ckpt-parts-missing")
-def _part_of_a_dcp(source: Path) -> None:
+def _dcp(source: Path, change: Callable[[Any], None] = lambda _: None) -> None:
+    """A folder of DCP, whose index is changed."""
     dcp.save({"w": torch.zeros(4, 2)}, checkpoint_id=source)
     metadata = pickle.loads((source / ".metadata").read_bytes())
-    metadata.state_dict_metadata["w"].size = torch.Size([5, 2])
+    change(metadata)
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-@wrong_sources("ckpt-convert-failed")
+def _larger(metadata: Any) -> None:
+    metadata.state_dict_metadata["w"].size = torch.Size([5, 2])
+
+
+def _compressed(metadata: Any) -> None:
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["zstd"]
+
+
 def _missing(source: Path) -> None:
-    dcp.save({"w": torch.zeros(4, 2)}, checkpoint_id=source)
+    _dcp(source)
     next(source.glob("*.distcp")).unlink()
 
 
-@wrong_sources("ckpt-value-broken")
-def _compressed(source: Path) -> None:
-    dcp.save({"w": torch.zeros(4, 2)}, checkpoint_id=source)
-    metadata = pickle.loads((source / ".metadata").read_bytes())
-    for info in metadata.storage_data.values():
-        info.transform_descriptors = ["zstd"]
-    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+Make = Callable[[Path], object]
 
 
-@wrong_sources("ckpt-not-local")
-def _store(source: Path) -> Any:
-    return {"source": "s3://bucket/run"}
+def _saves(value: object, **options: Any) -> Make:
+    return lambda source: torch.save(value, source, **options)
+
+
+ONE, OTHER = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+PREFIXED = {"module.w": torch.zeros(2), "w": torch.zeros(2)}
+OLDER = _saves(ONE, _use_new_zipfile_serialization=False)
+TORCH = {"from_kind": "torch"}
+MODULE = {"strip_prefix": "module."}
+WRONG: list[tuple[str, str, Make, dict[str, str]]] = [
+    ("nothing", "ckpt-kind-none", lambda source: None, {}),
+    ("foreign", "ckpt-kind-none", lambda source: source.write_text("weights"), {}),
+    ("several", "ckpt-kind-several", _several, {}),
+    ("unknown kind", "ckpt-kind", lambda source: None, {"from_kind": "tensorflow"}),
+    ("no files", "tensors-none", lambda source: source.mkdir(), TORCH),
+    ("empty", "ckpt-file-cut", lambda source: source.write_bytes(b""), TORCH),
+    ("cut", "ckpt-file-cut", _cut, {}),
+    ("code", "ckpt-file-code", _saves({**ONE, "evil": Evil()}), {}),
+    ("older", "ckpt-file-cut", OLDER, TORCH),
+    ("shards of XLA", "ckpt-file-xla", _saves({"model": ONE, "shard_metadata": {}}), {}),
+    ("no model", "ckpt-no-model", _saves({"generator": ONE, "critic": ONE}), {}),
+    ("two models", "ckpt-no-model", _saves({"model": ONE, "state_dict": OTHER}), {}),
+    ("clash", "ckpt-names-clash", _saves({"_orig_mod.w": torch.zeros(2), **ONE}), {}),
+    ("clash without the prefix", "ckpt-names-clash", _saves(PREFIXED), MODULE),
+    ("no prefix", "ckpt-no-prefix", _saves(ONE), MODULE),
+    ("index of nothing", "tensors-index", _index_of_nothing, {}),
+    ("numbers", "ckpt-optimizer-numbers", _numbers, {}),
+    ("one tensor twice", "ckpt-states-aliased", _one_tensor_twice, {}),
+    ("part of a DCP", "ckpt-parts-missing", lambda source: _dcp(source, _larger), {}),
+    ("missing", "ckpt-convert-failed", _missing, {}),
+    ("compressed", "ckpt-value-broken", lambda source: _dcp(source, _compressed), {}),
+    ("store", "ckpt-not-local", lambda source: None, {"source": "s3://bucket/run"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("entry", "make", "options"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG]
+)
+def test_wrong_sources(
+    entry: str,
+    make: Make,
+    options: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is written, and no code is run."""
+    monkeypatch.chdir(tmp_path)
+    source = tmp_path / "source"
+    make(source)
+    with raises(entry):
+        checkpoint.convert(**{"source": source, "target": "made", "to_kind": "torch", **options})
+    assert not {"made", "evil", ".saving-made"} & {*os.listdir()}
 
 
 def test_wrong_targets(tmp_path: Path) -> None:
@@ -622,14 +539,12 @@ def test_wrong_targets(tmp_path: Path) -> None:
 def test_a_flipped_bit_is_refused(saved: Any, name: str, tmp_path: Path) -> None:
     """By `convert` and by `load(verify=True)`, before anything is changed."""
     path = saved[0] / "step-00000003" / name
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(path)
     with raises("ckpt-file-changed") as caught:
         checkpoint.convert(saved[0], tmp_path / "one.pt")
     assert str(path) in str(caught.value)
     assert not (tmp_path / "one.pt").exists()
-    model, optimizer = made(seed=5, groups=True)
+    model, optimizer = small(seed=5, groups=True)
     before = everything(model, optimizer)
     with raises("ckpt-file-changed"):
         checkpoint.load(saved[0], model, optimizer, verify=True)

@@ -25,7 +25,6 @@ def _steps_until_agreed(told: dict[int, int], steps: int = 6) -> int | None:
     return None
 
 
-@pytest.mark.feature("Preemption")
 @ranks(2, 4)
 @pytest.mark.parametrize(
     ("told", "left"), [({}, None), ({1: 2}, 3), ({0: 2}, 3), ({0: 1, 1: 4}, 2), ({0: 5}, None)]

@@ -26,6 +26,7 @@ from fsdp2 import checkpoint, fully_shard
 from fsdp2.checkpoint import files, tensors
 from fsdp2.checkpoint.state import held_by
 from fsdp2.command.checkpoint import main
+from tests.checkpoint.shared import Failing, assert_same, everything
 from tests.common.errors import raises
 from tests.common.tensors import Wrapped
 from tests.common.workers import ranks
@@ -33,7 +34,7 @@ from tests.common.workers import ranks
 pytest.importorskip("safetensors")
 from safetensors.torch import load_file, load_model, save_file
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Export to and import from safetensors")]
+pytestmark = pytest.mark.ranks
 
 IN, HIDDEN = 6, 10
 
@@ -102,21 +103,6 @@ def _mesh(way: str) -> DeviceMesh:
     )
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor of a state dict; a collective."""
-    return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value
-        for name, value in model.state_dict().items()
-    }
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
-
-
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
@@ -130,7 +116,7 @@ def _into(moved: list[tuple[int, int]]) -> Callable[[int, int], object]:
 
 
 def _there_and_back(folder: Path, ways: list[str]) -> None:
-    expected = whole(made("alone"))
+    expected = everything(made("alone"))
     for way in ways:
         model = made(way)
         moved: list[tuple[int, int]] = []
@@ -156,7 +142,7 @@ def _there_and_back(folder: Path, ways: list[str]) -> None:
             if not meta and WAYS[way]:
                 other.unshard()
             assert not checkpoint.load_pretrained(other, folder / way)
-            assert_same(whole(other), expected)
+            assert_same(everything(other), expected)
     barrier()
 
 
@@ -190,7 +176,7 @@ def test_tied_names(tmp_path: Path) -> None:
     assert found.tied == {"again.weight": "first.weight"}
     path = tmp_path / "out" / "model.safetensors"
     assert "again.weight" not in load_file(path)
-    expected = whole(model)
+    expected = everything(model)
     plain = Net(tied=True)
     load_model(plain, path)
     assert_same(plain.state_dict(), expected)
@@ -198,12 +184,12 @@ def test_tied_names(tmp_path: Path) -> None:
         other = made("2", seed=1, meta=meta, tied=True)
         checkpoint.load_pretrained(other, tmp_path / "out")
         assert other.again.weight is other.first.weight
-        assert_same(whole(other), expected)
+        assert_same(everything(other), expected)
     untied = Net(tied=True)
     untied.again.weight = nn.Parameter(torch.zeros(HIDDEN, IN))
     fully_shard(untied)
     checkpoint.load_pretrained(untied, tmp_path / "out")
-    assert_same(whole(untied), expected)
+    assert_same(everything(untied), expected)
     every = {name: value.clone() for name, value in expected.items()}
     last = tmp_path / f"{dist.get_rank()}.safetensors"
     save_file(every, last)
@@ -259,7 +245,7 @@ def test_empty_parts_of_a_users_own_storage_are_not_tied() -> None:
 def test_names_dtypes_and_shards(tmp_path: Path) -> None:
     """Cast while they are written and read; left out where the name is None; many files."""
     model = made("2")
-    expected = whole(model)
+    expected = everything(model)
     found = checkpoint.export(
         tmp_path / "out", model, dtype=torch.float16, shard_size="0.15KB", names=_renamed
     )
@@ -276,9 +262,9 @@ def test_names_dtypes_and_shards(tmp_path: Path) -> None:
         read |= load_file(tmp_path / "out" / file)
     assert_same(read, halves)
     other = made("2", seed=1)
-    before = whole(other)
+    before = everything(other)
     assert not checkpoint.load_pretrained(other, tmp_path / "out", names=_renamed)
-    for name, value in whole(other).items():
+    for name, value in everything(other).items():
         like = before[name] if name.startswith("norm.") else expected[name].half()
         assert torch.equal(value, like.to(value.dtype)), name
 
@@ -287,7 +273,7 @@ def test_names_dtypes_and_shards(tmp_path: Path) -> None:
 def test_a_saved_step(tmp_path: Path) -> None:
     """Of two ranks, exported by both, and by one process without a process group (the command)."""
     model = made("2 columns")
-    expected = whole(model)
+    expected = everything(model)
     checkpoint.save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()), step=3)
     checkpoint.save(tmp_path / "run", made("2", seed=1), step=4)
     checkpoint.export(tmp_path / "out", tmp_path / "run", step=3)
@@ -306,7 +292,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     read: dict[str, Tensor] = {}
     for path in out.glob("*.safetensors"):
         read |= load_file(path)
-    halves = {n: v.bfloat16() if v.is_floating_point() else v for n, v in whole(model).items()}
+    halves = {n: v.bfloat16() if v.is_floating_point() else v for n, v in everything(model).items()}
     assert_same(read, halves)
     assert main(command) == 2
     assert "already exists" in capsys.readouterr().err
@@ -396,20 +382,11 @@ def test_transformers_loads_it_and_is_loaded(tmp_path: Path) -> None:
         fully_shard(layer)
     fully_shard(other)
     checkpoint.load_pretrained(other, tmp_path / "theirs")
-    assert_same(whole(other), expected)
+    assert_same(everything(other), expected)
     dist.barrier()
 
 
 # ---- what is refused: by all ranks, and nothing has changed
-
-
-class Full(files.Disk):
-    """Has no space left, on rank 1."""
-
-    def write_at(self, file: Any, data: Any, offset: int) -> None:
-        if dist.get_rank() == 1:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        super().write_at(file, data, offset)
 
 
 class WithState(nn.Linear):
@@ -484,7 +461,9 @@ def test_export_refuses(tmp_path: Path) -> None:
     refused(raises("tensors-dtype"), _holding(torch.zeros(2, dtype=torch.complex128)))
     with mock.patch.object(files, "free_bytes", return_value=10):
         refused(raises("export-disk"))
-    with mock.patch.object(files, "DISK", Full()):
+    with mock.patch.object(
+        files, "DISK", Failing(errno.ENOSPC, "write_at", when=lambda *_: rank == 1)
+    ):
         refused(raises("ckpt-rank-failed"))
     refused(raises("ckpt-none"), tmp_path / "run")
     if rank == 0:
@@ -549,7 +528,7 @@ def test_buffers_that_no_file_has(tmp_path: Path) -> None:
     seed = torch.get_rng_state()
     checkpoint.load_pretrained(model, tmp_path / "out")
     assert torch.equal(torch.get_rng_state(), seed)
-    assert_same(whole(model), whole(source))
+    assert_same(everything(model), everything(source))
     assert torch.equal(model.inside.angles, source.inside.angles)
     with raises("pretrained-no-values"):
         checkpoint.load_pretrained(other, tmp_path / "out")
@@ -568,19 +547,19 @@ def test_load_refuses(tmp_path: Path) -> None:
     """And lists all that differs; `strict=False` loads what is alike."""
     model, rank = made("2", tied=True), dist.get_rank()
     checkpoint.export(tmp_path / "out", model)
-    saved = whole(model)
+    saved = everything(model)
     other = made("2", seed=1)
     other.table = nn.Parameter(torch.zeros(7, 3, 6))
     other.mask = other.mask.float()
     other.added = nn.Parameter(torch.zeros(2))
-    before = {name: value.clone() for name, value in whole(other).items()}
+    before = {name: value.clone() for name, value in everything(other).items()}
     with raises("pretrained-differs"):
         checkpoint.load_pretrained(other, tmp_path / "out")
-    assert_same(whole(other), before)
+    assert_same(everything(other), before)
     left = checkpoint.load_pretrained(other, tmp_path / "out", strict=False)
     expected = checkpoint.Differences(["added"], ["again.bias"], ["table"], ["mask"])
     assert left == expected
-    for name, value in whole(other).items():
+    for name, value in everything(other).items():
         assert torch.equal(value, before[name] if name in left.left() else saved[name]), name
 
     different = {name: value.clone() for name, value in saved.items()}
@@ -589,18 +568,18 @@ def test_load_refuses(tmp_path: Path) -> None:
         save_file(different, tmp_path / "different.safetensors")
     dist.barrier()
     other = made("2", seed=1, tied=True)
-    before = whole(other)
+    before = everything(other)
     with raises("pretrained-tied"):
         checkpoint.load_pretrained(other, tmp_path / "different.safetensors")
     names = _dropped("again.weight")
     with raises("tensors-none"):
         checkpoint.load_pretrained(other, tmp_path / "nothing")
-    assert_same(whole(other), before)
+    assert_same(everything(other), before)
     left = checkpoint.load_pretrained(
         other, tmp_path / "different.safetensors", names=names, strict=False
     )
     assert left.unexpected == ["again.weight"]
-    assert_same(whole(other), saved)
+    assert_same(everything(other), saved)
 
     checkpoint.export(tmp_path / "rotary", Rotary())
     with torch.device("meta"):

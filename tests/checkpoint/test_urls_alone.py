@@ -20,13 +20,13 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import saving
 from fsdp2.command.checkpoint import main
 from fsdp2.core.errors import CheckpointError
-from tests.common import object_store
+from tests.checkpoint import object_store
+from tests.checkpoint.shared import everything, trained
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
@@ -34,27 +34,12 @@ pytestmark = pytest.mark.alone
 EXTRA = {"epoch": 3, "table": torch.arange(4)}
 
 
-def made(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.randn(4, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    state = optimizer.state_dict()["state"]
-    found = [*model.state_dict().values(), *(v for kept in state.values() for v in kept.values())]
-    return [value.clone() for value in found]
-
-
-def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-def loaded(folder: Any, **options: Any) -> list[torch.Tensor]:
-    model, optimizer = made(seed=9)
+def loaded(folder: Any, **options: Any) -> dict[str, torch.Tensor]:
+    model, optimizer = trained(seed=9)
     checkpoint.load(folder, model, optimizer, **options)
     return everything(model, optimizer)
 
@@ -74,10 +59,10 @@ def test_all_calls(url: str) -> None:
     """Each of them, and what they leave is what a folder on a disk has."""
     assert checkpoint.steps(url) == checkpoint.unfinished(url) == checkpoint.remove(url) == []
     with raises("ckpt-none"):
-        checkpoint.load(url, made()[0])
+        checkpoint.load(url, trained()[0])
     kept = {}
     for step in (1, 2, 3):
-        model, optimizer = made(seed=step)
+        model, optimizer = trained(seed=step)
         kept[step] = everything(model, optimizer)
         if step == 2:
             path = checkpoint.async_save(url, model, optimizer, step=step, extra=EXTRA).result()
@@ -108,7 +93,7 @@ def test_all_calls(url: str) -> None:
 
 
 def test_the_same_files_as_on_a_disk(url: str, tmp_path: Path) -> None:
-    model, optimizer = made()
+    model, optimizer = trained()
     on_disk = checkpoint.save(tmp_path / "run", model, optimizer, step=1, extra=EXTRA)
     on_store = checkpoint.save(url, model, optimizer, step=1, extra=EXTRA)
     for name in ("__0_0.distcp", ".metadata"):
@@ -116,17 +101,17 @@ def test_the_same_files_as_on_a_disk(url: str, tmp_path: Path) -> None:
 
 
 def test_dcp_alone_reads_it() -> None:
-    model, optimizer = made()
+    model, optimizer = trained()
     path = checkpoint.save("memory://alone", model, optimizer, step=1)
     state = {"model": {name: torch.zeros_like(v) for name, v in model.state_dict().items()}}
     dcp.load(state, checkpoint_id=str(path))
-    assert same([*state["model"].values()], [*model.state_dict().values()])
+    assert same(state["model"], model.state_dict())
     checkpoint.remove("memory://alone", 1)
 
 
 def test_steps_are_copied_there_and_back(tmp_path: Path) -> None:
     """A step is loaded from wherever its folder is copied to; exported and converted, too."""
-    model, optimizer = made()
+    model, optimizer = trained()
     expected = everything(model, optimizer)
     url = "memory://copies"
     memory = fsspec.filesystem("memory")
@@ -136,7 +121,7 @@ def test_steps_are_copied_there_and_back(tmp_path: Path) -> None:
     assert same(loaded(tmp_path / "run", verify=True), expected)
     checkpoint.convert(tmp_path / "run", tmp_path / "one.pt")
     whole = torch.load(tmp_path / "one.pt", weights_only=True)["model"]
-    assert same([whole[name] for name in model.state_dict()], [*model.state_dict().values()])
+    assert same(whole, model.state_dict())
     exported = {
         source: (checkpoint.export(tmp_path / name, source).folder / "model.safetensors")
         for name, source in (("a", url), ("b", str(tmp_path / "run")))
@@ -153,11 +138,11 @@ def test_steps_are_copied_there_and_back(tmp_path: Path) -> None:
 
 def test_pretrained_weights_are_on_a_disk(url: str) -> None:
     with raises("ckpt-not-local"):
-        checkpoint.load_pretrained(made()[0], f"{url}/hf")
+        checkpoint.load_pretrained(trained()[0], f"{url}/hf")
 
 
 def test_a_file_url_is_a_disk(tmp_path: Path) -> None:
-    model, optimizer = made()
+    model, optimizer = trained()
     path = checkpoint.save(f"file://{tmp_path}/run", model, optimizer, step=1)
     assert path == tmp_path / "run" / "step-00000001"
     for url in (
@@ -170,7 +155,7 @@ def test_a_file_url_is_a_disk(tmp_path: Path) -> None:
 
 
 def test_the_command_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizer = made()
+    model, optimizer = trained()
     path = checkpoint.save(url, model, optimizer, step=1)
     assert main(["ls", url]) == 0
     head, _, row = (line.split() for line in capsys.readouterr().out.splitlines())
@@ -203,7 +188,7 @@ def test_the_command_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_urls_that_are_refused(tmp_path: Path) -> None:
-    model, _ = made()
+    model, _ = trained()
     with raises("ckpt-not-reached"):
         checkpoint.save("nowhere://bucket/run", model, step=1)
     with raises("ckpt-not-reached"):
@@ -230,7 +215,7 @@ Op = tuple[str, str, bytes]
 RUN = "bucket/run"
 
 
-def _recorded(root: Path) -> tuple[list[Op], list[int], dict[int, list[torch.Tensor]]]:
+def _recorded(root: Path) -> tuple[list[Op], list[int], dict[int, dict[str, torch.Tensor]]]:
     """Two saves, the second of which replaces the first, and a third beside; what each has saved.
 
     The second is asynchronous. Where each has returned is told, too.
@@ -239,7 +224,7 @@ def _recorded(root: Path) -> tuple[list[Op], list[int], dict[int, list[torch.Ten
     ops: list[Op] = []
     with mock.patch.object(object_store.ObjectStore, "ops", ops):
         for step, keep in ((1, None), (2, 1), (3, 2)):
-            model, optimizer = made(seed=step)
+            model, optimizer = trained(seed=step)
             kept[step] = everything(model, optimizer)
             save = checkpoint.async_save if step == 2 else checkpoint.save
             found = save(url, model, optimizer, step=step, keep=keep)
@@ -264,7 +249,7 @@ def _replayed(ops: list[Op], root: Path) -> str:
 
 
 def _broken(
-    ops: list[Op], returned: list[int], kept: dict[int, list[torch.Tensor]], root: Path
+    ops: list[Op], returned: list[int], kept: dict[int, dict[str, torch.Tensor]], root: Path
 ) -> Iterator[str]:
     """Promises that a crash breaks."""
     for length in range(len(ops) + 1):
@@ -311,7 +296,7 @@ def test_what_a_crash_leaves_is_named_and_removed(tmp_path: Path) -> None:
         before = checkpoint.steps(url)
         left = checkpoint.unfinished(url)
         step = next(step for step in (1, 2, 3, 4) if step not in before)
-        model, optimizer = made(seed=7)
+        model, optimizer = trained(seed=7)
         saving._process._plans.clear()  # as in a new process
         checkpoint.save(url, model, optimizer, step=step)
         beside = checkpoint.unfinished(url)
@@ -339,7 +324,7 @@ class Fails:
 def test_a_put_that_fails(tmp_path: Path, deletes: bool) -> None:
     """At any of them: one sentence, and the step before is whole; where deletes fail, too."""
     url = f"{object_store.url_of(tmp_path)}/{RUN}"
-    model, optimizer = made(seed=1)
+    model, optimizer = trained(seed=1)
     checkpoint.save(url, model, optimizer, step=1)
     kept = everything(model, optimizer)
     for at in (1, 2, 3):
@@ -347,7 +332,7 @@ def test_a_put_that_fails(tmp_path: Path, deletes: bool) -> None:
             mock.patch.object(object_store.ObjectStore, "before", Fails(at, deletes)),
             raises("ckpt-rank-failed"),
         ):
-            checkpoint.save(url, *made(seed=2), step=1 + at)
+            checkpoint.save(url, *trained(seed=2), step=1 + at)
         assert checkpoint.steps(url) == [1]
         assert checkpoint.verify(url) == []
         assert same(loaded(url), kept)
@@ -375,7 +360,7 @@ def test_a_manifest_that_is_put_without_an_answer(tmp_path: Path, deletes: bool)
     """The save fails; the step is not there, or it is there and whole."""
     url = f"{object_store.url_of(tmp_path)}/{RUN}"
     fault = _AnswerLost(deletes)
-    model, optimizer = made(seed=1)
+    model, optimizer = trained(seed=1)
     with (
         mock.patch.object(object_store.ObjectStore, "before", fault),
         mock.patch.object(
@@ -394,8 +379,8 @@ def test_a_manifest_that_is_put_without_an_answer(tmp_path: Path, deletes: bool)
 def test_old_steps_that_cannot_be_removed(tmp_path: Path) -> None:
     """The save is durable, and both steps are whole."""
     url = f"{object_store.url_of(tmp_path)}/{RUN}"
-    checkpoint.save(url, *made(seed=1), step=1)
-    model, optimizer = made(seed=2)
+    checkpoint.save(url, *trained(seed=1), step=1)
+    model, optimizer = trained(seed=2)
     with mock.patch.object(object_store.ObjectStore, "before", Fails(0, deletes=True)):
         checkpoint.save(url, model, optimizer, step=2, keep=1)
     assert checkpoint.steps(url) == [1, 2]

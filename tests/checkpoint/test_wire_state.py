@@ -27,8 +27,6 @@ from fsdp2 import checkpoint
 from tests.common import meshes, models
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Wire formats")]
-
 HALF = 3  # steps before the checkpoint, and after it
 FED = {"reduce": "int4", "rotate": True, "feedback": True}
 BOTH = {"gather": "int4", "differences": True, **FED}

@@ -17,8 +17,6 @@ from tests.common import meshes, models
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 READS: dict[str, Callable[[Tensor], object]] = {
     "method": lambda kept: kept.norm(),
     "operator": lambda kept: 1 + kept,

@@ -12,7 +12,7 @@ import pytest
 
 from tests.clients.launch import check, check_ours, check_started
 
-pytestmark = [pytest.mark.clients, pytest.mark.feature("accelerate, Trainer, trl, Lightning")]
+pytestmark = pytest.mark.clients
 
 
 def _needs(*packages: str) -> None:

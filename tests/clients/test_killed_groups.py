@@ -13,7 +13,7 @@ import pytest
 from fsdp2 import elastic
 from tests.clients.launch import ROOT, SCRIPTS
 
-pytestmark = [pytest.mark.clients, pytest.mark.feature("Replica groups that fail and heal")]
+pytestmark = pytest.mark.clients
 
 
 def _kill(kind: str, quorum: str, groups: int, kills: int, seed: int, timeout: float) -> int:

@@ -17,7 +17,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT = 300.0  # seconds
 
 pytest.importorskip("torchft")
-pytestmark = [pytest.mark.clients, pytest.mark.feature("Replica groups that fail and heal")]
+pytestmark = pytest.mark.clients
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "RUST_LOG": "error"}
 

@@ -4,7 +4,6 @@ Ranks
     workers         real gloo ranks, kept from test to test: ``@ranks(2)``
     preloaded       what each of them imports, once
     thread_ranks    ranks as threads, whose collectives only move tensors
-    replica_groups  groups that average between each other, as threads or over a process group
     alone           one rank that goes the ways of many
     backends        kinds of backends, and what stands in for each
     looped          coalesced collectives for a backend without any
@@ -19,7 +18,6 @@ Models, parameters and what they do
     compiling       a model of blocks for ``torch.compile``, and what dynamo counted
     offloading      offload on a CPU mesh
     gradients       gradients of one model from all ranks, and from one process
-    reductions      parameters that stand alone, and how to reduce their gradients
     observing       what groups do, told as it happens
 
 Comparing
@@ -29,23 +27,13 @@ Comparing
     page_scripts    whole scripts of pages, and what they print
     upper_bounds    numbers that may only fall, in one table
     totals          how large the repository is: lines by room, words of pages
-    perfetto        trace events as Perfetto reads them
-    browser         a headless Chromium for pages
-    object_store    a store as S3 is
 
 Schedules on paper
     schedules       small models whose schedules are asserted
     random_models   random module trees, and a watch over what a simulation must never do
     scenarios       what random models go through
     render          a trace, lane by lane
-    replay          a recorded trace again, with something changed in it
-    oracle          a second opinion on a trace
 
 Programs that run by themselves
-    programs        random programs on ranks, each against the same without sharding
-    written         the same, with weights that are written by hand
-    guide_setting   names that examples of the docs use: a model, its data, its ranks
-    planned_memory  random models, planned and run
     jobs            jobs as their users start them, and every process of theirs
-    killed_train_lm the main job, in a process that kills itself
 """

@@ -13,9 +13,9 @@ import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
 from fsdp2.core.device.streams import Lane
-from fsdp2.core.gather import kept_rows
+from fsdp2.core.gather import segments
 from fsdp2.core.layout.layout import ROWS, Cut
-from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.progress import Counts
 from fsdp2.core.schedule.unit import Phase, Unit
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice, VirtualTensor
@@ -288,7 +288,7 @@ class Watch:
 
     def _observe(self, operation: str, name: str) -> None:
         self._follow_gradients()
-        if operation == "reshard" and self._groups[name].gathered_at != OptimizerSteps.count:
+        if operation == "reshard" and self._groups[name].gathered_at != Counts.steps:
             operation = "free what is outdated"
         self.log.append((operation, name))
         if operation == "all_gather":
@@ -496,7 +496,7 @@ class Watch:
         ``keep_gradients`` does, that of rows that are kept always.
         """
         live, wanted = self.live(), Counter(self._kept_for_good)
-        del live[kept_rows.ROWS]
+        del live[segments.ROWS]
         for group in self.sim.scheduler.groups:
             if group.is_retained:
                 live[f"gathered {group.name}"] -= 1

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fsdp2.core.config import CPUOffloadPolicy
-from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.progress import Counts
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice
@@ -327,7 +327,7 @@ def other_optimizer(rng: random.Random, device: VirtualDevice) -> random_models.
     watch = random_models.Watch(rng, root, device=device)
 
     def step() -> None:
-        OptimizerSteps.count += rng.random() < 0.1
+        Counts.steps += rng.random() < 0.1
 
     watch.at_each_step = step
     for _ in range(3):

@@ -6,8 +6,8 @@
         dist.all_reduce(x)
         assert x[0].item() == value * dist.get_world_size()
 
-pytest calls a stand-in for `test_sum` in its own process. That sends the body's import path and its
-arguments to a pool of rank processes and waits for all of them:
+The marker `ranks` comes with it. pytest calls a stand-in for `test_sum` in its own process. That
+sends the body's import path and its arguments to a pool of rank processes, and waits for all:
 
     pytest process                    pool of 2 (started once, lives until pytest ends)
     run_on_ranks(2, body, ...)  --->  rank 0: import body's module, call body(...), barrier
@@ -115,7 +115,7 @@ def ranks(
         more = [
             pytest.param(size, id=f"{size}ranks", marks=pytest.mark.extended) for size in extended
         ]
-        return pytest.mark.parametrize("world_size", [*sizes, *more])(test)
+        return pytest.mark.ranks(pytest.mark.parametrize("world_size", [*sizes, *more])(test))
 
     return decorate
 

@@ -20,8 +20,6 @@ from tests.common.combinations import each_once
 from tests.common.models import seeded
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("torch.compile of blocks")]
-
 # Inductor's kernels keep fp32 where eager rounds between operators, and sum a norm's row in another
 # order: a few roundings of fp32, or in bf16 one rounding (2**-9 of the value) an operator that was
 # fused away, of the four between two matmuls. AdamW divides gradients by their own size, so that a

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import fsdp2
 from fsdp2 import elastic
-from tests.common.replica_groups import StandIn
 from tests.common.workers import ranks
-
-pytestmark = pytest.mark.ranks
+from tests.elastic.replica_groups import StandIn
 
 
 @ranks(2)

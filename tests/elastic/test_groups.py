@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate
@@ -17,10 +16,9 @@ from torch.distributed.tensor.parallel import (
 
 import fsdp2
 from fsdp2 import elastic
-from tests.common import combinations, meshes, models, parallelisms, parity, replica_groups
+from tests.common import combinations, meshes, models, parallelisms, parity
 from tests.common.workers import ranks
-
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Replica groups that fail and heal")]
+from tests.elastic import replica_groups
 
 STEPS, MICRO = 3, 2
 

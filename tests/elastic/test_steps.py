@@ -18,9 +18,10 @@ import fsdp2
 from fsdp2 import elastic
 from fsdp2.testing.counting import called
 from fsdp2.testing.null_group import null_mesh, null_world
-from tests.common import combinations, models, parity, replica_groups
+from tests.common import combinations, models, parity
 from tests.common.errors import raises
-from tests.common.replica_groups import StandIn
+from tests.elastic import replica_groups
+from tests.elastic.replica_groups import StandIn
 
 pytestmark = pytest.mark.alone
 

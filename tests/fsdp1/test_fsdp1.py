@@ -32,8 +32,6 @@ from tests.common.errors import raises
 from tests.common.models import seeded
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("FSDP1's wrapper")]
-
 CPU = torch.device("cpu")
 STRATEGIES = [strategy.name for strategy in ours.ShardingStrategy]
 DIM = 8

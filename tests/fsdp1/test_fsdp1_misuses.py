@@ -30,7 +30,28 @@ from tests.common import errors
 pytestmark = pytest.mark.alone
 
 CPU = torch.device("cpu")
-MISUSES: dict[str, Callable[[], Any]] = {}
+MISUSES: dict[str, Callable[[], Any]] = {
+    "fsdp1-module": lambda: FSDP(torch.ones(1)),  # type: ignore[arg-type]
+    "fsdp1-member": lambda: FSDP(linear(), sharding_strategy="FULL_SHARD"),  # type: ignore[arg-type]
+    "fsdp1-precision": lambda: FSDP(linear(), mixed_precision=torch.bfloat16),  # type: ignore[arg-type]
+    "fsdp1-offload": lambda: FSDP(linear(), cpu_offload=True),  # type: ignore[arg-type]
+    "fsdp1-group-type": lambda: FSDP(linear(), process_group=[0, 1]),  # type: ignore[arg-type]
+    "fsdp1-group-count": lambda: FSDP(linear(), dist.group.WORLD, ShardingStrategy.HYBRID_SHARD),
+    "fsdp1-mesh-type": lambda: FSDP(linear(), device_mesh=4),  # type: ignore[arg-type]
+    "fsdp1-mesh-dims": lambda: FSDP(linear(), device_mesh=init_device_mesh("cpu", (2, 2))),
+    "fsdp1-ignored-twice": lambda: FSDP(linear(), ignored_modules=[], ignored_states=[]),
+    "fsdp1-ignored-type": lambda: FSDP(linear(), ignored_modules=["bias"]),  # type: ignore[list-item]
+    "fsdp1-wrapped-before": lambda: FSDP(
+        nn.Sequential(FSDP(linear())), auto_wrap_policy=ModuleWrapPolicy({nn.Linear})
+    ),
+    "fsdp1-init-type": lambda: FSDP(linear(), param_init_fn="normal"),  # type: ignore[arg-type]
+    "meta-no-reset": lambda: FSDP(Bare()),
+    "meta-left": lambda: FSDP(Bare(), param_init_fn=print),
+    "fsdp1-hook-type": lambda: nested().register_comm_hook(None, "allreduce"),
+    "fsdp1-scaler": lambda: ShardedGradScaler("cpu").scale(3),
+    "fsdp1-torchs-method": lambda: FSDP._unshard,  # type: ignore[attr-defined]
+    "backward-prefetch": lambda: fsdp2.fully_shard(linear()).set_backward_prefetch("late"),  # type: ignore[attr-defined]
+}
 
 
 def misuse(entry: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
@@ -54,50 +75,10 @@ def nested() -> Any:
     return FSDP(nn.Sequential(FSDP(linear())))
 
 
-@misuse("fsdp1-module")
-def _() -> None:
-    FSDP(torch.ones(1))  # type: ignore[arg-type]
-
-
-@misuse("fsdp1-member")
-def _() -> None:
-    FSDP(linear(), sharding_strategy="FULL_SHARD")  # type: ignore[arg-type]
-
-
-@misuse("fsdp1-precision")
-def _() -> None:
-    FSDP(linear(), mixed_precision=torch.bfloat16)  # type: ignore[arg-type]
-
-
-@misuse("fsdp1-offload")
-def _() -> None:
-    FSDP(linear(), cpu_offload=True)  # type: ignore[arg-type]
-
-
 @misuse("fsdp1-group-and-mesh")
 def _() -> None:
     mesh = init_device_mesh("cpu", (4,))
     FSDP(linear(), process_group=mesh.get_group(), device_mesh=mesh)
-
-
-@misuse("fsdp1-group-type")
-def _() -> None:
-    FSDP(linear(), process_group=[0, 1])  # type: ignore[arg-type]
-
-
-@misuse("fsdp1-group-count")
-def _() -> None:
-    FSDP(linear(), dist.group.WORLD, ShardingStrategy.HYBRID_SHARD)
-
-
-@misuse("fsdp1-mesh-type")
-def _() -> None:
-    FSDP(linear(), device_mesh=4)  # type: ignore[arg-type]
-
-
-@misuse("fsdp1-mesh-dims")
-def _() -> None:
-    FSDP(linear(), device_mesh=init_device_mesh("cpu", (2, 2)))
 
 
 @misuse("local-world-size")
@@ -122,16 +103,6 @@ def _() -> None:
         FSDP(linear(), device_id=1)
 
 
-@misuse("fsdp1-ignored-twice")
-def _() -> None:
-    FSDP(linear(), ignored_modules=[], ignored_states=[])
-
-
-@misuse("fsdp1-ignored-type")
-def _() -> None:
-    FSDP(linear(), ignored_modules=["bias"])  # type: ignore[list-item]
-
-
 @misuse("fsdp1-ignored-wrapper")
 def _() -> None:
     inner = FSDP(linear())
@@ -144,41 +115,16 @@ def _() -> None:
     FSDP(nn.Sequential(layer), ignored_states=[layer, layer.bias])  # type: ignore[arg-type]
 
 
-@misuse("fsdp1-wrapped-before")
-def _() -> None:
-    FSDP(nn.Sequential(FSDP(linear())), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-
-
-@misuse("fsdp1-init-type")
-def _() -> None:
-    FSDP(linear(), param_init_fn="normal")  # type: ignore[arg-type]
-
-
 class Bare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(4, 4, device="meta"))
 
 
-@misuse("meta-no-reset")
-def _() -> None:
-    FSDP(Bare())
-
-
-@misuse("meta-left")
-def _() -> None:
-    FSDP(Bare(), param_init_fn=print)
-
-
 @misuse("fsdp1-inner")
 def _() -> None:
     with nested().module[0].no_sync():
         pass
-
-
-@misuse("fsdp1-hook-type")
-def _() -> None:
-    nested().register_comm_hook(None, "allreduce")
 
 
 @misuse("fsdp1-hook-twice")
@@ -194,21 +140,6 @@ def _() -> None:
     strategy = ShardingStrategy.HYBRID_SHARD
     model = FSDP(linear(), sharding_strategy=strategy, device_mesh=mesh)
     model.register_comm_hook(None, print)
-
-
-@misuse("fsdp1-scaler")
-def _() -> None:
-    ShardedGradScaler("cpu").scale(3)
-
-
-@misuse("fsdp1-torchs-method")
-def _() -> None:
-    FSDP._unshard  # type: ignore[attr-defined]  # noqa: B018
-
-
-@misuse("backward-prefetch")
-def _() -> None:
-    fsdp2.fully_shard(linear()).set_backward_prefetch("late")  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("entry", MISUSES)

@@ -66,8 +66,6 @@ METHODS = [
 FROM_MODULE = ["named_buffers", "named_parameters"]
 """torch's take anything, and pass it on to ``nn.Module``'s."""
 
-HOOKS = ["allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook", "bf16_compress_hook"]
-
 
 def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
     signature = inspect.signature(inspect.unwrap(function))

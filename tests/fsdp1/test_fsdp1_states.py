@@ -29,8 +29,6 @@ from tests.common import models, parity
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("FSDP1's wrapper")]
-
 CPU = torch.device("cpu")
 VOCAB = 13
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -227,6 +225,7 @@ def test_full_optimizer_states(kind: str) -> None:
         lambda m, o: FSDP.shard_full_optim_state_dict(expected, m, optim=o),
         lambda m, o: FSDP.shard_full_optim_state_dict(expected, m, optim_input=groups_of(m)),
         lambda m, o: scattered(None if dist.get_rank() else expected, m, optim=o),
+        lambda m, o: scattered(expected, m, optim=o, group=dist.new_group([0, 1])),
         lambda m, o: FSDP.optim_state_dict_to_load(m, o, expected),
         lambda m, o: FSDP.flatten_sharded_optim_state_dict(
             FSDP.sharded_optim_state_dict(model, optimizer), m, o
@@ -319,6 +318,31 @@ def test_optimizer_states_of_torchs_fsdp1(orig: bool) -> None:
         fresh.load_state_dict(theirs.shard_full_optim_state_dict(found, other, optim=fresh))
         loaded = states(other, fresh, "Full")
         parity.assert_equal(in_order(loaded["state"]), in_order(expected["state"]), "into torch's")
+
+
+@ranks(2)
+def test_types_are_set_through_a_module_around() -> None:
+    """Of models and of optimizers."""
+    inner, _ = trained(sharded())
+    model: Any = nn.Sequential(inner)
+    optimizer = OPTIMIZERS["adamw"](groups_of(model))
+    train(model, optimizer, 1)
+    FSDP.set_state_dict_type(
+        model,
+        SHARDED,
+        state_dict_config=ours.ShardedStateDictConfig(offload_to_cpu=True),
+        optim_state_dict_config=ours.OptimStateDictConfig(offload_to_cpu=True),
+    )
+    state = model.state_dict()
+    assert isinstance(state["0.embed.weight"], DTensor)
+    states = FSDP.optim_state_dict(model, optimizer)["state"]
+    assert isinstance(states["0.embed.weight"]["exp_avg"], DTensor)
+    FSDP.set_state_dict_type(model, FULL)
+    with FSDP.state_dict_type(model, SHARDED):
+        again = model.state_dict()
+    assert list(again) == list(state)
+    parity.assert_equal(parity.full_all(again.values()), parity.full_all(state.values()))
+    assert not any(isinstance(value, DTensor) for value in model.state_dict().values())
 
 
 @ranks(2)

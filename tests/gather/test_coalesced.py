@@ -15,8 +15,6 @@ from tests.common import models, parity
 from tests.common.looped import coalescing
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 DIM = 32  # rows of 16 bytes on 4 ranks, in bf16 too
 MIXED = [pytest.param(False, id="fp32"), pytest.param(True, id="mixed")]
 

@@ -10,7 +10,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,8 +20,6 @@ from tests.common.combinations import each_once
 from tests.common.looped import coalescing
 from tests.common.offloading import forced_offload
 from tests.common.workers import ranks
-
-pytestmark = pytest.mark.ranks
 
 WIDE = 32  # a rank's rows are whole 16 bytes on 4 ranks, in bf16 too
 

@@ -13,22 +13,18 @@ import torch
 
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2.core.config import GroupOptions
-from fsdp2.core.custom_collectives import MemoryComms
 from fsdp2.core.device import comm_memory
 from fsdp2.core.device.comm_memory import (
-    GroupAllGather,
     GroupMemory,
-    GroupReduceScatter,
-    SymmetricAllGather,
+    OwnAllGather,
+    OwnReduceScatter,
     SymmetricMemory,
-    SymmetricReduceScatter,
     conflicting,
 )
 from fsdp2.core.device.streams import OnStream
 from fsdp2.core.layout.layout import Cut, Slot, Transport
 from fsdp2.core.reduce.spec import is_direct, reduction_spec
-from fsdp2.core.schedule.bound import Runtime
-from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.group import ParamGroup, Runtime
 from fsdp2.core.schedule.unit import Unit
 from fsdp2.testing.parameters import VirtualParam
 from fsdp2.testing.simulation import Node, Simulation
@@ -63,12 +59,12 @@ class Group:
 
 
 @pytest.mark.parametrize("allocates", [False, True])
-@pytest.mark.parametrize("kind", [GroupAllGather, GroupReduceScatter])
+@pytest.mark.parametrize("kind", [OwnAllGather, OwnReduceScatter])
 def test_buffers_are_the_process_groups_where_it_has_an_allocator(
     kind: Any, allocates: bool
 ) -> None:
     group = Group(allocates)
-    buffer = kind(group).allocate((6,), dtype=torch.bfloat16, device=CPU)
+    buffer = kind(GroupMemory(group)).allocate((6,), dtype=torch.bfloat16, device=CPU)
     assert buffer.shape == (6,)
     assert buffer.dtype is torch.bfloat16
     assert group.asked == ([(6, {"dtype": torch.bfloat16, "device": CPU})] if allocates else [])
@@ -102,8 +98,12 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return heard
 
 
+def symmetric_comms() -> tuple[OwnAllGather, OwnReduceScatter]:
+    return OwnAllGather(SymmetricMemory("NCCL")), OwnReduceScatter(SymmetricMemory("NCCL"))
+
+
 def test_symmetric_buffers_meet_before_the_collective(heard: list[Any]) -> None:
-    gather, scatter = SymmetricAllGather("NCCL"), SymmetricReduceScatter("NCCL")
+    gather, scatter = symmetric_comms()
     group: Any = Group(allocates=False)
     small, large = (gather.allocate((numel,), dtype=torch.float32, device=CPU) for numel in (2, 8))
     assert heard == ["backend NCCL", "backend NCCL", "in the pool", "in the pool"]
@@ -120,7 +120,7 @@ def test_symmetric_buffers_meet_before_the_collective(heard: list[Any]) -> None:
 def test_what_conflicts(heard: list[Any]) -> None:
     group: Any = Group(allocates=False)
     own: Any = object()
-    built_in, symmetric = GroupAllGather(group), SymmetricAllGather("NCCL")
+    built_in, symmetric = OwnAllGather(GroupMemory(group)), symmetric_comms()[0]
     assert conflicting((None, None), GroupMemory) is None
     assert conflicting((built_in, None), GroupMemory) is None
     assert conflicting((own, built_in), GroupMemory) is own
@@ -131,17 +131,17 @@ def test_what_conflicts(heard: list[Any]) -> None:
 @pytest.mark.usefixtures("heard")
 def test_a_groups_options_are_its_units_in_the_memory_of_its_process_group() -> None:
     unit, group = chosen_for(shared := Group(allocates=False))
-    comms = MemoryComms(SymmetricAllGather("NCCL"), SymmetricReduceScatter("NCCL"), only_sums=True)
+    comms = gather, reduce = symmetric_comms()
     own: Any = object()
     unit.set_comms({Group(allocates=False): comms})  # type: ignore[dict-item]  # a stand-in
     assert group.options is unit.options
     unit.set_comms({shared: comms})  # type: ignore[dict-item]
-    assert (group.options.all_gather, group.options.reduce_scatter) == (comms.all_gather, None)
+    assert (group.options.all_gather, group.options.reduce_scatter) == (gather, None)
     unit.change(sum_only=True, keep_storage=True)
     assert group.options.keep_storage
-    assert group.options.reduce_scatter is comms.reduce_scatter
+    assert group.options.reduce_scatter is reduce
     unit.change(reduce_scatter=own)
-    assert (group.options.all_gather, group.options.reduce_scatter) == (comms.all_gather, own)
+    assert (group.options.all_gather, group.options.reduce_scatter) == (gather, own)
     unit.set_comms({})
     assert group.options == replace(unit.options, all_gather=None)
     assert group.options.reduce_scatter is own

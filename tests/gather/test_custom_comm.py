@@ -13,13 +13,11 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import fsdp2
-from fsdp2.core.device.comm_memory import GroupReduceScatter
+from fsdp2.core.device.comm_memory import OwnReduceScatter
 from fsdp2.core.modules.registry import record_of
 from tests.common import meshes, models, parity, tensors
 from tests.common.looped import coalescing
 from tests.common.workers import ranks
-
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Collectives of your own")]
 
 ODD = (7, 3, 5, 1)
 MIXED = [pytest.param(False, id="fp32"), pytest.param(True, id="mixed")]
@@ -236,18 +234,6 @@ def test_extended_parameters_travel_through_it_too() -> None:
     assert {dtype for _, dtype in gather.asked} == {torch.uint8, torch.float32}
 
 
-@ranks(2)
-def test_gathered_with_another_dtype_than_asked() -> None:
-    class Wrong(Gather):
-        def allocate(self, size: Any, **_: Any) -> torch.Tensor:
-            return torch.empty(*size, dtype=torch.float64)
-
-    layer = fsdp2.fully_shard(nn.Linear(8, 8))
-    layer.set_custom_all_gather(Wrong())
-    with pytest.raises(ValueError, match=r"Wrong.allocate\(.* returned .* torch.float64"):
-        layer(torch.ones(1, 8))
-
-
 # ---- memory
 
 
@@ -288,7 +274,7 @@ def test_conflicts_are_named() -> None:
     assert isinstance(record_of(model).unit.own_groups[0].options.reduce_scatter, Scatter)  # type: ignore[union-attr]
     model = _memory_model()
     model.set_allocate_memory_from_process_group_for_comm(True)
-    with pytest.raises(ValueError, match=r"set_symm_mem_for_comm .* GroupAllGather runs"):
+    with pytest.raises(ValueError, match=r"set_symm_mem_for_comm .* OwnAllGather runs"):
         model.set_symm_mem_for_comm()
 
 
@@ -301,32 +287,7 @@ def test_a_custom_collective_that_is_set_later_counts() -> None:
     gather = Gather()
     model.set_custom_all_gather(gather)
     assert group.options.all_gather is gather
-    assert isinstance(group.options.reduce_scatter, GroupReduceScatter)
+    assert isinstance(group.options.reduce_scatter, OwnReduceScatter)
     model.set_allocate_memory_from_process_group_for_comm(False)
     assert group.options.all_gather is gather
     assert group.options.reduce_scatter is None
-
-
-@ranks(2)
-def test_symmetric_memory_needs_nccl() -> None:
-    model = _memory_model()
-    with pytest.raises(ValueError, match=r"needs process groups of the NCCL backend.*'gloo'"):
-        model.set_symm_mem_for_comm()
-    with pytest.raises(ValueError, match=r"takes the backend 'NCCL', not 'NVSHMEM'"):
-        model.set_symm_mem_for_comm("NVSHMEM")
-    assert record_of(model).unit.own_groups[0].options.all_gather is None  # type: ignore[union-attr]
-
-
-@ranks(2)
-def test_not_on_several_meshes() -> None:
-    mesh = meshes.mesh("a", "b", shape=(1, 2))
-    info = fsdp2.FSDPMeshInfo(mesh["a"], shard_mesh_dim=0)
-
-    def choose(param: nn.Parameter) -> Any:
-        return fsdp2.ShardPlacementResult(None, info) if param.ndim == 1 else None
-
-    layer = fsdp2.fully_shard(nn.Linear(8, 8), mesh=parity.world_mesh(), shard_placement_fn=choose)
-    with pytest.raises(ValueError, match=r"on several meshes \(2 groups\)"):
-        layer.set_custom_all_gather(Gather())
-    layer.set_allocate_memory_from_process_group_for_comm(True)
-    layer(torch.ones(1, 8)).sum().backward()

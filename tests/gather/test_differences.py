@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp2.core.config import Wire
-from fsdp2.core.device.kernels import TorchKernels
+from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather import differences
 from fsdp2.core.gather.make import make_gathers
 from fsdp2.core.layout.layout import ROWS, Cut, ParamShape, build_layout
@@ -18,7 +18,7 @@ from tests.common import scenarios, thread_ranks
 pytestmark = pytest.mark.alone
 
 CPU, BF16, F32 = torch.device("cpu"), torch.bfloat16, torch.float32
-KERNELS = TorchKernels(CPU)
+KERNELS = Kernels(CPU)
 CUTS = (((40, 4), ROWS), ((25, 3), ROWS), ((3, 64), Cut(1)))
 FORMATS = ("int8", "int4")
 OFF = {"int8": 1 / 254 * 1.0001, "int4": 1 / 14 * 1.01}  # of a block's largest magnitude
@@ -59,7 +59,7 @@ class Rank:
         found = self.operations
         for run in (*found.acquire, *found.copy_in):
             run()
-        assert [launch() for launch in found.collectives] == [None]
+        assert {launch() for launch in found.collectives} == {None}
         for run in found.finish if used else found.release:
             run()
         return [parameter.clone() for _, parameter in found.parameters]

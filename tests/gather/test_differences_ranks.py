@@ -16,8 +16,6 @@ from fsdp2.core.gather.differences import ReferenceRows
 from tests.common.workers import ranks
 from tests.gather import test_wire_format as formats
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Wire formats")]
-
 DIFFERENCES = ("int8 differences", "int4 differences")
 STEPS = 6
 

@@ -10,19 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
 from fsdp2.core.modules.registry import record_of
-from tests.common import meshes, models, parity, tensors
+from tests.common import meshes, models, parity
 from tests.common import tensors as common_tensors
 from tests.common.backends import packs
 from tests.common.errors import raises
 from tests.common.offloading import forced_offload
 from tests.common.workers import ranks
-
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("All-gather hooks of tensor subclasses")]
 
 KINDS = [
     common_tensors.Bf16Weight,
@@ -380,46 +377,6 @@ def test_offloaded_shards_are_copied_before_the_hook() -> None:
 
 
 # ---- mistakes
-
-
-class NoPost(tensors.Wrapped):
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        return (self._data,), None
-
-
-class TwoArguments(common_tensors.Aliased):
-    def fsdp_pre_all_gather(self, mesh: Any, other: Any) -> Any:  # type: ignore[override]
-        return (self._data,), None
-
-
-@ranks(4)
-def test_mistakes_are_named_before_anything_changes() -> None:
-    def refused(kind: type, message: str, dims: tuple[int, int] = (8, 8), **arguments: Any) -> None:
-        layer = common_tensors.extend(nn.Linear(*dims), kind)
-        weight = layer.weight
-        with pytest.raises(ValueError, match=message):
-            fsdp2.fully_shard(layer, **arguments)
-        assert type(layer) is nn.Linear
-        assert layer.weight is weight
-
-    refused(NoPost, r"'weight' is a NoPost, which has no fsdp_post_all_gather")
-    refused(TwoArguments, r"'weight' .* takes 2 arguments; it must take \(mesh\) or")
-    refused(
-        common_tensors.Aliased,
-        r"reshard_after_forward=2 .* 'weight', .*hooks",
-        reshard_after_forward=2,
-    )
-    refused(
-        common_tensors.Aliased,
-        r"'weight' has all-gather hooks and is sharded on dim 1",
-        (7, 8),
-        shard_placement_fn=lambda param: Shard(param.ndim - 1),
-    )
-    refused(
-        common_tensors.Aliased,
-        r"need the mesh of the shard axis",
-        mesh=init_device_mesh("cpu", (2, 2)),
-    )
 
 
 @ranks(2, extended=(4,))

@@ -12,7 +12,7 @@ from torch import nn
 import fsdp2
 from fsdp2.core.codecs.rounded import Rounded
 from fsdp2.core.config import Wire
-from fsdp2.core.device.kernels import TorchKernels
+from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather import coded
 from fsdp2.core.gather.coded import CODED
 from fsdp2.core.gather.make import make_gathers
@@ -25,7 +25,7 @@ from tests.common import scenarios, thread_ranks
 pytestmark = pytest.mark.alone
 
 CPU, BF16, F32 = torch.device("cpu"), torch.bfloat16, torch.float32
-KERNELS = TorchKernels(CPU)
+KERNELS = Kernels(CPU)
 FINE = 1 + 1 / 256  # no bf16 number; it becomes 1
 
 

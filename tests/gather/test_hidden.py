@@ -19,8 +19,6 @@ from fsdp2.core.schedule.states import GroupState
 from tests.common import gradients, models, parity
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 
 def _build() -> nn.Module:
     blocks = [nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Tanh()) for _ in range(6)]

@@ -15,7 +15,7 @@ import fsdp2
 from fsdp2.examples.int8_all_gather import Int8Gathered, gather_in_int8
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("All-gather hooks of tensor subclasses")]
+pytestmark = pytest.mark.ranks
 
 
 class SentBytes(TorchDispatchMode):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2.core.config import GroupOptions, Wire
 from fsdp2.core.device.streams import Lane
-from fsdp2.core.gather import kept_rows
+from fsdp2.core.gather import segments
 from fsdp2.optim import FlatOptimizer
 from fsdp2.testing.null_group import CallLog, init_null_group
 from fsdp2.testing.simulation import Node, Simulation
@@ -352,4 +352,4 @@ def test_backward_computes_with_what_forward_has_used(log: CallLog) -> None:
 
 @pytest.mark.parametrize("scenario", ["steady", "changing", "offloaded", "stepping"])
 def test_memory_of_rows_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert scenarios.staged_in_order(scenario, kept_rows.ROWS, monkeypatch, wire=KEEPS)
+    assert scenarios.staged_in_order(scenario, segments.ROWS, monkeypatch, wire=KEEPS)

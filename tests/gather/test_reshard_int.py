@@ -19,8 +19,6 @@ from tests.common.combinations import often
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 EVEN = partial(
     models.seeded, partial(models.MLP, out=8)
 )  # every rank's share is whole gloo blocks: one order
@@ -322,30 +320,6 @@ def test_recovery_from_an_exception() -> None:
         parity.FP32,
         "unsharded",
     )
-
-
-# -- refusals -------------------------------------------------------------------------------------
-
-
-@ranks(4)
-@pytest.mark.parametrize("size", [0, -1, 3, 5, 8])
-def test_other_numbers_are_refused(size: int) -> None:
-    layer = nn.Linear(models.DIM, models.DIM)
-    weight = layer.weight
-    with pytest.raises(ValueError, match=f"reshard_after_forward={size} does not divide the 4"):
-        parity.OURS.fully_shard(layer, reshard_after_forward=size)
-    assert type(layer) is nn.Linear
-    assert layer.weight is weight
-    parity.OURS.fully_shard(layer)  # and nothing is in the way of another try
-
-
-@ranks(2)
-@pytest.mark.parametrize("value", ["2", 2.0])
-def test_other_types_are_refused(value: Any) -> None:
-    layer = nn.Linear(models.DIM, models.DIM)
-    with pytest.raises(ValueError, match="neither a bool nor an int"):
-        parity.OURS.fully_shard(layer, reshard_after_forward=value)
-    assert type(layer) is nn.Linear
 
 
 # ---- between forward and backward

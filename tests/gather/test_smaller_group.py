@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.core.device.kernels import TorchKernels
+from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather.make import make_gathers
 from fsdp2.core.gather.program import Gather, combined
 from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows, smaller_segment
@@ -29,7 +29,7 @@ from tests.common.cuts import random_cut
 pytestmark = pytest.mark.alone
 
 CPU = torch.device("cpu")
-KERNELS = TorchKernels(CPU)
+KERNELS = Kernels(CPU)
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2.core.device.kernels import TorchKernels
+from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather.make import make_gathers
 from fsdp2.core.gather.program import Gather, combined
 from fsdp2.core.gather.segments import SegmentViews, packed
@@ -17,7 +17,7 @@ from tests.common import cuts, thread_ranks
 
 pytestmark = pytest.mark.alone
 
-KERNELS = TorchKernels(torch.device("cpu"))
+KERNELS = Kernels(torch.device("cpu"))
 F32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -155,7 +155,7 @@ def test_neighbours_of_one_size_are_copied_at_once(
         counted.append(len(targets))
         torch._foreach_copy_(targets, sources)
 
-    monkeypatch.setattr(TorchKernels, "copy_many", staticmethod(look))
+    monkeypatch.setattr(Kernels, "copy_many", staticmethod(look))
     _check([_param(shape) for shape in shapes], 2, coalesces=False)
     assert set(counted) == {copies}
 
@@ -180,7 +180,7 @@ def test_one_parameter_is_gathered_straight_into_its_slot(
         copied.append(len(targets))
         torch._foreach_copy_(targets, sources)
 
-    monkeypatch.setattr(TorchKernels, "copy_many", staticmethod(look))
+    monkeypatch.setattr(Kernels, "copy_many", staticmethod(look))
     for shapes, numel in ONE_SLOT:
         params = [_param(shape, cut, full=full) for shape, cut in shapes]
         layout = build_layout(params, 2, coalesces=False)

@@ -18,8 +18,6 @@ from tests.common import models, parity, running
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 
 @ranks(2, extended=(4,))
 @pytest.mark.parametrize(

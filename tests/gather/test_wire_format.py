@@ -16,8 +16,6 @@ from tests.common import combinations, meshes, models, tensors
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Wire formats")]
-
 FED = "int4 rotate feedback"
 FORMATS = [("int8", None), (None, "bf16"), (None, "int8"), ("int8", "int8"), ("int8", "bf16")]
 FORMATS += [(None, FED), ("int8 differences", None), ("int4 differences", FED)]

@@ -62,7 +62,6 @@ def _gathered(block: Any) -> torch.Tensor:
     return param.unsharded
 
 
-@pytest.mark.feature("torch.compile of blocks")
 @ranks(2, timeout=300)
 def test_inductor_matches_eager() -> None:
     with compiling.fresh_dynamo():
@@ -70,7 +69,6 @@ def test_inductor_matches_eager() -> None:
     parity.assert_close(compiled, _train(None)[0], TOLERANCE, "eager")
 
 
-@pytest.mark.feature("CUDA graphs")
 @ranks(2, timeout=300)
 @pytest.mark.extended
 def test_cuda_graphs_replay_where_memory_is_kept() -> None:

@@ -41,7 +41,6 @@ def test_ranks_that_agree_train_as_without_the_checks(offload: OffloadPolicy | N
     parity.assert_equal(found[1], found[0])
 
 
-@pytest.mark.feature("Check for ranks that disagree")
 @ranks(2)
 def test_ranks_that_disagree_raise() -> None:
     with fsdp2.debug(check_ranks=True):

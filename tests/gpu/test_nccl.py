@@ -87,7 +87,6 @@ def test_collectives_in_lanes(dtype: torch.dtype) -> None:
         alone.check_reductions(group, device, dtype, _pause)
 
 
-@pytest.mark.feature("NCCL with one rank")
 @ranks(1)
 @pytest.mark.parametrize("late", ["lanes", "compute"])
 @pytest.mark.parametrize("case", alone.CASES)

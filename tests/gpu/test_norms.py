@@ -13,7 +13,6 @@ import fsdp2
 from tests.common.workers import ranks
 
 
-@pytest.mark.feature("Gradient norms and clipping")
 @ranks(2)
 @pytest.mark.parametrize("offloaded", ["none", "some", "all"])
 def test_clip(offloaded: str) -> None:

@@ -93,7 +93,6 @@ def _assert_same(ours: list[list[torch.Tensor]], theirs: list[list[torch.Tensor]
             assert torch.equal(a, b), f"step {step}, tensor {number}: {(a - b).abs().max()}"
 
 
-@pytest.mark.feature("Training with the results of torch's FSDP2", "Mixed precision")
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("coalesced", [False, True])
@@ -106,7 +105,6 @@ def test_same_bits_as_torch(mixed: bool, reshard: bool | None, coalesced: bool) 
     _assert_same(_train(ours, False), _train(theirs, False))
 
 
-@pytest.mark.feature("Accumulation of gradients", "Activation checkpointing")
 @pytest.mark.parametrize("coalesced", [False, True])
 @ranks(2)
 def test_checkpointing_and_accumulation(coalesced: bool) -> None:

@@ -17,8 +17,6 @@ from tests.common import models
 from tests.common.parity import FP32, full_all
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Graph mode", "Second derivatives")]
-
 Params = dict[str, Any]
 Loss = Callable[[nn.Module, Params, Tensor], Tensor]
 

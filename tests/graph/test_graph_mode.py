@@ -23,7 +23,7 @@ import fsdp2
 from tests.common import compiling, models, parity
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.feature("Graph mode")]
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 BF16 = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 STEPS = 20

@@ -1,6 +1,6 @@
 """Every block of Python in the docs runs, or says why it does not; so do examples of docstrings.
 
-A block runs in the setting of `tests.common.guide_setting`, after the blocks before it on its page:
+A block runs in the setting of `tests.house.guide_setting`, after the blocks before it on its page:
 what they define stays, but each block has a new model. A block of ``diff`` runs as it is after the
 change. A comment right before a block says what it needs besides, or why it does not run:
 
@@ -27,7 +27,7 @@ import pytest
 
 import fsdp2
 import fsdp2.elastic
-from tests.common import guide_setting
+from tests.house import guide_setting
 
 pytestmark = pytest.mark.alone
 

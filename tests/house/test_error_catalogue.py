@@ -84,7 +84,7 @@ def test_a_test_asserts_each_entry() -> None:
     asserted: set[str] = set()
     for path in TESTS.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        asserted.update(re.findall(r'(?:\w\(\s*|^    )"([a-z0-9-]+)"', text, re.MULTILINE))
+        asserted.update(re.findall(r'(?:\(\s*|, |^    )"([a-z0-9-]+)"', text, re.MULTILINE))
     assert set(catalogue.catalogue()) - asserted == set()
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2.core.modules.registry import Order, walk
+from fsdp2.core.modules.registry import walk
 from fsdp2.core.pieces import ceil_div, piece_of, round_up
+from fsdp2.wrap.choices import children_first
 
 pytestmark = pytest.mark.alone
 
@@ -21,23 +22,19 @@ def _model() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("order", "names"),
-    [
-        ("parents first", ["", "a.", "a.c.", "a.d.", "b."]),
-        ("children first", ["a.c.", "a.d.", "a.", "b.", ""]),
-        ("by depth", ["", "a.", "b.", "a.c.", "a.d."]),
-    ],
-)
-def test_orders(order: Order, names: list[str]) -> None:
+def test_orders() -> None:
     """Each module once, by the first name that the order comes to."""
-    assert [prefix for _, prefix in walk((_model(),), order=order)] == names
+    parents, depth = (walk(_model(), lambda _: False, by_depth) for by_depth in (False, True))
+    assert [prefix for _, prefix in parents] == ["", "a.", "a.c.", "a.d.", "b."]
+    assert [prefix for _, prefix in depth] == ["", "a.", "b.", "a.c.", "a.d."]
+    children = [prefix for _, prefix in children_first(_model())]
+    assert children == ["a.c.", "a.d.", "a.", "b.", ""]
 
 
-@pytest.mark.parametrize("order", ["parents first", "children first", "by depth"])
-def test_what_is_left_out_may_be_reached_otherwise(order: Order) -> None:
+@pytest.mark.parametrize("by_depth", [False, True])
+def test_what_is_left_out_may_be_reached_otherwise(by_depth: bool) -> None:
     model = _model()
-    found = {prefix for _, prefix in walk((model,), lambda m: m is model.a, order)}
+    found = {prefix for _, prefix in walk(model, lambda m: m is model.a, by_depth)}
     assert found == {"", "b.", "b.d."}
 
 

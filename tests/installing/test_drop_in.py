@@ -19,8 +19,6 @@ from tests.common import gradients, meshes, models, parity, tensors
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Scripts for torch's FSDP2, unchanged")]
-
 X = torch.linspace(-1, 1, 4 * models.DIM).view(4, models.DIM)
 
 

@@ -1,6 +1,6 @@
 """A rank that dies at any moment: the run ends, or is restarted and goes on as if it had not.
 
-`tests.common.killed_train_lm` is the example with a worker that sends itself SIGKILL at a chosen
+`tests.jobs.killed_train_lm` is the example with a worker that sends itself SIGKILL at a chosen
 moment of forward, backward, step or save.
 """
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ranks
 
 STEPS = 8
 RUN = (*jobs.TINY, "--steps", str(STEPS), "--checkpoint-every", "3")
-KILLED = "tests.common.killed_train_lm"
+KILLED = "tests.jobs.killed_train_lm"
 TORCHRUN = (
     *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
     *("--max-restarts", "3", "-m", KILLED),

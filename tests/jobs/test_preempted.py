@@ -13,7 +13,7 @@ import pytest
 from fsdp2 import checkpoint
 from tests.common import jobs
 
-pytestmark = [pytest.mark.ranks, pytest.mark.extended, pytest.mark.feature("Preemption")]
+pytestmark = [pytest.mark.ranks, pytest.mark.extended]
 
 STEPS = 80
 RUN = (*jobs.TINY, "--steps", str(STEPS))

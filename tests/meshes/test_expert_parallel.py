@@ -26,8 +26,6 @@ from fsdp2 import FSDPMeshInfo, ShardPlacementResult
 from tests.common import meshes, models, parity
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Expert parallelism")]
-
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo as TorchMeshInfo
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -305,6 +303,7 @@ def test_setters_reach_all_groups() -> None:
         block.set_keep_unsharded_storage(True)
         block.set_reduce_scatter_max_input_buffers(2)
         block.set_separate_reduce_scatter_group()
+        block.set_allocate_memory_from_process_group_for_comm(True)
     model.set_reduce_scatter_unused_params(True)
     model.set_reshard_after_forward(False)
     first, second = model.blocks
@@ -351,28 +350,3 @@ def test_what_is_refused_on_several_groups() -> None:
         with pytest.raises(ValueError, match=f"{method} cannot be used .* \\(2 groups\\)"):
             getattr(block, method)(argument)
     parity.regression_loss(model, parity.my_part(_steps()[0][0])).backward()  # nothing was changed
-
-
-@ranks(4)
-def test_meshes_that_are_refused() -> None:
-    both = _mesh()
-    for info in (
-        FSDPMeshInfo(both, shard_mesh_dim=0, replicate_mesh_dim=1),
-        FSDPMeshInfo(both, shard_mesh_dim=0),
-        FSDPMeshInfo(both["data"]),
-    ):
-        layer = nn.Linear(models.DIM, models.DIM)
-        result = ShardPlacementResult(None, info)
-        with pytest.raises(ValueError, match="for parameter 'weight', with shard_mesh_dim="):
-            parity.OURS.fully_shard(layer, shard_placement_fn=lambda p, result=result: result)
-        assert type(layer) is nn.Linear
-    layer = nn.Linear(models.DIM, models.DIM)
-    result = ShardPlacementResult(None, FSDPMeshInfo(both["data"], shard_mesh_dim=0))
-    weight = layer.weight
-    with pytest.raises(ValueError, match=r"does not divide the [24] ranks"):
-        parity.OURS.fully_shard(
-            layer,
-            shard_placement_fn=lambda p: result if p is weight else None,
-            reshard_after_forward=8,
-        )
-    assert type(layer) is nn.Linear

@@ -15,8 +15,6 @@ from tests.common import combinations, meshes, models, parity
 from tests.common.backends import packs
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("HSDP")]
-
 SHAPES = {
     "shard only": lambda n: (1, n),
     "copies only": lambda n: (n, 1),
@@ -374,29 +372,6 @@ def test_post_accumulate_hooks_fire_once_the_copies_agree() -> None:
     assert fired == dict.fromkeys(dict(model.named_parameters()), 1)
 
 
-@ranks(4, extended=(2,))
-def test_optimizer_in_backward() -> None:
-    build = partial(models.seeded, models.MLP)
-    steps = meshes.micro_batches(models.DIM, 4, micro=2)
-    before = meshes.flags_in_turn(PARTIAL, FULL)
-    model: Any = parity.shard(parity.OURS, build(), mesh=_mesh("both"))
-    optimizers = {param: parity.adamw([param]) for param in model.parameters()}
-
-    def step(param: nn.Parameter) -> None:
-        optimizers[param].step()
-        optimizers[param].zero_grad()
-
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(step)
-    for micros in steps:
-        for number, batch in enumerate(micros):
-            before(model, number, number == len(micros) - 1)
-            parity.regression_loss(model, parity.my_part(batch)).backward()
-    expected = meshes.train_plain(build(), steps)[-1].params
-    actual = dict(zip(expected, parity.full_all(model.parameters()), strict=True))
-    parity.assert_close(actual, expected, parity.FP32, "unsharded")
-
-
 # -- what is communicated -------------------------------------------------------------------------
 
 
@@ -422,16 +397,6 @@ def test_one_flat_all_reduce_a_group(mixed: bool) -> None:
     shards = sum(param.to_local().numel() for param in model.parameters())
     marks, padding = groups * 2, groups * 3  # one a parameter, up to whole 16 bytes
     assert shards <= run(FULL).elements["all_reduce"] <= shards + marks + padding
-
-
-@ranks(4)
-def test_meshes_of_more_dims_are_refused() -> None:
-    from tests.common.meshes import mesh
-
-    layer = nn.Linear(models.DIM, models.DIM)
-    with pytest.raises(ValueError, match="1-D mesh"):
-        parity.OURS.fully_shard(layer, mesh=mesh("a", "b", "c", shape=(2, 2, 1)))
-    assert type(layer) is nn.Linear
 
 
 @ranks(2)

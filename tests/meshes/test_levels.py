@@ -22,7 +22,7 @@ from tests.common import meshes, models, parity, workers
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Levels")]
+pytestmark = pytest.mark.ranks
 
 PARTIAL, FULL = meshes.Flags(all_reduce=False), meshes.Flags()
 FOUR = (PARTIAL, PARTIAL, PARTIAL, FULL)

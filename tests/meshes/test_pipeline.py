@@ -29,8 +29,6 @@ from tests.common.meshes import TORCH_VERSION
 from tests.common.observing import observe
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Pipeline parallelism")]
-
 MICROBATCHES = 4
 ROWS = 2  # of a microbatch, on each shard
 STEPS = 2

@@ -16,8 +16,6 @@ import fsdp2
 from tests.common import meshes, models, parity
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Small parameters that stay replicated")]
-
 SMALL = 2 * models.DIM
 """Norms, biases; not matrices."""
 

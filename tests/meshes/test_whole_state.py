@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import checkpoint
+from tests.checkpoint.shared import everything, train
 from tests.common import models, parity, workers
 from tests.common.workers import ranks
 
@@ -32,26 +32,6 @@ def made(seed: int = 0, whole: bool = True, flat: bool = False, **options: Any) 
     if flat:
         return model, fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW, lr=0.1, **options)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
-
-
-def train(model: Any, optimizer: Any, seed: int) -> None:
-    """All ranks see the same: the gradients of any number of them are equal."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(2):
-        model(torch.randn(4, models.DIM, generator=generator)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def everything(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    if dist.is_initialized():
-        model.reshard()
-    found = dict(model.state_dict())
-    for name, param in model.named_parameters():
-        for key, value in optimizer.state[param].items():
-            found[f"{name}:{key}"] = value
-    whole = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in found.items()}
-    return {name: whole[name].clone() for name in sorted(whole)}
 
 
 def _saves(folder: Path, flat: bool) -> dict[str, Tensor]:

@@ -22,8 +22,6 @@ from fsdp2.core.layout.mesh import local_of
 from tests.common import meshes, models
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 WIDTH = 26  # no multiple of a block
 FORMATS: list[dict[str, Any]] = [
     {},

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp2 import CPUOffloadPolicy
 from fsdp2.core.modules.registry import require_record
@@ -20,8 +18,6 @@ from tests.common import meshes, models, parity
 from tests.common.combinations import each_once
 from tests.common.offloading import forced_offload
 from tests.common.workers import ranks
-
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("CPU offload")]
 
 POLICY = CPUOffloadPolicy(pin_memory=False)  # no accelerator to lock pages for
 
@@ -207,19 +203,6 @@ def test_hooks_see_gradients_that_have_arrived() -> None:
     parity.assert_close(actual, expected, parity.FP32, "unsharded")
 
 
-@ranks(1, 2)
-def test_clip_grad_norm() -> None:
-    batch = parity.regression_batches(models.DIM, 4, steps=1)[0]
-    model, plain = _offloaded(models.seeded(models.MLP)), models.seeded(models.MLP)
-    parity.regression_loss(model, parity.my_part(batch)).backward()
-    parity.regression_loss(plain, batch).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-    assert isinstance(norm, DTensor)
-    parity.assert_close(norm.full_tensor(), expected, parity.FP32, "norm")
-    parity.assert_close(parity.full_grads(model), parity.full_grads(plain), parity.FP32, "clipped")
-
-
 @ranks(2)
 def test_gradients_wait_for_the_last_backward() -> None:
     """With reductions left in flight by `set_is_last_backward(False)`, all arrive at the end."""
@@ -250,30 +233,6 @@ def test_recovery_from_an_exception() -> None:
 
 
 # -- states, devices and memory -------------------------------------------------------------------
-
-
-@ranks(1, 2)
-def test_state_dict_and_load() -> None:
-    model, other = (
-        _offloaded(models.seeded(models.MLP)),
-        _offloaded(models.seeded(models.MLP, seed=1)),
-    )
-    steps = meshes.micro_batches(models.DIM, 4, steps=2)
-    meshes.train_micro(other, steps)
-    state = model.state_dict()
-    assert all(isinstance(value, DTensor) for value in state.values())
-    for name, param in model.named_parameters():
-        assert state[name].to_local().data_ptr() == param.to_local().data_ptr()
-    other.load_state_dict(state)
-    parity.assert_equal(
-        parity.full_params(other), parity.full_params(models.seeded(models.MLP)), "loaded"
-    )
-    parity.assert_close(
-        meshes.train_micro(other, steps),
-        meshes.train_plain(models.seeded(models.MLP), steps),
-        parity.FP32,
-        "and trained",
-    )
 
 
 @ranks(1, 2)
@@ -314,38 +273,3 @@ def test_recast_and_moved() -> None:
     for each in (model, kept):
         parity.regression_loss(each, (batch[0].double(), batch[1])).backward()
     parity.assert_equal(parity.full_grads(model), parity.full_grads(kept), "not offloaded")
-
-
-@ranks(2)
-def test_still_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        model: Any = nn.Linear(models.DIM, models.DIM)
-    _offloaded(model)
-    with pytest.raises(RuntimeError, match=r"to_empty\(device='cpu'\)"):
-        model(torch.ones(1, models.DIM))
-
-
-class _Elsewhere:
-    """A local tensor on a device that this machine does not have."""
-
-    device = torch.device("cuda", 0)
-    is_meta = False
-
-
-@ranks(2)
-def test_parameters_that_were_moved_to_the_device() -> None:
-    model = _offloaded(models.seeded(partial(nn.Linear, models.DIM, models.DIM)))
-    param = require_record(model).unit.own_groups[0].params[0]
-    with (
-        mock.patch.object(type(param), "local", _Elsewhere()),
-        pytest.raises(RuntimeError, match=r"'weight' is on cuda:0.*CPUOffloadPolicy.*to\('cpu'\)"),
-    ):
-        model(torch.ones(1, models.DIM))
-
-
-@ranks(2)
-def test_policies_that_are_refused() -> None:
-    layer = nn.Linear(models.DIM, models.DIM)
-    with pytest.raises(TypeError, match="offload_policy"):
-        parity.OURS.fully_shard(layer, mesh=parity.world_mesh(), offload_policy="cpu")
-    assert type(layer) is nn.Linear

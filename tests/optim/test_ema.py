@@ -21,7 +21,7 @@ from tests.common import meshes, models, parity, tensors, workers
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("EMA")]
+pytestmark = pytest.mark.ranks
 
 STEPS = 4
 

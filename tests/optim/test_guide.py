@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2.core.layout.mesh import local_of
-from tests.common import guide_setting
 from tests.common.workers import ranks
-
-pytestmark = pytest.mark.ranks
+from tests.house import guide_setting
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "optimizers.md"
 BYTES = dict(

@@ -6,7 +6,6 @@ import weakref
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,8 +20,6 @@ from fsdp2.optim.matrices import exchange, muon
 from tests.common import parity
 from tests.common.errors import raises
 from tests.common.workers import ranks
-
-pytestmark = pytest.mark.ranks
 
 DIM, UNITS = 64, 5
 

@@ -24,8 +24,6 @@ from fsdp2.optim.matrices.blocks import spread_of
 from tests.common import meshes, models, parity
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Muon")]
-
 HEAD = {"lr": 1e-3, "foreach": True}
 """Options of the element-wise optimizer: foreach kernels treat all elements alike."""
 

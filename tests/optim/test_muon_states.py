@@ -25,8 +25,6 @@ from tests.common import meshes, models, parity
 from tests.common.workers import ranks
 from tests.optim import test_muon
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Muon")]
-
 ASIDE = ["embed.weight"]
 
 

@@ -24,7 +24,6 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
@@ -32,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 import fsdp2
 from tests.common import meshes, models, parallelisms, parity, workers
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Gradient norms and clipping")]
+pytestmark = pytest.mark.ranks
 
 CLOSE = parity.Tolerance(rtol=2e-6, atol=0.0)
 SUMMED = parity.Tolerance(rtol=1e-5, atol=1e-7)  # the gradients too are sums in another order
@@ -145,56 +144,12 @@ def test_a_sharded_model(whose: str, foreach: bool | None) -> None:
         )
 
 
-@workers.ranks(2, extended=(4,))
-def test_torchs_and_ours_agree() -> None:
-    for norm_type in (2.0, 1.0, math.inf):
-        ours, torchs = trained(parity.OURS, models.MLP, 4), trained(parity.OURS, models.MLP, 4)
-        norm = fsdp2.clip_grad_norm_(ours.parameters(), 0.1, norm_type)
-        expected = torch.nn.utils.clip_grad_norm_(torchs.parameters(), 0.1, norm_type)
-        assert isinstance(expected, DTensor)
-        parity.assert_close(norm, expected.full_tensor(), CLOSE, f"norm {norm_type}")
-        parity.assert_close(
-            parity.full_grads(ours),
-            parity.full_grads(torchs),
-            CLOSE,
-            f"gradients, norm {norm_type}",
-        )
-
-
 @workers.ranks(2)
 def test_small_gradients_are_left_alone() -> None:
     model = trained(parity.OURS)
     before = parity.full_grads(model)
     fsdp2.clip_grad_norm_(model.parameters(), 1e6)
     parity.assert_equal(parity.full_grads(model), before, "below the limit")
-
-
-@workers.ranks(2)
-def test_models_of_torchs_fsdp2_too() -> None:
-    ours = fsdp2.clip_grad_norm_(trained(parity.OURS).parameters(), 0.1)
-    parity.assert_equal(
-        fsdp2.clip_grad_norm_(trained(parity.TORCH).parameters(), 0.1), ours, "torch's model"
-    )
-
-
-@workers.ranks(2, extended=(4,))
-def test_one_collective() -> None:
-    model = trained(parity.OURS)
-    with parity.CountCollectives() as counter:
-        fsdp2.clip_grad_norm_(model.parameters(), 0.1)
-    assert counter.counts == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 1}
-
-
-@workers.ranks(4)
-def test_replicas_count_once() -> None:
-    """HSDP's placements: reduced over the shard dim alone, equal to the bit on all replicas."""
-    mesh = meshes.hsdp_mesh(2, 2)
-    for norm_type in NORMS:
-        pairs = [parameter(i, (5, 3), mesh, Replicate(), Shard(i % 2)) for i in range(4)]
-        with parity.CountCollectives() as counter:
-            fsdp2.get_total_norm([sharded.grad for sharded, _ in pairs], norm_type)
-        assert counter.total == 1
-        check(pairs, norm_type=norm_type)
 
 
 def _check_parallelism(name: str) -> None:
@@ -227,103 +182,68 @@ def test_a_model_on_any_mesh(name: str) -> None:
 # -- several meshes -------------------------------------------------------------------------------
 
 
-@workers.ranks(4)
-@pytest.mark.parametrize("foreach", [None, True, False])
-def test_experts_on_another_mesh(foreach: bool | None) -> None:
-    """Torch's refuses to mix the meshes; ours reduces both over ("dp",) at once."""
+def _replicas() -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """HSDP's placements: reduced over the shard dim alone, equal to the bit on all replicas."""
+    mesh = meshes.hsdp_mesh(2, 2)
+    return [parameter(i, (5, 3), mesh, Replicate(), Shard(i % 2)) for i in range(4)]
+
+
+def _experts() -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """On another mesh: torch's refuses to mix them; ours reduces both over ("dp",) at once."""
     dense = meshes.mesh("dp", shape=(4,))
     sparse = meshes.mesh("ep", "efsdp", shape=(2, 2))
-
-    def build() -> list[tuple[nn.Parameter, nn.Parameter]]:
-        return [
-            parameter(0, (4, 6, 3), sparse, Shard(0), Shard(1)),
-            parameter(1, (7, 3), dense, Shard(0)),
-            parameter(2, (4, 5, 2), sparse, Shard(0), Shard(1)),
-            parameter(3, (3,), dense, Replicate()),
-            parameter(4, (3,), None),
-        ]
-
-    for norm_type in NORMS:
-        with parity.CountCollectives() as counter:
-            fsdp2.get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
-        assert counter.total == 1
-        check(build(), norm_type=norm_type, foreach=foreach)
-    for norm_type in SMALLEST:
-        actual = fsdp2.get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
-        expected = torch.nn.utils.get_total_norm([whole.grad for _, whole in build()], norm_type)
-        parity.assert_close(actual, expected, CLOSE, f"norm {norm_type}")
-    with pytest.raises(RuntimeError):
-        torch.nn.utils.clip_grad_norm_([sharded for sharded, _ in build()], 0.5)
+    return [
+        parameter(0, (4, 6, 3), sparse, Shard(0), Shard(1)),
+        parameter(1, (7, 3), dense, Shard(0)),
+        parameter(2, (4, 5, 2), sparse, Shard(0), Shard(1)),
+        parameter(3, (3,), dense, Replicate()),
+        parameter(4, (3,), None),
+    ]
 
 
-@workers.ranks(4)
-def test_experts_without_a_dense_mesh() -> None:
-    """A 2-D mesh alone: one collective a dim."""
+def _experts_alone() -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """A 2-D mesh without a dense one: one collective a dim."""
     sparse = meshes.mesh("ep", "efsdp", shape=(2, 2))
-    for norm_type in NORMS:
-        pairs = [
-            parameter(0, (4, 6, 3), sparse, Shard(0), Shard(1)),
-            parameter(1, (6, 3), sparse, Shard(0), Shard(0)),
-        ]
-        with parity.CountCollectives() as counter:
-            fsdp2.get_total_norm([sharded.grad for sharded, _ in pairs], norm_type)
-        assert counter.total == 2
-        check(pairs, norm_type=norm_type)
+    return [
+        parameter(0, (4, 6, 3), sparse, Shard(0), Shard(1)),
+        parameter(1, (6, 3), sparse, Shard(0), Shard(0)),
+    ]
 
 
-@workers.ranks(4)
-def test_sub_meshes_of_one_mesh() -> None:
+def _sub_meshes() -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Tensor parallel and not, some on both dims, some on one; equal groups are joined."""
     mesh = meshes.mesh("shard", "tp", shape=(2, 2))
-
-    def build() -> list[tuple[nn.Parameter, nn.Parameter]]:
-        return [
-            parameter(0, (6, 4), mesh, Shard(1), Shard(0)),
-            parameter(1, (6, 4), mesh["shard"], Shard(0)),
-            parameter(2, (5,), mesh, Shard(0), Replicate()),
-            parameter(3, (5, 2), mesh["tp"], Shard(0)),
-            parameter(4, (5, 2), mesh, Replicate(), Replicate()),
-            parameter(5, (5, 2), None),
-        ]
-
-    for norm_type in NORMS:
-        with parity.CountCollectives() as counter:
-            fsdp2.get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
-        assert counter.total == 2
-        check(build(), norm_type=norm_type)
-
-
-class Mixed(nn.Module):
-    """Tensor-parallel linears and a norm that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(models.DIM, 4 * models.DIM)
-        self.down = nn.Linear(4 * models.DIM, models.DIM)
-        self.norm = nn.LayerNorm(models.DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.down(torch.tanh(self.up(x))))
+    return [
+        parameter(0, (6, 4), mesh, Shard(1), Shard(0)),
+        parameter(1, (6, 4), mesh["shard"], Shard(0)),
+        parameter(2, (5,), mesh, Shard(0), Replicate()),
+        parameter(3, (5, 2), mesh["tp"], Shard(0)),
+        parameter(4, (5, 2), mesh, Replicate(), Replicate()),
+        parameter(5, (5, 2), None),
+    ]
 
 
 @workers.ranks(4)
-def test_tensor_parallel_and_fully_sharded() -> None:
-    """_StridedShard (both dims cut the same rows) beside parameters on the 1-D mesh."""
-    mesh = meshes.mesh("shard", "tp", shape=(2, 2))
-    (batch,) = parity.regression_batches(models.DIM, models.DIM, steps=1)
-    for norm_type in (2.0, 1.0, math.inf):
-        plain, model = models.seeded(Mixed), models.seeded(Mixed)
-        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        parity.TORCH.fully_shard(model, mesh=mesh["shard"])
-        assert {len(p.placements) for p in model.parameters()} == {1, 2}
-        part = parity.my_part(batch, mesh["shard"].get_local_rank(), 2)
-        parity.regression_loss(model, part).backward()
-        parity.regression_loss(plain, batch).backward()
-        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
-        actual = fsdp2.clip_grad_norm_(model.parameters(), 0.1, norm_type)
-        assert expected > 0.1
-        parity.assert_close(actual, expected, SUMMED, f"norm {norm_type}")
-        assert_same_on_all_ranks(actual)
+def test_parameters_of_several_meshes() -> None:
+    """In as few collectives as there are dims on which anything is sharded."""
+    for build, collectives in (
+        (_replicas, 1),
+        (_experts, 1),
+        (_experts_alone, 2),
+        (_sub_meshes, 2),
+    ):
+        for norm_type in NORMS:
+            with parity.CountCollectives() as counter:
+                fsdp2.get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
+            assert counter.total == collectives, build.__name__
+            for foreach in (None, True, False) if build is _experts else (None,):
+                check(build(), norm_type=norm_type, foreach=foreach)
+    for norm_type in SMALLEST:
+        actual = fsdp2.get_total_norm([sharded.grad for sharded, _ in _experts()], norm_type)
+        expected = torch.nn.utils.get_total_norm([whole.grad for _, whole in _experts()], norm_type)
+        parity.assert_close(actual, expected, CLOSE, f"norm {norm_type}")
+    with pytest.raises(RuntimeError):
+        torch.nn.utils.clip_grad_norm_([sharded for sharded, _ in _experts()], 0.5)
 
 
 @workers.ranks(4)
@@ -349,20 +269,6 @@ def test_tensor_parallel_gradients_spread_unlike_their_parameters() -> None:
         actual = fsdp2.clip_grad_norm_([sharded, other[0]], 0.5, norm_type)
         parity.assert_close(actual, expected, CLOSE, f"norm {norm_type}")
         assert_same_on_all_ranks(actual)
-
-
-@workers.ranks(4)
-def test_gradients_that_are_not_summed_are_refused() -> None:
-    mesh = meshes.mesh("shard", "tp", shape=(2, 2))
-    sharded, _ = parameter(0, (6, 4), mesh, Shard(0), Replicate())
-    before = sharded.grad.to_local().clone()
-    sharded.grad = DTensor.from_local(before.clone(), mesh, [Shard(0), Partial()])
-    with pytest.raises(ValueError, match=r"tensor 0 of shape \(6, 4\).*redistribute"):
-        fsdp2.clip_grad_norm_(sharded, 0.5)
-    parity.assert_equal(sharded.grad.to_local(), before, "untouched")
-    sharded.grad = part(torch.ones(6, 4), mesh, [Shard(0), Shard(1)])
-    with pytest.raises(ValueError, match="redistribute the gradient"):
-        fsdp2.clip_grad_norm_(sharded, 0.5)
 
 
 # -- missing gradients ----------------------------------------------------------------------------
@@ -512,17 +418,6 @@ def test_dtypes_together() -> None:
 
 
 # -- arguments ------------------------------------------------------------------------------------
-
-
-@workers.ranks(2)
-def test_gathered_parameters_are_refused() -> None:
-    """They have no reduced gradient: torch's would find nothing to clip and say nothing."""
-    model = parity.shard(parity.OURS, models.seeded(models.MLP))
-    model.unshard()
-    with pytest.raises(fsdp2.ShardingStateError, match=r"'head\.weight' is a gathered parameter"):
-        fsdp2.clip_grad_norm_(model.parameters(), 1.0)
-    model.reshard()
-    assert fsdp2.clip_grad_norm_(model.parameters(), 1.0) == 0
 
 
 @workers.ranks(2)

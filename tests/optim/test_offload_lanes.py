@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fsdp2
-from fsdp2.core.device.kernels import TorchKernels
+from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import COMPUTE, Streams
 from fsdp2.optim import offloaded
 from fsdp2.optim.offloaded import BACK, OUT, HostSection
@@ -53,7 +53,7 @@ class NotedStreams(Notes, Streams):
         self.note(Operation(lane, name, "", unit=str(unit)))
 
 
-class NotedKernels(TorchKernels):
+class NotedKernels(Kernels):
     """Copies that are noted for the unit that the optimizer is at."""
 
     def __init__(self, streams: NotedStreams) -> None:

@@ -22,8 +22,6 @@ from tests.common.errors import raises
 from tests.common.gradients import mlp
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -10,14 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.common import gradients, models, parity
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
-
-pytestmark = pytest.mark.ranks
 
 # -- loss scaling ---------------------------------------------------------------------------------
 
@@ -58,24 +55,6 @@ def test_grad_scaler(who: int) -> None:
     parts = [[(r, parity.my_part(b, r)) for r in range(size)] for b in batches]
     plain = _scaled_steps(gradients.mlp(), parts, 2, who)
     parity.assert_close(ours, plain, parity.FP32, "unsharded")
-
-
-@ranks(2)
-def test_clipping_while_scaling() -> None:
-    """unscale_, clip_grad_norm_, step: the norm is that of the whole gradient."""
-    model = parity.shard(parity.OURS, gradients.mlp(), reshard_after_forward=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.scale(parity.regression_loss(model, gradients.part(0))).backward()
-    scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    assert isinstance(norm, DTensor)
-    plain = gradients.mlp()
-    for rank in range(2):
-        (parity.regression_loss(plain, gradients.part(0, rank)) / 2).backward()
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
-    parity.assert_close(norm.full_tensor(), expected, parity.FP32, "norm")
-    parity.assert_close(parity.full_grads(model), parity.full_grads(plain), parity.FP32, "clipped")
 
 
 # -- autocast -------------------------------------------------------------------------------------
@@ -267,126 +246,3 @@ def test_optimizers(optimizer: str, implementation: str) -> None:
         models.seeded(models.OddMLP), make, parity.regression_loss, batches, slices=True
     )
     parity.assert_close(ours, plain, parity.REORDERED_FP32, "unsharded")
-
-
-@ranks(2)
-def test_learning_rate_schedule_and_parameter_groups() -> None:
-    """Two groups of an optimizer, one of them without weight decay, and a schedule."""
-
-    def train(model: nn.Module, parts: Callable[[Any], list[Any]]) -> Any:
-        decay = [p for p in model.parameters() if p.ndim > 1]
-        plain = [p for p in model.parameters() if p.ndim == 1]
-        groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=True)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
-        for batch in gradients.mlp_batches():
-            mine = parts(batch)
-            for of_rank in mine:
-                (parity.regression_loss(model, of_rank) / len(mine)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        return parity.full_params(model)
-
-    ours = train(parity.shard(parity.OURS, gradients.mlp()), lambda batch: [parity.my_part(batch)])
-    plain = train(
-        gradients.mlp(), lambda batch: [parity.my_part(batch, 0), parity.my_part(batch, 1)]
-    )
-    parity.assert_close(ours, plain, parity.REORDERED_FP32, "unsharded")
-
-
-def _orthogonal(matrix: Tensor) -> Tensor:
-    """A few steps of Newton and Schulz towards the nearest orthogonal matrix."""
-    x = matrix / (matrix.norm() + 1e-7)
-    for _ in range(5):
-        square = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x
-
-
-class Muon(torch.optim.Optimizer):
-    """Gathers whole matrices, computes the update on every rank, and applies its own rows.
-
-    Momentum is kept on the shard. Works for plain parameters as well.
-    """
-
-    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.05, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                momentum = state.setdefault("momentum", torch.zeros_like(param))
-                momentum.mul_(group["beta"]).add_(param.grad)
-                update = parity.full(momentum)  # a collective for a DTensor, one at a time
-                update = _orthogonal(update) if update.ndim == 2 else update.sign()
-                if isinstance(param, DTensor):
-                    update = distribute_tensor(
-                        update, param.device_mesh, param.placements, src_data_rank=None
-                    )
-                param.add_(update, alpha=-group["lr"])
-
-
-@ranks(2, extended=(4,))
-@pytest.mark.parametrize("reshard_after_forward", [None, True])
-def test_optimizer_that_gathers_whole_matrices(reshard_after_forward: bool | None) -> None:
-    """Its update depends on whole matrices: a rank's rows alone would give another one."""
-
-    def run(api: Any) -> Any:
-        model = parity.shard(api, build(), reshard_after_forward=reshard_after_forward)
-        return parity.train_sharded(model, Muon, parity.language_loss, batches)
-
-    build = partial(models.seeded, partial(models.Transformer, blocks=1, vocab=13))
-    batches = parity.language_batches(13, steps=3)
-    if dist.get_world_size() == 2:
-        ours = parity.same_as_torch(run)
-        plain = parity.train_unsharded(build(), Muon, parity.language_loss, batches, slices=True)
-        parity.assert_equal(ours, plain, "unsharded")
-    else:
-        # Biases step by their gradient's sign, which noise around zero decides: only the first
-        # step's matrices have an expectation to compare with.
-        ours = run(parity.OURS)
-        plain = parity.train_unsharded(build(), Muon, parity.language_loss, batches, slices=True)
-        parity.assert_close(ours[0].grads, plain[0].grads, parity.REORDERED_FP32, "gradients")
-        name = "blocks.0.up.weight"
-        # Newton-Schulz blows the smallest singular values' noise up by at most 3.4445**5 = 485,
-        # times the learning rate.
-        difference = (ours[0].params[name] - plain[0].params[name]).abs().max()
-        assert difference < 485 * 0.05 * 1e-6
-
-
-@ranks(2)
-def test_moving_averages_of_shards() -> None:
-    """An average kept on shards, swapped in for an evaluation and out again."""
-    model, plain = parity.shard(parity.OURS, gradients.mlp()), gradients.mlp()
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    averages = {}
-    for name, trained in (("ours", model), ("plain", plain)):
-        optimizer = sgd(trained.parameters())
-        average = [p.detach().clone() for p in trained.parameters()]
-        params = list(trained.parameters())
-        for batch in gradients.mlp_batches():
-            parity.regression_loss(trained, batch).backward()  # the whole batch on every rank
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                torch._foreach_lerp_(average, [p.detach() for p in params], 0.5)
-        with torch.no_grad():
-            trained(batch[0])  # leaves the root gathered
-            backup = [p.detach().clone() for p in params]
-            if trained is model:
-                model.reshard()
-            for param, value in zip(params, average, strict=True):
-                param.copy_(value)
-            averages[name] = [trained(batch[0]).clone()]
-            if trained is model:
-                model.reshard()
-            for param, value in zip(params, backup, strict=True):
-                param.copy_(value)
-            averages[name].append(trained(batch[0]).clone())
-        averages[name] += parity.full_all(average)
-    parity.assert_close(averages["ours"], averages["plain"], parity.FP32, "averages and outputs")

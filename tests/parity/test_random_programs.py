@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.common import programs
 from tests.common.combinations import seldom
 from tests.common.workers import ranks
-
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Training with the results of torch's FSDP2")]
+from tests.parity import programs
 
 FAILED_ONCE = {
     30: "an input that was a copy: a dataclass with caches that have gradients",

@@ -14,8 +14,6 @@ from torch import nn
 from tests.common import combinations, models, parity
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Training with the results of torch's FSDP2")]
-
 VOCAB = 13
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {

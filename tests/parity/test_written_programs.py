@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.common import written as common_written
+from tests.parity import written as common_written
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Training with the results of torch's FSDP2")]
+pytestmark = pytest.mark.ranks
 
 EVALUATE = common_written.Statement("evaluate", "with torch.no_grad():\n    out(model(x(1)))")
 TRAIN = common_written.Statement(

@@ -672,7 +672,7 @@ def test_command_line_refusals() -> None:
 
 
 def _cases(first: int, last: int) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.common.planned_memory", str(first), str(last)]
+    command = [sys.executable, "-m", "tests.planning.planned_memory", str(first), str(last)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -804,7 +804,7 @@ def test_bytes_are_those_that_an_allocator_counts() -> None:
 @pytest.mark.extended
 def test_peaks_of_train_lm_on_a_cpu() -> None:
     """Within 3 % of what the CPU's allocator reports to torch's profiler."""
-    command = [sys.executable, "-m", "tests.common.planned_memory", "train_lm"]
+    command = [sys.executable, "-m", "tests.planning.planned_memory", "train_lm"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -18,8 +18,6 @@ from tests.common.gradients import assert_like_unsharded
 from tests.common.meshes import TORCH_VERSION
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Mixed precision")]
-
 OUT = 7  # rows of a layer: uneven on 2 and on 4 ranks
 RANK = 3
 QUANTISED = (torch.uint8, torch.int8, torch.bool)

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from tests.common import models, parity
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Mixed precision")]
-
 
 @dataclass
 class _Batch:

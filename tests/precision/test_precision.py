@@ -17,8 +17,6 @@ from tests.common.backends import packs
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Mixed precision")]
-
 BF16, FP16, FP32_, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OWN_DTYPE = meshes.TORCH_VERSION >= (
     2,
@@ -271,16 +269,6 @@ def test_override_is_asked_once_for_each_parameter() -> None:
     model(parity.language_batches(13, steps=1)[0]).float().sum().backward()
     assert len(asked) == len(params)
     assert set(asked) == set(params)
-
-
-@ranks(2)
-@pytest.mark.parametrize("chosen", [FP64, "bfloat16"], ids=str)
-def test_other_answers_are_refused(chosen: Any) -> None:
-    layer = nn.Linear(models.DIM, models.DIM)
-    policy = parity.OURS.MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda param: chosen)
-    with pytest.raises(ValueError, match=r"param_dtype_override_fn returned .* 'weight'"):
-        parity.OURS.fully_shard(layer, mp_policy=policy)
-    assert type(layer) is nn.Linear
 
 
 @ranks(2)

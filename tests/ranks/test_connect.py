@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,8 +20,6 @@ from fsdp2.core.schedule import connections
 from fsdp2.core.schedule.group import ParamGroup
 from tests.common.backends import pretended
 from tests.common.workers import ranks
-
-pytestmark = pytest.mark.ranks
 
 KIND = "ProcessGroupGloo"
 

@@ -17,8 +17,6 @@ from fsdp2.core.device.process_groups import new_groups, timeout_of
 from fsdp2.core.modules.registry import record_of
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 CPU = torch.device("cpu")
 CHOSEN = timedelta(seconds=77)
 

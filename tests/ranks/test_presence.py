@@ -21,8 +21,6 @@ from tests.common import backends as backends_of
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 SHORT = 0.3  # seconds
 
 

@@ -22,8 +22,6 @@ from fsdp2.testing.counting import CountCollectives
 from tests.common import backends, errors, meshes, models, parity
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Check for ranks that disagree")]
-
 DIM = 8
 ALL = (0, 1, 2, 3)
 Order = tuple[int, ...]

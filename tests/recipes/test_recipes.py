@@ -66,7 +66,6 @@ def test_llama_70b(tmp_path: Path) -> None:
     assert one == pytest.approx(found, rel=2e-3)  # bf16 sums of tp in another order
 
 
-@pytest.mark.feature("Frozen parameters, LoRA")
 @pytest.mark.clients
 def test_lora(tmp_path: Path) -> None:
     from peft import PeftModel
@@ -84,7 +83,6 @@ def test_lora(tmp_path: Path) -> None:
     assert torch.equal(adapted(tokens).logits, merged(tokens).logits)
 
 
-@pytest.mark.feature("QLoRA with torchao")
 @pytest.mark.clients
 def test_qlora(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
@@ -117,7 +115,6 @@ def test_distill(tmp_path: Path) -> None:
     assert one == pytest.approx(found, rel=2e-3)
 
 
-@pytest.mark.feature("Context parallelism")
 @pytest.mark.clients
 def test_long_context(tmp_path: Path) -> None:
     found = losses("long_context.py", tmp_path, "--steps", "6", "--context", "2", ranks=4)
@@ -127,7 +124,6 @@ def test_long_context(tmp_path: Path) -> None:
     assert one == pytest.approx(found, rel=2e-3)
 
 
-@pytest.mark.feature("accelerate, Trainer, trl, Lightning")
 @pytest.mark.clients
 def test_accelerate(tmp_path: Path) -> None:
     """The page has every key, and its files are read without a key that is not known."""

@@ -16,8 +16,6 @@ from tests.common.backends import packs
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Accumulation of gradients")]
-
 MICROBATCHES = 3
 
 

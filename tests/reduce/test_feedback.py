@@ -20,8 +20,9 @@ from fsdp2.core.reduce.binding import hand_over
 from fsdp2.core.reduce.feedback import Feedback, keep_finite
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.testing.null_group import init_null_group
-from tests.common import reductions, scenarios, thread_ranks
+from tests.common import scenarios, thread_ranks
 from tests.common.errors import raises
+from tests.reduce import reductions
 
 pytestmark = pytest.mark.alone
 

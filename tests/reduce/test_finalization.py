@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import GradientReductionHandle, ShardingStateError
+from fsdp2 import GradientReductionHandle
 from tests.common import meshes, models, parity
 from tests.common.workers import ranks
-
-pytestmark = pytest.mark.ranks
 
 TORCH_HAS_IT = hasattr(parity.TORCH.FSDPModule, "finalize_backward")
 MICRO = 3
@@ -207,21 +205,6 @@ def test_a_handle_dropped_by_a_reset() -> None:
     parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
-@ranks(2)
-def test_more_work_before_the_wait_is_refused() -> None:
-    model = _manual()
-    parity.regression_loss(model, _one()).backward()
-    handle = model.finalize_backward(async_op=True)
-    with pytest.raises(ShardingStateError, match=r"forward of '\(root\)' was called before"):
-        model(_one()[0])
-    with pytest.raises(RuntimeError, match="called again before wait"):
-        model.finalize_backward()
-    handle.wait()
-    model.zero_grad()
-    parity.regression_loss(model, _one()).backward()
-    model.finalize_backward()
-
-
 @pytest.mark.parametrize("during", ["forward", "backward"])
 @ranks(2)
 def test_calls_in_the_middle_of_an_iteration(during: str) -> None:
@@ -250,26 +233,6 @@ def test_calls_in_the_middle_of_an_iteration(during: str) -> None:
     assert all(f"was called during {during}; call it after its end" in text for text in errors)
     model.finalize_backward()
     assert all(param.grad is not None for param in model.parameters())
-
-
-@ranks(2)
-def test_finalize_needs_the_manual_mode() -> None:
-    model: Any = parity.shard(parity.OURS, mlp())
-    parity.regression_loss(model, _one()).backward()
-    with pytest.raises(RuntimeError, match=r"call set_manual_backward_finalization\(True\)"):
-        model.finalize_backward()
-
-
-@ranks(2)
-def test_only_the_root() -> None:
-    model: Any = parity.shard(parity.OURS, mlp())
-    model(_one()[0])
-    for call in (
-        model.layers[0].finalize_backward,
-        partial(model.layers[0].set_manual_backward_finalization, True),
-    ):
-        with pytest.raises(RuntimeError, match=r"on 'layers\.0', which is not the root"):
-            call()
 
 
 @ranks(2)

@@ -15,8 +15,6 @@ from tests.common import models, parity, running
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Frozen parameters, LoRA")]
-
 
 @ranks(2)
 @each_once(

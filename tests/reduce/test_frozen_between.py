@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,8 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from tests.common import combinations, gradients, models, parity
 from tests.common.workers import ranks
-
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Frozen parameters, LoRA")]
 
 
 class Adapted(nn.Module):

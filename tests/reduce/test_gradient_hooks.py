@@ -19,8 +19,6 @@ from tests.common import gradients, parity, running
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 
 @ranks(2, extended=(4,))
 def test_post_accumulate_grad_hooks() -> None:

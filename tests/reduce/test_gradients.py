@@ -19,8 +19,6 @@ from tests.common import gradients, models, parity
 from tests.common.backends import packs
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 # -- accumulation ---------------------------------------------------------------------------------
 
 

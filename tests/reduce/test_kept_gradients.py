@@ -16,8 +16,6 @@ from fsdp2 import CPUOffloadPolicy
 from tests.common import combinations, gradients, meshes, parity
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 STEPS = 4
 
 Loop = Callable[[nn.Module], Any]

@@ -12,8 +12,9 @@ import torch
 
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.testing.virtual import VirtualDevice
-from tests.common import reductions, thread_ranks
+from tests.common import thread_ranks
 from tests.common.scenarios import SCENARIOS
+from tests.reduce import reductions
 
 pytestmark = pytest.mark.alone
 

@@ -20,7 +20,8 @@ from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import ReduceContext, Way, operations, unify
 from fsdp2.core.reduce.transport import packing
 from fsdp2.testing.null_group import CallLog, init_null_group
-from tests.common import reductions, scenarios, thread_ranks
+from tests.common import scenarios, thread_ranks
+from tests.reduce import reductions
 
 pytestmark = pytest.mark.alone
 

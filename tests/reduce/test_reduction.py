@@ -13,9 +13,10 @@ import torch
 from fsdp2.core.device.buffers import TransientBuffer
 from fsdp2.core.device.kernels import FusedKernels
 from fsdp2.core.layout.layout import Slot
-from fsdp2.core.reduce.division import plan_division
+from fsdp2.core.reduce.spec import plan_division
 from fsdp2.testing.counting import operators
-from tests.common import reductions, thread_ranks
+from tests.common import thread_ranks
+from tests.reduce import reductions
 
 pytestmark = pytest.mark.alone
 

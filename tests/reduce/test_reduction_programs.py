@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdp2.core.reduce.division import plan_division
-from tests.common import reductions, thread_ranks
+from fsdp2.core.reduce.spec import plan_division
+from tests.common import thread_ranks
 from tests.common.combinations import each_once
+from tests.reduce import reductions
 
 pytestmark = pytest.mark.alone
 

@@ -16,8 +16,6 @@ from tests.common import models, parity
 from tests.common.gradients import unsharded_grads
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 DIM = 8
 
 

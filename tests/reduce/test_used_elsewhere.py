@@ -16,8 +16,6 @@ from tests.common import meshes, parity
 from tests.common.models import seeded
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 DIM = 6
 
 

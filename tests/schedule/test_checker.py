@@ -19,7 +19,7 @@ import torch
 from fsdp2.core.device.streams import Lane
 from fsdp2.testing.virtual import VirtualDevice, VirtualTensor, VirtualTransient
 from fsdp2.tracing.record.notes import HOST, USER, Await, Place
-from tests.common.oracle import unordered_conflicts
+from tests.schedule.oracle import unordered_conflicts
 
 pytestmark = pytest.mark.alone
 

@@ -11,8 +11,6 @@ import torch
 from tests.common import parity, running
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 
 @ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])

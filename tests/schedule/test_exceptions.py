@@ -34,8 +34,6 @@ from tests.common.meshes import hsdp_mesh
 from tests.common.offloading import forced_offload
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Exceptions on all ranks")]
-
 KINDS = (RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError)
 
 
@@ -206,13 +204,13 @@ USERS_PLACES = (
 
 OUR_PLACES = {
     "allocation": (TransientBuffer, "acquire"),
-    "allocation of a gradient": (kernels.TorchKernels, "bind_empty"),
+    "allocation of a gradient": (kernels.Kernels, "bind_empty"),
     "all-gather": (GroupCollectives, "bind_all_gather"),
     "all-gather in a loop": (GroupCollectives, "all_gather"),  # of what is coalesced
     "reduce-scatter": (GroupCollectives, "bind_reduce_scatter"),
-    "copy-in": (kernels.TorchKernels, "copy"),
-    "staging": (kernels.TorchKernels, "chunk_cat"),
-    "copies": (kernels.TorchKernels, "copy_many"),
+    "copy-in": (kernels.Kernels, "copy"),
+    "staging": (kernels.Kernels, "chunk_cat"),
+    "copies": (kernels.Kernels, "copy_many"),
 }
 
 
@@ -291,8 +289,8 @@ class Memory:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        transient = kernels.TorchKernels.transient
-        bind_empty = kernels.TorchKernels.bind_empty
+        transient = kernels.Kernels.transient
+        bind_empty = kernels.Kernels.bind_empty
 
         def counted_transient(*args: Any) -> TransientBuffer:
             self.buffers.append(transient(*args))
@@ -309,8 +307,8 @@ class Memory:
             return counted_empty
 
         with (
-            mock.patch.object(kernels.TorchKernels, "transient", counted_transient),
-            mock.patch.object(kernels.TorchKernels, "bind_empty", bind_counted),
+            mock.patch.object(kernels.Kernels, "transient", counted_transient),
+            mock.patch.object(kernels.Kernels, "bind_empty", bind_counted),
         ):
             yield
 

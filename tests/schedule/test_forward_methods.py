@@ -11,11 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import fully_shard, register_fsdp_forward_method
 from tests.common import models, parity, running
 from tests.common.workers import ranks
-
-pytestmark = pytest.mark.ranks
 
 
 class _Coder(nn.Module):
@@ -75,15 +72,3 @@ def test_register_fsdp_forward_method(mixed: bool) -> None:
         mixed=mixed,
     )
     parity.assert_equal(ours, plain, "unsharded")
-
-
-@ranks(2)
-def test_register_fsdp_forward_method_elsewhere() -> None:
-    """Does nothing on a module that is not sharded; names a method that is not there."""
-    plain = _Coder()
-    register_fsdp_forward_method(plain, "encode")
-    assert "encode" not in vars(plain)
-    sharded = _Coder()
-    fully_shard(sharded, mesh=parity.world_mesh())
-    with pytest.raises(ValueError, match="recode"):
-        register_fsdp_forward_method(sharded, "recode")

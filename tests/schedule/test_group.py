@@ -9,7 +9,7 @@ import torch
 
 from fsdp2 import MixedPrecisionPolicy, ShardingStateError
 from fsdp2.core.gather.smaller_group import SmallerGroup
-from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.progress import Counts
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.unit import Unit, free_if_outdated
@@ -131,7 +131,7 @@ def test_parameters_of_before_a_step_are_out_of_date() -> None:
     group.finish_unshard()
     free_if_outdated(group)
     assert group.is_unsharded
-    OptimizerSteps.count += 1
+    Counts.steps += 1
     free_if_outdated(group)
     assert group.state is GroupState.SHARDED
     free_if_outdated(group)

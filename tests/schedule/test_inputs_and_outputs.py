@@ -17,8 +17,6 @@ from tests.common import models, parity, running
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 
 @ranks(2)
 @each_once(mode=["tuple", "dict", "dataclass"], used=["both", "left", "right"])

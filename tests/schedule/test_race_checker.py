@@ -17,9 +17,9 @@ from fsdp2.testing.simulation import Simulation
 from fsdp2.testing.virtual import VirtualDevice
 from fsdp2.tracing.record.notes import Note
 from tests.common import combinations, random_models
-from tests.common import replay as common_replay
-from tests.common.oracle import unordered_conflicts
 from tests.common.scenarios import SCENARIOS
+from tests.schedule import replay as common_replay
+from tests.schedule.oracle import unordered_conflicts
 
 SEEDS = 60  # schedules of each scenario; the extended run has six times as many
 MUTATED = 4  # schedules of each scenario that are mutated …

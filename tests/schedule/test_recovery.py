@@ -17,8 +17,6 @@ from tests.common.models import (
 )
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Exceptions on all ranks")]
-
 
 class _BoomError(Exception):
     """What the tests below throw."""

@@ -18,8 +18,6 @@ from tests.common import models, parity
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 
 class _Head(nn.Module):
     """Returns what its child returned: the same tensor."""

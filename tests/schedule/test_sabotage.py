@@ -16,8 +16,7 @@ from fsdp2.core.gather.program import Gather
 from fsdp2.core.gather.segments import Pair, SegmentViews
 from fsdp2.core.params.gradients import Gradients
 from fsdp2.core.reduce import result
-from fsdp2.core.reduce.partial_sums import PartialSums
-from fsdp2.core.reduce.program import Job
+from fsdp2.core.reduce.program import Job, PartialSums
 from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler

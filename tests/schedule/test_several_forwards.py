@@ -15,8 +15,6 @@ from tests.common import models, parity, running
 from tests.common.backends import packs
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 
 @ranks(2, extended=(4,))
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])

@@ -22,8 +22,6 @@ from tests.common import models, parity
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 
 class Router(nn.Module):
     """Keeps a value of its forward, made before its output or after it."""

@@ -263,9 +263,8 @@ def test_groups_of_a_unit_count_as_one_in_the_window() -> None:
 
         def look(scheduler: Any = scheduler) -> None:
             nonlocal most
-            units = {
-                pending.group.name.partition("/")[0] for pending in scheduler._in_flight.holding
-            }
+            names = [pending.params[0].name for pending in scheduler._in_flight.holding]
+            units = {name.partition(".")[0].partition("/")[0] for name in names}
             most = max(most, len(units))
 
         watch.at_each_step = look

@@ -1,20 +1,21 @@
-"""What `fully_shard` makes of arguments and modules; misuses are in `test_errors.py`."""
+"""What `fully_shard` makes of arguments and modules; misuses are in `test_misuses.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2 import FSDPModule, OffloadPolicy, fully_shard
+from fsdp2 import OffloadPolicy, fully_shard
 from fsdp2.core.modules.registry import record_of
 from fsdp2.testing.null_group import init_null_group, null_mesh
+from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
 
@@ -26,28 +27,6 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(8, 4)
-        self.head = nn.Linear(4, 8, bias=False)
-        self.head.weight = self.embed.weight
-
-
-@pytest.mark.parametrize("build", [Tied, lambda: nn.Sequential(nn.Linear(4, 4))])
-def test_a_refused_call_changes_nothing(build: Callable[[], nn.Module]) -> None:
-    model = build()
-    before = dict(model.named_parameters())
-    with pytest.raises(ValueError, match="below 2"):
-        fully_shard(model, shard_placement_fn=lambda _: Shard(5))
-    assert not isinstance(model, FSDPModule)
-    assert all(param is before[name] for name, param in model.named_parameters())
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
-    fully_shard(model)  # nothing was left behind that would refuse it
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-
-
 def test_int_reshard_values() -> None:
     """The mesh's size means True, 1 means False."""
     fully_shard(nn.Linear(4, 4), reshard_after_forward=4, offload_policy=OffloadPolicy())
@@ -57,6 +36,9 @@ def test_int_reshard_values() -> None:
     kept(torch.randn(1, 4))
     assert isinstance(freed.weight, DTensor)
     assert not isinstance(kept.weight, DTensor)
+    for size in (0, -1, 5, 8):
+        with raises("reshard-size"):
+            fully_shard(nn.Linear(4, 4), reshard_after_forward=size)
 
 
 def test_ignored_and_attributes() -> None:

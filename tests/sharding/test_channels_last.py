@@ -24,8 +24,6 @@ from tests.common.errors import raises
 from tests.common.looped import coalescing
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 LAST = torch.channels_last
 
 

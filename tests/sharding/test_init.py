@@ -20,8 +20,6 @@ from tests.common import gradients, meshes, models, parity
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 Change = Callable[[Any], Any]
 
 
@@ -137,15 +135,6 @@ def test_dtensors_put_in_place_of_parameters(after: str) -> None:
         gradients.mlp(), parity.adamw, parity.regression_loss, gradients.mlp_batches(), slices=True
     )
     parity.assert_equal(steps, plain, "unsharded")
-
-
-@ranks(2)
-def test_parameters_that_stay_on_meta_are_named() -> None:
-    with torch.device("meta"):
-        model = models.MLP()
-    parity.shard(parity.OURS, model)
-    with pytest.raises(ShardingStateError, match=r"'head.weight' is still on the meta device"):
-        model(gradients.part(0)[0])
 
 
 # -- casts and moves ------------------------------------------------------------------------------
@@ -333,23 +322,6 @@ def test_ignored_parameters_through_every_conversion() -> None:
             assert isinstance(param, DTensor) is (name not in ("layers.0.weight", "head.bias"))
             assert param.grad is not None
         model.zero_grad()
-
-
-# -- what is refused ------------------------------------------------------------------------------
-
-
-@ranks(2)
-def test_refusals_say_what_to_do() -> None:
-    model = parity.shard(parity.OURS, gradients.mlp())
-    with pytest.raises(ValueError, match=r"already called on this FSDPMLP; call it once"):
-        fully_shard(model, mesh=parity.world_mesh())
-    with pytest.raises(TypeError, match=r"FSDPMLP cannot be deep-copied.*before fully_shard"):
-        copy.deepcopy(model)
-    with pytest.raises(TypeError, match=r"FSDPMLP cannot be deep-copied.*before fully_shard"):
-        copy.deepcopy(nn.Sequential(model))
-    for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
-        with pytest.raises(ValueError, match=r"has no forward, so nothing would gather"):
-            fully_shard(container, mesh=parity.world_mesh())
 
 
 # -- parameters and modules that come later -------------------------------------------------------

@@ -16,8 +16,6 @@ from tests.common import models, parity, running
 from tests.common.meshes import TORCH_VERSION
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 
 class _Grouped(nn.Module):
     """`norm` and `head` are one group; `skip` leaves the head to whoever calls the model."""

@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from tests.common import combinations, meshes, models, parity
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 # name -> (names and sizes of the full mesh for four ranks, shard dims, replicate dims)
 CASES: dict[str, tuple[dict[str, int], Any, Any]] = {
     "shard": ({"shard": 4}, "shard", None),
@@ -192,39 +190,3 @@ def test_only_replicated(case: str) -> None:
     parity.assert_equal(
         parity.full_params(model), parity.full_params(models.seeded(Net)), "parameters"
     )
-
-
-# -- refusals -------------------------------------------------------------------------------------
-
-
-@ranks(4)
-def test_what_is_refused() -> None:
-    where = meshes.mesh("replicate", "shard", shape=(2, 2))
-    dims = parity.OURS.DataParallelMeshDims
-
-    def refused(layer: nn.Linear, match: str, named: Any, on: DeviceMesh = where) -> None:
-        weight = layer.weight
-        with pytest.raises(ValueError, match=match):
-            parity.OURS.fully_shard(layer, mesh=on, dp_mesh_dims=named)
-        assert type(layer) is nn.Linear
-        assert layer.weight is weight
-
-    def layer(*placements: Any, on: DeviceMesh = where) -> nn.Linear:
-        made = nn.Linear(models.DIM, models.DIM, bias=False)
-        made.weight = nn.Parameter(distribute_tensor(made.weight.detach(), on, placements))
-        return made
-
-    copies = (Replicate(), Replicate())
-    refused(layer(*copies), "names the mesh dim 'data'", dims("data"))
-    refused(nn.Linear(models.DIM, models.DIM), "is a plain tensor", dims("shard"))
-    refused(
-        layer(Replicate(), Shard(0)), r"redistribute it to Replicate\(\) on that dim", dims("shard")
-    )
-    refused(layer(Shard(0), Replicate()), "dim 'replicate'", dims("shard", "replicate"))
-    other = meshes.mesh("a", "b", shape=(2, 2))
-    refused(layer(*copies, on=other), "not on the mesh", dims("shard"))
-    with pytest.raises(ValueError, match="names no mesh dim"):
-        dims()
-    with pytest.raises(ValueError, match="twice"):
-        dims("shard", ("replicate", "shard"))
-    assert dist.get_world_size() == 4

@@ -21,8 +21,6 @@ from tests.common.errors import raises
 from tests.common.models import DIM, seeded
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 Use = Callable[[Any, Tensor], Tensor]
 Arrange = Callable[["Layer"], Use]
 

@@ -17,9 +17,9 @@ from fsdp2 import MixedPrecisionPolicy, ShardingStateError, fully_shard
 from fsdp2.core.device.buffers import FlatBuffer
 from fsdp2.core.layout.layout import Cut, Slot
 from fsdp2.core.layout.mesh import MeshAxes
-from fsdp2.core.modules.registrations import Registrations
 from fsdp2.core.params.gradients import Gradients
 from fsdp2.core.params.param import ModuleEntry, PlannedParam, ShardedParam
+from fsdp2.core.progress import Counts
 from fsdp2.sharding.meshes import resolve_axes
 
 pytestmark = pytest.mark.alone
@@ -87,12 +87,12 @@ def test_a_units_own_stores_are_no_registrations(mesh: DeviceMesh, reshard: bool
     for unit in (*model, model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
     model(torch.ones(1, 3)).sum().backward()
-    count, times = Registrations.count, model[0].times
+    count, times = Counts.registrations, model[0].times
     model(torch.ones(1, 3)).sum().backward()
-    assert Registrations.count == count
+    assert Counts.registrations == count
     assert model[0].times > times, "asked all the same"
     model[0].weight = nn.Parameter(torch.ones(3, 3))
-    assert Registrations.count == count + 1
+    assert Counts.registrations == count + 1
     with pytest.raises(ShardingStateError, match=r"'0.weight' was replaced by a Parameter"):
         model(torch.ones(1, 3))
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -17,13 +16,6 @@ from fsdp2.testing.null_group import null_mesh, null_world
 pytestmark = pytest.mark.alone
 
 SHAPES = [(1,), (3,), (7, 2), (8, 8), (1000, 3), (30, 16), (4, 5, 6), (2, 0)]
-
-
-@pytest.fixture(autouse=True)
-def _no_group_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class Holder(nn.Module):
@@ -77,27 +69,6 @@ def test_one_flat_shard_backs_all_parameters(world_size: int) -> None:
         end = max(local.data_ptr() + local.nbytes for local in locals_)
         assert end - start <= report.shard_bytes
         assert all(local.untyped_storage().nbytes() == local.nbytes for local in locals_)
-
-
-def test_process_groups_that_were_destroyed_are_not_used_again() -> None:
-    """An equal mesh of a new world has new groups, for smaller groups and joined meshes too."""
-    groups = []
-    for _ in range(2):
-        with null_world(8, 5):
-            mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "tp"))
-            rows = distribute_tensor(torch.ones(8, 8), mesh["tp"], [Shard(0)], src_data_rank=None)
-            parallel, plain = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
-            parallel.weight = nn.Parameter(rows)
-            fsdp2.fully_shard(parallel, mesh=mesh["shard"])
-            fsdp2.fully_shard(plain, mesh=mesh["shard"], reshard_after_forward=2)
-            root = fsdp2.fully_shard(nn.Sequential(plain), mesh=mesh["shard"])
-            root(torch.ones(1, 8))
-            groups += [
-                parallel.weight.device_mesh.get_group("shard"),
-                plain.weight.device_mesh.get_group("shard"),
-            ]
-            assert all(dist.get_world_size(group) > 1 for group in groups[-2:])
-    assert len({id(group) for group in groups}) == 4
 
 
 # ---- zero_grad

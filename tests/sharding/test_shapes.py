@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, fully_shard, group_reports
 from tests.common import combinations, models, parity, workers
 from tests.common.meshes import mesh
-from tests.common.parallelisms import APIS
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Uneven shards, shards on dims other than 0")]
+pytestmark = pytest.mark.ranks
 
 STEPS = 4
 
@@ -272,30 +270,6 @@ def test_training_on_the_dim_that_pads_least_from_a_smaller_group() -> None:
     _check_with_experts(reshard_after_forward=2)
 
 
-def _save_with_experts(api: str, path: Path) -> None:
-    dcp.save(parity.shard(APIS[api], models.seeded(_with_experts)).state_dict(), checkpoint_id=path)
-
-
-def _load_with_experts(api: str, path: Path) -> None:
-    model = parity.shard(APIS[api], models.seeded(_with_experts, seed=1))
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state)
-    assert model[1].up.placements == (Shard(1 if api == "ours" else 0),)
-    for name, whole in models.seeded(_with_experts).state_dict().items():
-        parity.assert_equal(parity.full(model.state_dict()[name]), whole, name)
-
-
-@pytest.mark.parametrize(("writer", "reader"), [("torch", "ours"), ("ours", "torch")])
-def test_checkpoints_move_between_dims(writer: str, reader: str, tmp_path: Path) -> None:
-    """torch's FSDP2 shards on dim 0 what we shard on dim 1."""
-    workers.run_on_ranks(2, _save_with_experts, writer, tmp_path)
-    workers.run_on_ranks(2, _load_with_experts, reader, tmp_path)
-
-
-# -- what is refused, by name ---------------------------------------------------------------------
-
-
 @workers.ranks(2)
 def test_equal_parameters_that_are_not_tied_are_fine() -> None:
     """Models made and dropped one after another reuse ids: none of them may be taken for a tie."""
@@ -314,51 +288,42 @@ def test_equal_parameters_that_are_not_tied_are_fine() -> None:
 # -- ties within a group, modules without parameters, buffers, ignored parameters -----------------
 
 
-@workers.ranks(2)
-def test_module_called_by_two_names_is_sharded_once() -> None:
+def _called_by_two_names() -> nn.Module:
     """A shared module, unlike a tied parameter, may be a unit of its own."""
-
-    def build() -> nn.Module:
-        layer = nn.Linear(models.DIM, models.DIM)
-        layer.is_unit = True
-        return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(models.DIM, 2))
-
-    parity.check_training(
-        partial(models.seeded, build), parity.regression_batches(models.DIM, 2, steps=STEPS)
-    )
+    layer = nn.Linear(models.DIM, models.DIM)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(models.DIM, 2))
 
 
-@workers.ranks(2)
-def test_modules_without_parameters_can_be_units() -> None:
-    def build() -> nn.Module:
-        model = nn.Sequential(
-            nn.Linear(models.DIM, models.DIM), nn.GELU(), nn.Identity(), nn.Linear(models.DIM, 2)
-        )
-        model[1].is_unit = model[2].is_unit = True
-        return model
+def _nothing_in_units() -> nn.Module:
+    first, last = nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, 2)
+    return nn.Sequential(first, nn.GELU(), nn.Identity(), last)
 
-    model = parity.shard(parity.OURS, models.seeded(build))
-    assert isinstance(model[1], FSDPModule)
-    assert isinstance(model[1], nn.GELU)
-    model[1].unshard()
-    model[1].reshard()
-    parity.check_training(
-        partial(models.seeded, build), parity.regression_batches(models.DIM, 2, steps=STEPS)
-    )
+
+def _nothing_of_its_own() -> nn.Module:
+    first, last = nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, 2)
+    return nn.Sequential(first, nn.Tanh(), last)
 
 
 @workers.ranks(2)
-def test_root_without_parameters_of_its_own() -> None:
-    def build() -> nn.Module:
-        model = nn.Sequential(
-            nn.Linear(models.DIM, models.DIM), nn.Tanh(), nn.Linear(models.DIM, 2)
-        )
-        model[0].is_unit = model[2].is_unit = True
+@pytest.mark.parametrize(
+    ("build", "units"),
+    [(_called_by_two_names, [0]), (_nothing_in_units, [1, 2]), (_nothing_of_its_own, [0, 2])],
+)
+def test_units_of_other_modules(build: Callable[[], Any], units: list[int]) -> None:
+    def marked() -> nn.Module:
+        model = build()
+        for unit in units:
+            model[unit].is_unit = True
         return model
 
-    parity.check_training(
-        partial(models.seeded, build), parity.regression_batches(models.DIM, 2, steps=STEPS)
-    )
+    model = parity.shard(parity.OURS, models.seeded(marked))
+    for unit in units:
+        assert isinstance(model[unit], FSDPModule)
+        assert isinstance(model[unit], type(build()[unit]))
+        model[unit].unshard()
+        model[unit].reshard()
+    batches = parity.regression_batches(models.DIM, 2, steps=STEPS)
+    parity.check_training(partial(models.seeded, marked), batches)
 
 
 def _buffered() -> nn.Module:

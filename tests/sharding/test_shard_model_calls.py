@@ -125,18 +125,6 @@ def test_a_strategy_is_settings(strategy: Any) -> None:
     assert str(report).startswith(f"{strategy} over 4 ranks\n  first.inner + last.inner ")
 
 
-def test_a_refused_call_changes_nothing() -> None:
-    """The last block's parameter cannot be sharded."""
-    model = Tied()
-    model.last.norm.weight = nn.Parameter(torch.tensor(1.0))
-    before = dict(model.named_parameters())
-    with raises("scalar-parameter"):
-        shard_model(model, {Block})
-    assert not any(isinstance(module, FSDPModule) for module in model.modules())
-    assert all(param is before[name] for name, param in model.named_parameters())
-    shard_model(model, {Block}, ignored=["last.norm.weight"])
-
-
 def test_misuse(monkeypatch: pytest.MonkeyPatch) -> None:
     model, wrong = Tied(), "zero4"
     with raises("strategy"):

@@ -15,8 +15,6 @@ from tests.common import parity
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 STEPS, MICRO, DIM = 3, 2, 16
 
 

@@ -5,7 +5,6 @@ Where torch's FSDP2 can do it too, both must give the same bits; else the unshar
 
 from __future__ import annotations
 
-import pytest
 from torch import nn
 
 import fsdp2
@@ -15,8 +14,6 @@ from tests.common.running import (
     mlp,
 )
 from tests.common.workers import ranks
-
-pytestmark = pytest.mark.ranks
 
 
 @ranks(2)

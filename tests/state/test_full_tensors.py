@@ -27,8 +27,6 @@ from tests.common.errors import raises
 from tests.common.tensors import Quantized
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Full tensors")]
-
 
 class Buffered(nn.Module):
     """Tied parameters, buffers of both kinds, and a buffer under two names."""

@@ -23,8 +23,6 @@ from tests.common.errors import raises
 from tests.common.offloading import forced_offload
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Full tensors")]
-
 
 class Convolutional(nn.Module):
     """A weight whose memory is in another order, and one that is cut on its second dim."""

@@ -20,8 +20,6 @@ import fsdp2
 from tests.common import models, parity, running
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 
 @ranks(2)
 @pytest.mark.parametrize("reshard_after_forward", [None, False])

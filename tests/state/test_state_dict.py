@@ -32,7 +32,7 @@ from tests.common import models, parallelisms, parity, workers
 from tests.common.errors import raises
 from tests.common.meshes import TORCH_VERSION
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("State dicts, DCP")]
+pytestmark = pytest.mark.ranks
 
 HALF = 3  # steps before the checkpoint, and after it
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.common import parallelisms, parity, workers
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("State dicts, DCP")]
+pytestmark = pytest.mark.ranks
 
 # torch gathers full state dicts with functional collectives, which on gloo crash once in a while
 # (in torch's own runs too); meshes of two dims take the most, and stay out of the default run.

@@ -23,104 +23,41 @@ from tests.common import combinations, gradients, models, parity, running
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 # -- ways to write: each doubles all parameters ---------------------------------------------------
 
 
-def _mul(params: Sequence[nn.Parameter]) -> None:
-    for param in params:
-        param.mul_(2)
+Way = Callable[[Sequence[nn.Parameter]], object]
 
 
-def _copy(params: Sequence[nn.Parameter]) -> None:
-    for param in params:
-        param.copy_(param * 2)
+def _each(write: Callable[[Any], object]) -> Way:
+    """One parameter after the other."""
+
+    def writes(params: Sequence[nn.Parameter]) -> None:
+        for param in params:
+            write(param)
+
+    return writes
 
 
-def _lerp(params: Sequence[nn.Parameter]) -> None:
-    for param in params:
-        param.lerp_(param * 3, 0.5)
-
-
-def _add(params: Sequence[nn.Parameter]) -> None:
-    for param in params:
-        param.add_(param.clone())
-
-
-def _view(params: Sequence[nn.Parameter]) -> None:
-    for param in params:
-        param.view_as(param).mul_(2)
-
-
-def _detached(params: Sequence[nn.Parameter]) -> None:
-    for param in params:
-        param.detach().mul_(2)
-
-
-def _data(params: Sequence[nn.Parameter]) -> None:
-    for param in params:
-        param.data.mul_(2)
-
-
-def _data_copy(params: Sequence[nn.Parameter]) -> None:
-    for param in params:
-        param.data.copy_(param.data * 2)
-
-
-def _foreach(params: Sequence[nn.Parameter]) -> None:
-    torch._foreach_mul_(list(params), 2.0)
-
-
-def _foreach_lerp(params: Sequence[nn.Parameter]) -> None:
-    torch._foreach_lerp_(list(params), torch._foreach_mul(list(params), 3.0), 0.5)
-
-
-def _foreach_data(params: Sequence[nn.Parameter]) -> None:
-    torch._foreach_mul_([param.data for param in params], 2.0)
+def _local(param: Any) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param.data
 
 
 def _inference(params: Sequence[nn.Parameter]) -> None:
     with torch.inference_mode():
-        _mul(params)
-
-
-def _local(param: nn.Parameter) -> Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param.data
-
-
-def _to_local(params: Sequence[nn.Parameter]) -> None:
-    for param in params:
-        _local(param).mul_(2)
-
-
-def _numpy(params: Sequence[nn.Parameter]) -> None:
-    for param in params:
-        array = _local(param).detach().numpy()
-        array *= 2
+        torch._foreach_mul_(list(params), 2.0)
 
 
 def _collective(params: Sequence[nn.Parameter]) -> None:
-    """A sum over ranks that all have the same would be another number on 4: of a pair."""
+    """A sum over ranks that all have the same would be another number on 4: of one alone."""
     for param in params:
         alone = _local(param).clone()
-        work = dist.all_reduce(alone, group=_alone())
+        work = dist.all_reduce(alone, group=_GROUPS[dist.get_rank()])
         assert work is None
         _local(param).copy_(alone * 2)
 
 
-def _alone() -> dist.ProcessGroup:
-    return _GROUPS[dist.get_rank()]
-
-
 _GROUPS: list[Any] = []
-
-
-def _vector(params: Sequence[nn.Parameter]) -> None:
-    """As an optimizer that keeps a flat copy does."""
-    saved = [_local(param).detach().clone().flatten() for param in params]
-    for param, flat in zip(params, saved, strict=True):
-        _local(param).view(-1)[:] = flat * 2
 
 
 def _swapped(params: Sequence[nn.Parameter]) -> None:
@@ -140,26 +77,36 @@ def _sgd(params: Sequence[nn.Parameter]) -> None:
         param.grad = None
 
 
-WAYS = [
-    _mul,
-    _copy,
-    _lerp,
-    _add,
-    _view,
-    _detached,
-    _data,
-    _data_copy,
-    _foreach,
-    _foreach_lerp,
-    _foreach_data,
-    _inference,
-    _to_local,
-    _numpy,
-    _collective,
-    _vector,
-    _swapped,
-    _sgd,
-]
+_mul, _copy = _each(lambda p: p.mul_(2)), _each(lambda p: p.copy_(p * 2))
+_data = _each(lambda p: p.data.mul_(2))
+_numpy = _each(lambda p: _local(p).detach().numpy().__imul__(2))
+
+
+def _foreach(params: Sequence[nn.Parameter]) -> None:
+    torch._foreach_mul_(list(params), 2.0)
+
+
+WAYS: dict[str, Way] = {
+    "mul_": _mul,
+    "copy_": _copy,
+    "lerp_": _each(lambda p: p.lerp_(p * 3, 0.5)),
+    "add_": _each(lambda p: p.add_(p.clone())),
+    "view": _each(lambda p: p.view_as(p).mul_(2)),
+    "detach": _each(lambda p: p.detach().mul_(2)),
+    "data": _data,
+    "data.copy_": _each(lambda p: p.data.copy_(p.data * 2)),
+    "foreach": _foreach,
+    "foreach lerp": lambda ps: torch._foreach_lerp_([*ps], torch._foreach_mul([*ps], 3.0), 0.5),
+    "foreach data": lambda ps: torch._foreach_mul_([p.data for p in ps], 2.0),
+    "inference": _inference,
+    "to_local": _each(lambda p: _local(p).mul_(2)),
+    "numpy": _numpy,
+    "collective": _collective,
+    "flat copy": _each(lambda p: _local(p).view(-1).copy_(_local(p).detach().flatten() * 2)),
+    "swapped": _swapped,
+    "sgd": _sgd,
+}
+BUT_SGD = {name: way for name, way in WAYS.items() if way is not _sgd}
 
 
 def _load(model: nn.Module) -> None:
@@ -179,7 +126,12 @@ def _apply(model: nn.Module) -> None:
     model.apply(lambda module: _mul(list(module.parameters(recurse=False))))
 
 
-BY_MODEL = [_load, _load_by_torch, _in_place_in_a_state_dict, _apply]
+BY_MODEL = {
+    "load_state_dict": _load,
+    "set_model_state_dict": _load_by_torch,
+    "state_dict in place": _in_place_in_a_state_dict,
+    "apply": _apply,
+}
 
 # -- what is compared -----------------------------------------------------------------------------
 
@@ -194,11 +146,11 @@ def _pair(**arguments: Any) -> tuple[Any, nn.Module]:
     return parity.shard(parity.OURS, running.mlp(), **arguments), running.mlp()
 
 
-def _assert_same(model: nn.Module, plain: nn.Module, way: Callable[..., None] = _mul) -> None:
+def _assert_same(model: nn.Module, plain: nn.Module, way: str = "") -> None:
     """What they are, and what they compute."""
     with torch.no_grad():
-        assert torch.equal(model(_x()), plain(_x())), way.__name__
-    parity.assert_equal(parity.full_params(model), dict(plain.named_parameters()), way.__name__)
+        assert torch.equal(model(_x()), plain(_x())), way
+    parity.assert_equal(parity.full_params(model), dict(plain.named_parameters()), way)
 
 
 def _evaluate(model: nn.Module) -> None:
@@ -261,7 +213,7 @@ def test_the_next_forward_sees_a_write(
     """By any route: parameters held from before, or found in the model now."""
     model, plain = _pair(reshard_after_forward=reshard_after_forward)
     held = list(model.parameters())
-    for way in WAYS:
+    for name, way in WAYS.items():
         for of_model in (lambda: held, lambda: _found(model)):
             before(model)
             params = of_model()
@@ -269,17 +221,17 @@ def test_the_next_forward_sees_a_write(
             with torch.no_grad():
                 way(params)
                 way(list(plain.parameters()))
-            _assert_same(model, plain, way)
+            _assert_same(model, plain, name)
             with torch.no_grad():  # numbers stay what they are to the bit
                 torch._foreach_mul_(held, 0.5)
                 torch._foreach_mul_(list(plain.parameters()), 0.5)
-    for write in BY_MODEL:
+    for name, write in BY_MODEL.items():
         before(model)
         _found(model)
         with torch.no_grad():
             write(model)
             write(plain)
-        _assert_same(model, plain, write)
+        _assert_same(model, plain, name)
 
 
 def _of(which: str) -> tuple[Any, nn.Module]:
@@ -413,25 +365,27 @@ def test_a_forward_that_writes_its_parameter() -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_written_after_a_forward_that_has_no_backward(way: Callable[..., None]) -> None:
+@pytest.mark.parametrize("name", WAYS)
+def test_written_after_a_forward_that_has_no_backward(name: str) -> None:
     """The root stays unsharded after it, and is gathered again for the next."""
+    way = WAYS[name]
     model, plain = _pair()
     held = list(model.parameters())
     model(_x())
     with torch.no_grad():
         way(held)
         way(list(plain.parameters()))
-    _assert_same(model, plain, way)
+    _assert_same(model, plain, name)
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", [way for way in WAYS if way is not _sgd])
-def test_checked_writes(way: Callable[..., None]) -> None:
+@pytest.mark.parametrize("name", BUT_SGD)
+def test_checked_writes(name: str) -> None:
     """By any route: those that no version tells of, to what is unsharded and what stays so.
 
     An optimizer's step is no such route: it frees what is gathered.
     """
+    way = WAYS[name]
     with fsdp2.debug(check_writes=True):
         model, plain = _pair(reshard_after_forward=False)
         held = list(model.parameters())
@@ -445,7 +399,7 @@ def test_checked_writes(way: Callable[..., None]) -> None:
         with torch.no_grad():
             way(held)
             way(list(plain.parameters()))
-        _assert_same(model, plain, way)  # gathered again
+        _assert_same(model, plain, name)  # gathered again
         every = [model, *models.units(model)]
         for module in every:
             module.unshard()
@@ -456,7 +410,7 @@ def test_checked_writes(way: Callable[..., None]) -> None:
             model(_x())
         for module in every:
             module.reshard()
-        _assert_same(model, plain, way)
+        _assert_same(model, plain, name)
         _train(model)
 
 
@@ -519,9 +473,10 @@ def test_units_that_a_user_has_unsharded_stay(
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", [way for way in WAYS if way is not _sgd])
-def test_writes_to_what_a_user_has_unsharded(way: Callable[..., None]) -> None:
+@pytest.mark.parametrize("name", BUT_SGD)
+def test_writes_to_what_a_user_has_unsharded(name: str) -> None:
     """Raise at his reshard(), whatever the route, and whether a forward has freed them since."""
+    way = WAYS[name]
     for between in (nullcontext, torch.no_grad, torch.enable_grad):
         model, plain = _pair()
         unit: Any = models.units(model)[0]
@@ -537,7 +492,7 @@ def test_writes_to_what_a_user_has_unsharded(way: Callable[..., None]) -> None:
             unit.reshard()
         model.reset_iter_state()
         unit.reshard()
-        _assert_same(model, plain, way)
+        _assert_same(model, plain, name)
         _train(model)
 
 

@@ -18,8 +18,6 @@ from fsdp2.core.modules.registry import require_record
 from tests.common import models, parity
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 LENT: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda weight: weight,
     "a view": lambda weight: weight.t(),

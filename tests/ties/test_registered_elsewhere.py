@@ -24,8 +24,6 @@ from tests.common.errors import raises
 from tests.common.models import DIM
 from tests.common.workers import ranks
 
-pytestmark = pytest.mark.ranks
-
 Change = Callable[[Any], object]
 
 

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import ShardingStateError, fully_shard
+from fsdp2 import fully_shard
 from tests.common import models, parity
 from tests.common.combinations import each_once
 from tests.common.workers import ranks
-
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Tied parameters")]
 
 VOCABS = (13, 3, 16)  # uneven on 2 and 4 ranks; fewer rows than 4 ranks; even
 
@@ -167,17 +165,3 @@ def test_parameters_that_share_memory_are_refused(tie: Callable[[Any], None]) ->
     match = r"'second\.weight' shares memory with parameter 'first\.weight'"
     with pytest.raises(ValueError, match=match):
         tie(Halves())
-
-
-# -- after sharding -------------------------------------------------------------------------------
-
-
-@ranks(2)
-def test_replacing_a_parameter_after_fully_shard_is_refused() -> None:
-    """A new plain parameter in a managed parameter's place would be overwritten in silence."""
-    model = parity.shard(parity.OURS, untied())
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-    model(ids).sum().backward()
-    model.head.weight = nn.Parameter(torch.zeros(13, models.DIM))
-    with pytest.raises(ShardingStateError, match=r"'head.weight' was replaced"):
-        model(ids)

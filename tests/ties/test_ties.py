@@ -22,8 +22,6 @@ from tests.common.combinations import each_once
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Tied parameters")]
-
 
 def build(vocab: int = 13, tied: bool = False) -> Any:
     return models.seeded(partial(models.Transformer, blocks=2, vocab=vocab, tied=tied))

@@ -14,7 +14,7 @@ import pytest
 from fsdp2.tracing import COLLECTIVES, LANES, Memory, Slice, Timeline, Wait, summary
 from fsdp2.tracing.timeline import covered, length, union
 from tests.common.errors import raises
-from tests.common.perfetto import problems_of
+from tests.tracing.perfetto import problems_of
 
 pytestmark = pytest.mark.alone
 

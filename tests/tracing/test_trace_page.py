@@ -13,9 +13,9 @@ import pytest
 
 from fsdp2.command.trace import main
 from fsdp2.tracing import Memory, Slice, Timeline, Wait, show
-from tests.common import browser
-from tests.common.browser import Browser, Page
 from tests.common.errors import raises
+from tests.tracing import browser
+from tests.tracing.browser import Browser, Page
 
 pytestmark = pytest.mark.alone
 

@@ -21,7 +21,8 @@ from fsdp2.tracing import Memory, Slice, Timeline, Wait, diff, summary
 from fsdp2.tracing.drawing import LANE_OF, draw
 from fsdp2.tracing.record.notes import Place
 from fsdp2.tracing.record.replay import Cost, replay
-from tests.common import perfetto, random_models
+from tests.common import random_models
+from tests.tracing import perfetto
 
 pytestmark = pytest.mark.alone
 
@@ -244,7 +245,7 @@ def test_sql_over_the_files_tables_gives_the_summarys_sums(tmp_path: Path) -> No
 def test_perfettos_trace_processor_gives_the_summarys_sums(tmp_path: Path) -> None:
     pytest.importorskip("perfetto")
     if perfetto.program() is None:
-        pytest.skip("Perfetto's trace_processor_shell is not here: see tests/common/perfetto.py")
+        pytest.skip("Perfetto's trace_processor_shell is not here: see tests/tracing/perfetto.py")
     path = tmp_path / "plan.json"
     planned().trace(path)
     _check_sums(path, lambda sql: perfetto.query(path, sql))

@@ -19,8 +19,6 @@ from tests.common.errors import raises
 from tests.common.parity import assert_equal
 from tests.common.workers import ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("Timelines")]
-
 DIM, STEPS = 16, 2
 
 

@@ -29,7 +29,7 @@ from fsdp2.testing.null_group import init_null_group, null_mesh
 from fsdp2.tracing import Slice, Timeline
 from fsdp2.tracing.seams import Reporting
 from tests.common.errors import raises
-from tests.common.perfetto import problems_of
+from tests.tracing.perfetto import problems_of
 
 pytestmark = pytest.mark.alone
 

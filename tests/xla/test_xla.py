@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchsPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.wrap import ModuleWrapPolicy
@@ -34,8 +34,6 @@ from fsdp2.xla import (
 from fsdp2.xla.consolidate import main
 from tests.common import models, parity
 from tests.common.workers import ranks
-
-pytestmark = [pytest.mark.ranks, pytest.mark.feature("XLA's wrapper")]
 
 STEPS = 3
 
@@ -96,25 +94,18 @@ def test_trains_as_the_unsharded_model(how: str) -> None:
 
 
 @ranks(2)
-def test_units_in_units_and_uneven_rows() -> None:
-    for build, outputs in (
-        (partial(models.seeded, models.Nested), 3),
-        (partial(models.seeded, models.OddMLP), 1),
-    ):
-        batches = parity.regression_batches(models.DIM, outputs, steps=STEPS)
-        ours = parity.train_sharded(
-            wrap_units(build()), parity.adamw, parity.regression_loss, batches
+def test_other_models_train_as_unsharded() -> None:
+    """Units in units, uneven rows, tied parameters."""
+    for model, outputs in ((models.Nested, 3), (models.OddMLP, 1)):
+        build, batches = (
+            partial(models.seeded, model),
+            parity.regression_batches(models.DIM, outputs, steps=STEPS),
         )
-        expected = parity.train_unsharded(
-            build(), parity.adamw, parity.regression_loss, batches, slices=True
-        )
+        loss = parity.regression_loss
+        ours = parity.train_sharded(wrap_units(build()), parity.adamw, loss, batches)
+        expected = parity.train_unsharded(build(), parity.adamw, loss, batches, slices=True)
         parity.assert_equal(ours, expected)
-
-
-@ranks(2)
-def test_tied_parameters() -> None:
-    ours, expected = _language(wrap_units, tied=True)
-    parity.assert_equal(ours, expected)
+    parity.assert_equal(*_language(wrap_units, tied=True))
 
 
 @ranks(2)
@@ -298,42 +289,6 @@ def test_construction_and_wrapping_in_turns() -> None:
         ours,
         parity.train_unsharded(plain, parity.adamw, parity.regression_loss, batches, slices=True),
     )
-
-
-class TwoLayers(nn.Module):
-    """Of the picture of gather, compute, discard: weights [model, hidden] and [hidden, model]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w0 = nn.Parameter(torch.randn(models.DIM, 6))
-        self.w1 = nn.Parameter(torch.randn(6, models.DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x @ self.w0) @ self.w1
-
-
-@ranks(2)
-def test_gather_compute_discard() -> None:
-    """Both weights are cut on the model's dim; a rank ends with its part of averaged gradients."""
-    rank, local = dist.get_rank(), models.DIM // 2
-    mine = slice(rank * local, (rank + 1) * local)
-    plain, model = models.seeded(TwoLayers), models.seeded(TwoLayers)
-    fsdp2.fully_shard(
-        model, shard_placement_fn=lambda p: Shard(0 if p.shape[0] == models.DIM else 1)
-    )
-    parity.assert_equal(model.w0.to_local(), plain.w0.detach()[mine])
-    parity.assert_equal(model.w1.to_local(), plain.w1.detach()[:, mine])
-    x = torch.randn(2, 5, models.DIM, generator=torch.Generator().manual_seed(4))
-    grads = torch.randn(2, 5, models.DIM, generator=torch.Generator().manual_seed(5))
-    model(x[rank]).backward(grads[rank])
-    total = []
-    for one, grad in zip(x, grads, strict=True):  # by hand
-        z = one @ plain.w0.detach()
-        back = (grad @ plain.w1.detach().t()) * (z > 0)
-        total.append((one.t() @ back, torch.relu(z).t() @ grad))
-    w0, w1 = ((a + b) / 2 for a, b in zip(*total, strict=True))
-    torch.testing.assert_close(model.w0.grad.to_local(), w0[mine], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(model.w1.grad.to_local(), w1[:, mine], rtol=1e-5, atol=1e-6)
 
 
 # ---- checkpoints of activations

@@ -16,8 +16,6 @@ from fsdp2.examples import train_digits, train_imagenet
 from fsdp2.examples.flags import GivenRanks
 from fsdp2.wrap.wrapper_module import WrapperModule
 from fsdp2.xla import XlaFullyShardedDataParallel as Wrapper
-from fsdp2.xla.consolidate import main as consolidate
-from fsdp2.xla.shards import FORMAT
 
 pytestmark = pytest.mark.alone
 
@@ -103,25 +101,6 @@ def test_the_command_of_imagenet() -> None:
     assert rates == pytest.approx([0.08, 0.4, 0.4, 0.04, 0.0004])
     assert options.use_gradient_checkpointing
     assert options.dtype == torch.bfloat16
-
-
-def test_the_command_that_consolidates(tmp_path: Path) -> None:
-    """By default the full file is beside the ranks' own, and is none of them."""
-    rows = torch.arange(6.0).view(3, 2)
-    metadata = {
-        "format": FORMAT,
-        "world_size": 2,
-        "shard_info": {"weight": {"shape": (3, 2), "dim": 0}},
-        "buffer_info": {},
-        "flatten_info": {},
-    }
-    for rank, part in enumerate((rows[:2], rows[2:])):
-        saved = {"model": {"weight": part.clone()}, "shard_metadata": metadata | {"rank": rank}}
-        torch.save(saved, tmp_path / f"final_ckpt_rank-{rank}-of-2.pth")
-    command = ["--ckpt_prefix", f"{tmp_path}/final_ckpt", "--ckpt_suffix", "_rank-*-of-*.pth"]
-    assert consolidate(command) == 0
-    full = torch.load(tmp_path / "final_ckpt_consolidated.pth", weights_only=True)
-    assert torch.equal(full["model"]["weight"], rows)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip("`"))

@@ -97,16 +97,6 @@ def test_files_of_the_older_format(tmp_path: Path) -> None:
 
 Change = Callable[[Path], object]
 
-WRONG: list[tuple[str, Change]] = []
-
-
-def wrong_files(entry: str) -> Callable[[Change], Change]:
-    def add(change: Change) -> Change:
-        WRONG.append((entry, change))
-        return change
-
-    return add
-
 
 def _edit(folder: Path, rank: int, change: Callable[[dict[str, Any]], object]) -> None:
     found = checkpoint(rank)
@@ -118,11 +108,59 @@ def _add(folder: Path, saved: object) -> None:
     torch.save(saved, folder / "ckpt_rank-9-of-4.pth")
 
 
-@pytest.mark.parametrize("number", range(19))
-def test_wrong_files(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def _cut(folder: Path, length: Callable[[int], int]) -> None:
+    path = folder / "ckpt_rank-3-of-4.pth"
+    path.write_bytes(path.read_bytes()[: length(path.stat().st_size)])
+
+
+def _infos(saved: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = saved["shard_metadata"]["shard_info"]
+    return found
+
+
+WRONG: list[tuple[str, Change]] = [
+    ("xla-no-files", lambda folder: [path.unlink() for path in folder.iterdir()]),
+    ("xla-missing", lambda folder: (folder / "ckpt_rank-2-of-4.pth").unlink()),
+    ("xla-unreadable", lambda folder: _cut(folder, lambda size: size - 100)),
+    ("xla-unreadable", lambda folder: _cut(folder, lambda size: size // 2)),
+    ("xla-unreadable", lambda folder: _cut(folder, lambda size: 0)),
+    ("xla-unreadable", lambda folder: _add(folder, {"model": {}, "config": io.StringIO})),
+    ("xla-no-model", lambda folder: _add(folder, {"state": 1})),
+    ("xla-no-model", lambda folder: _add(folder, [1])),
+    ("xla-no-model", lambda folder: _edit(folder, 1, lambda c: c.update(model=3))),
+    (
+        "xla-foreign",
+        lambda folder: _add(folder, {"model": {}, "shard_metadata": {"world_size": 4, "rank": 9}}),
+    ),
+    ("xla-foreign", lambda folder: _edit(folder, 0, lambda c: c.pop("shard_metadata"))),
+    ("xla-rank-twice", lambda folder: _add(folder, checkpoint(1))),
+    ("xla-world-sizes", lambda folder: _add(folder, checkpoint(1, 2))),
+    ("xla-other-model", lambda folder: _edit(folder, 2, lambda c: _infos(c).pop("wide"))),
+    (
+        "xla-other-model",
+        lambda folder: _edit(
+            folder, 1, lambda c: _infos(c).update(few={"shape": [1, 2], "dim": 1})
+        ),
+    ),
+    ("xla-names", lambda folder: _edit(folder, 3, lambda c: c["model"].pop("weight"))),
+    ("xla-names", lambda folder: _edit(folder, 0, lambda c: c["model"].pop("mean"))),
+    (
+        "xla-piece",
+        lambda folder: _edit(folder, 1, lambda c: c["model"].update(weight=full()["weight"])),
+    ),
+    (
+        "xla-dtypes",
+        lambda folder: _edit(folder, 2, lambda c: c["model"].update(few=torch.zeros(0, 2).half())),
+    ),
+]
+
+
+@pytest.mark.parametrize(("entry", "change"), WRONG, ids=[entry for entry, _ in WRONG])
+def test_wrong_files(
+    entry: str, change: Change, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """They are named, by the function and by the command, and nothing is written."""
     prefix = save(tmp_path)
-    entry, change = WRONG[number]
     change(tmp_path)
     before = sorted(tmp_path.iterdir())
     with raises(entry) as caught:
@@ -131,112 +169,6 @@ def test_wrong_files(number: int, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["--ckpt_prefix", prefix, "--ckpt_suffix", SUFFIX]) == 1
     assert capsys.readouterr().err.strip() == str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
-
-
-@wrong_files("xla-no-files")
-def _(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
-
-
-@wrong_files("xla-missing")
-def _(folder: Path) -> None:
-    (folder / "ckpt_rank-2-of-4.pth").unlink()
-
-
-@wrong_files("xla-unreadable")
-def _(folder: Path) -> None:
-    path = folder / "ckpt_rank-3-of-4.pth"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-@wrong_files("xla-unreadable")
-def _(folder: Path) -> None:
-    path = folder / "ckpt_rank-3-of-4.pth"
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-@wrong_files("xla-unreadable")
-def _(folder: Path) -> None:
-    (folder / "ckpt_rank-1-of-4.pth").write_bytes(b"")
-
-
-@wrong_files("xla-unreadable")
-def _(folder: Path) -> None:
-    _add(folder, {"model": {}, "config": io.StringIO})
-
-
-@wrong_files("xla-no-model")
-def _(folder: Path) -> None:
-    _add(folder, {"state": 1})
-
-
-@wrong_files("xla-no-model")
-def _(folder: Path) -> None:
-    _add(folder, [1])
-
-
-@wrong_files("xla-no-model")
-def _(folder: Path) -> None:
-    _edit(folder, 1, lambda c: c.update(model=3))
-
-
-@wrong_files("xla-foreign")
-def _(folder: Path) -> None:
-    _add(folder, {"model": {}, "shard_metadata": {"world_size": 4, "rank": 9}})
-
-
-@wrong_files("xla-foreign")
-def _(folder: Path) -> None:
-    _edit(folder, 0, lambda c: c.pop("shard_metadata"))
-
-
-@wrong_files("xla-rank-twice")
-def _(folder: Path) -> None:
-    _add(folder, checkpoint(1))
-
-
-@wrong_files("xla-world-sizes")
-def _(folder: Path) -> None:
-    _add(folder, checkpoint(1, 2))
-
-
-@wrong_files("xla-other-model")
-def _(folder: Path) -> None:
-    _edit(folder, 2, lambda c: c["shard_metadata"]["shard_info"].pop("wide"))
-
-
-@wrong_files("xla-other-model")
-def _(folder: Path) -> None:
-    _edit(
-        folder,
-        1,
-        lambda c: c["shard_metadata"]["shard_info"].update(few={"shape": [1, 2], "dim": 1}),
-    )
-
-
-@wrong_files("xla-names")
-def _(folder: Path) -> None:
-    _edit(folder, 3, lambda c: c["model"].pop("weight"))
-
-
-@wrong_files("xla-names")
-def _(folder: Path) -> None:
-    _edit(folder, 0, lambda c: c["model"].pop("mean"))
-
-
-@wrong_files("xla-piece")
-def _(folder: Path) -> None:
-    _edit(folder, 1, lambda c: c["model"].update(weight=full()["weight"]))
-
-
-@wrong_files("xla-dtypes")
-def _(folder: Path) -> None:
-    _edit(folder, 2, lambda c: c["model"].update(few=torch.zeros(0, 2).half()))
-
-
-def test_all_wrong_files_are_tried() -> None:
-    assert len(WRONG) == 19
 
 
 def test_wrong_state_dicts() -> None:

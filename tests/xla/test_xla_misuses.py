@@ -20,7 +20,19 @@ from tests.common import errors
 
 pytestmark = pytest.mark.alone
 
-MISUSES: dict[str, Callable[[], Any]] = {}
+MISUSES: dict[str, Callable[[], Any]] = {
+    "xla-not-a-module": lambda: FSDP([nn.Linear(2, 2)]),  # type: ignore[arg-type]
+    "xla-wrapped-twice": lambda: FSDP(FSDP(nn.Linear(2, 2))),
+    "xla-groups": lambda: FSDP(nn.Linear(2, 2), sharding_groups=[[0, 1], [2]]),
+    "xla-group-position": lambda: FSDP(nn.Linear(2, 2), sharding_world_size=2),
+    "xla-bucket": lambda: FSDP(nn.Linear(2, 2), reduce_scatter_bucket_size_mb=-1),
+    "xla-divide-factors": lambda: FSDP(nn.Linear(2, 2)).set_gradient_divide_factors(
+        1.0, 0.0, False
+    ),
+    "xla-clip-groups": lambda: FSDP(nn.Linear(2, 2)).clip_grad_norm_(1.0, groups=[[0, 1], [2, 3]]),
+    "xla-checkpoint": lambda: checkpoint_module(print),  # type: ignore[type-var]
+    "xla-foreign-rows": lambda: FSDP(nn.Linear(8, 8)).load_state_dict(nn.Linear(8, 8).state_dict()),
+}
 
 
 def misuse(entry: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
@@ -41,46 +53,6 @@ def test_misuse(entry: str) -> None:
         MISUSES[entry]()
 
 
-@misuse("xla-not-a-module")
-def _() -> None:
-    FSDP([nn.Linear(2, 2)])  # type: ignore[arg-type]
-
-
-@misuse("xla-wrapped-twice")
-def _() -> None:
-    FSDP(FSDP(nn.Linear(2, 2)))
-
-
-@misuse("xla-groups")
-def _() -> None:
-    FSDP(nn.Linear(2, 2), sharding_groups=[[0, 1], [2]])
-
-
-@misuse("xla-group-position")
-def _() -> None:
-    FSDP(nn.Linear(2, 2), sharding_world_size=2)
-
-
-@misuse("xla-bucket")
-def _() -> None:
-    FSDP(nn.Linear(2, 2), reduce_scatter_bucket_size_mb=-1)
-
-
-@misuse("xla-divide-factors")
-def _() -> None:
-    FSDP(nn.Linear(2, 2)).set_gradient_divide_factors(1.0, 0.0, False)
-
-
-@misuse("xla-clip-groups")
-def _() -> None:
-    FSDP(nn.Linear(2, 2)).clip_grad_norm_(1.0, groups=[[0, 1], [2, 3]])
-
-
-@misuse("xla-checkpoint")
-def _() -> None:
-    checkpoint_module(print)  # type: ignore[type-var]
-
-
 class _Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -99,11 +71,6 @@ def _() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), _Own())
     FSDP(model, param_init_fn=lambda module: module[0].to_empty(device="cpu"))
-
-
-@misuse("xla-foreign-rows")
-def _() -> None:
-    FSDP(nn.Linear(8, 8)).load_state_dict(nn.Linear(8, 8).state_dict())
 
 
 @misuse("xla-other-mesh")

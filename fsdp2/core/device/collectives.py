@@ -4,7 +4,7 @@
                 ── bind_reduce_scatter(kind)(out, in), …_many(kind)(outs, ins)
                 ── bind_all_to_all(out, in)()
                 ── the user's own of both; exchange(numbers), largest(numbers)
-    Replicas    ── all_reduce(tensor, op)                                   replicate axis
+                ── all_reduce(tensor, kind)                             replicate axis
 
 From torch 2.13 the process group's methods are ``all_gather_single`` and ``reduce_scatter_single``
 (and ``…_coalesced``); before, ``_allgather_base`` and ``_reduce_scatter_base``. The functions of
@@ -61,8 +61,6 @@ Launch = Callable[[], Work | None]
 class ReduceKind:
     """How values are combined: summed; averaged, or divided by ``factor``, in the collective."""
 
-    __slots__ = ("all_reduce_options", "average", "factor", "op", "options")
-
     def __init__(self, average: bool, factor: float | None = None) -> None:
         self.average = average
         self.factor = factor
@@ -80,65 +78,6 @@ class ReduceKind:
         self.all_reduce_options = AllreduceOptions()
         self.all_reduce_options.reduceOp = made
         self.all_reduce_options.asyncOp = False
-
-
-class Collectives(Protocol):
-    """Collectives over one axis, each returning the work to wait for; a step's are bound."""
-
-    size: int
-    rank: int
-    coalesces: bool
-    premultiplies: bool
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group; ``None`` where there is one rank."""
-
-    def over(self, group: dist.ProcessGroup) -> Collectives:
-        """The same over another process group of the same ranks."""
-
-    def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Work | None:
-        """``output``: [size * n], ``input_``: [n]."""
-
-    def bind_all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
-        """A function that runs ``all_gather`` of these tensors."""
-
-    def bind_all_gather_many(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Launch:
-        """A function that runs ``all_gather`` for each pair, in one launch."""
-
-    def bind_all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
-        """A launch that gives each rank its row of ``input_`` and takes one of each; [size, n]."""
-
-    def bind_reduce_scatter(
-        self, kind: ReduceKind
-    ) -> Callable[[torch.Tensor, torch.Tensor], Work | None]:
-        """A function that reduces as ``kind`` says, from an input [size * n] to an output [n]."""
-
-    def bind_reduce_scatter_many(
-        self, kind: ReduceKind
-    ) -> Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Work | None]:
-        """The same of many outputs and inputs, in one launch."""
-
-    def custom_all_gather(
-        self, comm: AllGather, output: torch.Tensor, input_: torch.Tensor
-    ) -> Work | None:
-        """As ``all_gather``, by the user's collective."""
-
-    def custom_reduce_scatter(
-        self, comm: ReduceScatter, output: torch.Tensor, input_: torch.Tensor, kind: ReduceKind
-    ) -> Work | None:
-        """A reduce-scatter by the user's collective."""
-
-    def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind) -> Work | None:
-        """Reduce a flat tensor in place."""
-
-    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Every rank's ``numbers`` (64 bits, equally many), by rank; blocks the host."""
-
-    def largest(self, numbers: Sequence[int]) -> list[int]:
-        """The largest of each of the ranks' ``numbers`` (64 bits); blocks the host."""
 
 
 def run_all_gather(
@@ -168,13 +107,6 @@ def run_reduce_scatter(
     return work
 
 
-def scatter_sums(output: torch.Tensor, input_: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum ``input_`` [ranks * n] over ``group``, and keep this rank's part in ``output`` [n]."""
-    work = _method(group, _SCATTER)(output, input_, ReduceScatterOptions())
-    if work is not None:
-        work.wait()
-
-
 def _method(group: dist.ProcessGroup, names: tuple[str, ...]) -> Callable[..., Any]:
     for name in names:
         if hasattr(group, name):
@@ -189,26 +121,12 @@ def _method(group: dist.ProcessGroup, names: tuple[str, ...]) -> Callable[..., A
 
 
 class GroupCollectives:
-    """Collectives of a c10d process group.
+    """Collectives over one axis, a c10d process group; each returns the work to wait for.
 
     If ``asynchronous``, the device has streams: a work object that the backend returns is waited
     for at once, on the current stream, so that an event recorded after the call is after the
     collective. If not (CPU), it is returned, and the collective runs while the host continues.
     """
-
-    __slots__ = (
-        "_asynchronous",
-        "_gather",
-        "_gather_many",
-        "_scatter",
-        "_scatter_many",
-        "coalesces",
-        "device",
-        "group",
-        "premultiplies",
-        "rank",
-        "size",
-    )
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, asynchronous: bool) -> None:
         self.group = group
@@ -225,22 +143,28 @@ class GroupCollectives:
         self._scatter_many = _method(group, _SCATTER_MANY)
 
     def over(self, group: dist.ProcessGroup) -> GroupCollectives:
+        """The same over another process group of the same ranks."""
         return GroupCollectives(group, self.device, self._asynchronous)
 
     def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Work | None:
+        """``output``: [size * n], ``input_``: [n]."""
         return self._ordered(self._gather(output, input_, _GATHER_OPTIONS))
 
     def bind_all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
+        """A function that runs ``all_gather`` of these tensors."""
         return self._bound(functools.partial(self._gather, output, input_, _GATHER_OPTIONS))
 
     def bind_all_gather_many(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Launch:
-        """Gather many flat tensors in one launch: the backend's own call, where no stream waits."""
+        """A function that runs ``all_gather`` for each pair, in one launch: the backend's own call,
+        where no stream waits.
+        """
         launch = functools.partial(self._gather_many, outputs, inputs, _GATHER_OPTIONS)
         return self._bound(launch)
 
     def bind_all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
+        """A launch that gives each rank its row of ``input_`` and takes one of each; [size, n]."""
         options = AllToAllOptions()
         options.asyncOp = False
         exchange = _method(self.group, _EXCHANGE)
@@ -249,16 +173,19 @@ class GroupCollectives:
     def bind_reduce_scatter(
         self, kind: ReduceKind
     ) -> Callable[[torch.Tensor, torch.Tensor], Work | None]:
+        """A function that reduces as ``kind`` says, from an input [size * n] to an output [n]."""
         return self._bound(functools.partial(self._scatter, opts=kind.options))
 
     def bind_reduce_scatter_many(
         self, kind: ReduceKind
     ) -> Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Work | None]:
+        """The same of many outputs and inputs, in one launch."""
         return self._bound(functools.partial(self._scatter_many, opts=kind.options))
 
     def custom_all_gather(
         self, comm: AllGather, output: torch.Tensor, input_: torch.Tensor
     ) -> Work | None:
+        """As ``all_gather``, by the user's collective."""
         return self._ordered(comm(output_tensor=output, input_tensor=input_, group=self.group))
 
     def custom_reduce_scatter(
@@ -268,10 +195,11 @@ class GroupCollectives:
         return self._ordered(work)
 
     def all_reduce(self, tensor: torch.Tensor, kind: ReduceKind) -> Work | None:
+        """Reduce a flat tensor in place."""
         return self._ordered(self.group.allreduce([tensor], kind.all_reduce_options))
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """One small all-gather, waited for."""
+        """Every rank's ``numbers`` (64 bits, equally many), by rank; blocks the host."""
         device = "cpu" if self.device.type == "meta" else self.device  # numbers need memory
         own = torch.tensor(numbers, dtype=torch.int64, device=device)
         everyones = own.repeat(self.size)  # for groups that only look like many ranks
@@ -282,7 +210,7 @@ class GroupCollectives:
         return found
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
-        """One small all-reduce, waited for."""
+        """The largest of each of the ranks' ``numbers`` (64 bits); blocks the host."""
         device = "cpu" if self.device.type == "meta" else self.device  # numbers need memory
         found = torch.tensor(numbers, dtype=torch.int64, device=device)
         options = AllreduceOptions()
@@ -321,7 +249,7 @@ class SoloCollectives:
     premultiplies = False
     group = None
 
-    def _refuse(self, *_: object) -> NoReturn:
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise AssertionError("one rank has nobody to communicate with")
 
     over = all_gather = bind_all_gather = bind_all_gather_many = _refuse
@@ -332,7 +260,7 @@ class SoloCollectives:
 class ComplexCollectives:
     """Collectives of complex tensors, as the pairs of real numbers that backends know."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: GroupCollectives | SoloCollectives) -> None:
         self._real = collectives
         self.size, self.rank, self.group = collectives.size, collectives.rank, collectives.group
         self.coalesces, self.premultiplies = collectives.coalesces, collectives.premultiplies
@@ -372,9 +300,15 @@ class ComplexCollectives:
         return self._real.all_reduce(torch.view_as_real(tensor), kind)
 
 
+Collectives = GroupCollectives | SoloCollectives | ComplexCollectives
+"""Those of an axis."""
+
+
 def collectives_of(dtype: torch.dtype, collectives: Collectives) -> Collectives:
     """``collectives``, for tensors of this dtype."""
-    return ComplexCollectives(collectives) if dtype.is_complex else collectives
+    if not dtype.is_complex or isinstance(collectives, ComplexCollectives):
+        return collectives
+    return ComplexCollectives(collectives)
 
 
 def _as_real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Our collectives in memory that the backend would rather have.
 
-    GroupAllGather,     GroupReduceScatter        from the process group's allocator, if it has one
-    SymmetricAllGather, SymmetricReduceScatter    symmetric memory, which peers read directly
+    OwnAllGather, OwnReduceScatter   in   GroupMemory       the process group's allocator, if any
+                                          SymmetricMemory   which peers read directly
 
 They are what a user could pass to `set_custom_all_gather` and `set_custom_reduce_scatter`, ready
 made: packed, each in a buffer that comes and goes.
@@ -16,69 +16,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2.core.custom_collectives import AllGather, Comm, OwnMemory, ReduceScatter
+from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
 from fsdp2.core.device.collectives import run_all_gather, run_reduce_scatter
 from fsdp2.core.device.one_off import run_barrier
 
 
-class _Gathers(OwnMemory, AllGather):
-    """The built-in all-gather; the backend sees where its buffers are."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Run it in place, so that one buffer is to be known."""
-        self.meet(group, output_tensor)
-        return run_all_gather(group, output_tensor, input_tensor)
-
-
-class _Reduces(OwnMemory, ReduceScatter):
-    """The built-in reduce-scatter, likewise."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Run it."""
-        self.meet(group, input_tensor, output_tensor)
-        return run_reduce_scatter(group, output_tensor, input_tensor, op)
-
-
-class GroupMemory(OwnMemory):
+class GroupMemory:
     """Buffers from a process group's allocator, or plain ones where its backend has none."""
+
+    only_sums = False
+    """Whether a reduce-scatter in it can only sum."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+        self, size: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A new buffer."""
         backend: Any = self._group._get_backend(device)
         if backend.supports_tensor_alloc(device):
-            buffer: torch.Tensor = backend.allocate_tensor(prod(size), dtype=dtype, device=device)
-            return buffer
+            found: torch.Tensor = backend.allocate_tensor(prod(size), dtype=dtype, device=device)
+            return found
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class GroupAllGather(GroupMemory, _Gathers):
-    """An all-gather in the process group's memory."""
-
-
-class GroupReduceScatter(GroupMemory, _Reduces):
-    """A reduce-scatter in the process group's memory."""
+    def meet(self, group: dist.ProcessGroup, *buffers: torch.Tensor) -> None:
+        """Nothing to register with the other ranks."""
 
 
-class SymmetricMemory(OwnMemory):
+class SymmetricMemory:
     """Buffers from torch's pool of symmetric memory, which are used again and again."""
+
+    only_sums = True  # so NCCL has it
 
     def __init__(self, backend: str) -> None:
         # Here, as CPU builds need not have it.
@@ -89,9 +57,8 @@ class SymmetricMemory(OwnMemory):
         symmetric.set_backend(backend)  # type: ignore[arg-type]  # a literal
 
     def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+        self, size: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A buffer of the pool."""
         pool = self._symmetric.get_mem_pool(device)
         with torch.get_device_module(device).use_mem_pool(pool):
             return torch.empty(*size, dtype=dtype, device=device)
@@ -106,17 +73,58 @@ class SymmetricMemory(OwnMemory):
             self._symmetric.rendezvous(buffer, group=name)
 
 
-class SymmetricAllGather(SymmetricMemory, _Gathers):
-    """An all-gather in symmetric memory."""
+Memory = GroupMemory | SymmetricMemory
 
 
-class SymmetricReduceScatter(SymmetricMemory, _Reduces):
-    """A reduce-scatter in symmetric memory, which NCCL has for sums only."""
+class OwnComm(Comm):
+    """A built-in collective; the backend sees where its buffers are: in ``memory``."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self.memory.allocate(size, dtype, device)
 
 
-MemoryKind = type[GroupMemory] | type[SymmetricMemory]
+class OwnAllGather(OwnComm, AllGather):
+    """The built-in all-gather."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Run it in place, so that one buffer is to be known."""
+        self.memory.meet(group, output_tensor)
+        return run_all_gather(group, output_tensor, input_tensor)
 
 
-def conflicting(comms: Sequence[Comm | None], memory: MemoryKind) -> Comm | None:
-    """The first of a group's collectives that is not of ``memory``; ``None``: there is none."""
-    return next((c for c in comms if c is not None and not isinstance(c, memory)), None)
+class OwnReduceScatter(OwnComm, ReduceScatter):
+    """The built-in reduce-scatter."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.memory.meet(group, input_tensor, output_tensor)
+        return run_reduce_scatter(group, output_tensor, input_tensor, op)
+
+
+OwnComms = tuple[OwnAllGather, OwnReduceScatter]
+"""Our collectives over a process group, in one kind of memory."""
+
+
+def conflicting(comms: Sequence[Comm | None], memory: type[Memory]) -> Comm | None:
+    """The first of a group's collectives that is not in ``memory``; ``None``: there is none."""
+    for comm in comms:
+        if comm is not None and not isinstance(getattr(comm, "memory", None), memory):
+            return comm
+    return None

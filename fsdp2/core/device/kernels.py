@@ -1,7 +1,7 @@
 """The tensor operations that transports and reductions launch on the current stream.
 
-They are few, and defined by one protocol, so that the same code also runs on simulated tensors
-(`fsdp2.testing.virtual`), where each call states what it reads and writes. If torch's own function
+They are few, so that the same code also runs on simulated tensors (`fsdp2.testing.virtual`), where
+each call states what it reads and writes. If torch's own function
 takes exactly these arguments, it is used directly, which saves a call.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -26,85 +25,6 @@ Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
 """The argument of torch's functions of many tensors."""
 
 
-class Kernels(Protocol):
-    """Memory and copies of one device; if it ``fuses``, one kernel copies many tensors."""
-
-    fuses: bool
-
-    def transient(self, nbytes: int, name: str) -> TransientBuffer:
-        """A buffer that comes and goes."""
-
-    def flat(self, nbytes: int, on_meta: bool) -> FlatBuffer:
-        """A persistent buffer."""
-
-    def host_flat(self, nbytes: int, on_meta: bool, pin: bool) -> FlatBuffer:
-        """A persistent buffer in CPU memory, page-locked if ``pin``."""
-
-    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
-        """A new tensor in CPU memory, page-locked if ``pin``."""
-
-    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy to CPU memory; the result is available after the lane has run this call."""
-
-    def from_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy from CPU memory."""
-
-    def bind_empty(
-        self, shape: tuple[int, ...], dtype: torch.dtype, name: str
-    ) -> Callable[[], torch.Tensor]:
-        """A function that creates a new tensor, freed with its last reference."""
-
-    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
-        """A new tensor of zeros."""
-
-    def constant(self, numel: int, value: float, dtype: torch.dtype, name: str) -> torch.Tensor:
-        """A flat tensor of one value, which is never written: equal ones may be one tensor."""
-
-    def fetched(self, source: torch.Tensor) -> torch.Tensor:
-        """A tensor's copy in CPU memory, available once the host has waited for the lane."""
-
-    def numbers(self, tensor: torch.Tensor) -> list[float]:
-        """The numbers in a flat tensor in CPU memory."""
-
-    def pieces(self, flat: torch.Tensor, sizes: Sequence[int]) -> Tensors:
-        """Consecutive flat views of ``flat``."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy, casting where dtypes differ."""
-
-    def copy_many(self, targets: Tensors, sources: Tensors, /) -> object:
-        """Copy pairwise in as few kernels as the device can."""
-
-    def copy_strided(self, targets: Tensors, sources: Tensors, /) -> object:
-        """As `copy_many` into contiguous tensors, where sources may have any strides."""
-
-    def split_copy(self, source: torch.Tensor, sizes: Sequence[int], targets: Tensors) -> None:
-        """``source``: [ranks, sum(sizes)], contiguous rows → ``targets[i]``: [ranks, sizes[i]]."""
-
-    def chunk_cat(self, tensors: Tensors, dim: int, chunks: int, /, *, out: torch.Tensor) -> object:
-        """Rows of each tensor in ``chunks`` equal (zero-padded) parts → ``out``: [chunks, …]."""
-
-    def divide(self, tensor: torch.Tensor, factor: float, /) -> object:
-        """Divide in place."""
-
-    def transform(
-        self,
-        function: Callable[[torch.Tensor, torch.Tensor], None],
-        target: torch.Tensor,
-        source: torch.Tensor,
-    ) -> None:
-        """Run operators of a codec, which read ``source`` and write ``target``."""
-
-    def add_many(self, targets: Tensors, sources: Tensors, /) -> object:
-        """Add pairwise, in place."""
-
-    def bind_fingerprint(self, tensors: Sequence[torch.Tensor], /) -> Callable[[], torch.Tensor]:
-        """For sums of some tensors' bytes."""
-
-    def differ(self, now: Sequence[torch.Tensor], before: Sequence[torch.Tensor], /) -> list[int]:
-        """1 for each pair of fingerprints that differs, otherwise 0; blocks the host."""
-
-
 _add_many: Callable[[Tensors, Tensors], object] = torch._foreach_add_
 _copy_many: Callable[[Tensors, Tensors], object] = torch._foreach_copy_
 _chunk_cat: Callable[..., object] = torch._chunk_cat
@@ -115,15 +35,29 @@ _constants: weakref.WeakValueDictionary[
 ] = weakref.WeakValueDictionary()
 
 
-class TorchKernels:
-    """The real ones, on a CPU."""
+class Kernels:
+    """Memory and copies of one device; if it ``fuses``, one kernel copies many tensors.
+
+    These are a CPU's; others are subclasses.
+    """
 
     fuses = False
+
+    copy_many = staticmethod(_copy_many)
+    """Copy pairwise, in one fused kernel where the device and the tensors allow it."""
+
     copy_strided = staticmethod(_copy_many)  # a CPU copies one by one in any case
-    copy_many = staticmethod(_copy_many)  # one fused kernel where the tensors allow it
+    """As `copy_many` into contiguous tensors, where sources may have any strides."""
+
     add_many = staticmethod(_add_many)
+    """Add pairwise, in place."""
+
     chunk_cat = staticmethod(_chunk_cat)  # fused on accelerators, the cast included
+    """Rows of each tensor in equal (zero-padded) chunks → ``out``: [chunks, …]."""
+
     divide = staticmethod(_divide)
+    """Divide in place."""
+
     bind_fingerprint = staticmethod(bind_fingerprint)
     differ = staticmethod(differ)
 
@@ -132,19 +66,25 @@ class TorchKernels:
         self._transient = TransientBuffer if empties_storages(device) else SwappedBuffer
 
     def transient(self, nbytes: int, name: str) -> TransientBuffer:
+        """A buffer that comes and goes."""
         return self._transient(nbytes, self._device, name)
 
     def flat(self, nbytes: int, on_meta: bool) -> FlatBuffer:
+        """A persistent buffer."""
         return FlatBuffer(nbytes, torch.device("meta") if on_meta else self._device)
 
     def host_flat(self, nbytes: int, on_meta: bool, pin: bool) -> FlatBuffer:
+        """A persistent buffer in CPU memory, page-locked if ``pin``."""
         return FlatBuffer(nbytes, torch.device("meta" if on_meta else "cpu"), pin)
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
+        """A new tensor in CPU memory, page-locked if ``pin``."""
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pin)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """One kernel; to or from page-locked memory without blocking the host."""
+        """Copy, casting where dtypes differ; to or from page-locked memory the host does not wait:
+        the result is available after the lane has run this call.
+        """
         target.copy_(source, non_blocking=True)
 
     to_host = from_host = copy
@@ -152,6 +92,7 @@ class TorchKernels:
     def bind_empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, name: str
     ) -> Callable[[], torch.Tensor]:
+        """A function that creates a new tensor, freed with its last reference."""
         # One by one: torch looks at a tuple for symbolic sizes, which takes half as long again.
         return functools.partial(torch.empty, *shape, dtype=dtype, device=self._device)
 
@@ -159,7 +100,9 @@ class TorchKernels:
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def constant(self, numel: int, value: float, dtype: torch.dtype, name: str) -> torch.Tensor:
-        """One tensor for all that ask for the same, as long as one of them has it."""
+        """A flat tensor of one value, which is never written: one for all that ask for the same, as
+        long as one of them has it.
+        """
         key = (self._device, numel, value, dtype)
         found = _constants.get(key)
         if found is None:
@@ -170,7 +113,7 @@ class TorchKernels:
         return found
 
     def fetched(self, source: torch.Tensor) -> torch.Tensor:
-        """An asynchronous copy, to page-locked memory where there is a device."""
+        """A tensor's copy in CPU memory, available once the host has waited for the lane."""
         # From a device to pageable memory, a copy would make the host wait.
         pin = self._device.type != "cpu"
         target = self.host_empty(tuple(source.shape), source.dtype, pin)
@@ -178,11 +121,12 @@ class TorchKernels:
         return target
 
     def numbers(self, tensor: torch.Tensor) -> list[float]:
+        """The numbers in a flat tensor in CPU memory."""
         found: list[float] = tensor.tolist()
         return found
 
     def pieces(self, flat: torch.Tensor, sizes: Sequence[int]) -> Tensors:
-        """One call for all views: cheaper than a narrow each."""
+        """Consecutive flat views of ``flat``, by one call: cheaper than a narrow each."""
         return flat.split_with_sizes(sizes)
 
     def transform(
@@ -191,14 +135,17 @@ class TorchKernels:
         target: torch.Tensor,
         source: torch.Tensor,
     ) -> None:
+        """Run operators of a codec, which read ``source`` and write ``target``."""
         function(target, source)
 
     def split_copy(self, source: torch.Tensor, sizes: Sequence[int], targets: Tensors) -> None:
-        """One fused kernel on accelerators."""
+        """``source``: [ranks, sum(sizes)], contiguous rows → ``targets[i]``: [ranks, sizes[i]]; one
+        fused kernel on accelerators.
+        """
         torch.split_with_sizes_copy(source, sizes, dim=1, out=targets)
 
 
-class FusedKernels(TorchKernels):
+class FusedKernels(Kernels):
     """Those of an accelerator, where torch fuses copies of many tensors."""
 
     fuses = True
@@ -218,7 +165,7 @@ class FusedKernels(TorchKernels):
         return None
 
 
-class BlockingKernels(TorchKernels):
+class BlockingKernels(Kernels):
     """Those of a device without streams: a copy is there when its call returns."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -234,5 +181,5 @@ class BlockingKernels(TorchKernels):
 def kernels_for(device: torch.device, has_streams: bool) -> Kernels:
     """Those of ``device``."""
     if device.type in ("cpu", "meta"):
-        return TorchKernels(device)
+        return Kernels(device)
     return FusedKernels(device) if has_streams else BlockingKernels(device)

@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from typing import Protocol
 
 import torch
 
@@ -49,22 +48,28 @@ Event = torch.Event | None
 """``None`` if there is one lane: all launched operations have run."""
 
 
-class Streams(Protocol):
-    """The interface of a device's streams for the scheduler."""
+class Streams:
+    """The lanes of a device for the scheduler: here one for all, in which an operation has run when
+    its call returns, or before any later one.
+    """
 
-    asynchronous: bool
+    asynchronous = False
     """Whether lanes run asynchronously to the host, so that events must order collectives."""
 
-    captures: Callable[[], bool] | None
+    captures: Callable[[], bool] | None = None
     """Whether the current stream records a CUDA graph; ``None`` if it cannot."""
+
+    _stay = nullcontext()  # one for all: it has no state
 
     def make_event(self) -> Event:
         """Return an event that the caller may `record` repeatedly; ``None`` without streams."""
+        return None
 
     def record(self, lane: Lane, label: str, event: Event = None) -> Event:
         """Return an event after everything issued on ``lane`` so far, named by ``label``:
         ``event``, one of `make_event`, or one that is soon reused, for a wait at once.
         """
+        return None
 
     def wait(self, lane: Lane, event: Event, label: str) -> None:
         """Make ``lane`` wait for ``event``; ``label`` names the order that this makes."""
@@ -74,35 +79,11 @@ class Streams(Protocol):
 
     def on(self, lane: Lane) -> AbstractContextManager[object]:
         """Run the operations inside the ``with`` on ``lane``."""
-
-
-class InlineStreams:
-    """One lane for all: an operation has run when its call returns, or before any later one."""
-
-    asynchronous = False
-    captures: Callable[[], bool] | None = None
-    _stay = nullcontext()  # one for all: it has no state
-
-    def make_event(self) -> None:
-        """There are no events."""
-
-    def record(self, lane: Lane, label: str, event: Event = None) -> None:
-        """Record nothing: all launched operations have run."""
-
-    def wait(self, lane: Lane, event: Event, label: str) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self, event: Event, label: str) -> None:
-        """Nothing to wait for."""
-
-    def on(self, lane: Lane) -> AbstractContextManager[object]:
         return self._stay
 
 
 class _OnStream:
     """Makes a stream current inside a ``with``; not nested with itself."""
-
-    __slots__ = ("_index", "_outer", "_stream")
 
     def __init__(self, stream: torch.Stream, index: int) -> None:
         self._stream = stream
@@ -125,7 +106,7 @@ class _OnStream:
         self._outer = None
 
 
-class DeviceStreams:
+class DeviceStreams(Streams):
     """Streams and events of an accelerator.
 
     Events come from a small ring per lane, unless the caller provides one. If an event of a ring is
@@ -184,11 +165,11 @@ class DeviceStreams:
 def make_streams(device: torch.device) -> Streams:
     """The lanes of ``device``: streams, or a single lane if creating a stream fails."""
     if device.type in ("cpu", "meta"):
-        return InlineStreams()
+        return Streams()
     try:
         return DeviceStreams(device)
     except RuntimeError:  # such as XLA's, on which operations run in the order of their calls
-        return InlineStreams()
+        return Streams()
 
 
 @dataclass(frozen=True)

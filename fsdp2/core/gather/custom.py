@@ -8,7 +8,7 @@ The buffer may be another one each time, so its views are created for each all-g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -17,106 +17,71 @@ from fsdp2.core.custom_collectives import AllGather, checked_buffer
 from fsdp2.core.device.collectives import Work
 from fsdp2.core.gather.program import Gather
 from fsdp2.core.gather.segments import SegmentViews
-from fsdp2.core.layout.layout import Slot
+
+Copies = tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]
+"""A segment's copies: into this rank's row of bytes, and out of the rows of all ranks."""
 
 
 def custom(places: Sequence[SegmentViews], comm: AllGather, device: torch.device) -> Gather:
     parameters = [found for place in places for found in place.parameters()]
-    found = _Custom(places, comm, device)
-    if not found.nbytes:
+    nbytes, parts = 0, list[Copies]()
+    for place in places:
+        parts.append(_copies(place, nbytes))
+        nbytes += place.segment.shard_numel * place.segment.full_dtype.itemsize
+    if not nbytes:
         return Gather(parameters)
-    return Gather(
-        parameters,
-        [found.acquire],
-        [found.copy_in],
-        [found.gather],
-        [found.copy_out],
-        [found.release],
-    )
+    dtypes = {place.segment.full_dtype for place in places}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    # Any of them will do: complex numbers are not converted for a user's collective.
+    collectives, numel = places[0].collectives, nbytes // dtype.itemsize
+    size, rank = collectives.size, collectives.rank
+    buffers: list[torch.Tensor] = []  # of the all-gather that runs: the output, and its own row
+
+    def acquire() -> None:
+        output = checked_buffer(comm, size * numel, dtype, device)
+        buffers[:] = output, output.narrow(0, rank * numel, numel)
+
+    def copy_in() -> None:
+        row = buffers[1].view(torch.uint8)
+        for put, _ in parts:
+            put(row)
+
+    def gather() -> Work | None:
+        return collectives.custom_all_gather(comm, *buffers)
+
+    def copy_out() -> None:
+        rows = buffers[0].view(torch.uint8).view(size, nbytes)
+        for _, take in parts:
+            take(rows)
+
+    return Gather(parameters, [acquire], [copy_in], [gather], [copy_out], [buffers.clear])
 
 
-class _Custom:
-    """The buffer of the all-gather that runs, and the rows of all segments in it."""
+def _copies(place: SegmentViews, start: int) -> Copies:
+    """The copies of one segment, whose bytes in every rank's row begin at ``start``."""
+    segment, kernels, flat = place.segment, place.kernels, place.shards()
+    nbytes = segment.shard_numel * segment.full_dtype.itemsize
+    in_order = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
+    sizes, targets = [slot.shard_numel for slot in in_order], place.rows_of(in_order)
+    blocks = [
+        (slot, block) for slot in segment.slots if not slot.in_order for block in slot.blocks()
+    ]
+    block_targets = [place.block(slot, *block) for slot, block in blocks]
 
-    def __init__(
-        self, places: Sequence[SegmentViews], comm: AllGather, device: torch.device
-    ) -> None:
-        self._comm, self._device = comm, device
-        # Any of them will do: complex numbers are not converted for a user's collective.
-        self._collectives = places[0].collectives
-        self._parts: list[_Part] = []
-        self.nbytes = 0
-        for place in places:
-            self._parts.append(_Part(place, self.nbytes))
-            self.nbytes += self._parts[-1].nbytes
-        dtypes = {place.segment.full_dtype for place in places}
-        self._dtype: torch.dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-        self._output: torch.Tensor | None = None
-        self._own: torch.Tensor | None = None
+    def put(row: torch.Tensor) -> None:
+        kernels.copy(row.narrow(0, start, nbytes).view(segment.full_dtype), flat)
 
-    def acquire(self) -> None:
-        numel = self.nbytes // self._dtype.itemsize
-        size, rank = self._collectives.size, self._collectives.rank
-        self._output = checked_buffer(self._comm, size * numel, self._dtype, self._device)
-        self._own = self._output.narrow(0, rank * numel, numel)
-
-    def copy_in(self) -> None:
-        assert self._own is not None
-        row = self._own.view(torch.uint8)
-        for part in self._parts:
-            part.put(row)
-
-    def gather(self) -> Work | None:
-        assert self._output is not None
-        assert self._own is not None
-        return self._collectives.custom_all_gather(self._comm, self._output, self._own)
-
-    def copy_out(self) -> None:
-        assert self._output is not None
-        rows = self._output.view(torch.uint8).view(self._collectives.size, self.nbytes)
-        for part in self._parts:
-            part.take(rows)
-
-    def release(self) -> None:
-        self._output = self._own = None
-
-
-class _Part:
-    """One segment: its bytes in every rank's row, from ``start`` on."""
-
-    def __init__(self, place: SegmentViews, start: int) -> None:
-        segment = place.segment
-        self._place, self._start = place, start
-        self._flat = place.shards()
-        self.nbytes = segment.shard_numel * segment.full_dtype.itemsize
-        in_order = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
-        self._sizes = [slot.shard_numel for slot in in_order]
-        self._targets = place.rows_of(in_order)
-        self._blocks: list[tuple[Slot, tuple[int, int, int], torch.Tensor]] = [
-            (slot, block, place.block(slot, *block))
-            for slot in segment.slots
-            if not slot.in_order
-            for block in slot.blocks()
-        ]
-
-    def put(self, row: torch.Tensor) -> None:
-        """Cast the shards into this rank's row of bytes."""
-        place = self._place
-        target = row.narrow(0, self._start, self.nbytes).view(place.segment.full_dtype)
-        place.kernels.copy(target, self._flat)
-
-    def take(self, rows: torch.Tensor) -> None:
-        """Copy the pieces of all ranks' rows of bytes into the slots."""
-        kernels = self._place.kernels
-        rows = rows.narrow(1, self._start, self.nbytes).view(self._place.wire)
-        if self._sizes:
-            columns = rows.narrow(1, 0, sum(self._sizes))
-            kernels.split_copy(columns, self._sizes, self._targets)
+    def take(rows: torch.Tensor) -> None:
+        rows = rows.narrow(1, start, nbytes).view(place.wire)
+        if sizes:
+            kernels.split_copy(rows.narrow(1, 0, sum(sizes)), sizes, targets)
         sources = []
-        for slot, (ranks, first, length), _ in self._blocks:
+        for slot, (ranks, first, length) in blocks:
             shape = (slot.cut.bands, ranks, slot.outer, length, slot.inner)
             pieces = rows.view(slot.cut.bands, slot.per_band, rows.shape[1])
             pieces = pieces.narrow(1, first, ranks)
             sources.append(pieces.narrow(2, slot.shard_offset, prod(shape[2:])).view(shape))
         if sources:
-            kernels.copy_many([target for _, _, target in self._blocks], sources)
+            kernels.copy_many(block_targets, sources)
+
+    return put, take

@@ -29,9 +29,8 @@ from torch import Tensor
 from fsdp2.core.codecs.codec import NUMBERS, Codec
 from fsdp2.core.device.collectives import Work
 from fsdp2.core.gather.coded import Messages
-from fsdp2.core.gather.kept_rows import KeptRows
 from fsdp2.core.gather.program import Gather
-from fsdp2.core.gather.segments import SegmentViews
+from fsdp2.core.gather.segments import KeptRows, SegmentViews
 from fsdp2.core.layout.layout import Slot
 
 MESSAGES = "coded differences"
@@ -69,7 +68,7 @@ class ReferenceRows(KeptRows):
             self.place.parameters(),
             [self._acquire],
             [self._copy_in],
-            [self._gather],
+            [self._gather_rows, self._gather_messages],
             [self._arrive, *self.rows.put],
             [self._release],
         )
@@ -92,12 +91,11 @@ class ReferenceRows(KeptRows):
         kernels.transform(subtract, messages.numbers, self._own_row)
         kernels.transform(self._codec.encode, messages.own, messages.numbers)
 
-    def _gather(self) -> Work | None:
-        if not self._exact:
-            return self._messages.gather()
-        first = self._gather_all()
-        second = self._messages.gather() if self._codes else None
-        return _Both(first, second) if first is not None and second is not None else first
+    def _gather_rows(self) -> Work | None:
+        return self._gather_all() if self._exact else None
+
+    def _gather_messages(self) -> Work | None:
+        return self._messages.gather() if self._codes else None
 
     def _release(self) -> None:
         self._arrive()  # unless it has
@@ -168,14 +166,3 @@ class ReferenceRows(KeptRows):
 def subtract(numbers: Tensor, reference: Tensor) -> None:
     """Numbers to be added to ``reference``, as `ReferenceRows` adds it."""
     numbers.sub_(torch.nan_to_num(reference.float(), 0.0, 0.0, 0.0))
-
-
-class _Both:
-    """Two running collectives."""
-
-    def __init__(self, first: Work, second: Work) -> None:
-        self._works = first, second
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()

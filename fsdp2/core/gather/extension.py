@@ -23,11 +23,11 @@ differ raise on all of them; a collective would hang or mix up bytes.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -46,10 +46,8 @@ from fsdp2.core.gather.program import Gather
 from fsdp2.core.layout.layout import (
     COLLECTIVE_ALIGN_BYTES,
     Cut,
-    GroupLayout,
     Segment,
     Slot,
-    Transport,
 )
 from fsdp2.core.params.param import POST_HOOK, PRE_HOOK, ShardedParam, compute_dtype
 from fsdp2.core.pieces import round_up
@@ -131,24 +129,26 @@ def check_hooks(name: str, local: torch.Tensor, cut: Cut, even: bool) -> None:
         )
 
 
-@dataclass(frozen=True)
-class ExtensionContext:
-    """The context of an `Extension`; ``made`` is called with each new unsharded parameter."""
-
-    options: GroupOptions
-    device: torch.device
-    offload: CPUOffloadPolicy | None
-    made: weakref.WeakMethod[Callable[[ShardedParam], None]]  # its object owns this extension
-
-
 class ExtendedParam:
-    """One parameter, its hooks, and their tensors; ``targets`` are [ranks, *input shape]."""
+    """One parameter, its hooks, and their tensors; ``targets`` are [ranks, *input shape].
 
-    def __init__(self, param: ShardedParam, slot: Slot, context: ExtensionContext) -> None:
+    ``made`` is called with each new unsharded parameter: weak, as its object owns this one.
+    """
+
+    def __init__(
+        self,
+        param: ShardedParam,
+        slot: Slot,
+        options: GroupOptions,
+        device: torch.device,
+        offload: CPUOffloadPolicy | None,
+        made: weakref.WeakMethod[Callable[[ShardedParam], None]],
+    ) -> None:
         self.param = param
         self.inputs: tuple[Input, ...] | None = None
         self._slot = slot
-        self._context = context
+        self._options, self._device = options, device
+        self._offload, self._made = offload, made
         check_hooks(param.name, param.local, slot.cut, slot.even)
         release = getattr(param.local, RELEASE_HOOK, None)
         self._releases = False if release is None else self._checked_release(release())
@@ -166,17 +166,17 @@ class ExtendedParam:
 
     def pre(self) -> list[torch.Tensor]:
         """Run the pre hook on the present rows of this rank."""
-        param, context = self.param, self._context
+        param = self.param
         local: Any = param.local
-        if context.offload is not None:
+        if self._offload is not None:
             # By itself: extended parameters are not in the flat shard, which the mirror copies as a
             # whole.
-            local = local.to(context.device, non_blocking=True)
+            local = local.to(self._device, non_blocking=True)
         arguments: tuple[object, ...] = (self._mesh,)
         if self._takes_all:
             strides = contiguous_strides(param.shape)
             module, _ = next(iter(param.entries))
-            arguments += (torch.Size(param.shape), strides, module, context.options.precision)
+            arguments += (torch.Size(param.shape), strides, module, self._options.precision)
         result = getattr(local, PRE_HOOK)(*arguments)
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise self._wrong(PRE_HOOK, f"(inputs, metadata), not {type(result).__name__}")
@@ -232,7 +232,7 @@ class ExtendedParam:
     def post(self) -> None:
         """Run the post hook: make the gathered parameter, or fill it again."""
         hook = getattr(self.param.local, POST_HOOK)
-        dtype = compute_dtype(self._context.options, self.param)
+        dtype = compute_dtype(self._options, self.param)
         # Dropped here, as it may hold tensors of this gather.
         metadata, self._metadata = self._metadata, None
         outputs = tuple(self._outputs)
@@ -269,7 +269,7 @@ class ExtendedParam:
                 self._storages.append((storage, storage.size()))
         local = made._local_tensor if isinstance(made, DTensor) else made
         self._guarded = (made, local, *self._outputs, *inner)
-        notify = self._context.made()
+        notify = self._made()
         assert notify is not None
         notify(self.param)
 
@@ -321,14 +321,20 @@ class Extension:
         params: Sequence[ShardedParam],
         collectives: Collectives,
         kernels: Kernels,
-        context: ExtensionContext,
+        options: GroupOptions,
+        device: torch.device,
+        offload: CPUOffloadPolicy | None,
+        made: weakref.WeakMethod[Callable[[ShardedParam], None]],
     ) -> None:
         self.kernels = kernels
         self.collectives = collectives
         self._sends = collectives.size > 1
         self.comm: AllGather | None = None
-        self._context = context
-        self._members = [ExtendedParam(params[s.index], s, context) for s in segment.slots]
+        self._device = device
+        self._extended = functools.partial(
+            ExtendedParam, options=options, device=device, offload=offload, made=made
+        )
+        self._members = [self._extended(params[slot.index], slot) for slot in segment.slots]
         self._learned = False
         self._starts: list[int] = []
         self._width = 0
@@ -355,7 +361,7 @@ class Extension:
         if self.comm is None:
             self._packed = self.kernels.bind_empty((numel,), torch.uint8, "all-gather output")()
         else:
-            self._packed = checked_buffer(self.comm, numel, torch.uint8, self._context.device)
+            self._packed = checked_buffer(self.comm, numel, torch.uint8, self._device)
 
     def _copy_in(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -435,7 +441,7 @@ class Extension:
                 raise failure
         except BaseException:
             # Some have outputs already; the next gather begins from nothing.
-            self._members = [ExtendedParam(m.param, m._slot, self._context) for m in self._members]
+            self._members = [self._extended(m.param, m._slot) for m in self._members]
             raise
         width = 0
         for described in self._described:
@@ -486,17 +492,3 @@ def _digest(inputs: tuple[Input, ...]) -> int:
 
 def _text(inputs: tuple[Input, ...]) -> str:
     return ", ".join(f"{i.shape} {i.dtype}" for i in inputs) or "nothing"
-
-
-def make_extension(
-    layout: GroupLayout,
-    params: Sequence[ShardedParam],
-    collectives: Collectives,
-    kernels: Kernels,
-    context: ExtensionContext,
-) -> Extension | None:
-    """The parameters with all-gather hooks, if any; it outlives changes of how to gather."""
-    for segment in layout.segments:
-        if segment.transport is Transport.EXTENSION:
-            return Extension(segment, params, collectives, kernels, context)
-    return None

@@ -5,7 +5,7 @@
 
     fresh ── an all-gather has ended ──> again ── forget ──> fresh
 
-Rows of all ranks are kept (`kept_rows`), or of a node (`levels`), or of a smaller group, which a
+Rows of all ranks are kept (`KeptRows`), or of a node (`levels`), or of a smaller group, which a
 forward leaves (`smaller_group`). An all-gather evaluates no condition: its last operation chooses
 the next one. `fsdp2.core.schedule.reuse` knows when shards may have changed, and calls `forget`.
 """
@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fsdp2.core.gather.kept_rows import KeptRows
 from fsdp2.core.gather.levels import NodeRows
 from fsdp2.core.gather.make import Part
 from fsdp2.core.gather.program import Gather, combined
+from fsdp2.core.gather.segments import KeptRows
 from fsdp2.core.gather.smaller_group import SmallerRows
 
 

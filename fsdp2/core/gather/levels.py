@@ -76,17 +76,21 @@ class NodeRows:
                 self._zeros.append(self._kernels.zeros((length,), dtype, "padding"))
 
     def _launch(self, inside: Gather) -> Work | None:
-        works = [work for launch in self._own.collectives if (work := launch()) is not None]
-        landing = [*self._own.copy_out]
+        following = _Following()
+        for launch in self._own.collectives:
+            following.start(launch)
+        rest: list[Run] = [*self._own.copy_out]
         if self._gaps:
-            landing.append(partial(self._kernels.copy_many, self._gaps, self._zeros))
-        landing += inside.copy_in  # of node rows, which are there then
-        following = _Following(works, landing, inside.collectives)
-        # On a CPU the rows come later; the host cannot launch the second gather before that.
-        if works:
+            rest.append(partial(self._kernels.copy_many, self._gaps, self._zeros))
+        rest += inside.copy_in  # of node rows, which are there then
+        rest += [partial(following.start, launch) for launch in inside.collectives]
+        if following.steps:
+            # On a CPU the rows come later; the host cannot launch the second gather before that.
+            following.steps += rest
             return following
-        following.go_on()
-        return following if following.works else None
+        for run in rest:
+            run()
+        return following if following.steps else None
 
     def _leave(self) -> None:
         if not self.stays:
@@ -98,39 +102,17 @@ class NodeRows:
 
 
 class _Following:
-    """A gather inside after one between nodes, for whose ``works`` the host waits first."""
+    """The rest of an all-gather, for the host: waits, and after those between nodes all else."""
 
-    __slots__ = ("_inside", "_landing", "works")
+    def __init__(self) -> None:
+        self.steps: list[Run] = []
 
-    def __init__(
-        self,
-        works: list[Work],
-        landing: Sequence[Run],
-        inside: Sequence[Launch],
-    ) -> None:
-        self.works = works
-        # Copies, because each is removed once it has run: a wait may be interrupted and repeated.
-        self._landing = [*landing]
-        self._inside = [*inside]
+    def start(self, launch: Launch) -> None:
+        work = launch()
+        if work is not None:
+            self.steps.append(work.wait)
 
     def wait(self) -> None:
-        """Wait for the first, launch the second, and wait for that; again after an interrupt."""
-        self._wait()
-        self.go_on()
-        self._wait()
-
-    def _wait(self) -> None:
-        while self.works:
-            self.works[-1].wait()
-            self.works.pop()
-
-    def go_on(self) -> None:
-        """Copy received pieces into node rows, and gather inside the node."""
-        while self._landing:
-            self._landing[0]()
-            self._landing.pop(0)
-        while self._inside:
-            work = self._inside[0]()
-            self._inside.pop(0)
-            if work is not None:
-                self.works.append(work)
+        while self.steps:
+            self.steps[0]()
+            del self.steps[0]  # once it has run: a wait may be interrupted and repeated

@@ -11,9 +11,16 @@ from fsdp2.core.device.buffers import Buffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather.custom import custom
-from fsdp2.core.gather.kept_rows import KeptRows
 from fsdp2.core.gather.program import Gather
-from fsdp2.core.gather.segments import Pair, SegmentViews, coalesced, local, one_slot, packed
+from fsdp2.core.gather.segments import (
+    KeptRows,
+    Pair,
+    SegmentViews,
+    coalesced,
+    local,
+    one_slot,
+    packed,
+)
 from fsdp2.core.layout.layout import Segment, Transport, straight_into_slots
 
 Part = tuple[Gather, KeptRows | None]

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -90,11 +89,8 @@ def combined(parts: Iterable[Gather]) -> Gather:
 # ---- the executors
 
 
-class Launched(NamedTuple):
-    """Events after an all-gather's copies in and after its collectives; ``None``: no wait."""
-
-    copied: Event = None
-    gathered: Event = None
+Launched = tuple[Event, Event]
+"""Events after an all-gather's copies in and after its collectives; ``None``: no wait."""
 
 
 def gather_on_lanes(
@@ -119,10 +115,7 @@ def gather_on_lanes(
     streams.wait(ALL_GATHER, behind, "all-gather after copy-in")
     with streams.on(ALL_GATHER):
         gather_inline(streams, gather, name, works, copied=True)
-    return Launched(copied, streams.record(ALL_GATHER, "all-gather done", event))
-
-
-_DONE = Launched()
+    return copied, streams.record(ALL_GATHER, "all-gather done", event)
 
 
 def gather_inline(
@@ -139,4 +132,4 @@ def gather_inline(
         raise
     except RuntimeError as error:
         raise communication_error("all-gather", name, error) from error
-    return _DONE
+    return None, None

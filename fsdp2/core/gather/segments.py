@@ -8,7 +8,7 @@
     local       one rank: the shard is the parameter; or ── cast ──> slots
 
 Each is a function from the `SegmentViews` of a segment to the operations of a `Gather`.
-`packed_rows` is the common part of all that are sent in rows, one per rank.
+`packed_rows` is the common part of all that are sent in rows, one per rank; `KeptRows` stay.
 """
 
 from __future__ import annotations
@@ -259,3 +259,42 @@ def _continues(run: Sequence[Slot], slot: Slot) -> bool:
     # Slots are aligned, so the distance between two may be more than a slot is long.
     step = slot.full_offset - last.full_offset
     return len(run) == 1 or last.full_offset - run[-2].full_offset == step
+
+
+# ---- rows that outlive their all-gather
+
+ROWS = "kept rows"
+
+
+class KeptRows:
+    """The rows of a segment, whose memory stays: see `fsdp2.core.gather.keeping`."""
+
+    def __init__(self, place: SegmentViews) -> None:
+        self.place = place
+        self.rows = packed_rows(place, ROWS)
+
+    def fresh(self) -> Gather:
+        """The all-gather that brings them. Called once, while their memory is allocated."""
+        place, rows = self.place, self.rows
+        pair, copy_in = own_row(place, rows)
+        launch = place.collectives.bind_all_gather(*pair)
+        found = Gather(place.parameters(), [rows.memory.acquire], copy_in, [launch], rows.put)
+        rows.memory.release()
+        return found
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether a gather has brought rows."""
+        return self.rows.memory.allocated
+
+    def follow(self, former: KeptRows) -> None:
+        if former.holds_rows:
+            # A copy: operations are bound to this memory, and the former's ends with its binding.
+            self.rows.memory.acquire()
+            self.place.kernels.copy(self.rows.output, former.rows.output)
+
+    def inherit(self, former: KeptRows) -> None:
+        """Take over nothing from those that may have been bound to other shards."""
+
+    def lose(self) -> None:
+        """Take rows for lost: a gather may have stopped half way."""

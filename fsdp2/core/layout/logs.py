@@ -4,14 +4,13 @@
     fsdp2.schedule   DEBUG   an unused prediction, an iteration that was given up
 
 A step that repeats the previous one logs nothing: messages come from binding a group, or from rare
-events. ``logging`` formats the arguments if the level requests the message.
+events.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fsdp2.core.layout.layout import GroupLayout, ParamShape, Transport
 
@@ -19,33 +18,28 @@ BIND = logging.getLogger("fsdp2.bind")
 SCHEDULE = logging.getLogger("fsdp2.schedule")
 
 
-@dataclass(frozen=True)
-class BindReason:
-    """Why a group binds, formatted only if wanted: another layout, or rows that were ``moved``."""
-
-    before: GroupLayout | None
-    shapes: Sequence[ParamShape]
-    moved: Sequence[str]
-
-    def __str__(self) -> str:
-        if self.before is None:
-            return "first use"
-        known = {
-            slot.index: segment
-            for segment in self.before.segments
-            if segment.transport is not Transport.EXTENSION
-            for slot in segment.slots
-        }
-        casts: dict[str, list[str]] = {}
-        for index, shape in enumerate(self.shapes):
-            old = known.get(index)
-            if old is not None and old.shard_dtype != shape.shard_dtype:
-                cast = f"from {old.shard_dtype} to {shape.shard_dtype}"
-                casts.setdefault(cast, []).append(shape.name)
-        reasons = [f"{_several(names)} changed {cast}" for cast, names in casts.items()]
-        if self.moved:
-            reasons.append(f"{_several(self.moved)} got other memory")
-        return "; ".join(reasons) or "parameters may have changed"
+def bind_reason(
+    before: GroupLayout | None, shapes: Sequence[ParamShape], moved: Sequence[str]
+) -> str:
+    """Why a group binds: the first time, with another layout, or with rows that were ``moved``."""
+    if before is None:
+        return "first use"
+    known = {
+        slot.index: segment
+        for segment in before.segments
+        if segment.transport is not Transport.EXTENSION
+        for slot in segment.slots
+    }
+    casts: dict[str, list[str]] = {}
+    for index, shape in enumerate(shapes):
+        old = known.get(index)
+        if old is not None and old.shard_dtype != shape.shard_dtype:
+            cast = f"from {old.shard_dtype} to {shape.shard_dtype}"
+            casts.setdefault(cast, []).append(shape.name)
+    reasons = [f"{_several(names)} changed {cast}" for cast, names in casts.items()]
+    if moved:
+        reasons.append(f"{_several(moved)} got other memory")
+    return "; ".join(reasons) or "parameters may have changed"
 
 
 def _several(names: Sequence[str]) -> str:

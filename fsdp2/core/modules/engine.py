@@ -32,7 +32,7 @@ from fsdp2.core.modules.hooks import UnitHooks
 from fsdp2.core.modules.registry import noting, record_of_unit, scheduler_of
 from fsdp2.core.notices import Notice
 from fsdp2.core.params.param import OWNER, ShardedParam, form_of, gathered_name
-from fsdp2.core.progress import Backwards
+from fsdp2.core.progress import Counts
 from fsdp2.core.schedule.calls import Call, Calls
 from fsdp2.core.schedule.iteration import GRAPHS, Graph
 from fsdp2.core.schedule.scheduler import Scheduler
@@ -88,7 +88,7 @@ class _WatchedEngine(_Engine):
             _hook_side_doors(ends)
         if Graph.alive and not inside:
             Graph.ending = frozenset() if keep_graph else _graphs_behind(ends)
-        ended = Backwards.ended  # hooks that see this backward count its end
+        ended = Counts.backwards  # hooks that see this backward count its end
         try:
             result = super().run_backward(
                 ends, grads, keep_graph, create_graph, inputs, *args, **kw
@@ -101,7 +101,7 @@ class _WatchedEngine(_Engine):
         if Graph.ending:
             Graph.alive -= Graph.ending
             Graph.ending = frozenset()
-        if Backwards.ended == ended:
+        if Counts.backwards == ended:
             _finish_unseen(ends)
         if noting:
             _stop_noting_unused()

@@ -43,7 +43,6 @@ from fsdp2.core.modules.dynamo import see_through, uncompiled, uncompiled_method
 from fsdp2.core.modules.frames import FORWARD_METHODS, failure_of, running_calls
 from fsdp2.core.modules.registrations import (
     Move,
-    Registrations,
     find_emptied,
     find_moves,
     follow_replaced,
@@ -67,7 +66,7 @@ from fsdp2.core.modules.registry import (
 )
 from fsdp2.core.notices import Notice
 from fsdp2.core.params.param import ModuleEntries, ModuleEntry, ShardedParam, form_of, gathered_name
-from fsdp2.core.progress import tracing_error
+from fsdp2.core.progress import Counts, tracing_error
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.iteration import GRAPHS
 from fsdp2.core.schedule.retrace import next_node, running_node
@@ -111,18 +110,6 @@ class _ExitBackward(torch.autograd.Function):
 @uncompiled_methods
 class UnitHooks(UnitRecord):
     """The hooks of one unit, and other changes of its modules by `fully_shard`."""
-
-    __slots__ = (
-        "_device",
-        "_first_group",
-        "_inner_calls",
-        "_is_list",
-        "_output_dtype",
-        "_registrations",
-        "_returned_parameter",
-        "_starts",
-        "_still_to_run",
-    )
 
     def __init__(
         self,
@@ -184,10 +171,6 @@ class UnitHooks(UnitRecord):
         # Last of all: a cast's node is the newest then, and needs no view to end the backward at.
         return self._mark_inputs(args, kwargs)
 
-    def _serves_others(self, scheduler: Scheduler) -> bool:
-        """Whether ``scheduler`` knows other units than there are now."""
-        return set(served_with(self)) != {*map(record_of_unit, scheduler.units)}
-
     def _start(self) -> Scheduler:
         """Its first forward: it is a root, or below one from now on."""
         self._starts = True
@@ -230,7 +213,7 @@ class UnitHooks(UnitRecord):
         for hooks in self.outside:
             hooks.pop(OUTSIDE, None)
         first = self._first_group
-        if self._registrations != Registrations.count or (first and not is_registered(first)):
+        if self._registrations != Counts.registrations or (first and not is_registered(first)):
             scheduler = self._check_registrations(scheduler)
         scheduler.begin_forward(self.unit, torch.is_grad_enabled())
         if self._device.type == "cpu":
@@ -248,8 +231,9 @@ class UnitHooks(UnitRecord):
             raise tracing_error(f"unit '{self.unit.title}'", "torch.export")
         self._registrations = -1  # until nothing is refused
         fresh, self._starts = self._starts, False
-        if self.unit.is_root and not fresh and self._serves_others(scheduler):
-            scheduler = start(self)
+        if self.unit.is_root and not fresh:
+            served = {*map(record_of_unit, scheduler.units)}
+            scheduler = scheduler if set(served_with(self)) == served else start(self)
         groups = scheduler.groups
         params = [param for group in groups for param in group.params]
         managed: dict[ModuleEntry, ShardedParam] = {}
@@ -282,7 +266,7 @@ class UnitHooks(UnitRecord):
             if not group.state.is_sharded or group not in as_found:
                 put_back(group)
         self._watch_outside(self.unit.is_root)
-        self._registrations = Registrations.count
+        self._registrations = Counts.registrations
         return scheduler
 
     def _watch_outside(self, is_root: bool) -> None:

@@ -3,7 +3,7 @@
 torch.optim hooks
     each step                                ──> steps
     the first, or something was registered   ──> changed: what the optimizer holds is looked at
-    it holds a managed parameter             ──> OptimizerSteps: what is gathered is out of date
+    it holds a managed parameter             ──> Counts.steps: what is gathered is out of date
                                                  the host waits for copies of offloaded shards
 """
 
@@ -19,10 +19,9 @@ from torch.optim.optimizer import (
 )
 
 from fsdp2.core.modules.dynamo import uncompiled
-from fsdp2.core.modules.registrations import Registrations
 from fsdp2.core.notices import Notice
 from fsdp2.core.params.param import OWNER
-from fsdp2.core.progress import OptimizerSteps
+from fsdp2.core.progress import Counts
 from fsdp2.core.schedule.scheduler import offloading, settle_all
 
 changed: Notice[[torch.optim.Optimizer]] = Notice()
@@ -36,10 +35,10 @@ steps: Notice[[torch.optim.Optimizer]] = Notice()
 def watch_optimizers() -> None:
     """From the first call on, look at every optimizer that steps; now look at each again.
 
-    Steps of optimizers that hold a managed parameter are counted (`OptimizerSteps`), and wait until
+    Steps of optimizers that hold a managed parameter are counted (`Counts.steps`), and wait until
     no copy reads offloaded shards (invariant I8).
     """
-    Registrations.count += 1
+    Counts.registrations += 1
     watch_steps()
 
 
@@ -51,7 +50,7 @@ def watch_steps() -> None:
 
     @uncompiled
     def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        number, count = len(optimizer.param_groups), Registrations.count
+        number, count = len(optimizer.param_groups), Counts.registrations
         known = seen.get(optimizer)
         if known is None or known[0] != number or known[1] != count:
             changed(optimizer)
@@ -59,15 +58,15 @@ def watch_steps() -> None:
         if steps.functions:
             steps(optimizer)
         if known[2]:
-            OptimizerSteps.count += 1  # a step that raises may have changed parameters
+            Counts.steps += 1  # a step that raises may have changed parameters
             if offloading:
                 settle_all()
 
     @uncompiled
     def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
         if optimizer in seen and seen[optimizer][2]:
-            OptimizerSteps.count += 1
-            OptimizerSteps.ended += 1
+            Counts.steps += 1
+            Counts.ended_steps += 1
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)

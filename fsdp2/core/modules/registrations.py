@@ -1,6 +1,6 @@
 """Parameters that modules register after `fully_shard`, or that units share.
 
-    module.weight = …, module.bias = None, module.adapter = …   ──> Registrations.count += 1
+    module.weight = …, module.bias = None, module.adapter = …   ──> Counts.registrations += 1
     root's forward begins: one comparison   ──> only if it changed: look at every parameter
 
 A unit fills its modules' entries of managed parameters at every gather. Without this check, it
@@ -47,6 +47,7 @@ from fsdp2.core.params.param import (
     compute_dtype,
     form_of,
 )
+from fsdp2.core.progress import Counts
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.core.schedule.ties import give_back, lend
@@ -57,19 +58,13 @@ MANAGED, ASSIGNED = 1, 2
 under it."""
 
 
-class Registrations:
-    """Counts registrations of parameters and submodules in this process, except by units."""
-
-    count = 0
-
-
 @functools.cache
 def watch_registrations() -> None:
     """Count from the first call on."""
 
     def count(module: nn.Module, name: str, registered: object) -> None:
         if registered is None or registered is not AttributeStore.storing:
-            Registrations.count += 1
+            Counts.registrations += 1
             if isinstance(registered, DTensor) or OWNER in getattr(registered, "__dict__", ()):
                 names: dict[str, int] = module.__dict__.setdefault(NAMES, {})
                 names[name] = names.get(name, 0) | ASSIGNED
@@ -87,13 +82,13 @@ def _watch_removals() -> None:
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
         if param is None and is_managed(self, name):
-            Registrations.count += 1
+            Counts.registrations += 1
 
     @functools.wraps(delete)
     def delattr_(self: nn.Module, name: str) -> None:
         delete(self, name)
         if is_managed(self, name):
-            Registrations.count += 1
+            Counts.registrations += 1
 
     nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]  # see above
     nn.Module.__delattr__ = delattr_  # type: ignore[method-assign]  # see above
@@ -173,21 +168,11 @@ class Move(NamedTuple):
     before: ShardedParam | None
 
 
-class Unexpected(NamedTuple):
-    """A registration that belongs to no unit: in an entry of ``param``, or a form of ``other``.
-
-    ``meshes`` are those of all managed parameters.
-    """
-
-    name: str
-    registered: nn.Parameter
-    param: ShardedParam | None
-    other: ShardedParam | None
-    meshes: Set[DeviceMesh]
-
-
-unexpected: Notice[[Unexpected]] = Notice()
-"""Called with a parameter that was registered in another way than by a tying assignment."""
+unexpected: Notice[
+    [str, nn.Parameter, ShardedParam | None, ShardedParam | None, Set[DeviceMesh]]
+] = Notice()
+"""Called where a parameter was registered in another way than by a tying assignment: with its name,
+itself, the parameter in whose entry it is, that of which it is a form, and the meshes of all."""
 
 
 def find_emptied(managed: Mapping[ModuleEntry, ShardedParam]) -> list[Move]:
@@ -238,7 +223,7 @@ def find_moves(
             if other is not None and _noted(module, key) & ASSIGNED and not is_whole:
                 moves.append(Move(name, module, key, other, param))
             elif param is not None or other is not None or (module, key) not in ignored:
-                unexpected(Unexpected(name, registered, param, other, meshes))
+                unexpected(name, registered, param, other, meshes)
     return moves
 
 
@@ -356,7 +341,7 @@ def take_up(moves: Sequence[Move], units: Iterable[Unit]) -> None:
         elif move.before is not None and not entries[move.before]:
             move.param.absorb(move.before)
     link([found for unit in units if (found := record_of_unit(unit)) is not None])
-    Registrations.count += 1  # optimizers may hold one that is gone
+    Counts.registrations += 1  # optimizers may hold one that is gone
 
 
 def _moved(moves: Sequence[Move]) -> dict[ShardedParam, list[ModuleEntry]]:

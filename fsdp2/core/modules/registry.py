@@ -19,7 +19,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import nn
 
@@ -69,20 +68,6 @@ class UnitRecord:
             the state of this one changes with the scheduler.
         outside: forward hooks of modules that explain an exception outside of the unit's forwards.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_modules",
-        "alone",
-        "arguments",
-        "cast_to",
-        "ignored",
-        "leave_backward",
-        "outside",
-        "scheduler",
-        "streams",
-        "unit",
-    )
 
     def __init__(
         self,
@@ -189,57 +174,26 @@ def records_below(module: nn.Module, recurse: bool = True) -> list[UnitRecord]:
 
 # ---- walks
 
-Order = Literal["parents first", "children first", "by depth"]
-"""Depth-first, a module before or after those below it; or breadth-first."""
-
 
 def walk(
-    roots: Iterable[nn.Module],
-    leaves_out: Callable[[nn.Module], bool] | None = None,
-    order: Order = "parents first",
+    root: nn.Module, leaves_out: Callable[[nn.Module], bool], by_depth: bool = False
 ) -> list[tuple[nn.Module, str]]:
-    """Modules at and below ``roots``, each once, in the order of registration, with the prefix of
+    """Modules at and below ``root``, each once, in the order of registration, with the prefix of
     their parameters' names; none that ``leaves_out``, or that are only below such.
     """
-    # A list and no generator: `fully_shard` walks several times over all modules that it is called
-    # on, and a generator is entered once for each of them.
     found: dict[nn.Module, str] = {}
-    if order == "children first":
-        seen: set[nn.Module] = set()
-        for root in roots:
-            _children_first(root, "", leaves_out, seen, found)
-        return list(found.items())
-    waiting = deque([(root, "", True) for root in roots])
+    waiting = deque([(root, "")])
     while waiting:
-        module, prefix, is_root = waiting.popleft()
-        if module in found or not (is_root or leaves_out is None or not leaves_out(module)):
+        module, prefix = waiting.popleft()
+        if module in found or (found and leaves_out(module)):  # which is not asked for the root
             continue
         found[module] = prefix
-        below = module._modules.items()
-        if order == "by depth":
-            waiting.extend([(m, f"{prefix}{name}.", False) for name, m in below if m is not None])
-            continue
-        for name, child in reversed(below):
-            if child is not None:
-                waiting.appendleft((child, f"{prefix}{name}.", False))
+        below = [(m, f"{prefix}{name}.") for name, m in module._modules.items() if m is not None]
+        if by_depth:
+            waiting.extend(below)
+        else:
+            waiting.extendleft(reversed(below))
     return list(found.items())
-
-
-def _children_first(
-    module: nn.Module,
-    prefix: str,
-    leaves_out: Callable[[nn.Module], bool] | None,
-    seen: set[nn.Module],
-    found: dict[nn.Module, str],
-) -> None:
-    # No function inside another: one that calls itself is a cycle, here around all modules.
-    if module in seen:
-        return
-    seen.add(module)
-    for name, child in module.named_children():
-        if leaves_out is None or not leaves_out(child):
-            _children_first(child, f"{prefix}{name}.", leaves_out, seen, found)
-    found[module] = prefix
 
 
 def managed_modules(
@@ -250,8 +204,7 @@ def managed_modules(
     """Modules at and below ``modules``, parents first, that no other unit has and that are not
     ``pending`` as units to be, with their parameters' prefixes.
     """
-    # A loop of its own: `fully_shard` walks over all modules that it is called on, and `walk` would
-    # call a function for each of them.
+    # `walk` would call a function for each module that `fully_shard` is called on.
     others = pending - set(modules)
     found: dict[nn.Module, str] = {}
     waiting = [(module, "") for module in reversed(modules)]

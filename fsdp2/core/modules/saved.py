@@ -14,7 +14,7 @@ since, as torch (2.11 to 2.15) does not with hooks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,14 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdp2.core.device.buffers import SavedPlace, absent, saved_in
-from fsdp2.core.device.streams import Streams
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.core.modules.dynamo import uncompiled, uncompiled_methods
 from fsdp2.core.modules.hooks import UnitHooks, _transformed
-from fsdp2.core.modules.registry import Args, Arguments, Kwargs
-from fsdp2.core.params.param import ModuleEntries
-from fsdp2.core.schedule.unit import Unit
+from fsdp2.core.modules.registry import Args, Kwargs
 
 _Saved = Callable[[], torch.Tensor]
 """A tensor as it is saved: a call returns it."""
@@ -120,18 +117,8 @@ def _packing(around: tuple[_Pack, _Unpack] | None) -> _Pack:
 class SavingUnitHooks(UnitHooks):
     """The hooks of a unit, and around its forward those on saved tensors."""
 
-    __slots__ = ("_around",)
-
-    def __init__(
-        self,
-        unit: Unit,
-        modules: Sequence[nn.Module],
-        arguments: Arguments,
-        ignored: ModuleEntries,
-        streams: Streams,
-    ) -> None:
-        self._around: list[saved_tensors_hooks] = []  # entered, of calls that are under way
-        super().__init__(unit, modules, arguments, ignored, streams)
+    _around: tuple[saved_tensors_hooks, ...] = ()
+    """Those that were entered, of calls that are under way."""
 
     def pre_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         args, kwargs = super().pre_forward(module, args, kwargs)
@@ -141,7 +128,7 @@ class SavingUnitHooks(UnitHooks):
             outer = graph._top_saved_tensors_default_hooks(False)
             hooks = saved_tensors_hooks(_packing(outer), _unpack)
             hooks.__enter__()
-            self._around.append(hooks)
+            self._around = (*self._around, hooks)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, args: Args, output: object) -> object:
@@ -159,4 +146,6 @@ class SavingUnitHooks(UnitHooks):
 
     def _leave(self) -> None:
         if self._around:
-            self._around.pop().__exit__()
+            *around, last = self._around
+            self._around = tuple(around)
+            last.__exit__()

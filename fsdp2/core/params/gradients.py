@@ -32,7 +32,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.params.param import CountedHooks, ShardedParam, may_have_hooks, run_tensor_hooks
+from fsdp2.core.params.param import ShardedParam, may_have_hooks, run_tensor_hooks
+from fsdp2.core.progress import Counts
 
 T = TypeVar("T")
 
@@ -42,8 +43,6 @@ Sum = tuple[object, torch.Tensor, torch.Tensor]
 
 class Gradients:
     """The gradients of a reduction's parameters, in their order."""
-
-    __slots__ = ("_edited", "_hooks_seen", "_reuse", "_watched", "params")
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
         self.params = params
@@ -109,7 +108,7 @@ class Gradients:
         ``over`` is the result of `objects_over`, where ``rows`` are what those are over. Returns
         those that have a ``.grad`` already: the caller adds, and runs the hooks.
         """
-        if self._hooks_seen != CountedHooks.count:
+        if self._hooks_seen != Counts.hooks:
             self._look_for_hooks()
         if self._edited:
             return self._deliver_to_hooks(rows, present, over)
@@ -143,7 +142,7 @@ class Gradients:
         return waiting
 
     def _look_for_hooks(self) -> None:
-        self._hooks_seen = CountedHooks.count
+        self._hooks_seen = Counts.hooks
         found = [may_have_hooks(param.sharded) for param in self.params]
         self._edited = True in [edited for edited, _ in found]
         self._watched = True in [watched for _, watched in found]
@@ -180,7 +179,7 @@ class Gradients:
         params = self.params
         if False in present:
             params, objects = _chosen(params, present), _chosen(objects, present)
-        if self._hooks_seen != CountedHooks.count:
+        if self._hooks_seen != Counts.hooks:
             self._look_for_hooks()
         for param, gradient in zip(params, objects, strict=True) if self._edited else ():
             result = run_tensor_hooks(param.sharded, cast(DTensor, gradient), param.name)
@@ -197,8 +196,6 @@ class PermutedGradients(Gradients):
     """Gradients of parameters whose memory order differs from their dims' (``channels_last``):
     reductions see tensors in memory order, users the original one.
     """
-
-    __slots__ = ()
 
     def take(self, summed: bool) -> list[torch.Tensor | None]:
         pairs = zip(self.params, super().take(summed), strict=True)
@@ -274,8 +271,6 @@ class GradientReuse:
     The member whose gradient is dropped last depends on who drops them: a module walks to those in
     nested modules last, an optimizer to those of its last group. A look that comes too early tells.
     """
-
-    __slots__ = ("_free", "_last", "_watch")
 
     def __init__(self, count: int) -> None:
         self._free: list[object] = []

@@ -26,7 +26,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -49,6 +49,7 @@ from fsdp2.core.layout.mesh import (
     wrap_local,
     wrap_parameter,
 )
+from fsdp2.core.progress import Counts
 
 OWNER = "_fsdp2_owner"
 """Attribute of a parameter object that a unit manages, or replaced: the unit's name."""
@@ -143,8 +144,6 @@ class Alias:
     module alive. If the user assigns another object than ``value``, that stays.
     """
 
-    __slots__ = ("_attribute", "_key", "_module", "_value")
-
     def __init__(
         self, module: nn.Module, attribute: str, key: object, value: torch.Tensor | None
     ) -> None:
@@ -199,18 +198,8 @@ def follow_requires_grad(params: Iterable[Any]) -> bool:
                 for form in param.forms():
                     form.requires_grad = not known
     if changed:
-        FlagChanges.count += 1
+        Counts.flag_changes += 1
     return changed
-
-
-class FlagChanges:
-    """Counts changes of ``requires_grad`` in this process: facts that ranks share.
-
-    A backward looks at the flags only where some changed since the last one: autograd drops the
-    gradient of a parameter that does not require one at that moment, whatever it did in forward.
-    """
-
-    count = 0
 
 
 @dataclass(frozen=True)
@@ -789,14 +778,12 @@ Hook = Callable[[Any], Any]
 
 
 class CountedHooks(OrderedDict[int, Hook]):
-    """The hooks of one kind on one sharded parameter; ``count``: all of this process so far."""
+    """The hooks of one kind on one sharded parameter, counted in `Counts.hooks`."""
 
     __slots__ = ()
 
-    count: ClassVar[int] = 0
-
     def __setitem__(self, key: int, hook: Hook) -> None:
-        CountedHooks.count += 1
+        Counts.hooks += 1
         super().__setitem__(key, hook)
 
 
@@ -808,7 +795,7 @@ def count_hooks(param: torch.Tensor) -> None:
         param._backward_hooks = CountedHooks()
     if param._post_accumulate_grad_hooks is None:
         param._post_accumulate_grad_hooks = CountedHooks()
-    CountedHooks.count += 1  # whoever has looked at another parameter in its place looks again
+    Counts.hooks += 1  # whoever has looked at another parameter in its place looks again
 
 
 def may_have_hooks(param: torch.Tensor) -> tuple[bool, bool]:

@@ -1,6 +1,6 @@
 """A reduction bound: its transport chosen, its operations made and written down in programs.
 
-    members of a group ── equal specs ──> make_reductions ──> bind_reduction, for each spec
+    members of a group that have equal specs ──> bind_reduction
     bind_reduction     dtypes and division ──> layout of the flat result ──> transport
     _reduction         all operations in their order
 
@@ -14,21 +14,26 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from fsdp2.core.custom_collectives import OwnMemory
 from fsdp2.core.device.collectives import Collectives, collectives_of
+from fsdp2.core.device.comm_memory import OwnComm
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE
 from fsdp2.core.layout.layout import GroupLayout, Slot
 from fsdp2.core.params.gradients import Gradients
-from fsdp2.core.reduce.division import plan_division
 from fsdp2.core.reduce.levels import Pieces, context_between, cross_nodes
-from fsdp2.core.reduce.partial_sums import PartialSums, sum_replicas
 from fsdp2.core.reduce.presence_marks import PresenceMarks
-from fsdp2.core.reduce.program import BEHIND, REDUCE_SCATTER, SUM_OF_REPLICAS, Op, Program
+from fsdp2.core.reduce.program import (
+    BEHIND,
+    REDUCE_SCATTER,
+    SUM_OF_REPLICAS,
+    Op,
+    PartialSums,
+    Program,
+)
 from fsdp2.core.reduce.reduction import ReduceContext, Reduction, Way, allocation, reduce_direct
 from fsdp2.core.reduce.result import ending
 from fsdp2.core.reduce.rows import plan_flat
-from fsdp2.core.reduce.spec import ReductionSpec
+from fsdp2.core.reduce.spec import ReductionSpec, plan_division
 from fsdp2.core.reduce.transport import (
     free_input,
     reduce_adopted,
@@ -39,51 +44,7 @@ from fsdp2.core.reduce.transport import (
     reduce_packed,
 )
 
-P = TypeVar("P")
 T = TypeVar("T")
-
-
-def make_reductions(
-    members: Sequence[tuple[ReductionSpec, P, Slot, bool]],
-    gradients_of: Callable[[Sequence[P]], Gradients],
-    collectives: Collectives,
-    replicas: Collectives | None,
-    kernels: Kernels,
-    layout: GroupLayout,
-    pieces: Pieces | None = None,
-) -> list[Reduction]:
-    """A reduction for all parameters of equal specs, in the order of their first.
-
-    ``members`` have, of each parameter, what sets its operations, itself, its place in the layout,
-    and whether it is reduced directly (`is_direct`); ``pieces``, what of the rows this rank keeps,
-    with masters sharded over two levels.
-    """
-    alike: dict[ReductionSpec, list[tuple[P, Slot, bool]]] = {}
-    known: dict[int, list[tuple[P, Slot, bool]]] = {}  # most have one: it need not be hashed
-    for spec, param, slot, direct in members:
-        found = known.get(id(spec))
-        if found is None:
-            found = known[id(spec)] = alike.setdefault(spec, [])
-        found.append((param, slot, direct))
-    made = []
-    for spec, found in alike.items():
-        ordered = [one for one in found if one[2]]
-        direct_ones = len(ordered)
-        ordered += [one for one in found if not one[2]]
-        made.append(
-            bind_reduction(
-                gradients_of([param for param, _, _ in ordered]),
-                [slot for _, slot, _ in ordered],
-                direct_ones,
-                spec,
-                collectives,
-                replicas,
-                kernels,
-                layout,
-                pieces,
-            )
-        )
-    return made
 
 
 def bind_reduction(
@@ -100,7 +61,8 @@ def bind_reduction(
     """The reduction of members that are reduced alike.
 
     The first ``direct`` members are reduced from where their gradients are, or from where they are
-    cast to; the others are packed. ``layout`` is that of the group, if all members are of one.
+    cast to; the others are packed. ``layout`` is that of the group, if all members are of one;
+    ``pieces``, what of the rows this rank keeps, with masters sharded over two levels.
     """
     collectives = collectives_of(spec.reduce_dtype, collectives)
     rank, size = collectives.rank, collectives.size
@@ -197,8 +159,8 @@ def _reduction(
     if shared:
         copies.append(Op(ALL_REDUCE, "add", sums.add))
     if replicas is not None:
-        sum_all = functools.partial(sum_replicas, replicas, kind)
-        copies.append(Op(ALL_REDUCE, SUM_OF_REPLICAS, sum_all))
+        axis = replicas
+        copies.append(Op(ALL_REDUCE, SUM_OF_REPLICAS, lambda job: axis.all_reduce(job.flat, kind)))
     if pieces is not None:
         assert marks is not None
         copies += cross_nodes(last, marks, hold.run)
@@ -231,7 +193,7 @@ def transport_of(
 
         return reduce_coded, False
     if spec.comm is not None:  # fsdp2's collectives sum, as usual, in memory of their own
-        return reduce_custom, isinstance(spec.comm, OwnMemory)
+        return reduce_custom, isinstance(spec.comm, OwnComm)
     if not direct:
         return reduce_packed, True
     in_place = direct == len(slots) and spec.grad_dtype == spec.reduce_dtype

@@ -27,12 +27,11 @@ from fsdp2.core.device.collectives import Collectives, ReduceKind, Work, collect
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE
 from fsdp2.core.layout.layout import Slot
-from fsdp2.core.reduce.division import Division
 from fsdp2.core.reduce.presence_marks import PresenceMarks
 from fsdp2.core.reduce.program import BETWEEN_NODES, Crossing, Job, Op, Step
 from fsdp2.core.reduce.reduction import ReduceContext
 from fsdp2.core.reduce.rows import plan_flat
-from fsdp2.core.reduce.spec import ReductionSpec
+from fsdp2.core.reduce.spec import Division, ReductionSpec
 from fsdp2.core.reduce.transport import RANK_MAJOR, fill_rows, packing
 
 STAGING = "reduce-scatter input between nodes"

@@ -3,6 +3,7 @@
     Op        lane, name, run                          a value, bound once (decision 6)
     Program   compute | reduce | all_reduce | host     what the operations of each lane run
     Job       one run: gradients in, this rank's rows out
+    PartialSums, KeptGradients                         data that stays between runs
 
 An operation runs a closure over memory, such as staging, or a method of an object that owns some,
 such as partial sums; either takes the job. None of them refers to the reduction, so that one which
@@ -18,18 +19,59 @@ from typing import NamedTuple
 import torch
 
 from fsdp2.core.device.collectives import Work
-from fsdp2.core.device.kernels import Tensors
+from fsdp2.core.device.kernels import Kernels, Tensors
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE, Lane
+from fsdp2.core.params.gradients import Gradients
 
 
-class KeptMemory(NamedTuple):
-    """Memory of gradients that stays from step to step, in the gradients' dtype: ``rows`` are views
-    of ``flat``, one per member; ``objects``, over the rows, become ``.grad``.
+class KeptGradients:
+    """The gradients of a reduction's members in permanent memory, on request (decision 15): each
+    step fills and delivers them.
+
+    flat     [ rows of A | rows of B | pad ]   where the reduction leaves its result
+    rows       └ view      └ view
+    objects    └ DTensor   └ DTensor           what becomes ``.grad`` of A, of B
+
+    All are made once. They are filled again only while no member has a ``.grad`` (invariant I13),
+    so ``zero_grad()`` decides, as always, between a new gradient and a sum, but frees no memory.
     """
 
     flat: torch.Tensor
-    rows: list[torch.Tensor]
-    objects: list[torch.Tensor]
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        make: Callable[[], torch.Tensor],
+        views: Callable[[torch.Tensor], list[torch.Tensor]],
+    ) -> None:
+        self._gradients = gradients
+        self._make, self._views = make, views
+        self.rows: list[torch.Tensor] = []  # until they are needed
+        self.objects: list[torch.Tensor] = []
+        self._taken = False  # by a reduction on its way, which fills it and hands it out
+
+    def abandon(self) -> None:
+        """An exception has ended the reduction that fills them."""
+        self._taken = False
+
+    def hold(self, use: Callable[[Job, KeptGradients], None], otherwise: Step, job: Job) -> None:
+        """Give a job the kept memory; new memory if that holds a gradient, or will hold one."""
+        if self._taken or self._gradients.delivered():
+            otherwise(job)
+            return
+        if not self.rows:
+            self.flat = self._make()
+            self.rows = self._views(self.flat)
+            self.objects = self._gradients.objects_over(self.rows)
+        self._taken = True
+        job.kept = self
+        use(job, self)
+
+    def give_back(self, job: Job) -> None:
+        """The memory of the result is unused now, and may be filled again (invariant I13)."""
+        # After delivery, the all-reduce on its lane may still have written it.
+        if job.kept is not None:
+            self._taken = False
 
 
 @dataclass(eq=False)
@@ -67,7 +109,7 @@ class Job:
     result: torch.Tensor | None = field(default=None, init=False)
     partial: object = field(default=None, init=False)
     between: Crossing | None = field(default=None, init=False)
-    kept: KeptMemory | None = field(default=None, init=False)
+    kept: KeptGradients | None = field(default=None, init=False)
     sums: Tensors = field(default=(), init=False)
 
     def to_deliver(self) -> torch.Tensor:
@@ -86,6 +128,37 @@ class Crossing(NamedTuple):
     rows: torch.Tensor
     made: Sequence[torch.Tensor | None]
     messages: Sequence[torch.Tensor]
+
+
+class PartialSums:
+    """Sums that wait for the all-reduce over replicas, and which members had a gradient in any.
+
+    backward without all-reduce   reduce-scatter ── keep ──> sums            (invariant I9)
+    backward with it              reduce-scatter ──────────> flat  + sums ── all-reduce ──> flat
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.flat: torch.Tensor | None = None
+        self.present: list[bool] = []
+
+    # ---- what operations run
+
+    def keep(self, job: Job) -> None:
+        """Add to the sums that wait, on REDUCE."""
+        if self.flat is None:
+            self.flat, self.present = job.flat, job.present
+            return
+        job.partial = self.flat  # alive until this is over, whoever drops them
+        self._kernels.add_many([self.flat], [job.flat])
+        pairs = zip(self.present, job.present, strict=True)
+        self.present = [before or now for before, now in pairs]
+
+    def add(self, job: Job) -> None:
+        """Add the sums that wait to this reduction's, on ALL_REDUCE."""
+        if self.flat is not None:
+            job.partial, sums, self.flat = self.flat, self.flat, None
+            self._kernels.add_many([job.flat], [sums])
 
 
 Scatter = Callable[..., Work | None]
@@ -119,8 +192,6 @@ class Program:
     ``inline`` has all of them, lane after lane. ``seeking`` is the program of a job that lacks a
     gradient, if there are operations for it; never the program itself: that were a reference cycle.
     """
-
-    __slots__ = ("_ops", "all_reduce", "compute", "host", "inline", "reduce", "seeking")
 
     def __init__(self, ops: Sequence[Op], seeks: bool = False) -> None:
         self._ops = ops

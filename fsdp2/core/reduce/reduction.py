@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -46,13 +46,19 @@ from fsdp2.core.layout.layout import Slot
 from fsdp2.core.params.gradients import Gradients, Sum
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.progress import communication_error
-from fsdp2.core.reduce.division import Division
-from fsdp2.core.reduce.kept_gradients import KeptGradients
-from fsdp2.core.reduce.partial_sums import PartialSums
 from fsdp2.core.reduce.presence_marks import PresenceMarks
-from fsdp2.core.reduce.program import COLLECTIVES, REDUCE_SCATTER, Job, Op, Program, Step
+from fsdp2.core.reduce.program import (
+    COLLECTIVES,
+    REDUCE_SCATTER,
+    Job,
+    KeptGradients,
+    Op,
+    PartialSums,
+    Program,
+    Step,
+)
 from fsdp2.core.reduce.rows import FlatPlan, Run
-from fsdp2.core.reduce.spec import ReductionSpec
+from fsdp2.core.reduce.spec import Division, ReductionSpec
 
 if TYPE_CHECKING:  # who does not use it does not load it
     from fsdp2.core.reduce.feedback import Feedback
@@ -342,27 +348,16 @@ def with_zeros(jobs: list[tuple[Reduction, Job | None]]) -> Jobs:
 # ---- launched
 
 
-class ReducedGroup(Protocol):
-    """The group of parameters whose reductions are launched."""
-
-    name: str
-    params: list[ShardedParam]
-    streams: Streams
-
-    @property
-    def has_grad_hooks(self) -> bool:
-        """Whether users' hooks run when gradients are delivered."""
-
-
 @dataclass(slots=True)
 class PendingReduction:
-    """A group's running reduction, whose jobs live until COMPUTE has waited for it (invariant I7).
+    """A running reduction of ``params``: its jobs live until COMPUTE has waited for it (invariant
+    I7).
 
     ``scattered`` is the event after the reduce-scatter, when its input may be freed, ``done`` that
     after everything, maybe the same; then the steps of ``host`` deliver the data copied to it.
     """
 
-    group: ReducedGroup
+    params: Sequence[ShardedParam]
     jobs: Jobs
     scattered: Event
     done: Event
@@ -391,9 +386,10 @@ class PendingReduction:
                 step(job)
 
 
-def reduce_on_lanes(group: ReducedGroup, jobs: Jobs, all_reduce: bool) -> PendingReduction | None:
+def reduce_on_lanes(
+    streams: Streams, name: str, params: Sequence[ShardedParam], jobs: Jobs, all_reduce: bool
+) -> PendingReduction | None:
     """Run the jobs' programs, each step on its lane; ``None`` if nothing is running: one rank."""
-    streams = group.streams
     work: list[tuple[Program, Reduction, Job]] = []
     reduces = all_reduces = False
     for reduction, job in jobs:
@@ -403,7 +399,7 @@ def reduce_on_lanes(group: ReducedGroup, jobs: Jobs, all_reduce: bool) -> Pendin
         work.append((program, reduction, job))
         reduces = reduces or bool(program.reduce)
         all_reduces = all_reduces or bool(program.all_reduce)
-        _run(program, program.compute, reduction, job, group.name)
+        _run(program, program.compute, reduction, job, name)
     if not (reduces or all_reduces):
         return None
     # All jobs of a lane run before the next lane's: one event and one wait for all of them
@@ -411,27 +407,29 @@ def reduce_on_lanes(group: ReducedGroup, jobs: Jobs, all_reduce: bool) -> Pendin
     streams.wait(REDUCE, event, "reduction after compute")
     with streams.on(REDUCE):
         for program, reduction, job in work:
-            _run(program, program.reduce, reduction, job, group.name)
+            _run(program, program.reduce, reduction, job, name)
     # An event of its own: inputs are freed without a wait for the all-reduce (decision 6, I7).
     scattered = done = streams.record(REDUCE, "reduction done")
     if all_reduces:
         streams.wait(ALL_REDUCE, scattered, "all-reduce after reduce-scatter")
         with streams.on(ALL_REDUCE):
             for program, reduction, job in work:
-                _run(program, program.all_reduce, reduction, job, group.name)
+                _run(program, program.all_reduce, reduction, job, name)
         done = streams.record(ALL_REDUCE, "all-reduce done")
     # Run by `InFlight.deliver`, once the host has waited.
     host = [(step, job) for program, _, job in work for step in program.host]
-    return PendingReduction(group, jobs, scattered, done, host)
+    return PendingReduction(params, jobs, scattered, done, host)
 
 
-def reduce_inline(group: ReducedGroup, jobs: Jobs, all_reduce: bool) -> None:
+def reduce_inline(
+    streams: Streams, name: str, params: Sequence[ShardedParam], jobs: Jobs, all_reduce: bool
+) -> None:
     """As `reduce_on_lanes` where all lanes are one, as on a CPU: on return, all is delivered."""
     for reduction, job in jobs:
         program = reduction.full if all_reduce else reduction.partial
         if job.seeks:
             program = program.seeking or program
-        _run(program, program.inline, reduction, job, group.name)
+        _run(program, program.inline, reduction, job, name)
 
 
 def _run(

@@ -20,9 +20,8 @@ import torch
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import COMPUTE
 from fsdp2.core.params.gradients import Gradients
-from fsdp2.core.reduce.kept_gradients import KeptGradients
 from fsdp2.core.reduce.presence_marks import PresenceMarks
-from fsdp2.core.reduce.program import BEHIND, HOST, Job, KeptMemory, Op, Step
+from fsdp2.core.reduce.program import BEHIND, HOST, Job, KeptGradients, Op, Step
 from fsdp2.core.reduce.reduction import (
     ReduceContext,
     allocation,
@@ -137,15 +136,15 @@ def _cast(kernels: Kernels, views: Views, job: Job) -> None:
     job.outputs = views(job.result) if job.kept is None else job.kept.rows
 
 
-def _sum_there(job: Job, kept: KeptMemory) -> None:
+def _sum_there(job: Job, kept: KeptGradients) -> None:
     job.flat, job.outputs = kept.flat, kept.rows
 
 
-def _cast_there(job: Job, kept: KeptMemory) -> None:
+def _cast_there(job: Job, kept: KeptGradients) -> None:
     job.result = kept.flat
 
 
-def _copy_there(kernels: Kernels, job: Job, kept: KeptMemory) -> None:
+def _copy_there(kernels: Kernels, job: Job, kept: KeptGradients) -> None:
     kernels.to_host(kept.flat, job.to_deliver())
 
 

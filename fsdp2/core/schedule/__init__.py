@@ -6,8 +6,7 @@
     claimed    a layer around groups that a user has unsharded: writes to them
     in_flight  pending reductions, and the memory that they hold
     unit       the result of one call of fully_shard, its flags, and watchers of its phase
-    group      parameters that share collectives
-    bound      the result of binding a group, for its all-gathers, frees and reductions
+    group      parameters that share collectives, and the result of binding them
     connections  process groups in use, connected before the first all-gather
     states     the state of a group's parameters, and the transitions
     retrace    a backward that misses no unit, whatever this rank's loss uses

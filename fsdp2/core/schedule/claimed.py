@@ -16,8 +16,7 @@ import torch
 from fsdp2.core.device.fingerprint import bind_fingerprint
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.param import gathered_name, refuse_written
-from fsdp2.core.schedule.bound import Claim
-from fsdp2.core.schedule.group import ParamGroup
+from fsdp2.core.schedule.group import Claim, ParamGroup
 from fsdp2.core.schedule.observers import Observer, Run
 from fsdp2.core.schedule.states import UNSHARDED
 

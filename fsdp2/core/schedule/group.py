@@ -4,43 +4,65 @@
     shard    FlatBuffer       [segment | segment …]   this rank's rows, permanently
     bound    Bound            buffers, transports, gathered parameters, reductions, once it is used
 
-The group owns this state and nothing else does; the scheduler decides when to move it.
+    ParamGroup.bind ──> Bound(group)          all of it
+                   └──> Bound.reroute         all-gathers alone; autograd may hold the parameters
+    set_options, … ──> Bound.bind_reductions  reductions alone
+
+The group owns this state and nothing else does; the scheduler decides when to move it. A `Bound` is
+made as a whole. After parameters were moved or changed, the next bind makes another, which takes
+over the reductions whose partial sums wait for an all-reduce.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import operator
-from collections.abc import Callable, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import cast
+from weakref import WeakMethod
 
 import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
+from torch.distributed.tensor import DTensor
 
-from fsdp2.core.config import GroupOptions
-from fsdp2.core.device.buffers import FlatBuffer
+from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
+from fsdp2.core.device.buffers import Buffer, FlatBuffer, SwappedBuffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Work
+from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.process_groups import meet
 from fsdp2.core.device.rehearsal import META
-from fsdp2.core.device.streams import COMPUTE, Event
+from fsdp2.core.device.streams import COMPUTE, Event, Streams
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.gather.extension import plain_tensors
-from fsdp2.core.gather.program import Gather, Launched, gather_inline, gather_on_lanes
-from fsdp2.core.gather.smaller_group import SmallerGroup
-from fsdp2.core.layout.layout import GroupLayout, ParamShape, Transport, layout_of
-from fsdp2.core.layout.levels import pieces_layout
-from fsdp2.core.layout.logs import BIND, BindReason
-from fsdp2.core.params.gradients import COUNTS_ARE_TRUE
+from fsdp2.core.gather.extension import Extension, plain_tensors
+from fsdp2.core.gather.keeping import Keeping
+from fsdp2.core.gather.levels import NodeRows
+from fsdp2.core.gather.make import Part, make_gathers
+from fsdp2.core.gather.program import Gather, Launched, combined, gather_inline, gather_on_lanes
+from fsdp2.core.gather.segments import from_host
+from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
+from fsdp2.core.layout.layout import GroupLayout, ParamShape, Segment, Slot, Transport, layout_of
+from fsdp2.core.layout.levels import node_segments, pieces_layout
+from fsdp2.core.layout.logs import BIND, bind_reason
+from fsdp2.core.layout.mesh import local_of
+from fsdp2.core.params.gradients import COUNTS_ARE_TRUE, Gradients, gradients_of
 from fsdp2.core.params.param import (
     ShardedParam,
+    Swap,
+    compute_dtype,
     follow_requires_grad,
     gathered_name,
     refuse_written,
     shapes_of,
 )
-from fsdp2.core.progress import OptimizerSteps, ShardReaders, communication_error
+from fsdp2.core.progress import Counts, ShardReaders, communication_error
+from fsdp2.core.reduce.binding import bind_reduction, hand_over
+from fsdp2.core.reduce.levels import Pieces
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import (
     Jobs,
@@ -50,15 +72,7 @@ from fsdp2.core.reduce.reduction import (
     reduce_on_lanes,
     with_zeros,
 )
-from fsdp2.core.schedule.bound import (
-    Bound,
-    Claim,
-    GroupFacts,
-    LastGather,
-    Runtime,
-    requires_grad,
-    version,
-)
+from fsdp2.core.reduce.spec import ReductionSpec, is_direct, reduction_spec
 from fsdp2.core.schedule.states import (
     GATHERING,
     GRANTED,
@@ -72,42 +86,89 @@ from fsdp2.core.schedule.states import (
 )
 
 is_meta = operator.attrgetter("is_meta")
+requires_grad = operator.attrgetter("requires_grad")
+version = operator.attrgetter("_version")
 
 BOUND, ROUTE, ALL = range(3)
 """The next gather binds nothing; another way to gather; or everything, because parameters or
 buffers are no longer those that were bound."""
 
 
-class ParamGroup(GroupFacts):
+def _nobody() -> None:
+    """The owner of a group that belongs to no unit yet."""
+
+
+class LastGather:
+    """The shards that a group gathered last, or rows of them, as far as they are known: it has it
+    where a later use may find what was gathered (`fsdp2.core.schedule.reuse`).
+
+    It is ``dropped`` if the user has freed it, which other ranks do not know yet. If it
+    ``watches``, gathers take fingerprints, by ``reads`` of a flat shard; ``steps`` is
+    `Counts.steps` then.
+    """
+
+    def __init__(self) -> None:
+        self.dropped = self.watches = self.records = self.recorded = False
+        self.fingerprint: torch.Tensor | None = None
+        self.reads: tuple[FlatBuffer, Callable[[], torch.Tensor]] | None = None
+        self.steps = -1
+
+
+@dataclass
+class Claim:
+    """The contents that a user was given who has unsharded a group (`fsdp2.core.schedule.claimed`).
+
+    ``before`` is the fingerprint of what was gathered, ``None`` where it was compared since;
+    ``lost`` tells whether a write was lost when it was freed.
+    """
+
+    before: torch.Tensor | None = None
+    lost: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The objects on which a group runs.
+
+    ``replicas`` are collectives of the replicate axis, if any; ``between``, those of the ranks that
+    hold pieces of the same rows, with masters sharded over two levels. ``offload`` is set if shards
+    and gradients are in CPU memory apart from the device.
+    """
+
+    collectives: Collectives
+    streams: Streams
+    kernels: Kernels
+    device: torch.device
+    replicas: Collectives | None = None
+    offload: CPUOffloadPolicy | None = None
+    gradients_of: Callable[[Sequence[ShardedParam]], Gradients] = gradients_of
+    between: Collectives | None = None
+
+
+class ParamGroup:
     """Parameters that share collectives; ``options`` are those of the unit that it belongs to.
 
     Attributes:
+        name: name of the unit, for messages.
+        layout: ``None`` where a move of rows was interrupted.
+        shard: this rank's rows of all parameters but extended ones, by ``layout``, or their pieces.
+        reducers: collectives of the gradients: ``collectives``, or over a process group of their
+            own.
+        smaller_group: the group to reshard to after forward, if not this one or none.
+        last_gather: knowledge of the shards that were gathered last, where that may be used.
         claim: the contents that a user was given, where he has unsharded it.
         fills: whether absent gradients are zeros when it is reduced, later than at its unit's end.
-        gathered_at: `OptimizerSteps.count` when its shards were gathered last, or rows of them.
+        gathered_at: `Counts.steps` when its shards were gathered last, or rows of them.
+        owner: returns the unit to which it belongs; ``None`` once that is gone.
         in_use: whether a unit that uses it is running, if several do; it is not freed then.
         is_whole: whether its parameters are replicated on every rank, so that nothing is gathered.
         stale: what the next gather binds: `BOUND`, `ROUTE` or `ALL`.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_accumulated",
-        "_gathered_event",
-        "_launch_gather",
-        "_launch_reduction",
-        "_loaded_event",
-        "_taken",
-        "_works",
-        "bound",
-        "claim",
-        "fills",
-        "gathered_at",
-        "in_use",
-        "is_whole",
-        "stale",
-        "streams",
-    )
+    shard: FlatBuffer
+    smaller_group: SmallerGroup | None = None
+    claim: Claim | None = None
+    _loaded_event: Event = None
 
     def __init__(
         self, name: str, params: Sequence[ShardedParam], runtime: Runtime, options: GroupOptions
@@ -116,12 +177,11 @@ class ParamGroup(GroupFacts):
         self.params = list(params)
         self.options = options
         self._run_on(runtime)
-        self.smaller_group = None
         self.state = SHARDED
         self.bound: Bound | None = None
         self.last_gather: LastGather | None = None
         self.stale = ALL
-        self.claim: Claim | None = None
+        self.owner: Callable[[], object | None] = _nobody
         self.in_use: Callable[[], bool] | None = None
         self.is_whole = self.fills = False
         self._accumulated = False
@@ -129,14 +189,14 @@ class ParamGroup(GroupFacts):
         self._taken: Gather | None = None  # of the gather that was issued last
         self._works: list[Work] = []
         self._gathered_event: Event = None
-        self._loaded_event: Event = None
-        self.layout = None
+        self.layout: GroupLayout | None = None
         self.adopt()
 
     def _run_on(self, runtime: Runtime) -> None:
         """Store the objects that a step uses, so that it needs no lookup."""
         self.runtime = runtime
-        self.collectives = self.reducers = runtime.collectives
+        self.collectives: Collectives = runtime.collectives
+        self.reducers: Collectives = runtime.collectives
         self.replicas, self.between = runtime.replicas, runtime.between
         self.offload = runtime.offload
         self.streams = streams = runtime.streams
@@ -154,7 +214,7 @@ class ParamGroup(GroupFacts):
     @property
     def is_outdated(self) -> bool:
         """Whether it was gathered before an optimizer step: its parameters have changed since."""
-        return not self.state.is_sharded and self.gathered_at != OptimizerSteps.count
+        return not self.state.is_sharded and self.gathered_at != Counts.steps
 
     @property
     def is_unsharded(self) -> bool:
@@ -184,7 +244,7 @@ class ParamGroup(GroupFacts):
         last = self.last_gather
         if last is None or last.fingerprint is None:
             return False
-        stepped = last.recorded and last.steps != OptimizerSteps.count
+        stepped = last.recorded and last.steps != Counts.steps
         # A step has written the shards, unless all are frozen.
         return not (stepped and self.bound is not None and self.bound.reductions)
 
@@ -223,6 +283,31 @@ class ParamGroup(GroupFacts):
     def has_grad_hooks(self) -> bool:
         """Whether users' hooks run when gradients are delivered: they may write the shards."""
         return any(param.has_grad_hooks for param in self.params)
+
+    @property
+    def shard_layout(self) -> GroupLayout | None:
+        """The layout of what optimizers step in the flat shard: of rows, or of their pieces."""
+        return None if self.layout is None else self.layout.pieces or self.layout
+
+    @property
+    def is_retained(self) -> bool:
+        """Whether sharded parameters are registered, and what was gathered is still there."""
+        return self.state is RETAINED or self.state is GRANTED
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows of a gather stay, so that others reuse them (invariant I17)."""
+        if self.between is not None and self.options.keep_rows is not False:
+            return True
+        kept_near = bool(self.options.keep_rows) and self.smaller_group is not None
+        return kept_near or self.keeps_whole_rows
+
+    @property
+    def keeps_whole_rows(self) -> bool:
+        """Whether these are the rows of all ranks, not a node's or a smaller group's."""
+        near = self.between is not None or self.smaller_group is not None
+        wanted = self.options.wire.differences or (bool(self.options.keep_rows) and not near)
+        return wanted and self.collectives.size > 1
 
     # ---- layout and binding
 
@@ -402,7 +487,8 @@ class ParamGroup(GroupFacts):
         shapes = shapes_of(self.params, self.options)
         moved = [param.name for param in self.params if not param.is_in_place]
         before = None if self.bound is None else self.layout
-        BIND.debug("'%s' binds: %s", self.name, BindReason(before, shapes, moved))
+        if BIND.isEnabledFor(logging.DEBUG):
+            BIND.debug("'%s' binds: %s", self.name, bind_reason(before, shapes, moved))
         layout = self._plan(shapes)
         if layout != self.layout or moved:
             self._move_to(layout)
@@ -431,7 +517,7 @@ class ParamGroup(GroupFacts):
             if self.last_gather is not None:
                 self._look_at_shards(self.last_gather)
             gather = bound.gather
-            self.gathered_at = OptimizerSteps.count
+            self.gathered_at = Counts.steps
         elif state is RESHARDED:
             assert bound is not None
             assert bound.smaller is not None
@@ -446,9 +532,9 @@ class ParamGroup(GroupFacts):
             for run in gather.acquire:
                 run()
             launched = self._launch_gather(self.streams, gather, self.name, self._works)
+            copied, self._gathered_event = launched
             if gather.loads:
-                self._loaded_event = launched.copied
-            self._gathered_event = launched.gathered
+                self._loaded_event = copied
 
     def finish_unshard(self) -> None:
         """Make COMPUTE wait for the all-gather and register the gathered parameters."""
@@ -525,7 +611,7 @@ class ParamGroup(GroupFacts):
     def grant(self) -> None:
         """The shards are those that were gathered: the next use needs no all-gather."""
         if self.is_retained:
-            self.state, self.gathered_at = GRANTED, OptimizerSteps.count
+            self.state, self.gathered_at = GRANTED, Counts.steps
 
     def watch(self, wanted: bool, records: bool) -> None:
         """Set whether the next gathers take fingerprints of the shards that they read."""
@@ -558,7 +644,7 @@ class ParamGroup(GroupFacts):
         if last.watches and not self.reuses_rows:
             last.fingerprint = self.fingerprint()
             assert last.fingerprint is not None
-            last.steps, last.recorded = OptimizerSteps.count, last.records
+            last.steps, last.recorded = Counts.steps, last.records
 
     def drop_for_user(self) -> None:
         """As `forget_rows`, on one rank perhaps: others ask this one before they use theirs."""
@@ -748,10 +834,8 @@ class ParamGroup(GroupFacts):
         """Reduce collected gradients to ``.grad`` or partial sums; ``None`` if nothing runs."""
         if torch.is_grad_enabled():  # not in a backward, but for one with create_graph=True
             with torch.no_grad():
-                pending = self._launch_reduction(self, jobs, all_reduce)
-        else:
-            pending = self._launch_reduction(self, jobs, all_reduce)
-        return pending
+                return self.reduce(jobs, all_reduce)
+        return self._launch_reduction(self.streams, self.name, self.params, jobs, all_reduce)
 
     def discard_gradients(self) -> None:
         """Drop gradients that are not reduced yet."""
@@ -775,3 +859,265 @@ class ParamGroup(GroupFacts):
                 f"cannot {action} '{self.name}' while its parameters are {self.state.value}; "
                 f"call reshard() on it first",
             )
+
+
+class Bound:
+    """Everything that binding creates for a group; ``former`` is its previous record, if any.
+
+    Attributes:
+        full: the gathered rows, between acquire and release.
+        mirror: the device's copy of offloaded shards, while a gather reads them (decision 8).
+        nodes: rows that are gathered inside a node, if masters are sharded over two levels.
+        keeping: rows of earlier gathers, if they are kept, and the chooser of ``gather``, the next
+            one.
+        keeps_mirror: whether gathered parameters are views of the mirror.
+        to_sharded: stores that register sharded parameters; ``to_unsharded``, gathered ones.
+        sharded_flags: whether the sharded parameters required grad at the last comparison.
+        watched: the gathered parameters in which a user's write would be lost.
+        versions: the number of fsdp2's own writes to each.
+        references: the number of references to the gathered tensors while they are unused.
+        reduces_frozen: whether reductions include parameters that no longer require grad.
+        rebinds: whether some reductions are out of date, but have partial sums.
+    """
+
+    def __init__(self, group: ParamGroup, former: Bound | None, waiting: bool) -> None:
+        layout = group.shard_layout
+        assert group.layout is not None
+        assert layout is not None
+        kernels = group.runtime.kernels
+        self.full: TransientBuffer = kernels.transient(
+            group.layout.full_bytes, f"gathered {group.name}"
+        )
+        self.mirror: TransientBuffer | None = None
+        if group.offload is not None:
+            self.mirror = kernels.transient(layout.shard_bytes, f"shards of {group.name}")
+            # Views are made over allocated memory only; it is freed at the end, as `full` is.
+            self.mirror.acquire()
+        # Made again: its parameters may be others. `reroute` keeps it, with its hooks' tensors.
+        self.extension = self._extension_of(group)
+        self.keeping: Keeping | None = None
+        self._bind_gathers(group)
+        self.to_sharded: list[Swap] = []
+        self.to_unsharded: list[Swap] = []
+        self.unsharded: list[nn.Parameter] = []
+        self.unsharded_flags: list[bool] = []
+        self.watched: list[nn.Parameter] = []
+        self.versions: list[int] = []
+        self._bind_params(group)
+        # Until `bind_reductions` has taken partial sums (I9) and residuals over from them.
+        self.reductions: list[Reduction] = [] if former is None else former.reductions
+        self.bind_reductions(group, waiting)
+        self._bind_shards(group)
+        if self.keeping is not None and former is not None and former.keeping is not None:
+            # `reroute` calls `follow`; here, shards may be others than those that were gathered.
+            self.keeping.inherit(former.keeping)
+        if self.mirror is not None:
+            self.mirror.release()
+        if self.nodes is not None:
+            self.nodes.rows.release()
+        self.full.release()
+        # Counted while no other code has them: `ParamGroup.is_referred_to` looks for more.
+        self.references = self.count_references(group.params)
+
+    def reroute(self, group: ParamGroup) -> None:
+        """Bind another way to gather; the gathered parameters stay the objects that they are."""
+        # New views of the buffer need its memory.
+        self.full.acquire()
+        if self.mirror is not None:
+            self.mirror.acquire()
+        self._bind_gathers(group)
+        self._bind_shards(group)
+        if self.mirror is not None:
+            self.mirror.release()
+        if self.nodes is not None:
+            self.nodes.rows.release()
+        if not group.options.keep_storage:  # such memory stays in place
+            self.full.release()
+        self.references = self.count_references(group.params)
+
+    def _extension_of(self, group: ParamGroup) -> Extension | None:
+        """All parameters with all-gather hooks; it outlives changes of how to gather."""
+        assert group.layout is not None
+        made: WeakMethod[Callable[[ShardedParam], None]] = WeakMethod(self._bind_swaps)
+        where = group.collectives, group.runtime.kernels, group.options, group.device, group.offload
+        for segment in group.layout.segments:
+            if segment.transport is Transport.EXTENSION:
+                return Extension(segment, group.params, *where, made)
+        return None
+
+    def _bind_gathers(self, group: ParamGroup) -> None:
+        layout, masters = group.layout, group.shard_layout
+        assert layout is not None
+        assert masters is not None
+        self._load: Gather | None = None
+        if self.mirror is not None and masters.shard_bytes:
+            kernels = group.runtime.kernels
+            self._load = from_host(self.mirror, group.shard, masters.shard_bytes, kernels)
+        shard = group.shard if self.mirror is None else self.mirror
+        segments: Sequence[Segment] = layout.segments
+        self.nodes: NodeRows | None = None
+        if group.between is not None:
+            kernels = group.runtime.kernels
+            own = group.name, masters, shard, group.between, kernels, group.device
+            self.nodes = NodeRows(*own, group.options.wire.between_gather)
+            shard, segments = self.nodes.rows, node_segments(layout)
+            coded = [s for s in segments if s.transport is Transport.CODED]
+            self.nodes.fill_gaps(coded, group.collectives.rank)
+        self.parts: list[Part] = make_gathers(
+            [s for s in segments if s.transport is not Transport.EXTENSION],
+            shard,
+            self.full,
+            group.collectives,
+            group.runtime.kernels,
+            group.options.all_gather,
+            group.device,
+            group.options.wire.gather,
+            group.options.wire.differences,
+            group.keeps_whole_rows,
+        )
+        if self.extension is not None:
+            # Changed in place, because its first gather has made parameters that autograd may hold.
+            self.extension.run_on(group.collectives, group.runtime.kernels)
+            self.extension.comm = group.options.all_gather
+            self.parts.append((self.extension.operations(), None))
+        found = combined(gather for gather, _ in self.parts)
+        # One rank without a cast: gathered parameters are views of the mirror, which stays with
+        # them.
+        self.keeps_mirror = found.aliases
+        found = found if self.nodes is None else self.nodes.before(found)
+        self.gather = found if self._load is None else combined([self._load, found])
+
+    def _keep_rows(self, group: ParamGroup) -> None:
+        """Let gathers reuse rows, those that were there before too."""
+        # Weak: this record owns the `Keeping` that has `choose`.
+        former, bound = self.keeping, weakref.ref(self)
+        self.keeping = None
+        if not group.keeps_rows:
+            return
+
+        def choose(gather: Gather) -> None:
+            if (found := bound()) is not None:
+                found.gather = gather
+
+        smaller = self.smaller if group.options.keep_rows else None
+        self.keeping = Keeping(self.parts, self.gather, self._load, choose, self.nodes, smaller)
+        # If rows of a smaller group stay, later gathers read these, not the node's.
+        if self.nodes is not None and smaller is None:
+            self.nodes.stays = True
+        self.gather = self.keeping.fresh
+        if former is not None:
+            self.keeping.follow(former)
+
+    def _bind_params(self, group: ParamGroup) -> None:
+        """Make the gathered parameters (extended ones in their first gather), and stores."""
+        with torch.inference_mode(False), torch.no_grad():
+            for gather, _ in self.parts:
+                memory: Buffer = self.full
+                if gather.aliases:
+                    memory = group.shard if self.mirror is None else self.mirror
+                for slot, gathered in gather.parameters:
+                    param = group.params[slot.index]
+                    param.materialize(gathered)
+                    assert param.unsharded is not None
+                    if isinstance(memory, SwappedBuffer):
+                        memory.keep_valid(local_of(param.unsharded))
+                    self._bind_swaps(param, extended=False)
+
+    def _bind_swaps(self, param: ShardedParam, extended: bool = True) -> None:
+        assert param.unsharded is not None
+        for store, name in param.stores():
+            self.to_sharded.append((store, name, param.sharded))
+            self.to_unsharded.append((store, name, param.unsharded))
+        self.unsharded.append(param.unsharded)
+        self.unsharded_flags.append(param.unsharded.requires_grad)
+        if not (extended or param.is_its_shard):  # whose gathers write it themselves
+            self.watched.append(param.unsharded)
+            self.versions.append(param.unsharded._version)
+
+    def _bind_shards(self, group: ParamGroup) -> None:
+        """The facts compared before an all-gather, and the rows that a smaller group keeps."""
+        backed = [param for param in group.params if hasattr(param.sharded, "_local_tensor")]
+        self.locals = [(cast(DTensor, param.sharded), param.local) for param in backed]
+        self.sharded = [param.sharded for param in group.params]
+        self.sharded_flags = list(map(requires_grad, self.sharded))
+        self.smaller: SmallerRows | None = None
+        # Rows of all ranks make those of a smaller group superfluous.
+        whole = group.keeps_whole_rows
+        if group.smaller_group is not None and group.layout is not None and not whole:
+            self.smaller = SmallerRows(
+                group.smaller_group,
+                group.layout,
+                self.full,
+                group.params,
+                group.runtime.kernels,
+                group.options.all_gather,
+                group.device,
+                group.options.pack_below,
+            )
+        self._keep_rows(group)
+
+    def bind_reductions(self, group: ParamGroup, waiting: bool) -> None:
+        """Build the reduction steps of the parameters that require grad now.
+
+        Partial sums belong to the steps that made them, which stay bound until the all-reduce;
+        parameters that they do not know get steps besides (invariant I9). Those that were frozen
+        while gradients of earlier backwards are waiting still belong to it.
+        """
+        assert group.layout is not None
+        kept = [r for r in self.reductions if r.partial_sums.flat is not None]
+        self.rebinds = bool(kept)
+        known = {id(param) for reduction in kept for param in reduction.members}
+        owed = {id(m) for r in self.reductions for m in r.members} if waiting else ()
+        self.reduces_frozen = False
+        # By equal specs, in the order of their first; which are packed, of those.
+        alike: dict[ReductionSpec, list[tuple[bool, ShardedParam, Slot]]] = {}
+        # Most parameters have equal facts: one spec is made, and hashed, for all of them.
+        specs: dict[Hashable, tuple[ReductionSpec, list[tuple[bool, ShardedParam, Slot]]]] = {}
+        for segment in group.layout.segments:
+            for slot in segment.slots:
+                param = group.params[slot.index]
+                frozen = not param.sharded.requires_grad
+                if id(param) not in known and (not frozen or id(param) in owed):
+                    self.reduces_frozen = self.reduces_frozen or frozen
+                    dtypes = compute_dtype(group.options, param), param.grad_dtype
+                    key = (*dtypes, param.exact, param.differs_over)
+                    if key not in specs:
+                        spec = reduction_spec(group.options, param, group.offload, group.device)
+                        specs[key] = spec, alike.setdefault(spec, [])
+                    spec, members = specs[key]
+                    members.append((not is_direct(spec, slot, segment.transport), param, slot))
+        runtime, pieces = group.runtime, None
+        if group.between is not None and group.layout.pieces is not None:
+            slots = {slot.index: slot for slot in group.layout.pieces.slots}
+            pieces = Pieces(group.between, slots)
+        made = []
+        with torch.inference_mode(False):  # tensors that a later backward writes to
+            for spec, members in alike.items():
+                members.sort(key=operator.itemgetter(0))  # those that are reduced directly first
+                made.append(
+                    bind_reduction(
+                        runtime.gradients_of([param for _, param, _ in members]),
+                        [slot for _, _, slot in members],
+                        [packed for packed, _, _ in members].count(False),
+                        spec,
+                        group.reducers,
+                        group.replicas,
+                        runtime.kernels,
+                        group.layout,
+                        pieces,
+                    )
+                )
+            hand_over(self.reductions, made)
+        self.reductions = kept + made
+
+    @property
+    def has_partial_sums(self) -> bool:
+        for reduction in self.reductions:  # noqa: SIM110  # asked in every zero_grad()
+            if reduction.partial_sums.flat is not None:
+                return True
+        return False
+
+    def count_references(self, params: Sequence[ShardedParam]) -> list[int]:
+        """To the gathered memory and to each gathered parameter (see `core.params.gradients`)."""
+        gathered = [param.unsharded for param in params]
+        return [self.full.references(), *map(sys.getrefcount, gathered)]

@@ -6,6 +6,8 @@ holding ── COMPUTE waits for the reduce-scatter ──> summing ── COMPU
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fsdp2.core.device.streams import COMPUTE, Streams
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.reduce.reduction import PendingReduction
@@ -16,8 +18,6 @@ class InFlight:
     ``holding``, the oldest first, then ``summing`` in an all-reduce, or ``arriving`` on the host.
     """
 
-    __slots__ = ("arriving", "holding", "streams", "summing", "window")
-
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self.window = 1
@@ -25,15 +25,14 @@ class InFlight:
         self.summing: list[PendingReduction] = []
         self.arriving: list[PendingReduction] = []
 
-    def make_room(self, params: list[ShardedParam], first: bool) -> None:
+    def make_room(self, params: Sequence[ShardedParam], first: bool) -> None:
         """Before a group reduces: limit the reductions that hold inputs, and end its own last one,
         which may still read the buffer that stages gradients; a unit's groups, from its ``first``,
         are one.
         """
         if first:
             self.retire(keep=self.window - 1)
-        # Lists, not groups: an observer may be around one, and a `Family` stands for several.
-        while any(pending.group.params is params for pending in self.holding):
+        while any(pending.params is params for pending in self.holding):
             # Oldest first: earlier ones are on the same lane, and end before the group's own.
             self.retire(keep=len(self.holding) - 1)
 
@@ -65,7 +64,7 @@ class InFlight:
         COMPUTE waits, which reads shards itself on one rank; the side lanes always wait for it.
         """
         for pending in (*self.summing, *self.holding):
-            if pending.group.has_grad_hooks:
+            if any(param.has_grad_hooks for param in pending.params):
                 self.streams.wait(COMPUTE, pending.done, "compute after hooks on gradients")
 
     def deliver(self) -> None:

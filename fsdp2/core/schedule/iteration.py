@@ -29,8 +29,6 @@ class Graph:
     freed. ``ending`` are those that the running backward reads for the last time.
     """
 
-    __slots__ = ("__weakref__", "_let_go")
-
     alive: ClassVar[weakref.WeakSet[Graph]] = weakref.WeakSet()
     ending: ClassVar[Set[Graph]] = frozenset()
 
@@ -81,25 +79,6 @@ class Iteration:
         unawaited: whether `wait_for_reductions` must still follow a `finalize` that did not wait.
     """
 
-    __slots__ = (
-        "ahead",
-        "ending",
-        "entered",
-        "failed",
-        "finished",
-        "forward_root",
-        "graph",
-        "holds",
-        "in_backward",
-        "postponed",
-        "records",
-        "requested",
-        "retracing",
-        "starts",
-        "unawaited",
-        "without_groups",
-    )
-
     def __init__(self) -> None:
         self.forward_root: Unit | None = None
         self.records = False
@@ -134,8 +113,3 @@ class Iteration:
         self.starts.clear()
         if self.retracing is not None:
             self.retracing.forget()
-
-    def succeed(self, former: Iteration) -> None:
-        """Take over from the iteration of a root that is now part of a larger model."""
-        # Nothing else is left: a root that is running is not taken over.
-        self.holds = self.holds or former.holds

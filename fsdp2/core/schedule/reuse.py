@@ -5,7 +5,7 @@
     forward without gradients       sharded parameters are registered when it returns; what is
                                     gathered is retained
     backward                        the same, with `set_reshard_after_backward(False)`
-    kept rows                       stay where they are (`fsdp2.core.gather.kept_rows`)
+    kept rows                       stay where they are (`fsdp2.core.gather.segments`)
     unshard() by the user           unsharded parameters are registered until reshard()
 
 When a root's next forward begins, the shards from which these were gathered may have been written.
@@ -34,8 +34,7 @@ import torch
 
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.one_off import largest_over
-from fsdp2.core.params.param import FlagChanges
-from fsdp2.core.progress import OptimizerSteps, naming_unit
+from fsdp2.core.progress import Counts, naming_unit
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GATHERING, RESHARDED, RETAINED, UNSHARDED
 from fsdp2.core.schedule.unit import IDLE, Unit
@@ -45,33 +44,21 @@ class Reuse:
     """The units below one root that may be left gathered, in order, and the groups that keep rows.
 
     Attributes:
-        flags: `FlagChanges.count` when an iteration began last.
-        steps: `OptimizerSteps.count` when a forward began last.
+        units: those that the end of their forward, or of their backward, has left unsharded.
+        flags: `Counts.flag_changes` when an iteration began last.
+        steps: `Counts.steps` when a forward began last.
         asks: whether fingerprints are taken now.
         hides: whether units may be hidden for others than graphs.
         repeats: whether a forward has found what a backward left, before the optimizer's step.
     """
 
-    __slots__ = ("asks", "flags", "hides", "repeats", "rows", "steps", "units")
-
     def __init__(self) -> None:
-        self.flags = FlagChanges.count
+        self.flags = Counts.flag_changes
         self.steps = -1
         # A dict, not a set: ranks ask about groups in this order (I1).
         self.units: dict[Unit, None] = {}
         self.rows: list[ParamGroup] = []
         self.asks = self.hides = self.repeats = False
-
-    def begin_iteration(self, pending: bool) -> None:
-        """A forward begins after an optimizer's step, with backwards ``pending`` or not."""
-        self.steps = OptimizerSteps.count
-        # Backwards that are to come belong to forwards with the flags of before.
-        if not pending:
-            self.flags = FlagChanges.count
-
-    def add(self, unit: Unit) -> None:
-        """The forward of ``unit`` ends, or its backward, and leaves it unsharded."""
-        self.units[unit] = None
 
     def begin_forward(self, units: Sequence[Unit], records: bool) -> None:
         """A root's forward begins: free what was gathered from other shards than there are now."""
@@ -100,7 +87,7 @@ class Reuse:
     def _is_repeated(group: ParamGroup, unit: Unit | None) -> bool:
         """Whether a forward with a backward has left it gathered, and no optimizer has stepped."""
         last = group.last_gather
-        if group.gathered_at != OptimizerSteps.count:
+        if group.gathered_at != Counts.steps:
             return False
         if last is not None and last.fingerprint is not None:
             return last.recorded

@@ -46,8 +46,7 @@ from torch.autograd import profiler
 from fsdp2.core.device.streams import COMPUTE, SIDE_LANES, Event, Streams
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.layout.logs import SCHEDULE
-from fsdp2.core.params.param import FlagChanges
-from fsdp2.core.progress import Backwards, OptimizerSteps
+from fsdp2.core.progress import Counts
 from fsdp2.core.reduce.reduction import Jobs
 from fsdp2.core.schedule.calls import Calls
 from fsdp2.core.schedule.connections import connect_groups
@@ -78,8 +77,6 @@ class ForwardOrder:
     has the units of the last forward in the order in which they were entered, until it ends.
     """
 
-    __slots__ = ("_cursor", "_expected", "_known", "_units", "entered")
-
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._known: dict[Unit, list[Unit]] = {}  # of each root's last forward
@@ -88,12 +85,11 @@ class ForwardOrder:
         self.entered: list[Unit] = []
 
     def begin(self, root: Unit) -> None:
-        self._expected = self._known.get(root) or self._guess(root)
+        self._expected = self._known.get(root) or []
+        if root.is_root and not self._expected:
+            self._expected = [unit for unit in self._units if unit.groups]
         self._cursor = -1
         self.entered = []
-
-    def _guess(self, root: Unit) -> list[Unit]:
-        return [unit for unit in self._units if unit.groups] if root.is_root else []
 
     def enter(self, unit: Unit) -> bool:
         """Record that ``unit`` is entered; returns whether it was expected at any time."""
@@ -179,7 +175,8 @@ class Scheduler:
 
     def succeed(self, former: Scheduler) -> None:
         """Take over from ``former``, whose root is now part of a larger model."""
-        self.iteration.succeed(former.iteration)
+        # Nothing else is left: a root that is running is not taken over.
+        self.iteration.holds = self.iteration.holds or former.iteration.holds
         self.reuse.succeed(former.reuse)
         Graph.hand_over(former.let_go, self.let_go)
 
@@ -241,8 +238,10 @@ class Scheduler:
             self.connected = connect_groups(self.groups, expects_backward)
         now.forward_root = root
         reuse = self.reuse
-        if reuse.steps != OptimizerSteps.count:
-            reuse.begin_iteration(bool(now.finished))
+        if reuse.steps != Counts.steps:
+            reuse.steps = Counts.steps
+            if not now.finished:  # backwards to come are of forwards with the flags of before
+                reuse.flags = Counts.flag_changes
             for unit in self.units:
                 if unit.phase is IDLE:
                     unit.reshard_if_outdated()
@@ -349,7 +348,7 @@ class Scheduler:
                 else:
                     unit.reshard()
             else:
-                self.reuse.add(unit)
+                self.reuse.units[unit] = None
             if now.records:
                 unit.visits.append(len(now.finished))
                 now.finished.append(unit)
@@ -467,7 +466,7 @@ class Scheduler:
             self._gather(unit)
         else:
             unit.forbid_reading()
-        if self.reuse.flags != FlagChanges.count:
+        if self.reuse.flags != Counts.flag_changes:
             for group in unit.groups:
                 group.refresh_requires_grad()
         if unit.backward_prefetch:
@@ -477,14 +476,9 @@ class Scheduler:
             before.reverse()
             if unit.prefetches is _BEFORE:
                 self._gather_ahead(before, backward=True)
-            else:
-                self._postpone(unit, before)
-
-    def _postpone(self, unit: Unit, before: Sequence[Unit | None]) -> None:
-        """Gather the next unit at the end of ``unit`` instead of at its begin (`exit_backward`)."""
-        following = next((each for each in before if each and each.unshard_in_backward), None)
-        if following is not None:
-            self.iteration.postponed = unit, following
+            else:  # at its end, maybe (`exit_backward`)
+                following = next((u for u in before if u and u.unshard_in_backward), None)
+                now.postponed = None if following is None else (unit, following)
 
     def leave_later_call(self, unit: Unit) -> bool:
         """Leave ``unit`` if a gradient has arrived at a call before that of its running backward,
@@ -574,8 +568,9 @@ class Scheduler:
         if unit.borrows(group):
             return []
         base = group.base
-        tie = unit.ties.get(base)
-        awaits = tie is not None and unit.phase is REDUCED and tie.is_awaited
+        # The backward of another unit that uses it is running, or to come.
+        others = unit.ties.get(base, ()) if unit.phase is REDUCED else ()
+        awaits = any(u is not unit and (u.phase is BACKWARD or u.visits) for u in others)
         fill = fill or base.fills
         base.fills = fill and (awaits or base.is_whole)
         if awaits:
@@ -627,7 +622,7 @@ class Scheduler:
 
     def end_backward(self) -> None:
         """The whole backward has run: finish units whose end had no hook, and clean up."""
-        Backwards.ended += 1  # so that the engine knows that a hook ran
+        Counts.backwards += 1  # so that the engine knows that a hook ran
         now = self.iteration
         if now.retracing is not None:
             if now.forward_root is None:
@@ -643,8 +638,9 @@ class Scheduler:
             if unit.phase is REDUCED and self._is_done(unit):  # as most are
                 unit.phase = IDLE
             elif self._is_to_finish(unit, last):
-                reshard = unit.reshard_after_backward and not self._is_held(unit, last)
-                self._finish(unit, reshard, over=True)
+                ahead = unit in now.ahead or unit in now.requested or unit.phase is IDLE
+                held = (ahead and not last) or now.holds
+                self._finish(unit, unit.reshard_after_backward and not held, over=True)
                 self._retain_on_request(unit)
         if self._whole is not None:
             self._whole.reduce(self._in_flight)
@@ -676,7 +672,7 @@ class Scheduler:
         iteration uses what is gathered; a forward first looks whether shards were written.
         """
         if not (unit.reshard_after_backward or unit.claimed or self.iteration.holds):
-            self.reuse.add(unit)
+            self.reuse.units[unit] = None
             if unit.sync:  # otherwise unsharded parameters have the gradients
                 unit.hide(GRANTED)
 
@@ -698,12 +694,6 @@ class Scheduler:
             return True
         # Otherwise its backward is to come; another unit's has left gradients of what is tied.
         return any(g.has_gradients for g in unit.own_groups if g in unit.ties)
-
-    def _is_held(self, unit: Unit, last: bool) -> bool:
-        """Whether there is a reason to keep the unit when a backward ends, the ``last`` or not."""
-        now = self.iteration
-        ahead = unit in now.ahead or unit in now.requested or unit.phase is IDLE
-        return (ahead and not last) or now.holds
 
     def finalize(self, wait: bool) -> None:
         """End an iteration's backwards; without ``wait``, `wait_for_reductions` must follow."""

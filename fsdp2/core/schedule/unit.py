@@ -22,7 +22,7 @@ from enum import Enum
 from typing import Any
 
 from fsdp2.core.config import GroupOptions
-from fsdp2.core.custom_collectives import MemoryComms
+from fsdp2.core.device.comm_memory import OwnComms
 from fsdp2.core.device.process_groups import ProcessGroup
 from fsdp2.core.schedule.claimed import CLAIMED, note
 from fsdp2.core.schedule.group import ParamGroup
@@ -80,7 +80,7 @@ class Unit:
         prefetch_window: the number of units to prefetch; the largest number of all units counts.
         forward_prefetch: units to gather when its forward starts; empty for the recorded order.
         claimed: whether the user has unsharded it, and not resharded it since.
-        ties: of the groups that other units use, too: which units do (`fsdp2.core.schedule.ties`).
+        ties: of the groups that other units use, too: all that do (`fsdp2.core.schedule.ties`).
         visits: a position in the forward's order of exits for each call whose backward will follow.
         record: returns what rooms above know of its modules; ``None`` once those are gone.
     """
@@ -117,8 +117,10 @@ class Unit:
     ) -> None:
         self.name = name
         self.groups = list(groups)
+        for group in groups:
+            (group if isinstance(group, ParamGroup) else group.base).owner = weakref.ref(self)
         self.options = options
-        self.comms: dict[ProcessGroup, MemoryComms] = {}
+        self.comms: dict[ProcessGroup, OwnComms] = {}
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.sync = True
@@ -132,7 +134,7 @@ class Unit:
         self.is_root = False
         self.claimed = False
         self.phase = IDLE
-        self.ties: dict[ParamGroup, Tie] = {}
+        self.ties: dict[ParamGroup, weakref.WeakSet[Unit]] = {}
         self.visits: list[int] = []
         self.record: Callable[[], object | None] = _unknown
 
@@ -145,12 +147,12 @@ class Unit:
 
     def borrows(self, group: GroupOperations) -> bool:
         """Whether a group that it uses belongs to another unit, which reduces its gradients."""
-        tie = self.ties.get(group.base)
-        return tie is not None and tie.owner() is not self
+        base = group.base
+        return base in self.ties and base.owner() is not self
 
     def operations_of(self, group: ParamGroup) -> GroupOperations:
-        """A group that it uses, with its observers."""
-        return next(found for found in self.groups if found.base is group)
+        """A group that it uses, with its observers; without, one that it uses no longer."""
+        return next((found for found in self.groups if found.base is group), group)
 
     def put_around(self, observer: Observer, wanted: bool) -> None:
         """Let an observer see its groups, or no longer."""
@@ -187,7 +189,7 @@ class Unit:
         self.options = replace(self.options, **options)
         self._hand_options_on()
 
-    def set_comms(self, comms: dict[ProcessGroup, MemoryComms]) -> None:
+    def set_comms(self, comms: dict[ProcessGroup, OwnComms]) -> None:
         """Allocate buffers of all-gathers and reductions only in memory of these process groups."""
         self.comms = comms
         self._hand_options_on()
@@ -198,11 +200,11 @@ class Unit:
         if shared is None or shared not in self.comms:
             return options
         gather, reduce = options.all_gather, options.reduce_scatter
-        comms = self.comms[shared]
+        own_gather, own_reduce = self.comms[shared]
         if gather is None:
-            gather = comms.all_gather
-        if reduce is None and (options.sum_only or not comms.only_sums):
-            reduce = comms.reduce_scatter
+            gather = own_gather
+        if reduce is None and (options.sum_only or not own_reduce.memory.only_sums):
+            reduce = own_reduce
         return replace(options, all_gather=gather, reduce_scatter=reduce)
 
     def _hand_options_on(self) -> None:
@@ -273,28 +275,6 @@ class Unit:
         return f"Unit({self.title!r}, {self.phase.value})"
 
 
-class Tie:
-    """The units that use a group: its owner, and ``users``, the others."""
-
-    __slots__ = ("owner", "users")
-
-    def __init__(self, owner: Unit) -> None:
-        self.owner = weakref.ref(owner)
-        self.users: weakref.WeakSet[Unit] = weakref.WeakSet()
-
-    @property
-    def units(self) -> set[Unit]:
-        return {unit for unit in (self.owner(), *self.users) if unit is not None}
-
-    def in_use(self) -> bool:
-        return any(unit.phase in (FORWARD, BACKWARD) for unit in self.units)
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether the backward of another unit than the owner is running, or to come."""
-        return any(unit.phase is BACKWARD or unit.visits for unit in self.users)
-
-
 # ---- the units of this process
 
 
@@ -318,30 +298,22 @@ def all_groups() -> Iterator[ParamGroup]:
         yield from unit.own_groups
 
 
-_owners: weakref.WeakKeyDictionary[ParamGroup, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
-"""The unit in which a group was found; a tie may have moved the group since."""
-
-
-def _owner_of(group: ParamGroup) -> Unit | None:
-    known = _owners.get(group)
-    unit = None if known is None else known()
-    if unit is None or group not in unit.own_groups:
-        unit = next((unit for unit in all_units() if group in unit.own_groups), None)
-        if unit is not None:
-            _owners[group] = weakref.ref(unit)
-    return unit
+def owner_of(group: ParamGroup) -> Unit | None:
+    """The unit to which ``group`` belongs, if it still exists."""
+    unit = group.owner()
+    return unit if isinstance(unit, Unit) else None
 
 
 def unit_of(group: ParamGroup) -> Unit:
     """The unit to which ``group`` belongs."""
-    unit = _owner_of(group)
+    unit = owner_of(group)
     assert unit is not None
     return unit
 
 
 def operations_of(group: ParamGroup) -> GroupOperations:
     """A group with its observers, which see each all-gather and free; none if its unit is gone."""
-    unit = _owner_of(group)
+    unit = owner_of(group)
     return group if unit is None else unit.operations_of(group)
 
 

@@ -38,7 +38,6 @@ class Family:
     def __init__(self, parts: Sequence[Part], spec: ReductionSpec) -> None:
         self.parts = parts
         self.leader = leader = parts[0][0]
-        self.name, self.streams = leader.name, leader.streams
         self.params: list[ShardedParam] = [m for _, part in parts for m in part.members]
         slots = [slot for _, part in parts for slot in part.context.slots]
         runtime = leader.runtime
@@ -52,10 +51,6 @@ class Family:
                 leader.replicas,
                 runtime.kernels,
             )
-
-    @property
-    def has_grad_hooks(self) -> bool:
-        return any(group.has_grad_hooks for group, _ in self.parts)
 
     def job(self, taken: dict[Reduction, Job]) -> Job:
         """One job of what the groups had; zeros for a group that had nothing."""
@@ -105,8 +100,8 @@ class Together:
                 operations = units[family.leader].operations_of(family.leader)
                 pending = operations.reduce([(family.joint, family.job(taken))], True)
                 if pending is not None:
-                    # In place of the leader, so that parameters and hooks of all groups count.
-                    pending.group = family
+                    # In place of the leader's, so that hooks of all groups count.
+                    pending.params = family.params
                     in_flight.holding.append(pending)
 
     def abandon(self) -> None:

@@ -1,7 +1,7 @@
 """A program: random models and settings, planned, and run on the stand-in; one JSON line a case.
 
-    python -m tests.common.planned_memory 0 10      # cases 0 to 9
-    python -m tests.common.planned_memory train_lm  # its presets, on a CPU
+    python -m tests.planning.planned_memory 0 10      # cases 0 to 9
+    python -m tests.planning.planned_memory train_lm  # its presets, on a CPU
 
 Each line has what each collective was, its bytes, and all bytes that were allocated then, as the
 plan says and as the stand-in's allocator counts. Of `train_lm` it has what a step's peak is above
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2.core.device.kernels import TorchKernels
+from fsdp2.core.device.kernels import Kernels
 from fsdp2.examples.model import PRESETS, Block, Transformer, token_losses
 from fsdp2.planning import Hardware, Settings, plan
 from fsdp2.planning.memory import Ledger
@@ -309,7 +309,7 @@ def main(first: int, last: int) -> None:
             return Model(random.Random(shape))
 
         expected, said = planned(make, settings)
-        with mock.patch.object(TorchKernels, "chunk_cat", staticmethod(chunk_cat)):
+        with mock.patch.object(Kernels, "chunk_cat", staticmethod(chunk_cat)):
             seen, peak = run(make, settings)
         line = {
             "seed": seed,

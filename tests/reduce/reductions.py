@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp2.core.device.kernels import TorchKernels
+from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.layout.layout import Cut, ParamShape, Slot, build_layout
 from fsdp2.core.reduce.binding import bind_reduction
 from fsdp2.core.reduce.reduction import Reduction
@@ -17,7 +17,7 @@ from fsdp2.core.reduce.spec import ReductionSpec, is_direct
 from fsdp2.testing.parameters import PaperGradients, PaperParam
 from tests.common.cuts import as_cut
 
-KERNELS = TorchKernels(torch.device("cpu"))
+KERNELS = Kernels(torch.device("cpu"))
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 EMPTY = (((0, 4), 0), ((3, 0), 1), ((0,), 0))

@@ -151,7 +151,7 @@ def _train_step(original: Callable[..., Any], killer: Killer, run: Any, step: in
 
 
 def main() -> int:
-    train_lm.MODULE = "tests.common.killed_train_lm"
+    train_lm.MODULE = "tests.jobs.killed_train_lm"
     if "RANK" in os.environ:
         killer = Killer()
         for phase, calls in MOMENTS.items():

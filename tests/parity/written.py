@@ -11,7 +11,7 @@ that returns. A write may be refused (`ShardingStateError`), by `fsdp2.debug(che
 too, and DTensor refuses unsharded parameters beside sharded ones where a backward is to come, or
 the program has unsharded units itself: it ends there, and counts as refused.
 
-Computation is in float64, as in `tests.common.programs`.
+Computation is in float64, as in `tests.parity.programs`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WIDTH = 6
 ROWS = 3
 TIMEOUT = 60.0
 TOLERANCE = parity.Tolerance(rtol=1e-7, atol=1e-9)
-"""Ten times that of `tests.common.programs`: what Adam has divided is written, and read again."""
+"""Ten times that of `tests.parity.programs`: what Adam has divided is written, and read again."""
 
 Built = list[tuple[int, int | None]]
 """A model's blocks: rows of each, and of the block in it if there is one."""
@@ -104,7 +104,7 @@ class Script:
     def text(self) -> str:
         """As a reader would run it."""
         lines = [
-            f"# {self.world} ranks; tests.common.written has Net, x, out, noise, finish and whole",
+            f"# {self.world} ranks; tests.parity.written has Net, x, out, noise, finish and whole",
             f"model = Net({self.blocks}).double()",
             f"mesh = init_device_mesh('cpu', {self.shape})",
             *(f"fully_shard({u}, mesh=mesh, reshard_after_forward={r})" for u, r in self.units),

@@ -1,0 +1,113 @@
+"""What tests of checkpoints share: a small model, values by name, a disk that fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2.checkpoint import files
+
+EXTRA = {"schedule": [1, (2.5, None)], "table": torch.arange(4)}
+
+
+def small(seed: int = 0, groups: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Two layers and a batch norm, not sharded; with ``groups``, parameters in another order."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    if groups:
+        decayed = [model[2].weight, model[0].weight]
+        others = [p for p in model.parameters() if all(p is not q for q in decayed)]
+        return model, torch.optim.AdamW([{"params": decayed, "lr": 0.2}, {"params": others}])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, steps: int = 2) -> None:
+    """On random inputs, the same on all ranks, as wide as the first matrix is."""
+    width = next(param.shape[1] for param in model.parameters() if param.ndim == 2)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        model(torch.randn(4, width, generator=generator)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = small(seed)
+    train(model, optimizer, seed, steps=1)
+    return model, optimizer
+
+
+def whole(value: Any) -> Tensor:
+    """A copy; a collective for a DTensor."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def everything(model: Any, *optimizers: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Whole, sorted by name; a collective where the model is sharded."""
+    if hasattr(model, "reshard"):
+        model.reshard()
+    found = dict(model.state_dict())
+    for optimizer in optimizers:
+        for name, param in model.named_parameters():
+            for key, value in optimizer.state.get(param, {}).items():
+                found[f"{name}:{key}"] = value
+    return {name: whole(found[name]) for name in sorted(found)}
+
+
+def weights(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of `everything`, what the model's state dict has."""
+    return {name: value for name, value in found.items() if ":" not in name}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+class Failing(files.Disk):
+    """Raises at some operations.
+
+    Args:
+        code: of the error.
+        operations: of `files.Disk`, by name.
+        when: asked with an operation's arguments whether it fails; always, if not given.
+    """
+
+    def __init__(
+        self, code: int, *operations: str, when: Callable[..., bool] = lambda *_: True
+    ) -> None:
+        self._code, self._operations, self._when = code, operations, when
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name.startswith("_") or name not in self._operations:
+            return found
+
+        def call(*args: Any) -> Any:
+            if self._when(*args):
+                raise OSError(self._code, os.strerror(self._code))
+            return found(*args)
+
+        return call
+
+
+class Evil:
+    """Unpickled, it would make a folder."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("evil",)
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
