@@ -21,8 +21,10 @@ from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import matplotlib
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -30,6 +32,10 @@ from matplotlib.patches import Patch, Rectangle
 from benchmarks import harness, memory, models, report, streams
 from benchmarks.harness import RESULTS, ROOT
 from benchmarks.report import newest
+from fsdp2 import fully_shard, graph_mode
+from fsdp2.graph import placement
+from fsdp2.testing.blocks import tiny_blocks
+from fsdp2.testing.null_group import null_world
 
 FOLDER = ROOT / "docs" / "figures"
 COLORS = {
@@ -523,6 +529,67 @@ def unit_life() -> Figure:
     return figure
 
 
+EXPOSED = 0.6
+"""How long a collective is drawn that nothing hides."""
+Span = tuple[str, str, float, float]
+"""An operation, its unit, where it begins, and where it ends, in operations of a graph."""
+
+
+def placed_graphs(blocks: int) -> list[list[Span]]:
+    """The forward and the backward of a model in graph mode, as the backend "fsdp2" orders them."""
+    found: list[list[Span]] = []
+
+    def note(graph: Any) -> None:
+        place(graph)
+        spans, open_, at, unit = list[Span](), dict[str, float](), 0.0, ""
+        for node in graph.nodes:
+            step = str(node.target).removesuffix(".default")
+            kind, _, name = step.removeprefix("fsdp2.").partition("_")
+            if name in ("unshard", "reduce") and kind == "start":
+                open_[name + node.args[1]] = at
+                unit = unit or node.args[1].partition("#")[0]
+            elif name in ("unshard", "reduce") and kind == "end":
+                owner, began = node.args[1].partition("#")[0], open_[name + node.args[1]]
+                at = max(at, began + EXPOSED)
+                spans.append((name, owner, began, at))
+                unit = owner if name == "unshard" else unit
+            elif step == "aten.mm":
+                spans.append(("compute", unit, at, at + 1))
+                at += 1
+        found.append(spans)
+
+    place = placement.place
+    with null_world(4), mock.patch.object(placement, "place", note):
+        model = tiny_blocks(blocks, (2,), 8)
+        for block in model.blocks:
+            fully_shard(block)
+        graph_mode(fully_shard(model))
+        run = torch.compile(model, backend="fsdp2", options={"compiler": "aot_eager"})
+        run(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    torch._dynamo.reset()
+    return found
+
+
+def graph_mode_graphs() -> Figure:
+    """Where the graphs of four blocks launch collectives and wait for them."""
+    looks = {"unshard": "orange", "compute": "blue", "reduce": "green"}
+    names = {"unshard": "all-gather", "compute": "compute", "reduce": "reduce-scatter"}
+    figure = _titled("Graph mode: the graphs of blocks 0 to 3, in their order", 7.6, 2.9)
+    graphs = zip(figure.subplots(2), placed_graphs(4), ("forward", "backward"), strict=True)
+    for axes, spans, title in graphs:
+        for name, unit, start, end in spans:
+            row = [*looks].index(name)
+            _box(axes, start, row, end - start, 0.85, looks[name])
+            number, middle = unit.rpartition(".")[2], (start + end) / 2
+            axes.text(middle, row + 0.42, number, color=LIGHT["inverse"], ha="center", va="center")
+        axes.set(xlim=(0, 17), ylim=(3, -0.1), xticks=[], ylabel=title)
+        axes.set_yticks([row + 0.42 for row in range(3)], names.values(), fontsize=7.5)
+        axes.tick_params("y", length=0)
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+    return figure
+
+
 def _box(
     axes: Axes, x: float, y: float, width: float, height: float, look: str, alpha: float = 1
 ) -> None:
@@ -638,6 +705,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "memory_by_strategy": memory_by_strategy,
     "async_checkpoint": async_checkpoint,
     "unit_life": unit_life,
+    "graph_mode": graph_mode_graphs,
     "mesh_hsdp": partial(meshes, "hsdp"),
     "mesh_tp": partial(meshes, "tp"),
     "mesh_experts": partial(meshes, "experts"),

@@ -89,6 +89,7 @@ from fsdp2.core.modules.registry import (
     walk,
 )
 from fsdp2.core.names import clean, clean_as_fsdp1
+from fsdp2.core.params.gradients import Gradients, gradients_of
 from fsdp2.core.params.param import (
     FORM,
     Form,
@@ -105,7 +106,7 @@ from fsdp2.core.reduce.coded import codec_of
 from fsdp2.core.reduce.feedback import DTYPE
 from fsdp2.core.reduce.reduction import Jobs
 from fsdp2.core.reduce.rows import plan_flat
-from fsdp2.core.reduce.spec import plan_division, reduction_spec
+from fsdp2.core.reduce.spec import ReductionSpec, is_direct, plan_division, reduction_spec
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer, Run
 from fsdp2.core.schedule.scheduler import Scheduler, window_of

@@ -19,21 +19,21 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch._decomp import get_decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
-from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
-import fsdp2.graph.operators  # noqa: F401  # which torch.ops.fsdp2 has
 from fsdp2.core.errors import coded
-from fsdp2.core.facts import with_dtype, wrap_local
-
-Compiled = Callable[..., Any]
+from fsdp2.graph.edge import Compiled, take_local_shards, with_local_shards
+from fsdp2.graph.operators import exchange
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def register() -> None:
 
 
 def place(graph: fx.Graph) -> None:
-    """Split each collective of a graph in two, and move the halves.
+    """Take each collective of a graph apart, and move the parts.
 
     Args:
         graph: of ATen operators, forward or backward; changed in place.
@@ -55,35 +55,35 @@ def place(graph: fx.Graph) -> None:
     for node in gathers:
         shards, key, _ = node.args
         start = _insert(graph, node, ops.start_unshard.default, (shards, key, None))
-        rows = _rows(graph, start)
-        end = _insert(graph, node, ops.end_unshard.default, (rows, key))
-        node.replace_all_uses_with(end)
-        graph.erase_node(node)
+        outputs = _items(graph, start)
+        end = _insert(graph, node, ops.end_unshard.default, (outputs, key))
+        _replace(graph, node, _inline(graph, node, exchange(key).whole, outputs))
         _move_behind(previous or _last_input(graph), start)
+        for output in reversed(outputs):
+            start.append(output)
         previous = end
-    waiting: tuple[fx.Node, list[fx.Node]] | None = None
+    sums: list[fx.Node] = []
     for node in reductions:
         gradients, key, trained = node.args
-        start = _insert(graph, node, ops.start_reduce.default, (gradients, key, trained, None))
-        if waiting is not None:
-            _move_before(start, *waiting)
-        rows = _rows(graph, start)
-        end = _insert(graph, node, ops.end_reduce.default, (rows, key, trained, None))
-        node.replace_all_uses_with(end)
-        graph.erase_node(node)
-        waiting = end, rows
-    if waiting is not None:
-        _move_before(graph.output_node(), *waiting)
+        group = exchange(key)
+        join, part = partial(group.joined, trained=trained), partial(group.parts, trained=trained)
+        joined = _inline(graph, node, join, gradients)
+        start = _insert(graph, node, ops.start_reduce.default, (joined, key, trained, None))
+        _move_readers(start, sums)
+        sums = _items(graph, start)
+        _insert(graph, node, ops.end_reduce.default, (sums, key, trained, None))
+        _replace(graph, node, _inline(graph, node, part, sums))
+    _move_readers(graph.output_node(), sums)
     _chain(graph)
     graph.lint()
 
 
 def _chain(graph: fx.Graph) -> None:
-    """Let each collective read the token of the one before it."""
-    token: fx.Node | None = None
+    """Let each collective read what the one before it writes."""
+    before: fx.Node | None = None
     for node in [node for node in graph.nodes if node.target in _CHAINED]:
-        node.args = (*node.args[:-1], token)
-        token = _item(graph, node, len(node.meta["val"]) - 1)
+        node.args = (*node.args[:-1], before)
+        before = node.args[0][0] if node.target is _END_REDUCE else _items(graph, node)[0]
 
 
 def _last_input(graph: fx.Graph) -> fx.Node:
@@ -96,25 +96,45 @@ def _insert(graph: fx.Graph, at: fx.Node, target: OpOverload, args: tuple[Any, .
         node = graph.call_function(target, args)
     values = fx.map_arg(args, lambda arg: arg.meta["val"])
     node.meta["stack_trace"] = at.meta.get("stack_trace")
-    mode = _mode_of(values[0])
-    with mode:
+    with _mode_of(values[0]):
         node.meta["val"] = target(*values)
     return node
+
+
+def _inline(
+    graph: fx.Graph, at: fx.Node, function: Callable[..., list[Tensor]], given: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """The operators that a function of a list calls, in front of a node; returns its results."""
+    values = [node.meta["val"] for node in given]
+    traced = make_fx(lambda *tensors: function(tensors), _DECOMPOSED)(*values).graph
+    inputs = [node for node in traced.nodes if node.op == "placeholder"]
+    known = dict(zip(inputs, given, strict=True))
+    with graph.inserting_before(at):
+        found: Any = graph.graph_copy(traced, known)
+    return cast(list[fx.Node], found)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, results: Sequence[fx.Node]) -> None:
+    """Let what reads the items of a node read these."""
+    for item in [*node.users]:
+        item.replace_all_uses_with(results[cast(int, item.args[1])])
+        graph.erase_node(item)
+    graph.erase_node(node)
 
 
 def _mode_of(values: Sequence[Any]) -> Any:
     return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
 
 
-def _rows(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """The tensors that the first half of a collective returns, without its token."""
-    return [_item(graph, node, index) for index in range(len(node.meta["val"]) - 1)]
-
-
-def _item(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
-    with graph.inserting_after(node):
-        found = graph.call_function(operator.getitem, (node, index))
-    found.meta["val"] = node.meta["val"][index]
+def _items(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """The tensors that an operator returns."""
+    found = [user for user in node.users if user.target is operator.getitem]
+    if not found:
+        with graph.inserting_after(node):
+            for index in reversed(range(len(node.meta["val"]))):
+                item = graph.call_function(operator.getitem, (node, index))
+                item.meta["val"] = node.meta["val"][index]
+                found.insert(0, item)
     return found
 
 
@@ -134,30 +154,35 @@ def _move_behind(place: fx.Node, node: fx.Node) -> None:
         place.append(found)
 
 
-def _move_before(place: fx.Node, end: fx.Node, rows: list[fx.Node]) -> None:
-    """Let a reduction end in front of a node, with what becomes of its results.
+def _move_readers(place: fx.Node, sums: Sequence[fx.Node]) -> None:
+    """Let the end of a reduction come in front of a node, with what becomes of its results.
 
     It stays if another collective reads them: a derivative of a derivative.
     """
-    last = end.graph.output_node()
-    found: dict[fx.Node, None] = dict.fromkeys([*rows, end])
-    for node in end.graph.nodes:
-        if node is not last and any(read is end or read in found for read in node.all_input_nodes):
-            if node.target in _COLLECTIVES and node is not end:
+    last = place.graph.output_node()
+    found: dict[fx.Node, None] = {}
+    for node in place.graph.nodes:
+        if node is not last and any(read in found or read in sums for read in node.all_input_nodes):
+            if node.target in _COLLECTIVES:
                 return
             found[node] = None
     for node in found:
         place.prepend(node)
 
 
-_CHAINED = {
+_START_UNSHARD, _START_REDUCE, _END_REDUCE = (
     getattr(torch.ops.fsdp2, name).default
     for name in ("start_unshard", "start_reduce", "end_reduce")
-}
+)
+_CHAINED = {_START_UNSHARD, _START_REDUCE, _END_REDUCE}
 _COLLECTIVES = {
-    getattr(torch.ops.fsdp2, name).default
-    for name in ("unshard", "reduce", "start_unshard", "start_reduce")
+    torch.ops.fsdp2.unshard.default,
+    torch.ops.fsdp2.reduce.default,
+    _START_UNSHARD,
+    _START_REDUCE,
 }
+_DECOMPOSED: Any = get_decompositions([torch.ops.aten.split_with_sizes_copy])
+"""One kernel on an accelerator, if called by itself; a compiler makes better ones of its parts."""
 
 
 def compile_graphs(
@@ -181,12 +206,12 @@ def compile_graphs(
             f"{compiler!r}",
         )
     given = [*inputs]
-    places = _take_local_shards(graph, given)
+    places = take_local_shards(graph, given)
     if compiler == "aot_eager":
         found: Compiled = aot_autograd(
             fw_compiler=_run_as_it_is, partition_fn=min_cut_rematerialization_partition
         )(graph, given)
-        return _with_local_shards(found, places)
+        return with_local_shards(found, places)
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner(gm: fx.GraphModule, examples: Sequence[Any], **arguments: Any) -> Any:
@@ -198,65 +223,7 @@ def compile_graphs(
     patches = {"reorder_for_peak_memory": False, **settings}
     # It returns other things where it exports, which this does not.
     found = cast(Compiled, compile_fx(graph, given, inner_compile=inner, config_patches=patches))
-    return _with_local_shards(found, places)
-
-
-# ---- DTensors, which compiled graphs take apart and put together slowly
-
-
-class _LocalShards(torch.autograd.Function):
-    """The local shards of DTensors, whose gradients are DTensors sharded alike."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: DTensor) -> tuple[Tensor, ...]:
-        ctx.specs = [value._spec for value in given]
-        return tuple(value._local_tensor.detach() for value in given)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(
-            None if gradient is None else wrap_local(gradient, with_dtype(spec, gradient.dtype))
-            for gradient, spec in zip(gradients, ctx.specs, strict=True)
-        )
-
-
-def _take_local_shards(graph: fx.GraphModule, inputs: list[object]) -> list[int]:
-    """Let a graph take local shards where it only calls ``to_local()`` of a DTensor.
-
-    Torch would make a DTensor of each gradient with a new spec: 20 us per parameter and step.
-
-    Returns:
-        The positions of these inputs, which are replaced in the list.
-    """
-    found = []
-    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    for place, (node, value) in enumerate(zip(nodes, inputs, strict=True)):
-        if not isinstance(value, DTensor) or any(p.is_partial() for p in value.placements):
-            continue
-        users = [*node.users]
-        if any(u.target != "to_local" or len(u.args) > 1 or u.kwargs for u in users):
-            continue
-        for user in users:
-            user.replace_all_uses_with(node)
-            graph.graph.erase_node(user)
-        local = value._local_tensor.detach().requires_grad_(value.requires_grad)
-        node.meta["example_value"], node.type = local, None
-        inputs[place] = local
-        found.append(place)
-    graph.recompile()
-    return found
-
-
-def _with_local_shards(compiled: Compiled, places: list[int]) -> Compiled:
-    def run(*args: object) -> object:
-        given = [*args]
-        shards = _LocalShards.apply(*(given[place] for place in places))
-        for place, shard in zip(places, shards, strict=True):
-            given[place] = shard
-        return compiled(*given)
-
-    return run if places else compiled
+    return with_local_shards(found, places)
 
 
 def _run_as_it_is(gm: fx.GraphModule, _: object) -> Compiled:

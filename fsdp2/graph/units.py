@@ -18,7 +18,7 @@ Anything else that is registered is used as it is: parameters that you have gath
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,19 @@ from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.facts import ModuleEntry, ShardedParam, UnitHooks
 from fsdp2.graph.operators import Exchange, unshard
 
+F = TypeVar("F", bound=Callable[..., object])
 Hooks = dict[int, Callable[..., object]]
 Kept = tuple["Gathered", int]
 """A parameter that backward gathers again: its group, and its position there."""
+
+
+def _constant(function: F) -> F:
+    """Let dynamo take what a function returns as it is.
+
+    It guards all else that it reads: a dozen facts per parameter, which each step would look at.
+    """
+    torch.compiler.assume_constant_result(function)
+    return function
 
 
 class Gathered:
@@ -101,7 +111,7 @@ class GraphUnit:
         self._places: list[list[list[ModuleEntry]]] = [
             [list(param.entries) for param in params] for params in self._params
         ]
-        self._held: list[tuple[int, list[nn.Parameter]]] = []
+        self._held: list[tuple[list[list[ModuleEntry]], list[nn.Parameter]]] = []
         self._still_to_run = 0
         self._pushed = False
         self._inner: list[GraphUnit] = []
@@ -172,8 +182,8 @@ class GraphUnit:
         if self._pushed:
             torch._C._autograd._pop_saved_tensors_default_hooks()
             self._pushed = False
-        for number, held in self._held:
-            for entries, param in zip(self._places[number], held, strict=True):
+        for places, held in self._held:
+            for entries, param in zip(places, held, strict=True):
                 for owner, name in entries:
                     owner._parameters[name] = param
         self._held = []
@@ -183,19 +193,24 @@ class GraphUnit:
         compiling = torch.compiler.is_compiling()
         kept: dict[int, Kept] = {}
         for number, exchange in enumerate(self._exchanges):
-            params, places = self._params[number], self._places[number]
-            found: list[Any] = [
-                entries[0][0]._parameters[entries[0][1]] if entries else param.sharded
-                for param, entries in zip(params, places, strict=True)
-            ]
+            places = self._traced_places(number) if compiling else self._places[number]
+            found: list[Any] = []
+            for index, entries in enumerate(places):
+                if entries:
+                    owner, name = entries[0]
+                    found.append(owner._parameters[name])
+                else:
+                    found.append(self._params[number][index].sharded)
             if not all(isinstance(value, DTensor) for value in found):
                 continue
-            if not compiling:
+            if compiling:
+                shards = [value.to_local() for value in found]
+            else:
                 exchange.follow()
-            shards = [
-                param.laid_out(value.to_local() if compiling else _Local.apply(value))
-                for param, value in zip(params, found, strict=True)
-            ]
+                shards = [_Local.apply(value) for value in found]
+            forms = self._other_forms(number)
+            for index in forms:
+                shards[index] = self._params[number][index].laid_out(shards[index])
             trained = [index for index, value in enumerate(found) if value.requires_grad]
             if compiling and frees:
                 given = exchange.key, trained, *shards
@@ -208,12 +223,38 @@ class GraphUnit:
                     kept[value.untyped_storage()._cdata] = gathered, index
             for index, entries in enumerate(places):
                 value = full[index] if index in trained else full[index].detach()
-                seen = _seen(params[index], value)
+                if index in forms:
+                    value = _seen(self._params[number][index], value)
                 for owner, name in entries:
-                    owner._parameters[name] = seen  # type: ignore[assignment]  # a tensor will do
-            self._held.append((number, found))
+                    owner._parameters[name] = value
+            self._held.append((places, found))
         if kept:
             self._save_none_of(kept)
+
+    @_constant
+    def _other_forms(self, number: int) -> tuple[int, ...]:
+        """Parameters of a group whose dims are in another order, or which are DTensors."""
+        params = enumerate(self._params[number])
+        return tuple(i for i, p in params if p.order is not None or p.parallel is not None)
+
+    @_constant
+    def _paths(self, number: int) -> tuple[tuple[tuple[int, str, str], ...], ...]:
+        """Where a group's parameters are registered: in which module of the unit, and below it."""
+        paths = {
+            module: (at, path)
+            for at, root in enumerate(self._modules)
+            for path, module in root.named_modules()
+        }
+        return tuple(
+            tuple((*paths[owner], name) for owner, name in entries)
+            for entries in self._places[number]
+        )
+
+    def _traced_places(self, number: int) -> list[list[ModuleEntry]]:
+        return [
+            [(self._modules[at].get_submodule(path), name) for at, path, name in entries]
+            for entries in self._paths(number)
+        ]
 
     def _save_none_of(self, kept: dict[int, Kept]) -> None:
         """Let autograd save which of these parameters it needs; all else as before."""

@@ -20,12 +20,16 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2.graph import operators
 from tests.common import compiling, models, parity
+from tests.common.looped import coalescing
 from tests.common.workers import ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 BF16 = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+HALVES = fsdp2.MixedPrecisionPolicy(torch.float32, torch.float16)
+"""Half precision divides before the sum and after it."""
 STEPS = 20
 
 
@@ -73,6 +77,34 @@ def _with_a_list() -> nn.Module:
     return fsdp2.fully_shard(model)
 
 
+def _coalesced(pack_below: int, **arguments: Any) -> nn.Module:
+    """As over NCCL: what is aligned is gathered into place, and reduced from where it is."""
+    with coalescing(pack_below):
+        model = _of_blocks(models.Transformer, **arguments)
+    kinds = {kind for r in fsdp2.group_reports(model) for kind in r.transport.split("+")}
+    assert kinds == {"coalesced", "packed"}
+    return model
+
+
+def _looped(collective: Callable[..., Any]) -> Callable[..., None]:
+    """A collective of a list as one of each tensor: gloo has no coalesced ones."""
+
+    def run(group: Any, written: Any, read: Any, *how: object, behind: bool) -> None:
+        lists = [[found] if isinstance(found, Tensor) else found for found in (written, read)]
+        for pair in zip(*lists, strict=True):
+            work = collective(group, *pair, *how, behind=behind)
+            if work is not None:
+                work.wait()
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("run_all_gather", "run_reduce_scatter"):
+        monkeypatch.setattr(operators, name, _looped(getattr(operators, name)))
+
+
 def _hybrid() -> nn.Module:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
     return _of_blocks(models.Transformer, mesh=mesh)
@@ -106,6 +138,9 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "hybrid": _hybrid,
     "tensor parallel": _tensor_parallel,
     "empty shards": lambda: _of_blocks(models.OddMLP),
+    "halves": lambda: _of_blocks(models.OddMLP, mp_policy=HALVES),
+    "coalesced": lambda: _coalesced(0),
+    "coalesced and packed": lambda: _coalesced(64, mp_policy=BF16),
 }
 NEEDS_FOUR = ("hybrid", "tensor parallel")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchRuntimeError
 
 import fsdp2
-from fsdp2.graph import placement
+from fsdp2.graph import operators, placement
 from fsdp2.testing.null_group import CallLog, null_world
 from tests.common import compiling, models
 from tests.common.errors import raises
@@ -62,13 +64,18 @@ def _graphs(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
 
 
 def _assert_chained(graph: fx.Graph) -> None:
-    """Each collective reads a token of the one before it, so that no compiler changes the order."""
+    """Each collective reads what the one before it writes, so that compilers keep the order."""
     names = ("start_unshard", "start_reduce", "end_reduce")
     targets = [getattr(torch.ops.fsdp2, name).default for name in names]
     found = [node for node in graph.nodes if node.target in targets]
     for before, node in zip([None, *found], found, strict=False):
-        token: Any = node.args[-1]
-        assert token is before or token.args == (before, len(before.meta["val"]) - 1)
+        read: Any = node.args[-1]
+        if before is None or read is None:
+            assert read is before
+        elif "end_reduce" in str(before.target):
+            assert read is before.args[0][0]  # which it changes
+        else:
+            assert read.args == (before, 0)
 
 
 FORWARD = """
@@ -124,50 +131,47 @@ def test_collectives_are_placed_as_the_engine_places_them(monkeypatch: pytest.Mo
     assert _behind_compute(backward) == hidden
 
 
-def test_at_most_two_blocks_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Besides the root: from the end of a gather to the last node that reads a parameter of it."""
-    place: Callable[[fx.Graph], None] = placement.place
+@pytest.mark.parametrize("pack_below", [0, 1 << 40], ids=["coalesced", "packed"])
+def test_at_most_two_blocks_are_gathered(
+    monkeypatch: pytest.MonkeyPatch, pack_below: int
+) -> None:
+    """Besides the root: outputs of all-gathers that are alive when one is launched."""
+    alive: set[int] = set()
     peaks: list[int] = []
+    start = operators.Exchange.start_unshard
 
-    def note(graph: fx.Graph) -> None:
-        place(graph)
-        order = {node: at for at, node in enumerate(graph.nodes)}
-        spans = []
-        for node in graph.nodes:
-            if "start_unshard" in str(node.target) and "root" not in node.args[1]:
-                (end,) = (
-                    e
-                    for e in graph.nodes
-                    if "end_unshard" in str(e.target) and e.args[1] == node.args[1]
-                )
-                read = [user for item in end.users for user in [item, *_views_of(item)]]
-                spans.append((order[node], max(order[user] for user in read)))
-        peaks.append(max(sum(a <= at <= b for a, b in spans) for at in order.values()))
+    def note(self: Any, shards: list[Tensor]) -> list[Tensor]:
+        outputs = start(self, shards)
+        if "root" not in self.key:
+            number = next(numbers)
+            alive.add(number)
+            weakref.finalize(outputs[0].untyped_storage(), alive.discard, number)
+            peaks.append(len(alive))
+        return outputs
 
-    monkeypatch.setattr(placement, "place", note)
+    numbers = itertools.count()
     model = _sharded(6)
+    model.set_packing_threshold(pack_below)
     fsdp2.graph_mode(model)
     with compiling.fresh_dynamo():
         run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
-        run(torch.randn(2, models.DIM)).sum().backward()
-    assert peaks == [2, 2]
+        for _ in range(2):
+            monkeypatch.setattr(operators.Exchange, "start_unshard", note)
+            run(torch.randn(2, models.DIM)).sum().backward()
+    assert max(peaks) == 2
+    assert len(peaks) == 2 * 2 * 6
+    assert not alive
 
 
-def _views_of(node: fx.Node) -> list[fx.Node]:
-    """All that reads a parameter, or a view of it."""
-    found = [*node.users]
-    for user in node.users:
-        if user.target in (torch.ops.aten.t.default, torch.ops.aten.view.default):
-            found += _views_of(user)
-    return found
-
-
-def test_collectives_are_as_many_and_as_large_as_with_hooks(calls: CallLog) -> None:
-    """Of a steady step, whoever runs it."""
+@pytest.mark.parametrize("pack_below", [0, 1 << 40], ids=["coalesced", "packed"])
+def test_collectives_are_as_many_and_as_large_as_with_hooks(
+    calls: CallLog, pack_below: int
+) -> None:
+    """Of a steady step, whoever runs it. Reduced from where they are, hooks also send marks."""
     found = []
     for mode in ("hooks", "eager", "compiled"):
         model = run = _sharded()
-        model.set_packing_threshold(1 << 40)  # bytes: as over gloo, which sends no lists
+        model.set_packing_threshold(pack_below)
         if mode != "hooks":
             fsdp2.graph_mode(model)
         with compiling.fresh_dynamo():
@@ -176,8 +180,10 @@ def test_collectives_are_as_many_and_as_large_as_with_hooks(calls: CallLog) -> N
             for _ in range(2):
                 calls.clear()
                 run(torch.randn(2, models.DIM)).sum().backward()
-        found.append(sorted((call.name, call.nbytes) for call in calls.calls))
+        sized = [(call.name, call.nbytes if pack_below else 0) for call in calls.calls]
+        found.append(sorted(sized))
     assert found[0] == found[1] == found[2]
+    assert any("coalesced" in name for name, _ in found[0]) is not bool(pack_below)
 
 
 def test_what_stays_gathered_is_not_gathered_again(monkeypatch: pytest.MonkeyPatch) -> None:

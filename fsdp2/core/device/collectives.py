@@ -80,30 +80,36 @@ class ReduceKind:
         self.all_reduce_options.asyncOp = False
 
 
+Flat = torch.Tensor | list[torch.Tensor]
+"""A flat tensor; or several, which one launch sends."""
+
+
 def run_all_gather(
-    group: dist.ProcessGroup, output: torch.Tensor, input_: torch.Tensor, behind: bool = False
+    group: dist.ProcessGroup, output: Flat, input_: Flat, behind: bool = False
 ) -> dist.Work | None:
-    """One all-gather of a flat tensor over ``group``, for collectives in separate memory.
+    """An all-gather of each flat tensor over ``group``, for collectives in separate memory.
 
     ``behind``: on a stream of the backend's, for which ``wait()`` lets the current one wait.
     """
     options = _GATHER_BEHIND if behind else _GATHER_OPTIONS
-    work: dist.Work | None = _method(group, _GATHER)(output, input_, options)
+    names = _GATHER_MANY if isinstance(output, list) else _GATHER
+    work: dist.Work | None = _method(group, names)(output, input_, options)
     return work
 
 
 def run_reduce_scatter(
     group: dist.ProcessGroup,
-    output: torch.Tensor,
-    input_: torch.Tensor,
+    output: Flat,
+    input_: Flat,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType,
     behind: bool = False,
 ) -> dist.Work | None:
-    """One reduce-scatter of a flat tensor over ``group``; ``behind`` as for `run_all_gather`."""
+    """A reduce-scatter of each flat tensor over ``group``; ``behind`` as for `run_all_gather`."""
     options = ReduceScatterOptions()
     options.reduceOp = op  # type: ignore[assignment]  # either kind, says c10d's code
     options.asyncOp = behind
-    work: dist.Work | None = _method(group, _SCATTER)(output, input_, options)
+    names = _SCATTER_MANY if isinstance(output, list) else _SCATTER
+    work: dist.Work | None = _method(group, names)(output, input_, options)
     return work
 
 

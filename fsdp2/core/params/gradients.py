@@ -141,6 +141,12 @@ class Gradients:
             _run_hooks(params, waiting)
         return waiting
 
+    def may_call_hooks(self) -> bool:
+        """Whether somebody's hooks see these gradients."""
+        if self._hooks_seen != Counts.hooks:
+            self._look_for_hooks()
+        return self._edited or self._watched
+
     def _look_for_hooks(self) -> None:
         self._hooks_seen = Counts.hooks
         found = [may_have_hooks(param.sharded) for param in self.params]
