@@ -4,7 +4,7 @@
 
 A graph that took DTensors would take each apart and put each gradient together anew, and autograd
 would copy each: 40 us per parameter and step. Here a group's gradients are delivered together, by
-what delivers them after hooks. Where autograd is asked for gradients (``torch.autograd.grad``), or
+what delivers them after hooks. If autograd is asked for gradients (``torch.autograd.grad``), or
 calls somebody's hooks with them, it gets DTensors.
 """
 
@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.facts import Gradients, with_dtype, wrap_local
@@ -126,7 +127,7 @@ class _LocalShards(torch.autograd.Function):
         return None, *wrapped
 
 
-def _accumulates(leaves: Sequence[Any]) -> bool:
+def _accumulates(leaves: Sequence[Node]) -> bool:
     """Whether the running backward is to leave gradients of all these leaves in ``.grad``."""
     try:
         return all(map(torch._C._will_engine_execute_node, leaves))

@@ -7,8 +7,8 @@ Either is the other's derivative. The loss is the mean over ranks: the derivativ
 the average that training takes; the derivative of that average is ``unshard``, without a division,
 because the next derivative averages again.
 
-Graphs that compute in between (`fsdp2.graph.placement`) have them in parts. What stands around the
-collectives is functions of torch (`fsdp2.graph.rows`), which a compiler fuses:
+Graphs that compute in between (`fsdp2.graph.placement`) have them in parts. Functions of torch
+stand around the collectives (`fsdp2.graph.rows`), which a compiler fuses:
 
     unshard    start_unshard ── end_unshard ── whole           the first launches, the second waits
     reduce     joined ── start_reduce ── end_reduce ── parts
@@ -33,6 +33,7 @@ from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.facts import (
     Gradients,
     ParamGroup,
+    ReductionSpec,
     Slot,
     Transport,
     Unit,
@@ -72,7 +73,7 @@ class Exchange:
         self._plan()
 
     def gradients(self, indices: tuple[int, ...]) -> Gradients:
-        """What delivers the gradients of these parameters."""
+        """The one that delivers the gradients of these parameters."""
         found = self._gradients.get(indices)
         if found is None:
             params = [self.group.params[index] for index in indices]
@@ -172,7 +173,7 @@ class Exchange:
     # ---- from gradients to gradients of shards
 
     def joined(self, gradients: Sequence[Tensor], trained: Sequence[int]) -> list[Tensor]:
-        """What reduce-scatters read."""
+        """The inputs of reduce-scatters."""
         given = dict(zip(trained, gradients, strict=True))
         return [found for rows in self.reductions(trained) for found in rows.joined(given)]
 
@@ -223,15 +224,14 @@ class Exchange:
         group, key = self.group, tuple(trained)
         if key in self._planned:
             return self._planned[key]
-        alike: dict[object, tuple[Any, list[tuple[Slot, Transport]]]] = {}
+        alike: dict[ReductionSpec, list[tuple[Slot, Transport]]] = {}
         for rows in self.gathers:
             for slot in rows.slots:
                 if slot.index in trained:
                     param = group.params[slot.index]
                     spec = reduction_spec(group.options, param, group.offload, group.device)
-                    members = alike.setdefault(spec, (spec, []))[1]
-                    members.append((slot, rows.segment.transport))
-        made = [ReducedRows(group, *found) for found in alike.values()]
+                    alike.setdefault(spec, []).append((slot, rows.segment.transport))
+        made = [ReducedRows(group, spec, members) for spec, members in alike.items()]
         self._planned[key] = made
         return made
 
@@ -285,8 +285,7 @@ def exchange(key: str) -> Exchange:
             f"torch._dynamo.reset() and compile the model that you have",
         )
     found._plan()
-    if found.key != key:
-        raise _changed(found)
+    _check_key(found, key)
     return found
 
 
@@ -295,13 +294,14 @@ def exchanges() -> set[Exchange]:
     return {*_exchanges.values()}
 
 
-def _changed(found: Exchange) -> ShardingStateError:
-    return coded(
-        ShardingStateError,
-        "graph-mode-changed",
-        f"dtypes or the layout of unit '{found.unit.title}' have changed since its graph was "
-        f"compiled; call graph_mode(model) again, and the model compiles anew",
-    )
+def _check_key(found: Exchange, key: str) -> None:
+    if found.key != key:
+        raise coded(
+            ShardingStateError,
+            "graph-mode-changed",
+            f"dtypes or the layout of unit '{found.unit.title}' have changed since its graph was "
+            f"compiled; call graph_mode(model) again, and the model compiles anew",
+        )
 
 
 # ---- the operators
@@ -316,8 +316,7 @@ def _unshard(shards: list[Tensor], key: str, trained: list[int]) -> list[Tensor]
 def _start_unshard(shards: list[Tensor], key: str, after: Tensor | None = None) -> list[Tensor]:
     found = exchange(key)
     outputs = found.start_unshard(shards)
-    if found.key != key:
-        raise _changed(found)
+    _check_key(found, key)
     return outputs
 
 

@@ -29,6 +29,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp2.core.errors import coded
@@ -110,8 +111,7 @@ def _inline(
     inputs = [node for node in traced.nodes if node.op == "placeholder"]
     known = dict(zip(inputs, given, strict=True))
     with graph.inserting_before(at):
-        found: Any = graph.graph_copy(traced, known)
-    return cast(list[fx.Node], found)
+        return cast(list[fx.Node], graph.graph_copy(traced, known))
 
 
 def _replace(graph: fx.Graph, node: fx.Node, results: Sequence[fx.Node]) -> None:
@@ -122,8 +122,8 @@ def _replace(graph: fx.Graph, node: fx.Node, results: Sequence[fx.Node]) -> None
     graph.erase_node(node)
 
 
-def _mode_of(values: Sequence[Any]) -> Any:
-    return next(value.fake_mode for value in values if hasattr(value, "fake_mode"))
+def _mode_of(values: Sequence[object]) -> FakeTensorMode:
+    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
 
 def _items(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
@@ -181,7 +181,8 @@ _COLLECTIVES = {
     _START_UNSHARD,
     _START_REDUCE,
 }
-_DECOMPOSED: Any = get_decompositions([torch.ops.aten.split_with_sizes_copy])
+_COPIES = torch.ops.aten.split_with_sizes_copy.default
+_DECOMPOSED = {_COPIES: get_decompositions([_COPIES])[_COPIES]}
 """One kernel on an accelerator, if called by itself; a compiler makes better ones of its parts."""
 
 

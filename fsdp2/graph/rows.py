@@ -1,4 +1,4 @@
-"""Where elements lie in what collectives write and read, as functions of tensors.
+"""The places of elements in the inputs and outputs of collectives, as functions of tensors.
 
     whole     the rows of all ranks, as an all-gather leaves them ──> parameters
     joined    gradients ──> what a reduce-scatter reads
@@ -69,7 +69,7 @@ class GatheredRows:
         return [(slot.index, begin + slot.shard_offset * size) for slot in self.slots]
 
     def shards_in(self, memory: FlatBuffer) -> list[Tensor]:
-        """What collectives read, in the group's flat shard."""
+        """The inputs of collectives, in the group's flat shard."""
         segment = self.segment
         given = segment.shard_dtype, segment.shard_byte_offset
         row = memory.view(*given, (segment.shard_numel,))
@@ -78,7 +78,7 @@ class GatheredRows:
         return [row.narrow(0, slot.shard_offset, slot.shard_numel) for slot in self.slots]
 
     def pieces(self, output: Tensor) -> list[Tensor]:
-        """What collectives write."""
+        """The outputs of collectives."""
         return [*output.split_with_sizes(self._sizes)[::2]] if self.coalesced else [output]
 
     def fill(self, output: Tensor, shards: Sequence[Tensor], rank: int) -> list[Tensor]:
@@ -198,7 +198,7 @@ class ReducedRows:
         """All that what is reduced depends on, but for slots."""
 
     def joined(self, given: Mapping[int, Tensor]) -> list[Tensor]:
-        """What each reduce-scatter reads, contiguous and flat, divided if that comes first."""
+        """The inputs of reduce-scatters, contiguous and flat, divided if that comes first."""
         dtype, before = self.spec.reduce_dtype, self.division.before
         tensors = [given[slot.index].to(dtype) for slot in self.slots]
         if before is not None:

@@ -239,7 +239,7 @@ class GraphUnit:
 
     @_constant
     def _paths(self, number: int) -> tuple[tuple[tuple[int, str, str], ...], ...]:
-        """Where a group's parameters are registered: in which module of the unit, and below it."""
+        """The places of a group's parameters: module of the unit, path below it, name."""
         paths = {
             module: (at, path)
             for at, root in enumerate(self._modules)
