@@ -43,7 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import fsdp2
+import fsdp2.planning
 from benchmarks import harness, models, variants
 from fsdp2.core.config import PACK_BELOW
 from fsdp2.planning import presets
@@ -85,7 +85,7 @@ def _step_worker(spec: dict[str, Any]) -> harness.Handler:
     arguments = {} if reshard is None else {"reshard_after_forward": reshard}
     model = variants.place(model, spec["variant"], "mixed", WORLD_SIZE, device, **arguments)
     if spec["variant"] == "fsdp2":  # which parameters are small goes by their full scale
-        model.set_packing_threshold(PACK_BELOW // spec["scale"])  # type: ignore[operator]
+        model.set_tuning(pack_below=PACK_BELOW // spec["scale"])  # type: ignore[operator]
     tokens, targets = models.tokens_of(shape, 1, device)
 
     def live() -> int:
@@ -229,7 +229,7 @@ def _whole_worker(spec: dict[str, Any]) -> harness.Handler:
         return fsdp2.fully_shard(model, mesh=mesh)
 
     def deferred() -> Any:
-        with fsdp2.deferred(mesh, {LlamaBlock}):
+        with fsdp2.wrap.deferred(mesh, {LlamaBlock}):
             return make()
 
     def load() -> Any:

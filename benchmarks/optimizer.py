@@ -86,7 +86,7 @@ def adamw_parts(spec: dict[str, Any]) -> Parts:
     if variant in EMAS:
         return {"step": fsdp2.optim.EMA(model, 0.999, every=EMAS[variant]).update}
     if variant.startswith("flat"):
-        offload = {"offload": "cpu"} if variant in OFFLOADED else {}
+        offload = {"offload": True} if variant in OFFLOADED else {}
         flat = fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW, **offload, **ADAMW)
         step: Callable[[], object] = flat.step
     else:

@@ -227,7 +227,7 @@ def _targets() -> list[Target]:
         for what, prefixes in users.WHOLE.items()
     ]
     clipping = "clipping and AdamW (fused)"
-    offload = 'AdamW\'s step of offloaded shards on a CPU, `FlatOptimizer(offload="cpu")`'
+    offload = "AdamW's step of offloaded shards on a CPU, `FlatOptimizer(offload=True)`"
     checkpoint = "checkpoint of 256 MB, two ranks: "
     ranks = "tall, fp32, fsdp2: {} ranks / 8"
     compiled = "step of compiled blocks on a CPU, bound by "

@@ -16,7 +16,7 @@ from fsdp2.testing.null_group import NullGroup, fill_gathered, init_null_group, 
 from fsdp2.testing.stand_in import device as stand_in
 
 WINDOWS = {"window1": 1, "window2": 2, "window3": 3}
-"""fsdp2 with `set_prefetch_window` of so many units."""
+"""fsdp2 that prefetches so many units."""
 OURS = ("fsdp2", "packed", "graph", *WINDOWS)
 VARIANTS = ("none", "torch", *OURS, "fsdp1")
 """none: not sharded, the floor that every runtime adds to. torch, fsdp1: torch's FSDP2 and FSDP1.
@@ -130,11 +130,11 @@ def shard(
             fully_shard(block, **options)
         root: Any = fully_shard(model, **options)
         if variant == "packed":
-            root.set_packing_threshold(ALL_PACKED)
+            root.set_tuning(pack_below=ALL_PACKED)
         elif variant in OURS and hasattr(model, "width"):  # its small parameters stand for large
-            root.set_packing_threshold(0)
+            root.set_tuning(pack_below=0)
         if variant in WINDOWS:
-            root.set_prefetch_window(WINDOWS[variant])
+            root.set_tuning(prefetch_window=WINDOWS[variant])
         if variant == "graph":
             graph_mode(root)
     elif variant not in VARIANTS:

@@ -202,7 +202,7 @@ for i, block in enumerate(model.blocks):
     )
 fsdp2.fully_shard(model, mesh=data_mesh, mp_policy=policy)
 # experts are large, and attention before them is short
-model.set_prefetch_window(2)
+model.set_tuning(prefetch_window=2)
 model.to_empty(device=kind)
 torch.manual_seed(0)  # the same weights on every number of ranks
 for module in model.modules():

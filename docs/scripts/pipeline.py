@@ -99,10 +99,13 @@ def train(name):
             *((inputs[dp],) if first else ()),
             **({"target": targets[dp], "losses": losses} if last else {}),
         )
-        power = fsdp2.get_total_norm([param.grad for param in params]) ** 2
+        power = (
+            fsdp2.optim.get_total_norm([param.grad for param in params])
+            ** 2
+        )
         dist.all_reduce(power, group=mesh.get_group("pp"))
         norm = power.sqrt()
-        fsdp2.clip_grads_with_norm_(params, 1.0, norm)
+        fsdp2.optim.clip_grads_with_norm_(params, 1.0, norm)
         optimizer.step()
         optimizer.zero_grad()
         mean = (

@@ -45,10 +45,10 @@ def train(name, kinds):
     with fsdp2.trace("step.json") as trace:
         model(tokens).mean().backward()
     if dist.get_rank() == 0:
-        units = len(fsdp2.group_reports(model))
+        units = len(fsdp2.report(model).groups)
         run = [each.operation for each in trace.timeline.slices]
         counts = f"{run.count('all-gather'):3} all-gathers {run.count('reduce-scatter'):3} reductions"
-        gathered = fsdp2.trace.summary("step.json").most["gathered"]
+        gathered = fsdp2.tracing.summary("step.json").most["gathered"]
         print(
             f"{name:22} {units:3} units {counts}  gathered: {gathered:9,} bytes"
         )

@@ -40,6 +40,7 @@ from fsdp2.checkpoint.retention import Keep, best_step
 from fsdp2.checkpoint.saving import Saving, async_save, save
 from fsdp2.checkpoint.snapshots import Snapshot, snapshot
 from fsdp2.checkpoint.state import Differences
+from fsdp2.sharding.wire_states import WireState
 
 __all__ = [
     "Converted",
@@ -50,6 +51,7 @@ __all__ = [
     "Preemption",
     "Saving",
     "Snapshot",
+    "WireState",
     "async_save",
     "best_step",
     "convert",

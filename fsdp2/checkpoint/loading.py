@@ -69,7 +69,7 @@ from fsdp2.checkpoint.values import Value, unpacked
 from fsdp2.core.errors import CheckpointError, checkpoint_error
 from fsdp2.core.facts import ProcessGroup, local_of
 from fsdp2.sharding.module import FSDPModule
-from fsdp2.sharding.wire_states import wire_state
+from fsdp2.sharding.wire_states import WireState
 
 Sources: TypeAlias = Callable[[str], str | Sequence[str] | None]
 """The model's name of a tensor to the step's, or to several; ``None`` leaves it out."""
@@ -364,7 +364,7 @@ class _Load:
             self._optimizer.compare(found)
         if rng:
             self._compare_rng(found)
-        wire = wire_state(self.model).state_dict()
+        wire = WireState(self.model).state_dict()
         found.reshaped += [f"wire.{name}" for name, own in wire.items() if not is_part(own)]
         path, metadata = self._step.path, self._step.metadata
         self.extra = unpacked(self.manifest.extra, read_below(path, metadata, "extra"))
@@ -498,7 +498,7 @@ class _Load:
             saved = self._step.saved
             self._wire = {
                 name: value
-                for name, value in wire_state(self.model).state_dict().items()
+                for name, value in WireState(self.model).state_dict().items()
                 if f"wire.{name}" not in out and is_whole(saved.get(f"wire.{name}"), value)
             }
             self._step.read((f"wire.{name}", value) for name, value in self._wire.items())
@@ -508,7 +508,7 @@ class _Load:
         """Put the wire formats' state in place, which may communicate, when all have read it."""
         step = f"step {self.manifest.step} of '{self.store}'"
         with torch.inference_mode(False), torch.no_grad():
-            wire_state(self.model).take(self._wire, step, self.call.is_first, self.call.size)
+            WireState(self.model).take(self._wire, step, self.call.is_first, self.call.size)
 
 
 # ---- tensors that functions make

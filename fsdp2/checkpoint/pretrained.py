@@ -58,7 +58,7 @@ def load_pretrained(
     Meta tensors first get memory, and stay tied. If no file has a buffer (``persistent=False``),
     ``reset_parameters()`` of its module sets it, or the ``_init_weights(module)`` of an enclosing
     module, which transformers' models have. If neither sets it, create it on a real device, or
-    build the model in `fsdp2.deferred`.
+    build the model in `fsdp2.wrap.deferred`.
 
     Args:
         model: receives parameters and persistent buffers.
@@ -173,7 +173,7 @@ class _PretrainedLoad:
             "pretrained-no-values",
             f"'{name}' is on the meta device and not in '{self._found.path}', so it would have "
             f"no values; give its module a reset_parameters(), or a module around it an "
-            f"_init_weights(module), that sets it, or build the model in fsdp2.deferred(…)",
+            f"_init_weights(module), that sets it, or build the model in fsdp2.wrap.deferred(…)",
         )
 
     @torch.no_grad()

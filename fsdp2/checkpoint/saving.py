@@ -76,7 +76,7 @@ from fsdp2.checkpoint.tensors import bytes_of
 from fsdp2.checkpoint.values import Packed, Value
 from fsdp2.core.errors import CheckpointError, checkpoint_error, coded, resaid
 from fsdp2.core.facts import LostRankError, ProcessGroup, SideChannel
-from fsdp2.sharding.wire_states import RESIDUALS, wire_state
+from fsdp2.sharding.wire_states import RESIDUALS, WireState
 
 _HELD_IN = ("model", "buffers")  # persistent buffers, and others if asked for
 LOG = logging.getLogger("fsdp2.checkpoint")
@@ -506,7 +506,7 @@ class _Save:
             self._stepped = (stepped[0] if stepped else "none", digest)
         if asked.rng:
             state["rng"] = {str(self._call.rank): rng_states()}
-        if wire := self._of_these_ranks(wire_state(model).state_dict()):
+        if wire := self._of_these_ranks(WireState(model).state_dict()):
             state["wire"] = wire
         state["extra"] = {
             name: value

@@ -41,7 +41,7 @@ def _refuse_untrained(optimizer: torch.optim.Optimizer) -> None:
                     f"this {type(optimizer).__name__} holds the gathered parameter "
                     f"'{form.gathered}', not the sharded one: it was created while its "
                     f"unit was unsharded; call reshard() on the module, then create the "
-                    f"optimizer, or call fsdp2.repoint_optimizer(optimizer)",
+                    f"optimizer, or call fsdp2.optim.repoint_optimizer(optimizer)",
                 )
             replaced = None if form is None else form.param()
             if replaced is not None and form is not None and form.tied is not None:
@@ -50,7 +50,7 @@ def _refuse_untrained(optimizer: torch.optim.Optimizer) -> None:
                     "optimizer-holds-tied",
                     f"this {type(optimizer).__name__} holds parameter '{form.tied}', which "
                     f"has since been tied to '{replaced.name}', so it trains nothing; call "
-                    f"fsdp2.repoint_optimizer(optimizer), or create the optimizer afterwards",
+                    f"fsdp2.optim.repoint_optimizer(optimizer), or create the optimizer afterwards",
                 )
             if replaced is not None:
                 raise coded(
@@ -58,7 +58,7 @@ def _refuse_untrained(optimizer: torch.optim.Optimizer) -> None:
                     "stale-optimizer",
                     f"this {type(optimizer).__name__} holds parameter '{replaced.name}' as it was "
                     f"before fully_shard or load_state_dict(assign=True) replaced it; call "
-                    f"fsdp2.repoint_optimizer(optimizer), or create the optimizer afterwards",
+                    f"fsdp2.optim.repoint_optimizer(optimizer), or create the optimizer afterwards",
                 )
 
 

@@ -40,7 +40,7 @@ class SelfTest:
     seconds: float  # from the first process to the end of the last
     problem: str  # what went wrong, in a sentence; "" where all is well
     difference: float = 0.0  # the largest one of a parameter to the unsharded model's
-    transport: str = ""  # how parameters were gathered, as in `fsdp2.GroupReport`
+    transport: str = ""  # how parameters were gathered, as in `fsdp2.tracing.GroupReport`
     gathered_bytes: int = 0  # of the step's all-gathers
     reduced_bytes: int = 0  # of its reduce-scatters
 
@@ -147,7 +147,7 @@ def train(rank: int, folder: Path, size: int, kind: str, backend: str, seconds: 
         float((full.detach() - expected[name]).abs().max())
         for name, full in fsdp2.full_parameters(model)
     )
-    groups = fsdp2.group_reports(model)
+    groups = fsdp2.report(model).groups
     found = {
         "difference": difference,
         "transport": groups[-1].transport,

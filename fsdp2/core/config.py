@@ -105,9 +105,8 @@ class MixedPrecisionPolicy:
 
     def overridden_dtype(self, name: str, param: torch.Tensor) -> torch.dtype | None:
         """The dtype that ``param_dtype_override_fn`` chose for a parameter, if any."""
-        if self.param_dtype_override_fn is None:
-            return None
-        chosen = self.param_dtype_override_fn(param)  # type: ignore[arg-type]  # an nn.Parameter
+        choose = self.param_dtype_override_fn
+        chosen = choose(param) if choose else None  # type: ignore[arg-type]  # an nn.Parameter
         if chosen is None or chosen == self.param_dtype:
             return None
         if chosen != param.dtype:
@@ -122,7 +121,12 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """No offload: shards, gradients and optimizer states stay on the mesh's device."""
+    """No offload: shards, gradients and optimizer states stay on the mesh's device.
+
+    Example::
+
+        fully_shard(block, offload_policy=OffloadPolicy())  # as without the argument
+    """
 
 
 @dataclass(frozen=True)
@@ -202,9 +206,7 @@ class DataParallelMeshDims:
 
 
 def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if given is None:
-        return ()
-    return (given,) if isinstance(given, str) else tuple(given)
+    return (given,) if isinstance(given, str) else tuple(given or ())
 
 
 @dataclass(frozen=True, eq=False)

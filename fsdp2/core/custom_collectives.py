@@ -25,6 +25,12 @@ class Comm(ABC):
     its buffers should serve one unit, whose all-gathers follow each other. Gradients of several
     dtypes and tensor subclasses with all-gather hooks use separate collectives, which request the
     second's buffer before the first returns its own.
+
+    Example::
+
+        class NewMemory(fsdp2.Comm):  # a base of an AllGather and a ReduceScatter
+            def allocate(self, size, *, dtype, device):
+                return torch.empty(*size, dtype=dtype, device=device)
     """
 
     @abstractmethod
@@ -71,7 +77,19 @@ class AllGather(Comm):
 
 
 class ReduceScatter(Comm):
-    """A user's reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`."""
+    """A user's reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`.
+
+    Example::
+
+        class Logged(fsdp2.ReduceScatter):
+            def allocate(self, size, *, dtype, device):
+                return torch.empty(*size, dtype=dtype, device=device)
+
+            def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+                print(f"reducing {input_tensor.nbytes} bytes")
+                return dist.reduce_scatter_tensor(
+                    output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+    """
 
     @abstractmethod
     def __call__(

@@ -66,6 +66,13 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be saved, found or loaded.
 
     `fsdp2.checkpoint` raises it on all ranks with the same message. Complete steps are unchanged.
+
+    Example::
+
+        try:
+            fsdp2.checkpoint.load("run", model, optimizer)
+        except fsdp2.errors.CheckpointError as error:
+            print(error)  # there is no step yet
     """
 
 

@@ -14,11 +14,22 @@ more name adds it here, so that this page shows what a change of the engine may 
 
 from __future__ import annotations
 
-from fsdp2.core.config import CPUOffloadPolicy, Wire
+from fsdp2.core.config import CPUOffloadPolicy, MixedPrecisionPolicy, Wire
 from fsdp2.core.custom_collectives import ReduceScatter
 from fsdp2.core.device.backends import Traits, know
 from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer, all_buffers, separate
-from fsdp2.core.device.channels import LostRankError, SideChannel, Vote, members_of, side_channel
+from fsdp2.core.device.channels import (
+    LostRankError,
+    SideChannel,
+    Vote,
+    broadcast_from_first,
+    exchange_messages,
+    gather_to_first,
+    members_of,
+    scatter_from_first,
+    side_channel,
+    sum_over,
+)
 from fsdp2.core.device.collectives import (
     GroupCollectives,
     Launch,
@@ -48,13 +59,6 @@ from fsdp2.core.device.streams import (
     Lane,
     Streams,
     make_streams,
-)
-from fsdp2.core.device.transfers import (
-    broadcast_from_first,
-    exchange_messages,
-    gather_to_first,
-    scatter_from_first,
-    sum_over,
 )
 from fsdp2.core.gather.coded import CODED
 from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Segment, Slot, Transport
@@ -115,6 +119,7 @@ from fsdp2.core.schedule.unit import (
     BACKWARD,
     FORWARD,
     Phase,
+    PrefetchTime,
     Unit,
     all_groups,
     all_units,

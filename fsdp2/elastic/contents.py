@@ -42,7 +42,7 @@ from fsdp2.checkpoint.values import Value
 from fsdp2.core.facts import local_of, records_below, wrap_local
 from fsdp2.elastic.image import Layout, MeshKey, described, meshes_of
 from fsdp2.full.loading import require_writable, rewritten
-from fsdp2.sharding.wire_states import wire_state
+from fsdp2.sharding.wire_states import WireState
 
 _COPIED = 4096
 """Bytes up to which a tensor is copied when the value is made: step counts, scales."""
@@ -115,7 +115,7 @@ class Contents:
                 self._put_optimizer(optimizer, state)
             for name, each in self._states.items():
                 each.load_state_dict(value["states"][name])
-            wire_state(self.model).take({}, "a peer", warn=False)
+            WireState(self.model).take({}, "a peer", warn=False)
 
     def _put_optimizer(self, optimizer: torch.optim.Optimizer, state: Nested) -> None:
         """Names become numbers again, and tensors go to the device of their parameter."""

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2 import CheckpointError, checkpoint
+from fsdp2 import checkpoint
+from fsdp2.errors import CheckpointError
 
 from .flags import UsageError
 from .options import Options

@@ -33,7 +33,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from fsdp2 import CheckpointError, checkpoint, shard_model, xla
+from fsdp2 import checkpoint, shard_model, xla
+from fsdp2.errors import CheckpointError
 
 from . import checkpointing, launch, reporting
 from .flags import (

@@ -31,7 +31,6 @@ from fsdp2 import (
     Levels,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    Plan,
     checkpoint,
     fully_shard,
     optim,
@@ -39,6 +38,7 @@ from fsdp2 import (
     report,
     trace,
 )
+from fsdp2.planning import Plan
 
 from . import checkpointing, data, elastic, launch, lora, parallel, reporting
 from .model import Block, Transformer, reset_parameters, token_losses
@@ -228,7 +228,7 @@ def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Tra
     _shard(model, own, options, device)
     _send_in(model, options.wire)
     if options.levels:
-        cast(FSDPModule, model).set_keep_rows(True)  # also where a group is one rank
+        cast(FSDPModule, model).set_tuning(keep_rows=True)  # also where a group is one rank
     return model
 
 

@@ -1,4 +1,4 @@
-"""A vision transformer of ten billion parameters, sharded while it is made with ``fsdp2.deferred``.
+"""A vision transformer of ten billion parameters, sharded while ``fsdp2.wrap.deferred`` makes it.
 
     fsdp2 plan vit-10b --ranks 128                              # the memory of each rank, on paper
     python -m fsdp2.examples.vit_10b --size 0.5b --nproc 2      # for real, on this machine's CPUs
@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdp2 import MixedPrecisionPolicy, deferred, xla
+from fsdp2 import MixedPrecisionPolicy, xla
 from fsdp2.planning.presets import PRESETS, Block, Model, Shape
+from fsdp2.wrap import deferred
 
 from . import launch, reporting
 from .flags import Common, GivenRanks, check, count, flag, parsed, rate

@@ -6,7 +6,7 @@ says what each sends, and what it costs in accuracy.
 
 from __future__ import annotations
 
-from fsdp2 import WireFormat
+from fsdp2.wrap import WireFormat
 
 FORMATS: dict[str, WireFormat] = {
     "exact": {},

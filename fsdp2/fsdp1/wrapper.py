@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2.core.errors import coded
-from fsdp2.core.facts import ProcessGroup, UnitRecord, require_record
+from fsdp2.core.facts import PrefetchTime, ProcessGroup, UnitRecord, require_record
 from fsdp2.fsdp1 import optimizer_states as states
 from fsdp2.fsdp1.comm_hooks import Hook, HookedReduceScatter, HookedReplicas
 from fsdp2.fsdp1.config import (
@@ -422,9 +422,12 @@ def _shard(module: nn.Module, settings: ResolvedOptions) -> None:
     cast_buffers(module, precision.buffer_dtype, settings.ignored)
     fully_shard(unit, **arguments_of(settings))
     record = require_record(module)
-    times = {BackwardPrefetch.BACKWARD_PRE: "before", BackwardPrefetch.BACKWARD_POST: "after"}
-    when = "never" if settings.prefetch is None else times[settings.prefetch]
-    unit.set_backward_prefetch(when, recurse=False)
+    times = {
+        BackwardPrefetch.BACKWARD_PRE: PrefetchTime.BEFORE,
+        BackwardPrefetch.BACKWARD_POST: PrefetchTime.AFTER,
+        None: PrefetchTime.NEVER,
+    }
+    unit.set_tuning(backward_prefetch=times[settings.prefetch], recurse=False)
     if precision.cast_root_forward_inputs:  # until another wrapper is made around it
         record.cast_to = precision.param_dtype
     if precision.keep_low_precision_grads and precision.param_dtype is not None:

@@ -175,7 +175,7 @@ def sync_module_states(model: nn.Module, *, mesh: DeviceMesh | None = None) -> N
     Example::
 
         model = Model()                      # other random numbers on each rank
-        fsdp2.sync_module_states(model)      # now rank 0's, on all
+        fsdp2.full.sync_module_states(model)      # now rank 0's, on all
         shard(model)
     """
     selection = selected_params(model, recurse=True)

@@ -11,16 +11,18 @@ norms        clip_grad_norm_ and its parts
 clipping     torch's own functions of norms, on shards that may be empty: for `install`
 """
 
-from fsdp2.optim import norms
 from fsdp2.optim.ema import EMA
 from fsdp2.optim.flat import FlatOptimizer
 from fsdp2.optim.matrices import Muon
+from fsdp2.optim.norms import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from fsdp2.optim.repoint import repoint_optimizer
 
 __all__ = [
     "EMA",
     "FlatOptimizer",
     "Muon",
-    "norms",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
     "repoint_optimizer",
 ]

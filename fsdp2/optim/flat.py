@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -27,13 +27,7 @@ from fsdp2.core.errors import coded
 from fsdp2.core.facts import uncompiled
 from fsdp2.optim import offloaded
 from fsdp2.optim.in_backward import InBackward, Sectioned
-from fsdp2.optim.runs import (
-    ParamGroupOptions,
-    ParamState,
-    Section,
-    localized,
-    wrapped,
-)
+from fsdp2.optim.runs import ParamGroupOptions, Params, ParamState, Section, localized, wrapped
 
 ELEMENTWISE = (
     torch.optim.ASGD,
@@ -70,10 +64,9 @@ class FlatOptimizer(Sectioned):
     optimizer in both directions. Parameters that no unit manages are stepped separately.
 
     Args:
-        model: the module that `fully_shard` was called on (or has units below it).
+        params: parameters, named parameters or parameter groups, as for the class itself; or a
+            module: its parameters.
         optimizer_class: an element-wise class, such as ``torch.optim.AdamW``.
-        params: parameters or parameter groups, as for the class itself. Default ``None``: all of
-            ``model.parameters()``.
         elementwise: ``True`` asserts that a class that torch does not define updates each element
             independently: it uses only the values and gradients of a parameter, not its norm or
             shape, and its state consists of numbers and of tensors of the parameter's shape.
@@ -82,19 +75,18 @@ class FlatOptimizer(Sectioned):
             at a time. `step` then steps the remaining parameters, and ends the iteration. This
             excludes features that need all gradients first: `clip_grad_norm_`, gradient scalers,
             closures, and several reductions before a step. Default ``False``.
-        offload: ``"cpu"`` keeps the states in CPU memory and steps there, unit by unit: while one
+        offload: whether states are kept in CPU memory and stepped there, unit by unit: while one
             unit is stepped, parameters and gradients of the next are copied to the host. Then the
             parameters are copied back. Pass ``fused=True`` if the class has it: these kernels are
-            made for the CPU. Shards in CPU memory are stepped in place. Default ``None``:
+            made for the CPU. Shards in CPU memory are stepped in place. Default ``False``:
             states are on the device of the shards.
         **options: passed to ``optimizer_class``: ``lr``, ``betas``, ``fused`` …
 
     Raises:
-        TypeError: ``model`` is not a module, or ``optimizer_class`` is not known to be
+        TypeError: ``params`` holds no parameters, or ``optimizer_class`` is not known to be
             element-wise. With ``elementwise=True``: torch's class is known not to be element-wise,
             or (in the first step) state has other tensors.
-        ValueError: there are no parameters, another optimizer steps one in backward, or
-            ``offload`` is neither ``"cpu"`` nor ``None``.
+        ValueError: there are no parameters, or another optimizer steps one in backward.
 
     `state` is computed from the runs: its tensors are views, which may be written; its step counts
     and other numbers are copies.
@@ -104,22 +96,22 @@ class FlatOptimizer(Sectioned):
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
-        optimizer = fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW, lr=3e-4, fused=True)
+        optimizer = fsdp2.optim.FlatOptimizer(
+            model.parameters(), torch.optim.AdamW, lr=3e-4, fused=True
+        )
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        params: nn.Module | Params,
         optimizer_class: Callable[..., torch.optim.Optimizer],
-        params: Iterable[torch.Tensor] | Iterable[ParamGroupOptions] | None = None,
         *,
         elementwise: bool = False,
         step_in_backward: bool = False,
-        offload: Literal["cpu"] | None = None,
+        offload: bool = False,
         **options: object,
     ) -> None:
-        _check(model, optimizer_class, params)
-        _check_offload(offload)
+        _check(params, optimizer_class)
         if optimizer_class not in ELEMENTWISE and not elementwise:
             name = getattr(optimizer_class, "__name__", optimizer_class)
             raise coded(
@@ -129,7 +121,6 @@ class FlatOptimizer(Sectioned):
                 f"which stepping several parameters as one tensor requires; use the class without "
                 f"FlatOptimizer, or pass elementwise=True if it does",
             )
-        self._model = model
         self._make_inner = functools.partial(optimizer_class, **options)
         if optimizer_class not in ELEMENTWISE:
             self._make_inner = _watched(optimizer_class, self._make_inner)
@@ -139,7 +130,7 @@ class FlatOptimizer(Sectioned):
         self._offloads = False
         self._staging = None
         # The base class takes the same arguments as the class, and reads iterators only once.
-        super().__init__(model.parameters() if params is None else params, {})
+        super().__init__(params.parameters() if isinstance(params, nn.Module) else params, {})
         devices = (param.device for group in self.param_groups for param in group["params"])
         device = next(devices, torch.device("cpu"))
         inner = self._make_inner([nn.Parameter(torch.empty(0, device=device))])
@@ -148,7 +139,7 @@ class FlatOptimizer(Sectioned):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         devices = (param.device for group in self.param_groups for param in group["params"])
-        self._offloads = offload is not None and any(map(offloaded.travels, devices))
+        self._offloads = offload and any(map(offloaded.travels, devices))
         if step_in_backward:
             self._in_backward = InBackward(self)
         elif self._offloads:
@@ -228,39 +219,22 @@ class FlatOptimizer(Sectioned):
         return loss
 
 
-def _check(model: object, optimizer_class: object, params: object) -> None:
-    """Raise for wrong first arguments: here the model is first, not the parameters."""
-    if not isinstance(model, nn.Module):
+def _check(params: object, optimizer_class: object) -> None:
+    """Raise for wrong first arguments."""
+    if not isinstance(params, nn.Module | Iterable) or isinstance(params, torch.Tensor):
         raise coded(
             TypeError,
-            "flat-optimizer-model",
-            f"FlatOptimizer takes a model as its first argument, not {_shown(model)}; pass "
-            f"FlatOptimizer(model, torch.optim.AdamW, lr=…), with params=… for some of its "
-            f"parameters or for parameter groups",
+            "flat-optimizer-params",
+            f"FlatOptimizer takes parameters as its first argument, not {_shown(params)}; pass "
+            f"FlatOptimizer(model.parameters(), torch.optim.AdamW, lr=…)",
         )
     if not callable(optimizer_class) or isinstance(optimizer_class, nn.Module):
         raise coded(
             TypeError,
             "flat-optimizer-class",
             f"FlatOptimizer takes an optimizer class as its second argument, not "
-            f"{_shown(optimizer_class)}; pass FlatOptimizer(model, torch.optim.AdamW, lr=…)",
-        )
-    if params is not None and not isinstance(params, Iterable):
-        raise coded(
-            TypeError,
-            "flat-optimizer-params",
-            f"FlatOptimizer takes parameters as its third argument, not {_shown(params)}; pass "
-            f"options such as lr by their names",
-        )
-
-
-def _check_offload(offload: object) -> None:
-    if offload not in (None, "cpu"):
-        raise coded(
-            ValueError,
-            "flat-optimizer-offload",
-            f"FlatOptimizer takes offload=None or 'cpu', not {offload!r}; states are kept on the "
-            f"device of the shards, or in CPU memory",
+            f"{_shown(optimizer_class)}; pass FlatOptimizer(model.parameters(), "
+            f"torch.optim.AdamW, lr=…)",
         )
 
 

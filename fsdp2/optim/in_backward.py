@@ -22,14 +22,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
 import torch
-from torch import nn
 from torch.autograd import Variable
 
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.facts import ParamGroup, records_below, unit_of
+from fsdp2.core.facts import ParamGroup, unit_of
 from fsdp2.optim import offloaded
 from fsdp2.optim.offloaded import LEAVING, HostSection, Staging, step_all
-from fsdp2.optim.runs import ParamGroupOptions, ParamState, Section, localized, places_of
+from fsdp2.optim.runs import (
+    ParamGroupOptions,
+    ParamState,
+    Section,
+    groups_with,
+    localized,
+    places_of,
+)
 
 OUTSIDE = -1
 """Autograd's number of the running backward while none runs."""
@@ -41,7 +47,6 @@ TAKEN = "_fsdp2_gradient_taken"
 class Sectioned(torch.optim.Optimizer):
     """An optimizer that steps its parameters in sections: `fsdp2.optim.flat.FlatOptimizer`."""
 
-    _model: nn.Module
     _make_inner: Callable[..., torch.optim.Optimizer]
     _sections: list[Section]
     _loaded: dict[torch.Tensor, ParamState]  # state that no run has yet
@@ -59,9 +64,10 @@ class Sectioned(torch.optim.Optimizer):
         for param, state in rest.states().items():
             self._loaded[param] = localized(state)
         known = {p for section in self._sections[1:] for p in section.members or ()}
-        own = {p for group in self.param_groups for p in group["params"]} - known
+        params = self._params()
+        own = {*params} - known
         made: list[tuple[ParamGroup, Section]] = []
-        for group in (g for r in records_below(self._model) for g in r.unit.own_groups):
+        for group in groups_with(params):
             members = own & {param.sharded for param in group.params}
             if members:
                 made.append((group, self._section_of(members)))
@@ -72,6 +78,9 @@ class Sectioned(torch.optim.Optimizer):
             *(section for _, section in made),
         ]
         return made
+
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     def _section_of(self, members: Set[torch.Tensor]) -> Section:
         device = next(iter(members)).device
@@ -104,7 +113,7 @@ class Sectioned(torch.optim.Optimizer):
         members = section.members
         known = self._loaded if members is None else self._loaded.keys() & members
         loaded = {param: self._loaded.pop(param) for param in tuple(known)}
-        section.cut(self.param_groups, places_of(self._model), loaded)
+        section.cut(self.param_groups, places_of(self._params()), loaded)
         fits = section.set_gradients()
         assert fits
 

@@ -121,9 +121,9 @@ def clip_grads_with_norm_(
 
     Example::
 
-        power = fsdp2.get_total_norm(grads) ** 2  # of this pipeline stage
+        power = fsdp2.optim.get_total_norm(grads) ** 2  # of this pipeline stage
         dist.all_reduce(power, group=stages)
-        fsdp2.clip_grads_with_norm_(model.parameters(), 1.0, power.sqrt())
+        fsdp2.optim.clip_grads_with_norm_(model.parameters(), 1.0, power.sqrt())
     """
     _clip(locals_of(_grads_of(_sharded(parameters))), max_norm, total_norm, foreach)
 
@@ -192,7 +192,7 @@ def get_total_norm(
     Example::
 
         grads = [param.grad for param in model.parameters() if param.grad is not None]
-        norm = fsdp2.get_total_norm(grads)
+        norm = fsdp2.optim.get_total_norm(grads)
     """
     listed = _listed(tensors)
     rows = locals_of(listed)

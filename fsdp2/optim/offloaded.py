@@ -1,4 +1,4 @@
-"""`FlatOptimizer(offload="cpu")`: the CPU steps units of a device, and keeps their states.
+"""`FlatOptimizer(offload=True)`: the CPU steps units of a device, and keeps their states.
 
     unit         1            2            3
     OUT       parameters,  parameters,  parameters,              device to host, on a stream

@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core.facts import (
     FlatBuffer,
+    ParamGroup,
     Transport,
+    all_groups,
     local_of,
-    records_below,
     separate,
     with_dtype,
     wrap_local,
@@ -41,6 +42,9 @@ ParamState = dict[str, Any]
 
 ParamGroupOptions = dict[str, object]
 """A parameter group: the parameters, and the options that they are stepped with."""
+
+Params = Iterable[torch.Tensor] | Iterable[ParamGroupOptions] | Iterable[tuple[str, torch.Tensor]]
+"""Parameters or groups, as torch's optimizers take them."""
 
 
 class Section:
@@ -203,10 +207,16 @@ def options_of(group: ParamGroupOptions) -> ParamGroupOptions:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def places_of(model: nn.Module) -> dict[torch.Tensor, tuple[FlatBuffer, int]]:
+def groups_with(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
+    """The groups that parameters belong to, in the order of the parameters."""
+    owner: dict[torch.Tensor, ParamGroup] = {p.sharded: g for g in all_groups() for p in g.params}
+    return list(dict.fromkeys(owner[param] for param in params if param in owner))
+
+
+def places_of(params: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[FlatBuffer, int]]:
     """The flat shard that holds a parameter's rows, and their start in it, in bytes."""
     found: dict[torch.Tensor, tuple[FlatBuffer, int]] = {}
-    for group in (group for record in records_below(model) for group in record.unit.own_groups):
+    for group in groups_with(params):
         layout = group.shard_layout
         for segment in layout.segments if layout is not None else ():
             if segment.transport is Transport.EXTENSION:

@@ -885,7 +885,7 @@ def code(settings: Settings, hardware: Hardware, policy: str) -> str:
     lines.append("    fully_shard(choice.module, **{**options, **own})")
     lines.append("fully_shard(model, **options, reshard_after_forward=False)")
     if settings.window != 1:
-        lines.append(f"model.set_prefetch_window({settings.window})")
+        lines.append(f"model.set_tuning(prefetch_window={settings.window})")
     if not settings.reshard_after_backward:
         lines.append("model.set_reshard_after_backward(False)")
     return "\n".join([*lines, "", *_step(settings)])

@@ -35,7 +35,7 @@ from fsdp2.tracing.paper.recording import Recorder, Recording
 from fsdp2.tracing.paper.stage import NOTED, module_of_meta, on_paper
 from fsdp2.tracing.paper.values import Following, Values
 from fsdp2.tracing.record.categories import ACTIVATIONS, GRADIENTS, MODEL
-from fsdp2.tracing.reports import GroupReport, group_reports
+from fsdp2.tracing.reports import GroupReport, report
 from fsdp2.wrap import Choice, ModuleWrapPolicy, chosen_modules
 from fsdp2.wrap.choices import Policy
 
@@ -60,7 +60,7 @@ class Settings:
         kept: names of units that stay unsharded from forward to backward in any case.
         reshard_after_backward: ``False``: gathered once per step, and not resharded after forward
             either.
-        window: units that are prefetched (`FSDPModule.set_prefetch_window`).
+        window: units that are prefetched (`FSDPModule.set_tuning`).
         checkpointing: whether units are recomputed in backward; a number n: every n-th.
         precision: mixed precision of all units; ``None``: none.
         offload: whether shards and optimizer are in CPU memory.
@@ -206,8 +206,7 @@ def _rehearse(
     step.run()
     recording = recorder.stop()
     tokens = subject.tokens or _count_tokens(batch)
-    reports = tuple(group_reports(model))
-    return Rehearsal(recording, reports, parameters, tokens, tuple(units))
+    return Rehearsal(recording, report(model).groups, parameters, tokens, tuple(units))
 
 
 # ---- making it
@@ -279,7 +278,7 @@ def _set_flags(model: nn.Module, settings: Settings) -> None:
     if not settings.reshard_after_backward:
         model.set_reshard_after_backward(False)
     if settings.window != 1:
-        model.set_prefetch_window(settings.window)
+        model.set_tuning(prefetch_window=settings.window)
 
 
 def _checkpoint(choices: Sequence[Choice], which: bool | int) -> None:

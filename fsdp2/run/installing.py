@@ -143,6 +143,12 @@ def uninstall() -> None:
     """Undo `install`: restore every name. Modules that fsdp2 has sharded still work.
 
     Processes that were started in the meantime keep fsdp2.
+
+    Example::
+
+        fsdp2.install()
+        from torch.distributed.fsdp import fully_shard  # fsdp2's
+        fsdp2.uninstall()
     """
     for holder, name in _held_names():
         if getattr(holder, name) is OURS[name]:  # otherwise other code has replaced it since

@@ -22,7 +22,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn.utils.parametrize import is_parametrized
 
-from fsdp2.core.config import EXACT_BELOW, Level, MixedPrecisionPolicy, Wire
+from fsdp2.core.config import EXACT_BELOW, Level, Wire
 from fsdp2.core.custom_collectives import AllGather, ReduceScatter
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.comm_memory import (
@@ -83,7 +83,13 @@ def _drop_gradients(module: nn.Module) -> None:
 
 @uncompiled_methods
 class UnshardHandle:
-    """The handle that ``unshard(async_op=True)`` returns."""
+    """The handle that ``unshard(async_op=True)`` returns.
+
+    Example::
+
+        handle: fsdp2.UnshardHandle = model.blocks[0].unshard(async_op=True)
+        handle.wait()  # after other work
+    """
 
     def __init__(self, scheduler: Scheduler, unit: Unit) -> None:
         self._scheduler = scheduler
@@ -99,7 +105,15 @@ class UnshardHandle:
 
 @uncompiled_methods
 class GradientReductionHandle:
-    """The handle that ``finalize_backward(async_op=True)`` returns."""
+    """The handle that ``finalize_backward(async_op=True)`` returns.
+
+    Example::
+
+        model.set_manual_backward_finalization(True)
+        model(batch).sum().backward()
+        handle: fsdp2.GradientReductionHandle = model.finalize_backward(async_op=True)
+        handle.wait()  # before the optimizer
+    """
 
     def __init__(self, scheduler: Scheduler | None) -> None:
         self._scheduler = scheduler
@@ -136,6 +150,10 @@ class FSDPModule(TorchIdentity):
     Original]``. It is a subclass of ``torch.distributed.fsdp.FSDPModule``, so frameworks recognize
     it, but inherits no behavior. Methods with ``recurse`` also apply to the units
     below.
+
+    Example::
+
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     """
 
     _fsdp2_original: type
@@ -189,6 +207,14 @@ class FSDPModule(TorchIdentity):
 
         Raises:
             RuntimeError: called on a module that is not the root.
+
+        Example::
+
+            try:
+                model(batch).sum().backward()
+            except torch.OutOfMemoryError:
+                model.reset_iter_state()
+                optimizer.zero_grad()
         """
         record = require_record(self)
         if record.scheduler is not None:
@@ -384,6 +410,10 @@ class FSDPModule(TorchIdentity):
                 parameters, as for an embedding. The backward of a linear layer does read them;
                 autograd then raises that a variable "has been modified". The initial value is
                 ``True``.
+
+        Example::
+
+            fully_shard(model.embed).set_unshard_in_backward(False)
         """
         require_record(self).unit.unshard_in_backward = bool(unshard_in_backward)
 
@@ -398,6 +428,12 @@ class FSDPModule(TorchIdentity):
 
         Args:
             event: recorded after the optimizer's step.
+
+        Example::
+
+            with torch.cuda.stream(stream):
+                optimizer.step()
+            model.set_post_optim_event(stream.record_event())
         """
         _scheduler(self).post_optim_event = event
 
@@ -470,100 +506,13 @@ class FSDPModule(TorchIdentity):
         Raises:
             TypeError: it is not a list of modules.
             ValueError: one of the modules is not sharded.
+
+        Example::
+
+            for i, block in enumerate(model.blocks):
+                block.set_modules_to_backward_prefetch(model.blocks[max(i - 2, 0) : i][::-1])
         """
         require_record(self).unit.backward_prefetch = _checked_targets(modules)
-
-    def set_prefetch_window(self, units: int, *, recurse: bool = True) -> None:
-        """Choose how many units are prefetched while one computes.
-
-        With 1, the all-gather of the next unit can overlap with one compute. This suffices if all
-        units are alike. If a small unit precedes a large one, such as attention before the experts
-        of a mixture, a larger number gives the large all-gather more time. torch's FSDP2 waits as
-        with 2 in forward, and as with 1 in backward (docs/decisions/0023).
-
-        The order is that of the last forward; in backward it is the reverse of this iteration's
-        forwards. Units with their own list (`set_modules_to_forward_prefetch`) follow that list.
-
-        Args:
-            units: 1 (the initial value) or more, the same on all ranks. At most this many units are
-                unsharded in addition to those that compute and those that are kept on request: each
-                adds the memory of one unsharded unit. The largest number of all units below a root
-                applies to all of them.
-            recurse: whether the call applies to units below. Default ``True``.
-
-        Raises:
-            TypeError: it is not an int.
-            ValueError: it is below 1.
-
-        Example::
-
-            model.set_prefetch_window(2)
-        """
-        if isinstance(units, bool) or not isinstance(units, int):
-            raise coded(
-                TypeError, "window-type", f"set_prefetch_window takes an int, not {units!r}"
-            )
-        if units < 1:
-            raise coded(
-                ValueError, "window-value", f"set_prefetch_window takes 1 or more, not {units}"
-            )
-        records = records_below(self, recurse)
-        for record in records:
-            record.unit.prefetch_window = units
-        refresh(records)
-
-    def set_backward_prefetch(
-        self, when: Literal["before", "after", "never"], *, recurse: bool = True
-    ) -> None:
-        """Choose when backward prefetches the next unit.
-
-        Units with their own list (`set_modules_to_backward_prefetch`) follow that list.
-
-        Args:
-            when: ``"before"`` (the initial value) gathers it before this unit's backward computes,
-                so that the all-gather overlaps with the compute. ``"after"`` gathers it when this
-                unit is resharded, before its gradients are reduced: this takes one unsharded unit
-                less memory, and overlaps only with the reduction. ``"never"`` gathers each unit
-                when it is needed.
-            recurse: whether the call applies to units below. Default ``True``.
-
-        Raises:
-            ValueError: it is none of these.
-
-        Example::
-
-            model.set_backward_prefetch("after")
-        """
-        times = {time.value: time for time in PrefetchTime}
-        if when not in times:
-            raise coded(
-                ValueError,
-                "backward-prefetch",
-                f"set_backward_prefetch takes 'before', 'after' or 'never', not {when!r}",
-            )
-        records = records_below(self, recurse)
-        for record in records:
-            record.unit.prefetches = times[when]
-        refresh(records)
-
-    # ---- what can be read
-
-    def get_mp_policy(self) -> MixedPrecisionPolicy:
-        """Return the mixed-precision policy that was passed to `fully_shard`."""
-        return require_record(self).unit.options.precision
-
-    def get_reshard_after_forward(self) -> bool | int:
-        """Return whether this unit's forward reshards the parameters at its end.
-
-        Returns:
-            ``True`` or ``False``, or an int if parameters are resharded to groups of that many
-            ranks, as described for ``reshard_after_forward`` of `fully_shard`. If that was
-            ``None``, the root returns ``False`` and others ``True``. The first forward determines
-            which module is the root; before it, the root also returns ``True``.
-        """
-        unit = require_record(self).unit
-        sizes = [g.smaller_group.collectives.size for g in unit.own_groups if g.smaller_group]
-        return sizes[0] if sizes and unit.frees_after_forward else unit.frees_after_forward
 
     # ---- dividing and summing
 
@@ -578,6 +527,10 @@ class FSDPModule(TorchIdentity):
 
         Raises:
             ValueError: it is not a positive number.
+
+        Example::
+
+            model.set_gradient_divide_factor(1.0)  # sums over ranks
         """
         if factor is None:
             self._change(divide_factor=None)
@@ -592,7 +545,12 @@ class FSDPModule(TorchIdentity):
         self._change(divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
-        """The older name of `set_gradient_divide_factor`."""
+        """The older name of `set_gradient_divide_factor`.
+
+        Example::
+
+            model.set_reduce_scatter_divide_factor(1.0)
+        """
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -603,6 +561,10 @@ class FSDPModule(TorchIdentity):
         Args:
             enable: ``True`` keeps averages out of collectives. With `set_symm_mem_for_comm`,
                 reduce-scatters then also use symmetric memory. The initial value is ``False``.
+
+        Example::
+
+            model.set_force_sum_reduction_for_comms(True)
         """
         self._change(sum_only=bool(enable))
 
@@ -664,6 +626,10 @@ class FSDPModule(TorchIdentity):
         Raises:
             TypeError: ``hook`` cannot be called.
             ValueError: the unit has parameters on several meshes, or replicas and a stream.
+
+        Example::
+
+            model.set_all_reduce_hook(lambda reduced: dist.all_reduce(reduced, group=more_replicas))
         """
         if hook is not None and not callable(hook):
             raise coded(
@@ -727,6 +693,10 @@ class FSDPModule(TorchIdentity):
         Raises:
             TypeError: ``comm`` has no ``allocate`` or cannot be called.
             ValueError: the unit has parameters on several meshes.
+
+        Example::
+
+            model.set_custom_reduce_scatter(Logged())  # of the example of fsdp2.ReduceScatter
         """
         method = "set_custom_reduce_scatter"
         self._one_group(method)
@@ -745,6 +715,10 @@ class FSDPModule(TorchIdentity):
             enable: ``True`` (default) creates the group. ``False`` returns to the group of
                 all-gathers.
             recurse: whether the call applies to units below. Default ``True``.
+
+        Example::
+
+            model.set_separate_reduce_scatter_group()
         """
         made: dict[ProcessGroup, Collectives] = {}
         for group in self._groups(recurse):
@@ -775,6 +749,10 @@ class FSDPModule(TorchIdentity):
         Raises:
             TypeError: it is not an int.
             ValueError: it is below 1.
+
+        Example::
+
+            model.set_reduce_scatter_max_input_buffers(2)
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise coded(
@@ -792,46 +770,6 @@ class FSDPModule(TorchIdentity):
         for record in records:
             record.unit.input_buffers = max_input_buffers
         refresh(records)
-
-    def set_packing_threshold(self, nbytes: int, *, recurse: bool = True) -> None:
-        """Choose which parameters are packed on a backend that gathers many in one launch.
-
-        Large parameters are gathered directly into their slots, and their gradients reduced without
-        a copy. Backends may send many small parameters only slowly (`fsdp2.core.config` cites the
-        source). Parameters whose gathered piece on a rank is smaller than this threshold are
-        therefore copied into one buffer, if a unit has several of the same dtypes. The buffer is
-        part of the same launch.
-
-        It takes effect in the next all-gather. A change moves the shards to another flat buffer, as
-        ``.to()`` does. All ranks must choose the same value. Backends that do not coalesce, such as
-        gloo, pack everything in any case.
-
-        Args:
-            nbytes: bytes of a rank's piece in the gathered dtype. The initial value is 131072 (128
-                KiB). ``0`` packs only parameters that must be packed.
-            recurse: whether the call applies to units below. Default ``True``.
-
-        Raises:
-            TypeError: it is not an int.
-            ValueError: it is negative.
-
-        Example::
-
-            model.set_packing_threshold(64 << 10)
-        """
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int):
-            raise coded(
-                TypeError,
-                "packing-type",
-                f"set_packing_threshold takes an int, a number of bytes, not {nbytes!r}",
-            )
-        if nbytes < 0:
-            raise coded(
-                ValueError,
-                "packing-value",
-                f"set_packing_threshold takes 0 or more bytes, not {nbytes}",
-            )
-        self._change(recurse=recurse, pack_below=nbytes)
 
     def set_wire_format(
         self,
@@ -886,11 +824,12 @@ class FSDPModule(TorchIdentity):
                 are sent in the reduce dtype.
             differences: whether messages of parameters hold differences to the values gathered
                 last. This takes memory for all parameters of each unit, in the compute dtype, on
-                each rank, and is state of training: `fsdp2.wire_state`. Default ``False``.
+                each rank, and is state of training: `fsdp2.checkpoint.WireState`. Default
+                ``False``.
             feedback: whether each rank adds the rounding errors of its gradient messages to its
                 next ones, so that they do not accumulate over steps (error feedback). This takes
                 memory for an unsharded gradient of each unit in bf16 on each rank, and is state of
-                training: `fsdp2.wire_state`. Default ``False``.
+                training: `fsdp2.checkpoint.WireState`. Default ``False``.
             rotate: whether each block of 128 gradient numbers is multiplied by an orthonormal
                 matrix (random signs and a Hadamard matrix) before encoding, and its sum by the
                 inverse, so that a single large number costs its neighbors less precision. Default
@@ -938,36 +877,21 @@ class FSDPModule(TorchIdentity):
         """
         self._change(recurse=recurse, keep_storage=bool(keep))
 
-    def set_keep_gradient_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Choose whether sharded gradients keep their memory and their ``.grad`` objects.
-
-        They are then created once. A step allocates nothing for them and takes less host time, and
-        their addresses stay constant. This has two costs:
-
-        - ``zero_grad()`` does not free them: from the first backward on they take as much memory as
-          the shards.
-        - The next backward writes to the same memory. A reference to an old ``.grad`` shows the new
-          gradient: clone values that you need to keep.
-
-        Results are the same. If a gradient exists when a backward ends, the new one is added to it,
-        as usual. On a mesh of one rank, gradients are autograd's own, and nothing is kept.
-
-        Args:
-            keep: ``True`` keeps both. The initial value is ``False``.
-            recurse: whether the call applies to units below. Default ``True``.
-
-        Example::
-
-            model.set_keep_gradient_storage(True)
-        """
-        self._change(recurse=recurse, keep_gradients=bool(keep))
-
-    def set_keep_rows(self, keep: bool, *, recurse: bool = True) -> None:
-        """Choose whether gathered rows are kept between micro-batches.
+    def set_tuning(
+        self,
+        *,
+        prefetch_window: int | None = None,
+        backward_prefetch: PrefetchTime | None = None,
+        keep_rows: bool | None = None,
+        keep_gradients: bool | None = None,
+        pack_below: int | None = None,
+        recurse: bool = True,
+    ) -> None:
+        """Trade memory for time; results stay bitwise identical.
 
         ============================== ==================================== ==================
-        unit                           rows that are kept, in the compute   initial value
-                                       dtype
+        unit                           rows that ``keep_rows`` keeps, in    initial value
+                                       the compute dtype
         ============================== ==================================== ==================
         `Levels`                       those from which this rank's node    kept
                                        gathers: 1 / ranks per node
@@ -977,24 +901,89 @@ class FSDPModule(TorchIdentity):
                                        unsharded, and once in between
         ============================== ==================================== ==================
 
-        Parameters are then sent over the outer network once per optimizer step. Rows that are not
-        kept are freed after each all-gather.
-
-        fsdp2 reuses kept rows while shards are unchanged: as a forward begins, it compares a
-        fingerprint of them, and ranks agree by one all-reduce of a few numbers. After an optimizer
-        step it gathers without that question. ``reshard()`` frees the rows.
-
         Args:
-            keep: whether they are kept.
+            prefetch_window: how many units are prefetched while one computes: 1 (the initial value)
+                or more, the same on all ranks. At most this many units are unsharded in addition to
+                those that compute and those that are kept on request. The largest number of all
+                units below a root applies to all of them. A larger number helps if a small unit
+                precedes a large one. torch's FSDP2 waits as with 2 in forward, and as with 1 in
+                backward (docs/decisions/0023). The order is that of the last forward, and in
+                backward the reverse of this iteration's forwards; units with their own list
+                (`set_modules_to_forward_prefetch`) follow that list.
+            backward_prefetch: when backward prefetches the next unit. ``BEFORE`` (the initial
+                value) gathers it before this unit's backward computes, so that the all-gather
+                overlaps with the compute. ``AFTER`` gathers it when this unit is resharded, before
+                its gradients are reduced: this takes one unsharded unit less memory, and overlaps
+                only with the reduction. ``NEVER`` gathers each unit when it is needed.
+            keep_rows: whether gathered rows are kept between micro-batches, so that parameters are
+                sent over the outer network once per optimizer step. fsdp2 reuses them while shards
+                are unchanged: as a forward begins, it compares a fingerprint of them, and ranks
+                agree by one all-reduce of a few numbers. After an optimizer step it gathers without
+                that question. ``reshard()`` frees them. Unlike `set_reshard_after_backward(False)`,
+                it keeps no unsharded parameters; unlike `set_keep_unsharded_storage`, it keeps
+                contents, not addresses.
+            keep_gradients: whether sharded gradients keep their memory and their ``.grad`` objects,
+                so that a step allocates nothing for them and their addresses stay constant.
+                ``zero_grad()`` then does not free them, and a reference to an old ``.grad`` shows
+                the new gradient: clone values that you need to keep. A gradient that exists when a
+                backward ends is added to, as always. On a mesh of one rank nothing is kept. The
+                initial value is ``False``.
+            pack_below: parameters whose gathered piece on a rank has fewer bytes than this, in the
+                gathered dtype, are copied into one buffer, if a unit has several of the same
+                dtypes: backends may send many small parameters only slowly. The initial value is
+                131072 (128 KiB); ``0`` packs only parameters that must be packed. All ranks must
+                choose the same value. A change moves the shards to another flat buffer, as
+                ``.to()`` does. Backends that do not coalesce, such as gloo, pack everything.
             recurse: whether the call applies to units below. Default ``True``.
+
+        Settings that are ``None`` (default) stay as they are. Others take effect in the next
+        all-gather or reduction.
+
+        Raises:
+            TypeError: a number is not an int, or ``backward_prefetch`` is not a `PrefetchTime`.
+            ValueError: a number is too small.
 
         Example::
 
-            fully_shard(block, reshard_after_forward=8)
-            block.set_keep_rows(True)  # groups of 8 gather from them until optimizer.step()
+            model.set_tuning(prefetch_window=2, backward_prefetch=PrefetchTime.AFTER)
+            model.set_tuning(keep_rows=True)  # parameters are sent once per optimizer step
         """
-        self._change(recurse=recurse, keep_rows=bool(keep))
-        refresh(self._records(recurse))
+        for name, value, least in (
+            ("prefetch_window", prefetch_window, 1),
+            ("pack_below", pack_below, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int | None):
+                raise coded(
+                    TypeError, "tuning-type", f"set_tuning({name}=…) takes an int, not {value!r}"
+                )
+            if value is not None and value < least:
+                raise coded(
+                    ValueError,
+                    "tuning-value",
+                    f"set_tuning({name}=…) takes {least} or more, not {value}",
+                )
+        if not isinstance(backward_prefetch, PrefetchTime | None):
+            raise coded(
+                TypeError,
+                "backward-prefetch",
+                f"set_tuning(backward_prefetch=…) takes a fsdp2.PrefetchTime, not "
+                f"{backward_prefetch!r}",
+            )
+        chosen = {
+            "pack_below": pack_below,
+            "keep_rows": keep_rows,
+            "keep_gradients": keep_gradients,
+        }
+        options = {name: value for name, value in chosen.items() if value is not None}
+        records = self._records(recurse)
+        for record in records:
+            if options:
+                record.unit.change(**options)
+            if prefetch_window is not None:
+                record.unit.prefetch_window = prefetch_window
+            if backward_prefetch is not None:
+                record.unit.prefetches = backward_prefetch
+        refresh(records)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Choose whether collectives' buffers come from the process group; not recursive.
@@ -1009,6 +998,10 @@ class FSDPModule(TorchIdentity):
 
         Raises:
             ValueError: the unit has custom collectives, or collectives in symmetric memory.
+
+        Example::
+
+            model.set_allocate_memory_from_process_group_for_comm(True)
         """
         self._check_memory("set_allocate_memory_from_process_group_for_comm", GroupMemory, enable)
         unit = require_record(self).unit
@@ -1030,6 +1023,10 @@ class FSDPModule(TorchIdentity):
         Raises:
             ValueError: ``backend`` is another one, the process group has another one, or the unit
                 has custom collectives or collectives in memory of the process group.
+
+        Example::
+
+            model.set_symm_mem_for_comm()
         """
         method = "set_symm_mem_for_comm"
         if backend != "NCCL":
@@ -1169,6 +1166,10 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
     Raises:
         ValueError: one of them is not sharded.
+
+    Example::
+
+        fsdp2.share_comm_ctx(list(model.blocks))
     """
     for module in modules:
         if not isinstance(module, FSDPModule):

@@ -32,7 +32,7 @@ class WireFormat(TypedDict, total=False):
 
     Example::
 
-        slow: fsdp2.WireFormat = {"gather": "int8", "reduce": "bf16"}
+        slow: fsdp2.wrap.WireFormat = {"gather": "int8", "reduce": "bf16"}
         model.set_wire_format(**slow)
     """
 

@@ -3,8 +3,8 @@
     residuals.<parameter>    rounding errors of gradient messages (feedback=True)
     references.<parameter>   the base of the next differences of weights (differences=True)
 
-    wire_state(model).state_dict()  ──>  DTensors by these names
-    wire_state(model).load_state_dict(…)  ──>  loaded, or dropped if ranks or layouts differ
+    WireState(model).state_dict()  ──>  DTensors by these names
+    WireState(model).load_state_dict(…)  ──>  loaded, or dropped if ranks or layouts differ
 
 It is separate from ``model.state_dict()``, whose names stay the model's.
 """
@@ -35,10 +35,17 @@ RESIDUALS, REFERENCES = "residuals.", "references."
 
 
 class WireState:
-    """The state of a model's wire formats, which `torch.distributed.checkpoint` can save.
+    """The state of wire formats that a run must save to continue as if uninterrupted.
+
+    ``fsdp2.checkpoint.save`` and ``load`` include it. `torch.distributed.checkpoint` can save it.
 
     Args:
         model: the model that contains the units.
+
+    Example::
+
+        state = {"model": get_model_state_dict(model), "wire": fsdp2.checkpoint.WireState(model)}
+        torch.distributed.checkpoint.save(state, checkpoint_id="step-100")
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -107,22 +114,6 @@ class WireState:
                 f"gathered exactly once",
                 stacklevel=3,
             )
-
-
-def wire_state(model: nn.Module) -> WireState:
-    """Return the state of wire formats that a run must save to continue as if uninterrupted.
-
-    ``fsdp2.checkpoint.save`` and ``load`` include it. With torch's DCP:
-
-    Example::
-
-        state = {"model": get_model_state_dict(model), "wire": fsdp2.wire_state(model)}
-        torch.distributed.checkpoint.save(state, checkpoint_id="step-100")
-
-    Args:
-        model: a model whose units are sharded.
-    """
-    return WireState(model)
 
 
 def _fits(state: Mapping[str, Tensor], name: str, own: Tensor) -> bool:

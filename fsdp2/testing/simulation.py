@@ -24,8 +24,7 @@ from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import Counts
 from fsdp2.core.schedule.group import ParamGroup, Runtime
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.ties import lend
-from fsdp2.core.schedule.unit import Phase, Unit
+from fsdp2.core.schedule.unit import Phase, Unit, lend
 from fsdp2.testing.parameters import PaperGradients, VirtualParam
 from fsdp2.testing.phases import CheckedUnit
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice

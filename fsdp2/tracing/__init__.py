@@ -13,13 +13,12 @@ record     notes of operations, and their replay in time
 paper      a device without memory, on which a step is rehearsed
 
 ``fsdp2 trace`` does the same from the command line.
-`fsdp2.trace` is the context of that name, which has `summary`, `diff`, `show` and `read`. Other
-names are imported: ``from fsdp2.tracing import Timeline``.
 """
 
 from fsdp2.tracing.context import trace
 from fsdp2.tracing.page import show
 from fsdp2.tracing.record.categories import CATEGORIES
+from fsdp2.tracing.reports import GroupReport, Report, report
 from fsdp2.tracing.summaries import Difference, Summary, UnitTimes, diff, summary
 from fsdp2.tracing.timeline import (
     COLLECTIVES,
@@ -36,14 +35,17 @@ __all__ = [
     "COLLECTIVES",
     "LANES",
     "Difference",
+    "GroupReport",
     "Memory",
     "Peak",
+    "Report",
     "Slice",
     "Summary",
     "Timeline",
     "UnitTimes",
     "Wait",
     "diff",
+    "report",
     "show",
     "summary",
     "trace",

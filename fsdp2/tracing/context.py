@@ -1,4 +1,4 @@
-"""``with fsdp2.trace(path):`` a timeline of real steps, and functions on its file."""
+"""``with fsdp2.trace(path):`` a timeline of real steps, as a file."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import torch
 
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.facts import all_groups, rank_and_size
-from fsdp2.tracing.page import show
 from fsdp2.tracing.recording import Tracer
 from fsdp2.tracing.seams import tracing
-from fsdp2.tracing.summaries import diff, summary
 from fsdp2.tracing.timeline import Timeline, Value
 
 RANK = "{rank}"
@@ -27,7 +25,7 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
     The compute, all-gathers, copies and reductions of each unit become slices by lane; each wait of
     one lane for another becomes an arrow; fsdp2's allocations become counters. If lanes are streams
     (on a GPU), times come from events on them; on the CPU they are the host's. `ui.perfetto.dev`,
-    `fsdp2.trace.summary`, `fsdp2.trace.diff` and ``fsdp2 trace view`` open the file.
+    `fsdp2.tracing.summary`, `fsdp2.tracing.diff` and ``fsdp2 trace view`` open the file.
 
     Only this process is recorded, and nothing is communicated. Recorded steps cost some µs more per
     slice; other steps cost the same as without it. Units bind their collectives again in the first
@@ -58,14 +56,8 @@ class trace:  # noqa: N801  # it is used as torch.no_grad is
                 model(batch).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        print(fsdp2.trace.summary("step.json"))
+        print(fsdp2.tracing.summary("step.json"))
     """
-
-    summary = staticmethod(summary)
-    diff = staticmethod(diff)
-    show = staticmethod(show)
-    read = staticmethod(Timeline.read)
-    Timeline = Timeline
 
     def __init__(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         self.timeline: Timeline | None = None

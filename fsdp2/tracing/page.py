@@ -2,7 +2,7 @@
 
 timelines ──> page.html that contains their data; it needs neither network nor server
 
-The numbers of the table and of the peak are `fsdp2.trace.summary`'s: the page only draws.
+The numbers of the table and of the peak are `fsdp2.tracing.summary`'s: the page only draws.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def show(
 
     Example::
 
-        fsdp2.trace.show("plan.json", "step.json", to="both.html")
+        fsdp2.tracing.show("plan.json", "step.json", to="both.html")
     """
     if not files:
         raise coded(

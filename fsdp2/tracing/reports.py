@@ -1,7 +1,7 @@
 """Reports about a sharded model.
 
-model ──> group_reports ──> [GroupReport("(root)", …), GroupReport("blocks.0", …), …]
-      ──> report ──> the same as a table, with totals
+model ──> report ──> Report: printed as a table, with totals
+                     groups: GroupReport("(root)", …), GroupReport("blocks.0", …), …
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fsdp2.core.facts import CODED as GATHERS
 from fsdp2.core.facts import (
     COLLECTIVE_ALIGN_BYTES,
+    MixedPrecisionPolicy,
     ParamGroup,
     Segment,
     Slot,
@@ -54,7 +55,11 @@ class GroupReport:
         dims: shard dims of the parameters that are not sharded only on dim 0, by their name in the
             model; ``shard_placement_fn`` chose them, or dim 0 would have padded too much.
         window: how many units are prefetched while one computes; one number for all units below a
-            root (`FSDPModule.set_prefetch_window`).
+            root (`FSDPModule.set_tuning`).
+        mp_policy: the mixed-precision policy that was passed to `fully_shard`.
+        reshard_after_forward: whether forward reshards the parameters at its end: a bool, or the
+            number of ranks to whose groups it reshards them. The default is ``False`` for the root:
+            before the first forward, for ``model`` itself.
         gathers: all-gathers per step of one micro-batch: 2 if parameters are resharded after
             forward, otherwise 1; also 1 if all rows are kept and backward reuses them; 0 on one
             rank.
@@ -95,6 +100,8 @@ class GroupReport:
     transport: str
     dims: Mapping[str, tuple[int, ...]]
     window: int
+    mp_policy: MixedPrecisionPolicy
+    reshard_after_forward: bool | int
     gathers: int = 0
     gathered_bytes: int = 0
     reduced_bytes: int = 0
@@ -123,7 +130,7 @@ class Report:
     """A sharded model as a readable table: ``print(report(model))``.
 
     Attributes:
-        groups: one row per group.
+        groups: one row per group, in the order of registration of their modules.
     """
 
     groups: tuple[GroupReport, ...]
@@ -203,7 +210,7 @@ def _alike(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def report(model: nn.Module) -> Report:
-    """Return the units and groups of a model as a table: print it before training.
+    """Return the units and groups of a model: print it before training.
 
     "per step" in the table is the number of bytes of the collectives per step of one micro-batch,
     counted as full tensors: the unsharded parameters, twice if they are resharded after forward,
@@ -215,24 +222,12 @@ def report(model: nn.Module) -> Report:
     Example::
 
         print(fsdp2.report(model))
-    """
-    return Report(tuple(group_reports(model)))
-
-
-def group_reports(model: nn.Module) -> list[GroupReport]:
-    """Return the groups of every sharded module in ``model``, in the order of registration.
-
-    Args:
-        model: a module that is sharded or contains sharded modules.
-
-    Example::
-
-        for group in group_reports(model):
+        for group in fsdp2.report(model).groups:
             print(group.name, group.shard_bytes, group.transport)
     """
     names: dict[ParamGroup, list[str]] = {}
     windows: dict[ParamGroup, int] = {}
-    gathers: dict[ParamGroup, int] = {}
+    freed: dict[ParamGroup, bool | int] = {}
     for name, module in model.named_modules():
         record = record_of(module)
         if record is None:
@@ -243,17 +238,26 @@ def group_reports(model: nn.Module) -> list[GroupReport]:
             windows[group] = window_of(units)
             is_root = not name if record.scheduler is None else record.unit.is_root
             frees = record.unit.reshard_after_forward
-            gathers[group] = 2 if (not is_root if frees is None else frees) else 1
+            freed[group] = not is_root if frees is None else frees
+            if freed[group] and group.smaller_group is not None:
+                freed[group] = group.smaller_group.collectives.size
     params = {param: name for name, param in model.named_parameters()}
-    return [
-        _report(group, ", ".join(where), params, windows[group], gathers[group])
-        for group, where in names.items()
-    ]
+    return Report(
+        tuple(
+            _report(group, ", ".join(where), params, windows[group], freed[group])
+            for group, where in names.items()
+        )
+    )
 
 
 def _report(
-    group: ParamGroup, name: str, params: Mapping[nn.Parameter, str], window: int, gathers: int
+    group: ParamGroup,
+    name: str,
+    params: Mapping[nn.Parameter, str],
+    window: int,
+    reshards: bool | int,
 ) -> GroupReport:
+    gathers = 2 if reshards else 1
     layout, masters = group.layout, group.shard_layout
     assert layout is not None
     assert masters is not None
@@ -293,6 +297,8 @@ def _report(
             if param.cut.dims != (0,)
         },
         window=window,
+        mp_policy=group.options.precision,
+        reshard_after_forward=reshards,
         gathers=(1 if reused == gathered else gathers) if sharded else 0,
         gathered_bytes=gathered if sharded else 0,
         reduced_bytes=_reduced(group, trained) if sharded or group.replicas is not None else 0,

@@ -165,7 +165,7 @@ def summary(file: Source) -> Summary:
 
     Example::
 
-        print(fsdp2.trace.summary("step.json"))
+        print(fsdp2.tracing.summary("step.json"))
     """
     timeline = _read(file)
     busy = union((s.start, s.end) for s in timeline.slices if s.lane == COMPUTE)
@@ -290,7 +290,7 @@ def diff(a: Source, b: Source) -> Difference:
 
     Example::
 
-        print(fsdp2.trace.diff("plan.json", "step.json"))
+        print(fsdp2.tracing.diff("plan.json", "step.json"))
     """
     first, second = summary(a), summary(b)
     rows = [{row.unit: row for row in each.units} for each in (first, second)]

@@ -18,6 +18,7 @@ Example::
         fully_shard(choice.module, **choice.options)
 """
 
+from fsdp2.sharding.wire import WireFormat
 from fsdp2.wrap.annotations import enable_wrap, wrap
 from fsdp2.wrap.choices import Choice, chosen_modules
 from fsdp2.wrap.deferring import deferred
@@ -39,6 +40,7 @@ __all__ = [
     "ShardReport",
     "Strategy",
     "UnitReport",
+    "WireFormat",
     "always_wrap_policy",
     "any_wrap_policy",
     "chosen_modules",

@@ -87,7 +87,7 @@ def deferred(
     Example::
 
         torch.manual_seed(0)
-        with fsdp2.deferred(mesh, {Block}):
+        with fsdp2.wrap.deferred(mesh, {Block}):
             model = Transformer(config)
         optimizer = torch.optim.AdamW(model.parameters())
     """

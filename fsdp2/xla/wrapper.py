@@ -114,7 +114,7 @@ class XlaFullyShardedDataParallel(WrapperModule):
         coalesce_all_gather_ops: with both values, all-gathers of a unit are one launch if the
             backend supports it.
         reduce_scatter_bucket_size_mb: MiB. Parameters of which a rank's piece is smaller are packed
-            in one buffer (`FSDPModule.set_packing_threshold`), also in all-gathers. 0 or ``None``
+            in one buffer (`FSDPModule.set_tuning`), also in all-gathers. 0 or ``None``
             (default 0) leave the threshold unchanged.
         auto_wrap_policy: selects modules below to wrap: a policy of `fsdp2.wrap` or of torch's,
             classes of modules, or a function of ``(module, recurse, unwrapped_params)``. The
@@ -221,7 +221,7 @@ class XlaFullyShardedDataParallel(WrapperModule):
         _materialize(self._wrapped, plan.init_fn, self._mesh.device_type)
         fully_shard(self._wrapped, **plan.arguments)
         if plan.pack_below is not None:
-            self._unit.set_packing_threshold(plan.pack_below, recurse=False)
+            self._unit.set_tuning(pack_below=plan.pack_below, recurse=False)
         if plan.buffer_dtype is not None:
             self._cast_buffers(plan.buffer_dtype)
 
@@ -346,7 +346,7 @@ class XlaFullyShardedDataParallel(WrapperModule):
                 "xla-clip-groups",
                 f"clip_grad_norm_(groups={[list(group) for group in groups]}) leaves out the "
                 f"sharding group {mine}, which holds the gradients; leave groups out, or use "
-                f"fsdp2.get_total_norm and fsdp2.clip_grads_with_norm_",
+                f"fsdp2.optim.get_total_norm and fsdp2.optim.clip_grads_with_norm_",
             )
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 

@@ -94,7 +94,7 @@ def _prefetch(model: nn.Module, _: Any) -> None:
 
 
 def _look_ahead(model: nn.Module, _: Any) -> None:
-    model.set_prefetch_window(3)
+    model.set_tuning(prefetch_window=3)
 
 
 def _checkpoint(model: nn.Module, _: Any) -> None:
@@ -103,7 +103,7 @@ def _checkpoint(model: nn.Module, _: Any) -> None:
 
 
 def _keep_gradients(model: nn.Module, _: Any) -> None:
-    model.set_keep_gradient_storage(True)
+    model.set_tuning(keep_gradients=True)
 
 
 def _hook(model: nn.Module, stream: Any) -> None:
@@ -158,7 +158,7 @@ def _build(mesh: DeviceMesh, case: str, levels: bool = False) -> nn.Module:
     where = Levels(mesh) if levels else mesh
     parity.shard(parity.OURS, model, mesh=where, **arguments)
     # The small parameters stand for large ones; in other cases norms and biases for small ones.
-    model.set_packing_threshold(0 if case == "usual" else SMALL)
+    model.set_tuning(pack_below=0 if case == "usual" else SMALL)
     if change is not None:
         on_device = mesh.device_type != "cpu"
         change(model, torch.Stream(device.load()) if on_device and case == "hooked" else None)
@@ -224,7 +224,7 @@ def _compare(
     mesh = _mesh(device.NAME, backend, shape)
     model = _build(mesh, case, levels)
     change(model)
-    kinds = {kind for r in fsdp2.group_reports(model) for kind in r.transport.split("+")}
+    kinds = {kind for r in fsdp2.report(model).groups for kind in r.transport.split("+")}
     coded = "coded" in case  # what is not, is small, and packed
     assert ("coalesced" in kinds) is (backend == group.COALESCING and not coded)
     assert ("coded" in kinds) is coded
@@ -454,7 +454,7 @@ def test_units_that_are_gathered(window: int) -> None:
     for layer in model:
         fsdp2.fully_shard(layer, mesh=mesh)
     fsdp2.fully_shard(model, mesh=mesh)
-    model.set_prefetch_window(window)
+    model.set_tuning(prefetch_window=window)
     x = torch.ones(1, dim, device=mesh.device_type)
     with torch.no_grad():
         model(x)

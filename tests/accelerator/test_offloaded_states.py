@@ -1,4 +1,4 @@
-"""`FlatOptimizer(offload="cpu")` on the stand-in: the same bits, states on the host, no race."""
+"""`FlatOptimizer(offload=True)` on the stand-in: the same bits, states on the host, no race."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def _step(model: nn.Module, optimizer: Any, mesh: Any, step: int, clips: bool = 
 
 
 MODES: dict[str, dict[str, Any]] = {
-    "whole": {"offload": "cpu"},
-    "steps": {"offload": "cpu", "step_in_backward": True},
+    "whole": {"offload": True},
+    "steps": {"offload": True, "step_in_backward": True},
 }
 
 
@@ -100,7 +100,7 @@ def test_units_leave_while_others_are_stepped() -> None:
     """In the order of backward, each before the last is stepped; memory for three serves all."""
     mesh = lanes._mesh(device.NAME, group.COALESCING, (2,))
     model = lanes._build(mesh, "usual")
-    optimizer = _optimizer(model, offload="cpu")
+    optimizer = _optimizer(model, offload=True)
     _step(model, optimizer, mesh, 0)
     order: list[tuple[str, int]] = []
     taken: list[object] = []
@@ -136,7 +136,7 @@ def test_units_leave_while_others_are_stepped() -> None:
 @workers.ranks(2)
 def test_state_goes_to_an_optimizer_on_the_device_and_back(back: bool) -> None:
     mesh = lanes._mesh(device.NAME, group.COALESCING, (2,))
-    options: list[dict[str, Any]] = [{}, {"offload": "cpu"}]
+    options: list[dict[str, Any]] = [{}, {"offload": True}]
     if back:
         options.reverse()
     whole = lanes._build(mesh, "usual")

@@ -530,7 +530,7 @@ def test_all_parts_are_compared_before_any_is_written(tmp_path: Path) -> None:
     for part, name in (
         (mock.patch.dict(given, states={"ema": {"weight": wrong}}), "states.ema.weight"),
         (mock.patch.dict(held, exp_avg=wrong), "optimizer.state.first.weight.exp_avg"),
-        (mock.patch(loading + "wire_state", return_value=wire), "wire.it"),
+        (mock.patch(loading + "WireState", return_value=wire), "wire.it"),
         (mock.patch(loading + "rng_states", return_value=few), f"rng.{dist.get_rank()}.cpu"),
     ):
         with part, raises("ckpt-differs") as refused:

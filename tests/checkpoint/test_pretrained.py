@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fsdp2
-from fsdp2 import checkpoint, fully_shard
+from fsdp2 import checkpoint, errors, fully_shard
 from fsdp2.checkpoint import files, tensors
 from fsdp2.checkpoint.state import held_by
 from fsdp2.command.checkpoint import main
@@ -603,7 +603,7 @@ def test_not_during_a_forward(tmp_path: Path) -> None:
     checkpoint.export(tmp_path / "out", model)
     with (
         fsdp2.gathered(model),
-        pytest.raises(fsdp2.CheckpointError, match="gathered"),
+        pytest.raises(errors.CheckpointError, match="gathered"),
     ):
         checkpoint.load_pretrained(model, tmp_path / "out")
     mesh = init_device_mesh("cpu", (2,))

@@ -66,7 +66,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def kept(model: nn.Module) -> dict[str, Tensor]:
-    state = fsdp2.wire_state(model).state_dict()
+    state = fsdp2.checkpoint.WireState(model).state_dict()
     assert all(isinstance(value, DTensor) for value in state.values())
     return {name: value.to_local().clone() for name, value in state.items()}
 
@@ -147,7 +147,7 @@ def _all_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     return {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
-        "wire": fsdp2.wire_state(model),
+        "wire": fsdp2.checkpoint.WireState(model),
     }
 
 
@@ -179,7 +179,7 @@ def test_without_residuals_the_run_is_another(tmp_path: Path) -> None:
     model = make()
     optimizer = adam(model)
     train(model, optimizer, range(HALF))
-    for value in fsdp2.wire_state(model).state_dict().values():
+    for value in fsdp2.checkpoint.WireState(model).state_dict().values():
         value.to_local().zero_()
     train(model, optimizer, range(HALF, 2 * HALF))
     assert not all(map(torch.equal, weights(model), expected))
@@ -240,9 +240,9 @@ def test_of_other_ranks_and_settings_they_begin_at_zero(tmp_path: Path) -> None:
         assert _warned(lambda name=name: checkpoint.load(tmp_path / name, other))
         assert not any(value.any() for value in kept(other).values())
     assert not _warned(lambda: checkpoint.load(tmp_path / "two", plain))
-    state = fsdp2.wire_state(model).state_dict()
+    state = fsdp2.checkpoint.WireState(model).state_dict()
     train(other, adam(other), range(1))
-    assert _warned(lambda: fsdp2.wire_state(other).load_state_dict(state))
+    assert _warned(lambda: fsdp2.checkpoint.WireState(other).load_state_dict(state))
     assert not any(value.any() for value in kept(other).values())
 
 
@@ -253,8 +253,8 @@ def test_it_is_no_part_of_the_models_state(tmp_path: Path) -> None:
     names = [name for name, _ in model.named_parameters()]
     assert sorted(model.state_dict()) == sorted(names)
     assert sorted(get_model_state_dict(model)) == sorted(names)
-    assert fsdp2.wire_state(make(reduce="int4")).state_dict() == {}
-    found = fsdp2.wire_state(model).state_dict()
+    assert fsdp2.checkpoint.WireState(make(reduce="int4")).state_dict() == {}
+    found = fsdp2.checkpoint.WireState(model).state_dict()
     assert all(name.removeprefix("residuals.") in names for name in found)
     for value in found.values():
         assert value.shape[:2] == (2, 2)
@@ -288,7 +288,7 @@ def test_references_are_sharded_anew(tmp_path: Path) -> None:
     other = make(seed=1, mesh=whole, **formats)
     train(other, adam(other), range(1))
     assert not _warned(lambda: checkpoint.load(tmp_path, other))
-    saved, found = (fsdp2.wire_state(each).state_dict() for each in (model, other))
+    saved, found = (fsdp2.checkpoint.WireState(each).state_dict() for each in (model, other))
     assert saved.keys() == found.keys()
     for name, param in other.named_parameters():
         if param.numel() >= 20:
@@ -301,7 +301,7 @@ def test_references_are_sharded_anew(tmp_path: Path) -> None:
     assert _warned(lambda: checkpoint.load(tmp_path, other))
     for name, param in plain.named_parameters():
         if param.numel() >= 20:  # the next gather is exact
-            found = fsdp2.wire_state(other).state_dict()[f"references.{name}"]
+            found = fsdp2.checkpoint.WireState(other).state_dict()[f"references.{name}"]
             assert found.full_tensor().isnan().all()
 
 
@@ -311,11 +311,11 @@ def test_a_reference_that_one_rank_lacks_is_dropped_by_all() -> None:
     formats = {"gather": "int4", "differences": True}
     model = make(**formats)
     train(model, adam(model), range(1))
-    state = fsdp2.wire_state(model).state_dict()
+    state = fsdp2.checkpoint.WireState(model).state_dict()
     lost = next(iter(state))
     if dist.get_rank() == 1:
         del state[lost]
-    fsdp2.wire_state(model).load_state_dict(state)
+    fsdp2.checkpoint.WireState(model).load_state_dict(state)
     for name, value in kept(model).items():
         assert bool(value.isnan().all()) == (name == lost)
     train(model, adam(model), range(1))
@@ -402,7 +402,7 @@ def test_references_of_two_levels_are_those_of_one(tmp_path: Path) -> None:
         found.append(on_levels(1, inside, {}, INSIDE))
         assert not _warned(lambda: checkpoint.load(tmp_path, found[-1]))
         checkpoint.save(tmp_path, found[-1], step=1 + len(found))
-    states = [fsdp2.wire_state(each).state_dict() for each in found]
+    states = [fsdp2.checkpoint.WireState(each).state_dict() for each in found]
     for name, value in states[0].items():
         expected = value.full_tensor()
         assert all(torch.equal(state[name].full_tensor(), expected) for state in states)

@@ -112,7 +112,7 @@ def test_switched_while_a_profiler_runs() -> None:
 
     with profile(activities=[ProfilerActivity.CPU]):
         step(1.0)
-        with fsdp2.debug(check_nan=True), pytest.raises(fsdp2.NonFiniteGradientError):
+        with fsdp2.debug(check_nan=True), pytest.raises(fsdp2.errors.NonFiniteGradientError):
             step(float("nan"))
         model.reset_iter_state()
         step(float("nan"))

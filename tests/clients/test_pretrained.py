@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp2 import checkpoint, deferred, fully_shard, gathered
+from fsdp2 import checkpoint, fully_shard, gathered
+from fsdp2.wrap import deferred
 from tests.common import parity
 from tests.common.errors import raises
 from tests.common.workers import ranks

@@ -228,11 +228,11 @@ def _sharded(model: Any, case: str, mesh: DeviceMesh) -> Any:
         for unit in (*model.blocks, model):
             unit.set_gradient_divide_factor(FACTOR)
     if case == "kept":
-        model.set_keep_gradient_storage(True)
-    model.set_packing_threshold(0)  # small parameters stand for large ones
+        model.set_tuning(keep_gradients=True)
+    model.set_tuning(pack_below=0)  # small parameters stand for large ones
     coalesces = traits_of(mesh.get_group(mesh.ndim - 1), next(model.parameters()).device).coalesces
     expected = "coalesced" if coalesces else "packed"
-    assert {report.transport for report in fsdp2.group_reports(model)} == {expected}
+    assert {report.transport for report in fsdp2.report(model).groups} == {expected}
     return model
 
 

@@ -25,7 +25,7 @@ LISTED = {"plain-state-dict"}
 def raises(entry_id: str) -> Any:
     """``pytest.raises`` for the exception, the whole message of an entry, and its code."""
     found = entry(entry_id)
-    kind = getattr(fsdp2, found.exception, None) or getattr(builtins, found.exception)
+    kind = getattr(fsdp2.errors, found.exception, None) or getattr(builtins, found.exception)
     code = None if found.from_torch or entry_id in LISTED else entry_id
     return pytest.raises(
         kind, match=_pattern(found), check=lambda error: getattr(error, "code", None) == code

@@ -40,8 +40,8 @@ def _swapped(model: Any) -> Callable[[], object]:
 
 def _scaled(model: Any) -> Callable[[], object]:
     def scale() -> Tensor:
-        norm = fsdp2.get_total_norm([param.grad for param in model.parameters()])
-        fsdp2.clip_grads_with_norm_(model.parameters(), 0.1, norm * 2)
+        norm = fsdp2.optim.get_total_norm([param.grad for param in model.parameters()])
+        fsdp2.optim.clip_grads_with_norm_(model.parameters(), 0.1, norm * 2)
         return norm * 3
 
     return scale

@@ -239,11 +239,11 @@ def test_a_peer_is_read_in_the_middle_of_its_forward_and_backward(
     def heal(*_: object) -> None:
         nonlocal moments
         moments += 1
-        log = fsdp2.group_reports(donor.model)
+        log = fsdp2.report(donor.model).groups
         state = {"user": {"default": donor.transport.state_dict()}}
         donor.transport.send_checkpoint([1], moments, state, TIME)
         joins.heal(donor, moments)
-        assert fsdp2.group_reports(donor.model) == log
+        assert fsdp2.report(donor.model).groups == log
 
     hooks = [
         donor.model.blocks[1].register_forward_hook(heal),
@@ -279,7 +279,7 @@ def test_what_messages_have_left_out(ranks: Callable[..., Rank]) -> None:
 
 
 def residuals(rank: Rank) -> list[DTensor]:
-    state = fsdp2.wire_state(rank.model).state_dict()
+    state = fsdp2.checkpoint.WireState(rank.model).state_dict()
     found = [value for name, value in state.items() if name.startswith("residuals.")]
     assert found
     return found

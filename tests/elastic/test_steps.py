@@ -179,7 +179,7 @@ def test_every_group_gets_the_average(groups: int, root: bool, keep: bool) -> No
         model = shard(root)
         for module in model.modules():
             if keep and isinstance(module, fsdp2.FSDPModule):
-                module.set_keep_gradient_storage(True)
+                module.set_tuning(keep_gradients=True)
         steps = elastic.attach(model, manager)
         seen = []
         for step in range(2):
@@ -327,7 +327,7 @@ class Run:
     def __init__(self, make: Callable[[nn.Module], Any], variant: str) -> None:
         self.variant = variant
         self.model, self.manager = shard(), StandIn()
-        self.model.set_keep_gradient_storage(variant == "kept")
+        self.model.set_tuning(keep_gradients=variant == "kept")
         self.optimizer = make(self.model)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)

@@ -26,6 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 from torch.distributed.tensor import DTensor
 
 import fsdp2.fsdp1 as ours
+from fsdp2 import PrefetchTime
 from fsdp2.fsdp1 import comm_hooks
 from tests.common import parity
 from tests.common.errors import raises
@@ -247,10 +248,10 @@ def test_backward_prefetch_changes_no_bit(when: str | None) -> None:
     model = wrap(ours, seeded(Net), backward_prefetch=member)
     parity.assert_equal(train(ours, model), expected)
     wide = wrap(ours, seeded(Net), backward_prefetch=member)
-    wide.set_prefetch_window(2)
+    wide.set_tuning(prefetch_window=2)
     parity.assert_equal(train(ours, wide), expected)
     as_units = wrap(ours, seeded(Net))
-    as_units.set_backward_prefetch("never" if when is None else "after")
+    as_units.set_tuning(backward_prefetch=PrefetchTime.AFTER if when else PrefetchTime.NEVER)
     parity.assert_equal(train(ours, as_units), expected)
 
 

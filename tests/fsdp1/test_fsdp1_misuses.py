@@ -50,7 +50,7 @@ MISUSES: dict[str, Callable[[], Any]] = {
     "fsdp1-hook-type": lambda: nested().register_comm_hook(None, "allreduce"),
     "fsdp1-scaler": lambda: ShardedGradScaler("cpu").scale(3),
     "fsdp1-torchs-method": lambda: FSDP._unshard,  # type: ignore[attr-defined]
-    "backward-prefetch": lambda: fsdp2.fully_shard(linear()).set_backward_prefetch("late"),  # type: ignore[attr-defined]
+    "backward-prefetch": lambda: fsdp2.fully_shard(linear()).set_tuning(backward_prefetch="late"),  # type: ignore[attr-defined]
 }
 
 
@@ -165,7 +165,7 @@ def test_objects_of_torchs_are_taken(group: None) -> None:
     )
     assert model.sharding_strategy == torchs.ShardingStrategy.SHARD_GRAD_OP
     assert model.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-    assert model.get_mp_policy().reduce_dtype == torch.bfloat16
+    assert fsdp2.report(model).groups[0].mp_policy.reduce_dtype == torch.bfloat16
     assert model.cpu_offload.offload_params
     strategies = {torchs.ShardingStrategy.NO_SHARD: 1}
     assert strategies[ShardingStrategy.NO_SHARD] == 1  # type: ignore[index]

@@ -351,7 +351,7 @@ def test_other_optimizers() -> None:
     model, optimizer = trained(sharded())
     expected = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     other = sharded()
-    flat = FlatOptimizer(other, torch.optim.AdamW, groups_of(other), lr=1e-2)
+    flat = FlatOptimizer(groups_of(other), torch.optim.AdamW, lr=1e-2)
     train(other, flat)
     found = FSDP.full_optim_state_dict(other, flat, rank0_only=False)
     parity.assert_equal(found["state"], expected["state"], "flat")

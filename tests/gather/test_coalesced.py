@@ -41,7 +41,7 @@ def _train(api: object, mixed: bool, small: int = 0, **arguments: object) -> lis
     with coalescing(small):
         parity.shard(api, model, mixed=mixed, **arguments)
     if api is parity.OURS:
-        kinds = {kind for r in fsdp2.group_reports(model) for kind in r.transport.split("+")}
+        kinds = {kind for r in fsdp2.report(model).groups for kind in r.transport.split("+")}
         assert kinds == {"coalesced", "packed"}
     batches = parity.regression_batches(models.DIM, 1)
     return parity.train_sharded(

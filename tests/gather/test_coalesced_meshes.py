@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import CPUOffloadPolicy, group_reports
+import fsdp2
+from fsdp2 import CPUOffloadPolicy
 from tests.common import meshes, models, parity
 from tests.common.combinations import each_once
 from tests.common.looped import coalescing
@@ -62,7 +63,7 @@ def _sharded(mixed: bool, copies: int = 1, **arguments: Any) -> Any:
     with coalescing(), forced_offload():
         model = parity.shard(parity.OURS, BUILD(), mixed=mixed, **arguments)
     if copies < size:
-        kinds = {kind for r in group_reports(model) for kind in r.transport.split("+")}
+        kinds = {kind for r in fsdp2.report(model).groups for kind in r.transport.split("+")}
         assert kinds == {"coalesced", "packed"}
     return model
 

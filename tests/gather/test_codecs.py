@@ -9,9 +9,8 @@ import torch
 
 from fsdp2.core.codecs import rotated
 from fsdp2.core.codecs.blocks import Blocks, Bytes, Nibbles
-from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Codec
+from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Codec, Rounded, Whole
 from fsdp2.core.codecs.rotated import Rotated
-from fsdp2.core.codecs.rounded import Rounded, Whole
 
 pytestmark = pytest.mark.alone
 

@@ -188,7 +188,7 @@ def test_one_collective_a_unit_whatever_it_holds() -> None:
         with coalescing():
             return fsdp2.fully_shard(model, mp_policy=policy, reshard_after_forward=True)
 
-    (report,) = fsdp2.group_reports(build())
+    (report,) = fsdp2.report(build()).groups
     assert report.transport == "coalesced+packed"
     expected = _train(build(), 5)
     gather = Gather()

@@ -262,7 +262,7 @@ def test_ranks_are_checked() -> None:
         model = formats.sharded(None, None)
         differences = dist.get_rank() == 1
         model.set_wire_format(gather="int8", differences=differences, exact_below=100)
-        with pytest.raises(fsdp2.RankMismatchError, match="differences"):
+        with pytest.raises(fsdp2.errors.RankMismatchError, match="differences"):
             formats.loss_of(model, formats.batch())
 
 

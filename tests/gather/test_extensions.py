@@ -163,7 +163,7 @@ def test_shards_are_of_the_subclass() -> None:
         rows = whole[name].detach().chunk(size)
         mine = rows[rank] if rank < len(rows) else whole[name].detach()[:0]
         parity.assert_equal(common_tensors.plain(param), mine)
-    kinds = {report.transport for report in fsdp2.group_reports(model) if report.num_params}
+    kinds = {report.transport for report in fsdp2.report(model).groups if report.num_params}
     assert kinds == {"extension+packed"}
 
 
@@ -175,7 +175,7 @@ def test_meta_init() -> None:
     for layer in model:
         fsdp2.fully_shard(layer)
     fsdp2.fully_shard(model)
-    with pytest.raises(fsdp2.ShardingStateError, match=r"'0.weight' is still on the meta"):
+    with pytest.raises(fsdp2.errors.ShardingStateError, match=r"'0.weight' is still on the meta"):
         model(torch.ones(2, 8))
     model.to_empty(device="cpu")
     with torch.no_grad():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
-from fsdp2.core.codecs.rounded import Rounded
+from fsdp2.core.codecs.codec import Rounded
 from fsdp2.core.config import Wire
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather import coded

@@ -77,7 +77,7 @@ def test_a_derivative_between_backward_and_clipping(
     """Gradients stay in sight, whether or not anybody keeps the derivative and its graph."""
     model = _shard(models.seeded(_build))
     _loss(model)
-    norm = fsdp2.get_total_norm([p.grad for p in model.parameters()])
+    norm = fsdp2.optim.get_total_norm([p.grad for p in model.parameters()])
     derivative = how(model)
     if not kept:
         del derivative

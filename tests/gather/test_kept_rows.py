@@ -139,7 +139,7 @@ def test_rows_are_kept_on_request(log: CallLog) -> None:
     optimizer = OPTIMIZERS["torch"](model)
     seen = []
     for keep in (False, True, False):
-        model.set_keep_rows(keep)
+        model.set_tuning(keep_rows=keep)
         log.clear()
         for _ in range(2):
             both(model)
@@ -302,7 +302,7 @@ def test_a_cuda_graph_records_gathers(log: CallLog, monkeypatch: pytest.MonkeyPa
     """It may be replayed after any step."""
     model = build()
     model.set_keep_unsharded_storage(True)
-    model.set_keep_gradient_storage(True)
+    model.set_tuning(keep_gradients=True)
     both(model)
     both(model)
     gathers(log)

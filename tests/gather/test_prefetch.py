@@ -97,7 +97,7 @@ def test_windows(window: int, way: str, reshard_after_forward: bool | None, mixe
             reshard_after_forward=reshard_after_forward,
         )
         if api is parity.OURS:
-            model.set_prefetch_window(window)
+            model.set_tuning(prefetch_window=window)
         optimizer = parity.adamw(model.parameters())
         seen: list[Any] = []
         counts = []
@@ -160,7 +160,7 @@ def test_a_unit_that_frees_itself_and_is_next_again() -> None:
     model, plain = (models.seeded(partial(_CalledAgain, frees)) for frees in (True, False))
     for unit in (model.again.child, model.again, model.between, model.last, model):
         fully_shard(unit)
-    model.set_prefetch_window(3)
+    model.set_tuning(prefetch_window=3)
     for _ in range(3):
         model.between.unshard()  # so that it takes no place in the window
         for each in (model, plain):

@@ -262,9 +262,9 @@ def test_set_reshard_after_forward_afterwards(reshard: bool) -> None:
     model: Any = parity.shard(parity.OURS, EVEN(), reshard_after_forward=2)
     steps = meshes.micro_batches(models.DIM, 8)
     meshes.train_micro(model, steps)
-    assert model.layers[0].get_reshard_after_forward() == 2
+    assert fsdp2.report(model).groups[-1].reshard_after_forward == 2
     model.set_reshard_after_forward(reshard)
-    assert model.layers[0].get_reshard_after_forward() is reshard
+    assert fsdp2.report(model).groups[-1].reshard_after_forward is reshard
     loss = model(torch.ones(1, models.DIM)).sum()
     assert isinstance(model.layers[0].weight, DTensor) == reshard
     if reshard:
@@ -362,7 +362,7 @@ def test_an_optimizer_made_between_forward_and_backward_is_repointed() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss.backward()
     before = [parity.full(param) for param in model.parameters()]
-    fsdp2.repoint_optimizer(optimizer)
+    fsdp2.optim.repoint_optimizer(optimizer)
     optimizer.step()
     after = [parity.full(param) for param in model.parameters()]
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))

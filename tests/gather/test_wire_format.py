@@ -460,7 +460,7 @@ def test_ranks_that_choose_otherwise_are_named(others: tuple[str, str]) -> None:
         model = build()
         fsdp2.fully_shard(model)
         coded(model, None, others[dist.get_rank()])
-        with pytest.raises(fsdp2.RankMismatchError, match="set_wire_format"):
+        with pytest.raises(fsdp2.errors.RankMismatchError, match="set_wire_format"):
             loss_of(model, batch()).backward()
 
 

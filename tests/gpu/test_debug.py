@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, errors
 from tests.common import models, parity
 from tests.common.workers import ranks
 
@@ -47,7 +47,7 @@ def test_ranks_that_disagree_raise() -> None:
         model = _model()
         if dist.get_rank() == 1:
             model.layers[1].set_requires_gradient_sync(False)
-        with pytest.raises(fsdp2.RankMismatchError, match="rank 0 is at the reduce-scatter of 'l"):
+        with pytest.raises(errors.RankMismatchError, match="rank 0 is at the reduce-scatter of 'l"):
             model(torch.ones(4, DIM, device="cuda")).sum().backward()
 
 
@@ -56,5 +56,5 @@ def test_nan_on_one_rank_raises_on_both() -> None:
     with fsdp2.debug(check_nan=True):
         model = _model()
         x = torch.full((4, DIM), float("nan") if dist.get_rank() else 1.0, device="cuda")
-        with pytest.raises(fsdp2.NonFiniteGradientError, match=r"'head.weight' .on 1 of 2 ranks"):
+        with pytest.raises(errors.NonFiniteGradientError, match=r"'head.weight' .on 1 of 2 ranks"):
             model(x).sum().backward()

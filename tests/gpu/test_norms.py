@@ -31,5 +31,5 @@ def test_clip(offloaded: str) -> None:
     expected = torch.nn.utils.get_total_norm(wholes)
     assert norm.device == params[0].to_local().device
     torch.testing.assert_close(norm.cpu(), expected, rtol=2e-6, atol=0)
-    again = fsdp2.get_total_norm([param.grad for param in params])
+    again = fsdp2.optim.get_total_norm([param.grad for param in params])
     torch.testing.assert_close(again.cpu(), torch.tensor(0.5), rtol=1e-5, atol=0)

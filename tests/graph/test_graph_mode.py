@@ -81,7 +81,7 @@ def _coalesced(pack_below: int, **arguments: Any) -> nn.Module:
     """As over NCCL: what is aligned is gathered into place, and reduced from where it is."""
     with coalescing(pack_below):
         model = _of_blocks(models.Transformer, **arguments)
-    kinds = {kind for r in fsdp2.group_reports(model) for kind in r.transport.split("+")}
+    kinds = {kind for r in fsdp2.report(model).groups for kind in r.transport.split("+")}
     assert kinds == {"coalesced", "packed"}
     return model
 

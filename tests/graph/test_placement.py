@@ -132,9 +132,7 @@ def test_collectives_are_placed_as_the_engine_places_them(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("pack_below", [0, 1 << 40], ids=["coalesced", "packed"])
-def test_at_most_two_blocks_are_gathered(
-    monkeypatch: pytest.MonkeyPatch, pack_below: int
-) -> None:
+def test_at_most_two_blocks_are_gathered(monkeypatch: pytest.MonkeyPatch, pack_below: int) -> None:
     """Besides the root: outputs of all-gathers that are alive when one is launched."""
     alive: set[int] = set()
     peaks: list[int] = []
@@ -151,7 +149,7 @@ def test_at_most_two_blocks_are_gathered(
 
     numbers = itertools.count()
     model = _sharded(6)
-    model.set_packing_threshold(pack_below)
+    model.set_tuning(pack_below=pack_below)
     fsdp2.graph_mode(model)
     with compiling.fresh_dynamo():
         run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
@@ -171,7 +169,7 @@ def test_collectives_are_as_many_and_as_large_as_with_hooks(
     found = []
     for mode in ("hooks", "eager", "compiled"):
         model = run = _sharded()
-        model.set_packing_threshold(pack_below)
+        model.set_tuning(pack_below=pack_below)
         if mode != "hooks":
             fsdp2.graph_mode(model)
         with compiling.fresh_dynamo():
@@ -257,7 +255,7 @@ def test_a_graph_of_another_layout_is_not_used() -> None:
     run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
     with compiling.fresh_dynamo():
         run(inputs).sum().backward()
-        model.set_packing_threshold(0)
+        model.set_tuning(pack_below=0)
         with raises("graph-mode-changed"):
             run(inputs)
         fsdp2.graph_mode(model)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import logging
+import pkgutil
 import re
 import textwrap
 import warnings
@@ -146,10 +147,7 @@ def _examples() -> Iterator[Block]:
 
 
 def _resolved(name: str) -> Any:
-    found: Any = fsdp2
-    for part in name.partition("[")[0].split(".")[1:]:
-        found = getattr(found, part)
-    return found
+    return pkgutil.resolve_name(name.partition("[")[0])
 
 
 _EXAMPLE = re.compile(r"^Example::\n((?:\n| +[^\n]*(?:\n|\Z))+)", re.MULTILINE)
@@ -162,6 +160,7 @@ for name in ("step", "plan"):
         step(model, batch)
 """
 _WRAPPED = """
+import fsdp2.fsdp1
 FSDP = fsdp2.fsdp1.FullyShardedDataParallel
 plain_model = Model()
 plain_optimizer = torch.optim.AdamW(plain_model.parameters())
@@ -171,6 +170,7 @@ step(model, batch)
 optimizer.step()
 """
 _XLA = """
+import fsdp2.xla
 model = fsdp2.xla.XlaFullyShardedDataParallel(Model())
 optimizer = torch.optim.AdamW(model.parameters())
 loss = model(batch)
@@ -204,7 +204,12 @@ model.blocks = nn.ModuleList([fully_shard(nn.Linear(4, 4))])
     "fsdp2.FSDPMeshInfo": """
 mesh = init_device_mesh("cuda", (32,), mesh_dim_names=("expert_shard",))
 """,
-    "fsdp2.FSDPModule.set_keep_rows": "model = Model(); block = model.blocks[0]",
+    "fsdp2.FSDPModule.set_all_reduce_hook": "more_replicas = None",
+    "fsdp2.FSDPModule.set_custom_reduce_scatter": """
+class Logged(fsdp2.ReduceScatter):
+    def allocate(self, size, *, dtype, device): ...
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False): ...
+""",
     "fsdp2.FSDPModule.set_custom_all_gather": """
 class Logged(fsdp2.AllGather):
     def allocate(self, size, *, dtype, device): ...
@@ -212,22 +217,23 @@ class Logged(fsdp2.AllGather):
 """,
     "fsdp2.load_from_rank0": 'torch.save(Model().state_dict(), "model.pt")',
     "fsdp2.clip_grad_norm_": "loss = model(batch)",
-    "fsdp2.clip_grads_with_norm_": """
+    "fsdp2.optim.clip_grads_with_norm_": """
 step(model, batch)
 grads, stages = [param.grad for param in model.parameters() if param.grad is not None], None
 """,
-    "fsdp2.get_total_norm": "step(model, batch)",
+    "fsdp2.optim.get_total_norm": "step(model, batch)",
     "fsdp2.trace": _TRACED,
-    "fsdp2.trace.Timeline": "from fsdp2.tracing import Timeline" + _TRACED,
+    "fsdp2.tracing.Timeline": "from fsdp2.tracing import Timeline" + _TRACED,
     "fsdp2.tracing": _TRACED,
-    "fsdp2.wire_state": """
+    "fsdp2.checkpoint.WireState": """
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 """,
-    "fsdp2.any_wrap_policy": "by_class = by_size = fsdp2.always_wrap_policy",
-    "fsdp2.lambda_auto_wrap_policy": "chosen = set()",
+    "fsdp2.wrap.any_wrap_policy": "by_class = by_size = fsdp2.wrap.always_wrap_policy",
+    "fsdp2.wrap.lambda_auto_wrap_policy": "chosen = set()",
     "fsdp2.wrap.wrap[0]": "self, Block = nn.Module(), lambda dim: nn.Linear(dim, dim)",
     "fsdp2.plan": _PLANNED,
-    "fsdp2.Plan": _PLANNED + "plan = fsdp2.plan(make_model, make_batch, units={Block}, mesh=4)",
+    "fsdp2.planning.Plan": _PLANNED
+    + "plan = fsdp2.plan(make_model, make_batch, units={Block}, mesh=4)",
     "fsdp2.xla": _XLA,
     "fsdp2.xla.XlaFullyShardedDataParallel[0]": """
 model = nn.Sequential()
@@ -240,6 +246,8 @@ model, full = Model(), Model().state_dict()
 """What runs before an example: of its name, or of the longest beginning of it that is here."""
 
 NOT_RUN = {
+    "fsdp2.FSDPModule.set_post_optim_event[0]": "it needs a stream of a GPU",
+    "fsdp2.FSDPModule.set_symm_mem_for_comm[0]": "it needs NCCL",
     "fsdp2.checkpoint.load[0]": "it loads a step of a model with other names",
     "fsdp2.checkpoint.load_pretrained[0]": "it loads weights of Llama",
     "fsdp2.DataParallelMeshDims[0]": "its model must be DTensors on the mesh",
@@ -266,12 +274,20 @@ def test_the_example_of_a_docstring_runs(
     given = GIVEN[max(before, key=len)] if before else ""
     room = _resolved(".".join(name.split(".")[:2]))
     known = {**vars(fsdp2), **(vars(room) if inspect.ismodule(room) else {})}
-    many = name.startswith(("fsdp2.FSDPMeshInfo", "fsdp2.FSDPModule.set_keep_rows"))
+    many = name.startswith("fsdp2.FSDPMeshInfo")
     with warnings.catch_warnings(), guide_setting.process_group(32 if many else 1):
         warnings.simplefilter("ignore")
         names = {**known, **guide_setting.names(sharded=not SHARDS.search(code))}
         exec(compile(given, f"given to {name}", "exec"), names)
         exec(compile(code, name, "exec"), names)
+
+
+def test_each_public_name_and_method_has_an_example() -> None:
+    runs = [block for blocks in PAGES.values() for block in blocks if block.runs]
+    code = "\n".join(block.code for block in (*runs, *EXAMPLES.values()))
+    methods = [rf"\.{name}\(" for name in vars(fsdp2.FSDPModule) if name[0] != "_"]
+    names = [rf"\b{name}\b" for name in fsdp2.__all__]
+    assert [name for name in (*names, *methods) if not re.search(name, code)] == []
 
 
 def test_what_does_not_run_is_there() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pkgutil
 import re
 import subprocess
 import sys
@@ -17,7 +18,18 @@ from docs.site import catalogue
 
 ROOT = Path(__file__).parents[2]
 
-ROOMS = ["checkpoint", "elastic", "full", "fsdp1", "optim", "planning", "tracing", "wrap", "xla"]
+ROOMS = (
+    "checkpoint",
+    "elastic",
+    "errors",
+    "full",
+    "fsdp1",
+    "optim",
+    "planning",
+    "tracing",
+    "wrap",
+    "xla",
+)
 """Rooms whose public names have entries; those of the others are names of `fsdp2`."""
 
 NO_ENTRY = {
@@ -41,10 +53,7 @@ def _entries() -> set[str]:
 
 def _same(name: str) -> object:
     """What a name is, so that `fsdp2.trace` and `fsdp2.tracing.trace` are one."""
-    found: object = fsdp2
-    for part in name.split(".")[1:]:
-        found = getattr(found, part)
-    return found
+    return pkgutil.resolve_name(name)
 
 
 @pytest.mark.alone

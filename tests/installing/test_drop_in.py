@@ -362,7 +362,7 @@ def test_some_of_a_unit_frozen_between_forward_and_backward(kept: bool) -> None:
     """Old gradients that are used again, or kept, are given to those that train."""
     model = models.seeded(_three_layers)
     model = fsdp2.fully_shard(model, mesh=parity.world_mesh(), reshard_after_forward=True)
-    model.set_keep_gradient_storage(kept)
+    model.set_tuning(keep_gradients=kept)
     names = [name for name, _ in model.named_parameters()]
     model(_inputs()).square().sum().backward()
     wanted = parity.full_grads(model)

@@ -240,8 +240,8 @@ def test_a_root_that_is_to_reshard_by_way_of_torchs_state(value: bool, when: str
         model(torch.ones(2, 4)).sum().backward()
     _set_as_verl(model, value)
     model(torch.ones(2, 4))
-    for module in (model, model[0]):
-        assert module.get_reshard_after_forward() is value
+    for module, group in zip((model, model[0]), fsdp2.report(model).groups, strict=True):
+        assert group.reshard_after_forward is value
         assert module._get_fsdp_state()._fsdp_param_group.is_sharded is value
     assert isinstance(model[1].weight, DTensor) is value
 
@@ -261,8 +261,7 @@ def test_what_was_saved_is_put_back() -> None:
     for state, automatic, info in saved:
         state._auto_reshard_after_forward = automatic
         state._fsdp_param_group.post_forward_mesh_info = info
-    assert model.get_reshard_after_forward() is False
-    assert model[0].get_reshard_after_forward() is True
+    assert [group.reshard_after_forward for group in fsdp2.report(model).groups] == [False, True]
 
 
 def test_idle_may_be_said_of_what_is_idle() -> None:

@@ -61,7 +61,7 @@ def test_training_is_hsdps(kind: str, keep: bool) -> None:
     steps = meshes.micro_batches(models.DIM, outputs, micro=4, steps=3)
     before = meshes.flags_in_turn(*FOUR)
     model = _levels(build, **arguments)
-    model.set_keep_rows(keep)
+    model.set_tuning(keep_rows=keep)
     ours = meshes.train_micro(model, steps, before=before)
     theirs = meshes.train_micro(_hsdp(build, **arguments), steps, before=before)
     parity.assert_equal(ours[0].grads, theirs[0].grads, "the first gradients")
@@ -91,7 +91,7 @@ def test_frozen_and_tied_and_kept_gradients() -> None:
     done = []
     for make in (_levels, _hsdp):
         model = make(build)
-        model.set_keep_gradient_storage(True)
+        model.set_tuning(keep_gradients=True)
         next(iter(model.parameters())).requires_grad_(False)
         done.append(meshes.train_micro(model, steps, before=before))
     parity.assert_close(*done, parity.REORDERED_FP32, "HSDP")
@@ -260,6 +260,6 @@ def test_rows_of_a_smaller_group_are_kept(mixed: bool) -> None:
     done = []
     for keep in (False, True):
         model: Any = parity.shard(parity.OURS, build(), reshard_after_forward=2, mixed=mixed)
-        model.set_keep_rows(keep)
+        model.set_tuning(keep_rows=keep)
         done.append(meshes.train_micro(model, steps))
     parity.assert_equal(*done, "without")

@@ -119,14 +119,14 @@ def test_nodes_talk_once_per_step(sent: Axes, policy: fsdp2.MixedPrecisionPolicy
 def test_rows_are_freed_on_request(sent: Axes) -> None:
     """Memory of full sharding: each gather crosses nodes, with a part of a rank's rows."""
     model = sharded(levels())
-    model.set_keep_rows(False)
+    model.set_tuning(keep_rows=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer)
     sent.clear()
     step(model, optimizer)
     assert sent.calls["gather between"] == sent.calls["gather inside"] == 4 * 2 * LAYERS
     assert not rows_there()
-    model.set_keep_rows(True)
+    model.set_tuning(keep_rows=True)
     step(model, optimizer)
     assert len(rows_there()) == LAYERS
 
@@ -148,7 +148,7 @@ def test_the_report_tells(sent: Axes) -> None:
     model = sharded(levels(), mp_policy=HALF)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for keep, times in ((True, "once"), (False, "2 times")):
-        model.set_keep_rows(keep)
+        model.set_tuning(keep_rows=keep)
         step(model, optimizer, micro=1)
         sent.clear()
         step(model, optimizer, micro=1)
@@ -165,7 +165,7 @@ def test_plans_tell_nodes_apart() -> None:
         def shard(model: Any, mesh: Any) -> None:
             for module in (*model, model):
                 fsdp2.fully_shard(module, mesh=fsdp2.Levels(mesh))
-            model.set_keep_rows(keep)
+            model.set_tuning(keep_rows=keep)
 
         def build() -> nn.Module:
             return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))

@@ -241,7 +241,7 @@ def test_a_mesh_of_its_own(sent: Sent) -> None:
 
 def test_the_report(sent: Sent) -> None:
     model = sharded(SMALL)
-    whole = [group for group in fsdp2.group_reports(model) if group.transport == "whole"]
+    whole = [group for group in fsdp2.report(model).groups if group.transport == "whole"]
     assert [group.num_params for group in whole] == [1] + [2] * BLOCKS
     assert sum(group.numel for group in whole) == NORMS * DIM
     assert {group.gathers for group in whole} == {0}
@@ -293,7 +293,7 @@ def test_on_a_full_mesh(dims: dict[str, Any], ranks: int) -> None:
         bias: Any = layer.bias
         assert bias.device_mesh == mesh
         assert bias.placements == (Replicate(), Replicate(), Replicate())
-        (whole,) = [group for group in fsdp2.group_reports(layer) if group.transport == "whole"]
+        (whole,) = [group for group in fsdp2.report(layer).groups if group.transport == "whole"]
         assert whole.numel == 4
         axes = next(
             param.axes

@@ -151,5 +151,5 @@ def test_checks_of_ranks() -> None:
         other = models.seeded(models.Nested)
         with torch.no_grad():
             next(p for p in other.parameters() if p.numel() < SMALL).normal_()
-        with pytest.raises(fsdp2.RankMismatchError):
+        with pytest.raises(fsdp2.errors.RankMismatchError):
             parity.shard(parity.OURS, other, shard_placement_fn=fsdp2.whole_below(SMALL))

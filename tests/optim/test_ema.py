@@ -274,7 +274,7 @@ def test_parameters_that_move() -> None:
     model, still = sharded(), sharded()
     ema, wanted = EMA(model, 0.5), EMA(still, 0.5)
     averaged(model, ema, 2), averaged(still, wanted, 2)
-    model.set_packing_threshold(0)
+    model.set_tuning(pack_below=0)
     step(model, optimizer_of(model), 7)
     ema.update()
     model.load_state_dict({n: t.clone() for n, t in model.state_dict().items()}, assign=True)

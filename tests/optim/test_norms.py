@@ -102,7 +102,7 @@ def check(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]], **arguments: Any) 
     """Clips parameters and their plain twins; compares norms and gradients."""
     sharded, plain = [s for s, _ in pairs], [p for _, p in pairs]
     p = arguments.get("norm_type", 2.0)
-    by_tensors = fsdp2.get_total_norm([p.grad for p in sharded], norm_type=p)
+    by_tensors = fsdp2.optim.get_total_norm([p.grad for p in sharded], norm_type=p)
     actual = fsdp2.clip_grad_norm_(sharded, 0.5, **arguments)
     expected = torch.nn.utils.clip_grad_norm_(plain, 0.5, **arguments)
     assert expected > 0.5, "clipping had something to do"
@@ -234,12 +234,12 @@ def test_parameters_of_several_meshes() -> None:
     ):
         for norm_type in NORMS:
             with parity.CountCollectives() as counter:
-                fsdp2.get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
+                fsdp2.optim.get_total_norm([sharded.grad for sharded, _ in build()], norm_type)
             assert counter.total == collectives, build.__name__
             for foreach in (None, True, False) if build is _experts else (None,):
                 check(build(), norm_type=norm_type, foreach=foreach)
     for norm_type in SMALLEST:
-        actual = fsdp2.get_total_norm([sharded.grad for sharded, _ in _experts()], norm_type)
+        actual = fsdp2.optim.get_total_norm([sharded.grad for sharded, _ in _experts()], norm_type)
         expected = torch.nn.utils.get_total_norm([whole.grad for _, whole in _experts()], norm_type)
         parity.assert_close(actual, expected, CLOSE, f"norm {norm_type}")
     with pytest.raises(RuntimeError):
@@ -261,7 +261,7 @@ def test_tensor_parallel_gradients_spread_unlike_their_parameters() -> None:
             model(torch.arange(8)).sum().backward()
             assert model[0].weight.grad.placements == (Replicate(),), "as torch does"
             parity.assert_close(
-                fsdp2.get_total_norm([p.grad for p in model.parameters()]),
+                fsdp2.optim.get_total_norm([p.grad for p in model.parameters()]),
                 fsdp2.clip_grad_norm_(model.parameters(), 1.0),
                 CLOSE,
             )
@@ -314,7 +314,7 @@ def test_no_gradients_at_all() -> None:
     parity.assert_equal(norm, torch.tensor(0.0), "norm")
     assert counter.total == 1
     parity.assert_equal(fsdp2.clip_grad_norm_([], 1.0), torch.tensor(0.0), "no parameters")
-    parity.assert_equal(fsdp2.get_total_norm([]), torch.tensor(0.0), "no tensors")
+    parity.assert_equal(fsdp2.optim.get_total_norm([]), torch.tensor(0.0), "no tensors")
 
 
 @workers.ranks(2, extended=(4,))
@@ -428,8 +428,10 @@ def test_arguments() -> None:
         with pytest.raises(ValueError, match="norm_type"):
             fsdp2.clip_grad_norm_(sharded, 1.0, invalid)
     expected = torch.nn.utils.get_total_norm(plain.grad)
-    parity.assert_close(fsdp2.get_total_norm(sharded.grad), expected, CLOSE, "one tensor")
-    parity.assert_close(fsdp2.get_total_norm(sharded.grad, "inf"), plain.grad.abs().max(), CLOSE)
+    parity.assert_close(fsdp2.optim.get_total_norm(sharded.grad), expected, CLOSE, "one tensor")
+    parity.assert_close(
+        fsdp2.optim.get_total_norm(sharded.grad, "inf"), plain.grad.abs().max(), CLOSE
+    )
     generated = fsdp2.clip_grad_norm_((p for p in [sharded]), 1e6)
     parity.assert_close(generated, expected, CLOSE, "a generator")
     assert not generated.requires_grad
@@ -441,7 +443,7 @@ def test_pipeline_stages() -> None:
     rank = dist.get_rank()
     pairs = [parameter(i, (4, 2), None) for i in range(2)]
     mine = pairs[rank][0]
-    norm = fsdp2.get_total_norm([mine.grad])
+    norm = fsdp2.optim.get_total_norm([mine.grad])
     power = norm**2
     dist.all_reduce(power)
     torch.nn.utils.clip_grads_with_norm_([mine], 0.5, power.sqrt())

@@ -1,4 +1,4 @@
-"""When what `FlatOptimizer(offload="cpu")` does would run: copies, steps and backward side by side.
+"""When what `FlatOptimizer(offload=True)` does would run: copies, steps and backward side by side.
 
 Streams and copies are noted as the optimizer asks for them, and replayed with given durations.
 """
@@ -123,7 +123,7 @@ def in_time(step: float) -> Replay:
     durations = {"out": 1.0, "back": 1.0, "backward": 3.0, "step": step}
     with null_world(2), noted() as (streams, kernels):
         model, backward = build(streams)
-        options: dict[str, Any] = {"lr": 0.1, "offload": "cpu"}
+        options: dict[str, Any] = {"lr": 0.1, "offload": True}
         optimizer = fsdp2.optim.FlatOptimizer(model, torch.optim.SGD, **options)
         sections = [each for each in optimizer._sections if isinstance(each, HostSection)]
         assert len(sections) == UNITS
@@ -171,7 +171,7 @@ def test_backward_goes_on_while_a_unit_is_stepped() -> None:
             block.weight.register_post_accumulate_grad_hook(
                 lambda _, number=number: delivered[number].set()
             )
-        options: dict[str, Any] = {"lr": 0.1, "offload": "cpu", "step_in_backward": True}
+        options: dict[str, Any] = {"lr": 0.1, "offload": True, "step_in_backward": True}
         optimizer = fsdp2.optim.FlatOptimizer(model, torch.optim.SGD, **options)
         sections = [each for each in optimizer._sections if isinstance(each, HostSection)]
         original, came, threads = HostSection.step, [], set()

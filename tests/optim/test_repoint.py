@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
-from fsdp2 import DataParallelMeshDims, ShardingStateError, fully_shard, repoint_optimizer
+from fsdp2 import DataParallelMeshDims, fully_shard
+from fsdp2.errors import ShardingStateError
+from fsdp2.optim import repoint_optimizer
 from tests.common import gradients, meshes, models, parity
 from tests.common.combinations import each_once
 from tests.common.workers import ranks

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
 from fsdp2 import checkpoint as checkpoints
+from fsdp2 import errors
 from fsdp2.core.modules.registry import records_below
 from tests.common import parity, workers
 
@@ -212,7 +213,7 @@ PLACES = (
     ("model.reshard()", ""),
     ("for unit in units:\n    unit.unshard()", ""),
     ("for unit in units:\n    unit.reshard()", ""),
-    ("model.set_keep_rows({b})", ""),
+    ("model.set_tuning(keep_rows={b})", ""),
     ("model.set_reshard_after_forward(False)", ""),
     ("model.set_reshard_after_forward(True)", ""),
     ("model.set_reshard_after_backward({b}, recurse=True)", ""),
@@ -512,7 +513,7 @@ def _compared(sharded: Side, plain: Side, statement: Statement) -> str:
         return f"{BROKEN}{error}"
     try:
         sharded.run(statement)
-    except fsdp2.ShardingStateError as error:
+    except errors.ShardingStateError as error:
         return f"{REFUSED}{error}"
     except Exception as error:
         if _MIXED in str(error) and sharded.has_stayed:

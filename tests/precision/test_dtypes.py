@@ -134,7 +134,7 @@ def test_base_is_gathered_as_it_is(base: torch.dtype) -> None:
     """Bytes of the shard and of the all-gather are those of the parameters' own dtypes."""
     model = parity.shard(parity.OURS, build(base), reshard_after_forward=True)
     layer: Any = model.layers[0]
-    (report,) = (r for r in fsdp2.group_reports(layer) if r.name)
+    (report,) = (r for r in fsdp2.report(layer).groups if r.name)
     numel = {
         name: -(-p.shape[0] // 2) * p[0].numel()
         for name, p in build(base).layers[0].named_parameters()

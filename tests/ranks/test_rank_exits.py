@@ -20,7 +20,8 @@ from torch import nn
 rank, store, last = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
 
-from fsdp2 import RankMismatchError, fully_shard
+from fsdp2 import fully_shard
+from fsdp2.errors import RankMismatchError
 
 torch.manual_seed(0)
 model = fully_shard(nn.Linear(4, 4))

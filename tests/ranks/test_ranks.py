@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import CommunicationError, MixedPrecisionPolicy, RankMismatchError, fully_shard
+from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.observers import observers_of
 from fsdp2.core.schedule.unit import Unit
+from fsdp2.errors import CommunicationError, RankMismatchError
 from fsdp2.testing.counting import CountCollectives
 from tests.common import backends, errors, meshes, models, parity
 from tests.common.workers import ranks
@@ -587,7 +588,7 @@ def test_nan_on_one_rank_raises_on_all(world_size: int) -> None:
         model.zero_grad()
         if dist.get_rank() == 1:
             x[0] = float("nan")
-        with pytest.raises(fsdp2.NonFiniteGradientError) as caught:
+        with pytest.raises(fsdp2.errors.NonFiniteGradientError) as caught:
             model(x).sum().backward()
         everyones: list[str] = [""] * world_size
         dist.all_gather_object(everyones, str(caught.value))

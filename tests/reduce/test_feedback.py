@@ -296,7 +296,7 @@ def test_residuals_outlive_what_binds_reductions_anew() -> None:
         feedbacks()[0].hold().normal_()  # nothing has travelled
         left = residuals()
         assert len(left) == 2
-        model.set_keep_gradient_storage(True)
+        model.set_tuning(keep_gradients=True)
         assert all(map(torch.equal, residuals(), left))
         model.set_wire_format(reduce="int8", feedback=True, exact_below=100)
         model.unshard()

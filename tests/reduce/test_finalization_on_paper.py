@@ -11,7 +11,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from fsdp2.core.config import CPUOffloadPolicy
-from fsdp2.core.schedule.in_flight import InFlight
+from fsdp2.core.schedule.iteration import InFlight
 from fsdp2.core.schedule.unit import Phase
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice

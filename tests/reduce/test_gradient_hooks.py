@@ -186,7 +186,7 @@ ARRANGEMENTS: list[Arrange] = [
 def test_a_hook_on_a_sharded_gradient(arrange: Arrange, kept: bool) -> None:
     """It sees the reduced gradient and may replace it; in torch's FSDP2 it never runs."""
     model, plain = parity.shard(parity.OURS, running.mlp()), running.mlp()
-    model.set_keep_gradient_storage(kept)
+    model.set_tuning(keep_gradients=kept)
     compute = arrange(model)
     expected = gradients.unsharded_grads(plain, _sum_over_ranks(arrange, plain))
     for _ in range(2):

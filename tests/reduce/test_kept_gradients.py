@@ -1,4 +1,4 @@
-"""`set_keep_gradient_storage`: the same bits as without it, in memory that stays."""
+"""`set_tuning(keep_gradients=True)`: the same bits as without it, in memory that stays."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _trained(
     run: Loop, keep: bool, make: Callable[[], nn.Module] = gradients.mlp, **arguments: Any
 ) -> Any:
     model: Any = parity.shard(parity.OURS, make(), **arguments)
-    model.set_keep_gradient_storage(keep)
+    model.set_tuning(keep_gradients=keep)
     return run(model)
 
 
@@ -138,7 +138,7 @@ def test_partial_sums_and_kept_gradients() -> None:
 @ranks(2)
 def test_the_same_objects_until_it_is_switched_off() -> None:
     model: Any = parity.shard(parity.OURS, gradients.mlp())
-    model.set_keep_gradient_storage(True)
+    model.set_tuning(keep_gradients=True)
     found = []
     for batch in gradients.mlp_batches(steps=STEPS):
         parity.regression_loss(model, parity.my_part(batch)).backward()
@@ -150,7 +150,7 @@ def test_the_same_objects_until_it_is_switched_off() -> None:
     found.clear()
     gc.collect()
     assert first() is not None
-    model.set_keep_gradient_storage(False)
+    model.set_tuning(keep_gradients=False)
     gc.collect()
     assert first() is None
     objects = []
@@ -164,7 +164,7 @@ def test_the_same_objects_until_it_is_switched_off() -> None:
 @ranks(2)
 def test_after_an_exception_in_a_hook() -> None:
     model: Any = parity.shard(parity.OURS, gradients.mlp())
-    model.set_keep_gradient_storage(True)
+    model.set_tuning(keep_gradients=True)
     (batch,) = gradients.mlp_batches(steps=1)
     parity.regression_loss(model, parity.my_part(batch)).backward()
     wanted = parity.full_grads(model)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
-from fsdp2.core.codecs.rounded import Rounded
+from fsdp2.core.codecs.codec import Rounded
 from fsdp2.core.config import Wire
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.reduce import coded

@@ -117,7 +117,7 @@ def _custom(model: Any) -> None:
 
 
 def _kept(model: Any) -> None:
-    model.set_keep_gradient_storage(True)
+    model.set_tuning(keep_gradients=True)
 
 
 def _from_the_group(model: Any) -> None:

@@ -368,24 +368,26 @@ def test_share_comm_ctx() -> None:
     share_comm_ctx([])
 
 
-# -- getters --------------------------------------------------------------------------------------
+# -- settings that a report shows ------------------------------------------------------------------
 
 
 @ranks(2)
-def test_getters() -> None:
+def test_settings_in_a_report() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     model: Any = common_models.seeded(common_models.MLP)
     for layer in model.layers:
         fsdp2.fully_shard(layer, mp_policy=policy)
     fsdp2.fully_shard(model)
-    first, root = model.layers[0], model
-    assert first.get_mp_policy() is policy
-    assert root.get_mp_policy() == MixedPrecisionPolicy()
-    assert first.get_reshard_after_forward() is True
+
+    def reshards() -> list[bool | int]:
+        return [group.reshard_after_forward for group in fsdp2.report(model).groups]
+
+    root, first, *_ = fsdp2.report(model).groups
+    assert (root.mp_policy, first.mp_policy) == (MixedPrecisionPolicy(), policy)
+    assert reshards()[:2] == [False, True]
     model(_one()[0])
-    assert first.get_reshard_after_forward() is True
-    assert root.get_reshard_after_forward() is False
-    root.set_reshard_after_forward(True)
-    assert root.get_reshard_after_forward() is True
-    first.set_reshard_after_forward(False)
-    assert first.get_reshard_after_forward() is False
+    assert reshards()[:2] == [False, True]
+    model.set_reshard_after_forward(True)
+    assert all(reshards())
+    model.layers[0].set_reshard_after_forward(False)
+    assert reshards()[:2] == [True, False]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fsdp2 import MixedPrecisionPolicy, ShardingStateError
+from fsdp2 import MixedPrecisionPolicy, errors
 from fsdp2.core.gather.smaller_group import SmallerGroup
 from fsdp2.core.progress import Counts
 from fsdp2.core.schedule.group import ParamGroup
@@ -99,7 +99,7 @@ def test_every_move(state: GroupState, action: str) -> None:
     target = state if (state, action) in NOTHING_TO_DO else MOVES.get((state, action))
     if target is None:
         message = rf"cannot {action} the parameters of 'block', which are {state.value}; .*reset"
-        with pytest.raises(ShardingStateError, match=message):
+        with pytest.raises(errors.ShardingStateError, match=message):
             ACTIONS[action](group)
         assert group.state is state
     else:

@@ -101,7 +101,7 @@ def launches(kind: str, case: str) -> list[str]:
     for module in (*model.blocks, model):
         fsdp2.fully_shard(module, **arguments)
     assert isinstance(model, fsdp2.FSDPModule)
-    model.set_packing_threshold(SMALL)
+    model.set_tuning(pack_below=SMALL)
     lines = []
     for step in range(STEPS):
         backends.RECORDER.launches.clear()

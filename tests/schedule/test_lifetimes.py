@@ -352,7 +352,7 @@ def test_a_load_that_raises_half_way_is_followed_as_far_as_it_came() -> None:
     (group,) = record_of(model[1]).unit.own_groups  # type: ignore[union-attr]  # it is sharded
     state = model.state_dict()
     fits, plain = torch.full_like(state["1.0.weight"], 7.0), torch.ones(8)
-    with pytest.raises(fsdp2.ShardingStateError, match=r"1\.0\.bias.*was replaced"):
+    with pytest.raises(fsdp2.errors.ShardingStateError, match=r"1\.0\.bias.*was replaced"):
         model[1].load_state_dict({"0.weight": fits, "0.bias": plain}, assign=True)
     model[1].unshard()
     assert group.shard.piece(torch.float32, 0, (4, 8)).eq(7.0).all()  # type: ignore[union-attr]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy, errors, fully_shard
 from fsdp2.core.device import collectives
 from fsdp2.core.device.backends import UNKNOWN
 from fsdp2.core.device.buffers import TransientBuffer
@@ -190,7 +190,7 @@ def test_training(arguments: dict[str, Any]) -> None:
 def test_accumulation_unused_parameters_and_kept_gradients() -> None:
     model = build()
     model.set_reduce_scatter_unused_params(True)
-    model.set_keep_gradient_storage(True)
+    model.set_tuning(keep_gradients=True)
     for number in range(6):
         model.set_requires_gradient_sync(number % 3 == 2)
         step(model)
@@ -282,7 +282,7 @@ def test_a_wait_that_is_interrupted(kind: type[BaseException], monkeypatch: Any)
         return wait(self)
 
     monkeypatch.setattr(LateWork, "wait", interrupt)
-    with pytest.raises((kind, fsdp2.CommunicationError)):
+    with pytest.raises((kind, errors.CommunicationError)):
         model(TOKENS)
     model.reset_iter_state()
     over()

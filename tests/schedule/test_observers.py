@@ -14,8 +14,7 @@ from fsdp2.core.schedule.observers import (
     observed,
     observers_of,
 )
-from fsdp2.core.schedule.ties import inherit, lend
-from fsdp2.core.schedule.unit import put_around
+from fsdp2.core.schedule.unit import inherit, lend, put_around
 from fsdp2.testing.simulation import Simulation
 from fsdp2.testing.virtual import VirtualDevice
 from tests.common import schedules

@@ -53,7 +53,7 @@ def step() -> Iterator[Callable[[], None]]:
     model = nn.Sequential(*(Block() for _ in range(3)))
     for block in model:
         fsdp2.fully_shard(block)
-    fsdp2.fully_shard(model).set_packing_threshold(0)  # small parameters stand for large ones
+    fsdp2.fully_shard(model).set_tuning(pack_below=0)  # small parameters stand for large ones
 
     def run() -> None:
         model(torch.randn(4, 64)).sum().backward()

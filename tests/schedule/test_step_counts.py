@@ -74,9 +74,9 @@ def _shard(model: BlockStack, variant: str, precision: str, world_size: int) -> 
     for module in (*model.blocks, model):
         api.fully_shard(module, **options)
     if isinstance(model, fsdp2.FSDPModule):
-        model.set_packing_threshold(0)  # small parameters stand for large ones
+        model.set_tuning(pack_below=0)  # small parameters stand for large ones
     if variant == "kept":
-        model.set_keep_gradient_storage(True)
+        model.set_tuning(keep_gradients=True)
 
 
 def group_of(module: nn.Module) -> ParamGroup:
@@ -149,7 +149,7 @@ def test_small_parameters_go_along_in_one_buffer(log: CallLog, precision: str, c
     for module in (*model, model):
         fsdp2.fully_shard(module, **options)
     assert isinstance(model, fsdp2.FSDPModule)
-    model.set_packing_threshold(1024)
+    model.set_tuning(pack_below=1024)
 
     def step() -> None:
         model(torch.ones(4, 64)).sum().backward()

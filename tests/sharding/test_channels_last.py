@@ -100,7 +100,7 @@ def test_gradients_in_other_ways(kind: str) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("r", "s")) if kind == "hsdp" else None
     reference, model = _pair(mesh=mesh)
     if kind == "kept":
-        model.set_keep_gradient_storage(True)
+        model.set_tuning(keep_gradients=True)
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     ours: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if kind == "flat":
@@ -123,7 +123,7 @@ def test_gathered_into_their_slots() -> None:
     """Without copies: gradients are the reduction's inputs as they are."""
     with coalescing():
         reference, model = _pair()
-    kinds = {kind for r in fsdp2.group_reports(model) for kind in r.transport.split("+")}
+    kinds = {kind for r in fsdp2.report(model).groups for kind in r.transport.split("+")}
     assert "coalesced" in kinds
     for _ in range(2):
         for each in (reference, model):

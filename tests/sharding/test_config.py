@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2 import MixedPrecisionPolicy, ShardingStateError
+from fsdp2 import MixedPrecisionPolicy, errors
 
 pytestmark = pytest.mark.alone
 
@@ -42,4 +42,4 @@ def test_not_a_floating_point_dtype(field: str, value: torch.dtype) -> None:
 
 
 def test_state_errors_are_runtime_errors() -> None:
-    assert issubclass(ShardingStateError, RuntimeError)
+    assert issubclass(errors.ShardingStateError, RuntimeError)

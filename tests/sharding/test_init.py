@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp2 import FSDPModule, Levels, ShardingStateError, fully_shard, gathered
+from fsdp2 import FSDPModule, Levels, fully_shard, gathered
 from fsdp2.core.modules.registry import require_record
+from fsdp2.errors import ShardingStateError
 from tests.common import gradients, meshes, models, parity
 from tests.common.combinations import each_once
 from tests.common.workers import ranks

@@ -253,7 +253,7 @@ MISUSES |= {
     )(x()),
     "deep-copy": lambda: copy.deepcopy(sharded()),
     "pickle": lambda: torch.save(sharded(), io.BytesIO()),
-    "repoint-type": lambda: fsdp2.repoint_optimizer(linear()),
+    "repoint-type": lambda: fsdp2.optim.repoint_optimizer(linear()),
     "norm-of-module": lambda: fsdp2.clip_grad_norm_(sharded(), 1.0),  # type: ignore[arg-type]  # what is tested
     "norm-type": lambda: fsdp2.clip_grad_norm_(sharded().parameters(), 1.0, 0),
     "norm-plain-parameter": lambda: _clip(
@@ -270,10 +270,8 @@ MISUSES |= {
     "divide-factor": lambda: sharded().set_gradient_divide_factor(0),
     "input-buffers-type": lambda: sharded().set_reduce_scatter_max_input_buffers(1.5),
     "input-buffers-value": lambda: sharded().set_reduce_scatter_max_input_buffers(0),
-    "packing-type": lambda: sharded().set_packing_threshold(1.5),
-    "packing-value": lambda: sharded().set_packing_threshold(-1),
-    "window-type": lambda: sharded().set_prefetch_window(1.5),
-    "window-value": lambda: sharded().set_prefetch_window(0),
+    "tuning-type": lambda: sharded().set_tuning(pack_below=1.5),
+    "tuning-value": lambda: sharded().set_tuning(prefetch_window=0),
     "prefetch-plain": lambda: sharded().set_modules_to_backward_prefetch([linear()]),
     "forward-method": lambda: fsdp2.register_fsdp_forward_method(sharded(), "generate"),
     "share-plain": lambda: fsdp2.share_comm_ctx([linear()]),
@@ -283,12 +281,7 @@ MISUSES |= {
     "symmetric-backend": lambda: sharded().set_symm_mem_for_comm("NVSHMEM"),
     "symmetric-needs-nccl": lambda: sharded().set_symm_mem_for_comm(),
     "torchs-state": lambda: sharded()._get_fsdp_state()._reset_iter_state(),
-    "flat-optimizer-offload": lambda: fsdp2.optim.FlatOptimizer(
-        sharded(),
-        torch.optim.AdamW,
-        offload="disk",  # type: ignore[arg-type]  # what is tested
-    ),
-    "flat-optimizer-params": lambda: fsdp2.optim.FlatOptimizer(sharded(), torch.optim.AdamW, 1e-3),  # type: ignore[arg-type]
+    "flat-optimizer-params": lambda: fsdp2.optim.FlatOptimizer(torch.optim.AdamW, sharded()),  # type: ignore[arg-type]
 }
 """What must raise."""
 
@@ -764,13 +757,13 @@ def _() -> None:
     others = [rank for rank in (1, 2) if rank != dist.get_rank()]
     mesh = DeviceMesh("cpu", others)
     tensor = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
-    fsdp2.get_total_norm([tensor])
+    fsdp2.optim.get_total_norm([tensor])
 
 
 @misuse("norm-partial")
 def _() -> None:
     tensor = DTensor.from_local(torch.ones(2), null_mesh(4), [Partial()], run_check=False)
-    fsdp2.get_total_norm([tensor])
+    fsdp2.optim.get_total_norm([tensor])
 
 
 def _clip(param: torch.Tensor, grad: torch.Tensor) -> None:
@@ -877,25 +870,11 @@ def _() -> None:
         sharded().set_something_new(True)
 
 
-def _not_the_model(first: Callable[[nn.Module], Any]) -> None:
-    with errors.raises("flat-optimizer-model"):
-        fsdp2.optim.FlatOptimizer(first(sharded()), torch.optim.AdamW, lr=0.1)
-
-
-@misuse("flat-optimizer-model")
-def _() -> None:
-    model = sharded()
-    _not_the_model(lambda model: list(model.parameters()))
-    _not_the_model(lambda model: [{"params": model.parameters(), "lr": 0.2}])
-    _not_the_model(lambda model: torch.optim.AdamW)
-    fsdp2.optim.FlatOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)  # type: ignore[arg-type]
-
-
 @misuse("flat-optimizer-class")
 def _() -> None:
     model = sharded()
     with errors.raises("flat-optimizer-class"):
-        fsdp2.optim.FlatOptimizer(model, model.parameters(), torch.optim.AdamW)  # type: ignore[arg-type]
+        fsdp2.optim.FlatOptimizer(model, model.parameters())  # type: ignore[arg-type]
     with errors.raises("flat-optimizer-class"):
         fsdp2.optim.FlatOptimizer(model, "AdamW")  # type: ignore[arg-type]
     fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]

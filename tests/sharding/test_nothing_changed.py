@@ -90,7 +90,7 @@ def test_arguments_that_the_setter_has_not(sent: list[str]) -> None:
 def test_shard_model_calls_the_setter(sent: list[str]) -> None:
     """What is left exact by name may be of any dtype."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
-    wire: fsdp2.WireFormat = {
+    wire: fsdp2.wrap.WireFormat = {
         "gather": "int8",
         "reduce": "bf16",
         "exact": lambda name, _: name.startswith("1."),
@@ -328,7 +328,7 @@ def test_as_planned(entry: str, sent: list[str]) -> None:
 def test_deferred(entry: str, sent: list[str]) -> None:
     """What is left for the end is planned, all of it, before one of them is sharded."""
     models = nn.ModuleList()
-    with raises(entry), fsdp2.deferred(None, [nn.Conv1d]):
+    with raises(entry), fsdp2.wrap.deferred(None, [nn.Conv1d]):
         models.append(nn.Linear(4, 4))
         models.append(AT_FULLY_SHARD[entry]()[0])
         before = _state(models)
@@ -378,6 +378,6 @@ def test_what_is_planned_together_is_what_single_calls_make(sent: list[str]) -> 
             for module in (model[0], model[2].inner, model[2], model):
                 fsdp2.fully_shard(module)
         model(torch.ones(1, 4)).sum().backward()
-        made.append(fsdp2.group_reports(model))
+        made.append(fsdp2.report(model).groups)
     assert made[0] == made[1]
     assert len(made[0]) == 3

@@ -13,13 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2 import MixedPrecisionPolicy, ShardingStateError, fully_shard
+from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.core.device.buffers import FlatBuffer
 from fsdp2.core.layout.layout import Cut, Slot
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.params.gradients import Gradients
 from fsdp2.core.params.param import ModuleEntry, PlannedParam, ShardedParam
 from fsdp2.core.progress import Counts
+from fsdp2.errors import ShardingStateError
 from fsdp2.sharding.meshes import resolve_axes
 
 pytestmark = pytest.mark.alone

@@ -63,7 +63,7 @@ def test_each_rank_holds_what_dtensor_says(world_size: int, rank: int, dim: int)
 def test_one_flat_shard_backs_all_parameters(world_size: int) -> None:
     with null_world(world_size):
         model = fsdp2.fully_shard(Holder(), mesh=null_mesh(world_size))
-        (report,) = fsdp2.group_reports(model)
+        (report,) = fsdp2.report(model).groups
         locals_ = [p.to_local() for p in model.parameters() if p.to_local().numel()]
         start = min(local.data_ptr() for local in locals_)
         end = max(local.data_ptr() + local.nbytes for local in locals_)

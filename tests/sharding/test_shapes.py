@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, fully_shard, group_reports
+import fsdp2
+from fsdp2 import CPUOffloadPolicy, FSDPModule, fully_shard
 from tests.common import combinations, models, parity, workers
 from tests.common.meshes import mesh
 
@@ -236,7 +237,7 @@ def test_a_dim_that_would_pad_too_much_is_not_sharded() -> None:
     placements = {name: param.placements for name, param in model.named_parameters()}
     assert placements["1.up"] == placements["1.down"] == placements["1.shift"] == (Shard(1),)
     assert placements["1.scale"] == placements["0.weight"] == (Shard(0),)
-    (report,) = (report for report in group_reports(model) if report.name == "1")
+    (report,) = (report for report in fsdp2.report(model).groups if report.name == "1")
     assert report.dims == {"1.up": (1,), "1.down": (1,), "1.shift": (1,)}
     assert report.padding_bytes < 1024
     for name in ("down", "shift"):

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2 import CustomPolicy, FSDPModule, shard_model
+from fsdp2 import FSDPModule, shard_model
 from fsdp2.core.modules.registry import require_record
 from fsdp2.testing.null_group import init_null_group
+from fsdp2.wrap import CustomPolicy
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
@@ -54,7 +55,7 @@ class Tied(nn.Module):
         return self.last(self.middle(self.first(x)) * self.scale)
 
 
-def _units(report: fsdp2.ShardReport) -> list[tuple[tuple[str, ...], int]]:
+def _units(report: fsdp2.wrap.ShardReport) -> list[tuple[tuple[str, ...], int]]:
     return [(unit.names, unit.num_params) for unit in report.units]
 
 
@@ -70,7 +71,7 @@ def test_tied_modules_of_different_blocks_are_one_unit() -> None:
     ]
     assert [unit.tied for unit in report.units] == [True, False, False, False, False]
     assert model.first.inner.weight is model.last.inner.weight
-    assert {g.name: g.num_params for g in fsdp2.group_reports(model)} == {
+    assert {g.name: g.num_params for g in fsdp2.report(model).groups} == {
         "first.inner, last.inner": 1,
         "first": 2,
         "middle": 4,
@@ -120,7 +121,8 @@ def test_a_strategy_is_settings(strategy: Any) -> None:
     report = shard_model(model, {Block}, strategy=strategy)
     assert report.mesh == (4,)
     assert isinstance(model.middle, FSDPModule)
-    assert model.middle.get_reshard_after_forward() is (strategy == "zero3")
+    freed = {group.name: group.reshard_after_forward for group in fsdp2.report(model).groups}
+    assert freed["middle"] is (strategy == "zero3")
     assert {u.reshard_after_backward for u in report.units} == {strategy != "zero1"}
     assert str(report).startswith(f"{strategy} over 4 ranks\n  first.inner + last.inner ")
 
@@ -166,14 +168,14 @@ class Scale(nn.Module):
 
 def test_deferred_takes_a_modules_own_options() -> None:
     """As `shard_model` does: what `CustomPolicy` gives a module comes before the call's own."""
-    policy = fsdp2.CustomPolicy(
+    policy = fsdp2.wrap.CustomPolicy(
         lambda module: (
             {"reshard_after_forward": False}
             if isinstance(module, Scale)
             else isinstance(module, nn.Linear)
         )
     )
-    with fsdp2.deferred(None, policy, reshard_after_forward=True):
+    with fsdp2.wrap.deferred(None, policy, reshard_after_forward=True):
         model = nn.Sequential(nn.Linear(4, 4), Scale(), nn.Linear(4, 4))
     for module in (model[0], model[2]):
         assert require_record(module).unit.frees_after_forward

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, group_reports
+from fsdp2 import CPUOffloadPolicy
 from fsdp2.core.layout.layout import Transport
 from fsdp2.core.modules.registry import record_of
 from tests.common import meshes, models, parity, workers
@@ -89,7 +89,7 @@ def test_where_the_parts_are() -> None:
     for param in (model[1].scale, model[0].weight, model[2].weight):
         assert param.placements == (Shard(0),)
         assert param.device_mesh == parity.world_mesh()
-    (report,) = (report for report in group_reports(model) if report.name == "1")
+    (report,) = (report for report in fsdp2.report(model).groups if report.name == "1")
     assert report.dims == {"1.up": (0, 1), "1.down": (0, 1), "1.odd": (0, 1)}
 
 

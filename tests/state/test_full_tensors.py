@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from fsdp2 import deferred, full_parameters, gathered, load_from_rank0, sync_module_states
+from fsdp2 import full_parameters, gathered, load_from_rank0
+from fsdp2.full import sync_module_states
 from fsdp2.testing.counting import collectives
+from fsdp2.wrap import deferred
 from tests.common import meshes, models, parity
 from tests.common.errors import raises
 from tests.common.tensors import Quantized

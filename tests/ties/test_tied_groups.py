@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2.core.schedule.ties import give_back
+from fsdp2.core.schedule.unit import give_back
 from fsdp2.testing.simulation import Node, Simulation
 from tests.common import schedules
 from tests.common.observing import observe

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
-from fsdp2 import fully_shard
+from fsdp2 import errors, fully_shard
 from fsdp2.core.modules.registry import require_record
 from tests.common import models, parity
 from tests.common.backends import packs
@@ -414,7 +414,7 @@ def test_a_loader_replaces_both_and_ties_them(which: str, when: str) -> None:
     check_one(model)
     parity.assert_close(parity.full_params(model), dict(source.named_parameters()), parity.FP32)
     for stale, name in zip(before, ["embed.weight", "head.weight"], strict=True):
-        with pytest.raises(fsdp2.ShardingStateError, match=rf"holds parameter '{name}'"):
+        with pytest.raises(errors.ShardingStateError, match=rf"holds parameter '{name}'"):
             torch.optim.SGD([stale], lr=0.1).step()
 
 
@@ -468,7 +468,7 @@ def test_an_optimizer_that_holds_the_other_one(which: str, made: str) -> None:
         with raises("stale-optimizer"):
             optimizer.step()
     model.zero_grad()
-    fsdp2.repoint_optimizer(optimizer)
+    fsdp2.optim.repoint_optimizer(optimizer)
     held = [param for group in optimizer.param_groups for param in group["params"]]
     assert held == list(model.parameters())
     for _ in range(2):

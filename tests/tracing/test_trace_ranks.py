@@ -73,7 +73,7 @@ def test_a_traced_step_trains_the_same_bits() -> None:
     assert {s.group for s in (*gathers, *scattered)} == {"ranks 0, 1"}
     behind = {w.behind for w in timeline.waits}
     assert behind == {timeline.slices.index(s) for s in (*gathers, *scattered)}
-    found = fsdp2.trace.summary(timeline)
+    found = fsdp2.tracing.summary(timeline)
     assert 0 < found.exposed <= found.duration
     assert found.hidden <= found.communication
 

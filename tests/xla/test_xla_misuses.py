@@ -148,17 +148,18 @@ def test_settings_of_units() -> None:
     def unit(**arguments: Any) -> Any:
         return FSDP(nn.Linear(8, 2, bias=False), **arguments)
 
-    kept = unit(reshard_after_forward=False)
-    assert kept.get_reshard_after_forward() is False
-    assert unit().get_reshard_after_forward() is True  # until it is known to be the root
+    def group(model: Any) -> Any:
+        return fsdp2.report(model).groups[0]
+
+    assert group(unit(reshard_after_forward=False)).reshard_after_forward is False
     with torch.no_grad():
         for disable in (True, False):
             root = unit(disable_reshard_on_root=disable)
             root(torch.ones(1, 8))
-            assert root.get_reshard_after_forward() is not disable
-    policy = unit(compute_dtype=torch.bfloat16, fp32_reduce_scatter=True).get_mp_policy()
+            assert group(root).reshard_after_forward is not disable
+    policy = group(unit(compute_dtype=torch.bfloat16, fp32_reduce_scatter=True)).mp_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
-    policy = unit(compute_dtype=torch.bfloat16).get_mp_policy()
+    policy = group(unit(compute_dtype=torch.bfloat16)).mp_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.bfloat16)
 
     def threshold(model: Any) -> int:

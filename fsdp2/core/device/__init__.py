@@ -8,8 +8,7 @@
     collectives         those of a step, bound; differences between torch versions
     process_groups      properties of a process group, whether all its ranks are there, new groups
     one_off             collectives that no step binds
-    channels            outside of steps: objects to rank 0 and back, and notes in the default store
-    transfers           the same for tensors: to and from the first rank, messages, and sums
+    channels            outside of steps: objects, tensors, and notes in the default store
     comm_memory         collectives in memory of a process group, or in symmetric memory
     rehearsal           replaces streams and kernels while a step is rehearsed on ``meta``
 

@@ -1,9 +1,10 @@
-"""Objects that ranks exchange, and notes in the default store.
+"""Outside of steps: objects and tensors that ranks exchange, and notes in the default store.
 
 Members          the ranks of a process group; gathers an object of each over that group
 SideChannel      objects to rank 0 and back, during training, over a separate gloo group
 Vote             whether any rank has said yes, known one call later, over another gloo group
 StoreBoard       notes that ranks leave for each other without a wait: write, has, read, claim
+sum_over, …      tensors to and from the first rank, messages among all ranks, and sums
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from fsdp2.core.device.collectives import Work
-from fsdp2.core.device.process_groups import current_world, rank_and_size, ranks_of
+from fsdp2.core.device.process_groups import backend_name, current_world, rank_and_size, ranks_of
 
 T = TypeVar("T")
 
@@ -229,3 +230,67 @@ def default_store() -> Store:
     """The default process group's store; another object after the group was created again."""
     store: Store = dist.distributed_c10d._get_default_store()
     return store
+
+
+# ---- tensors: the host or the current stream waits
+
+
+def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum ``tensor`` over the ranks of ``group``, in place; the current stream waits for it."""
+    dist.all_reduce(tensor, group=group)
+
+
+def exchange_messages(
+    output: torch.Tensor,
+    input_: torch.Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    group: dist.ProcessGroup,
+) -> dist.Work | None:
+    """Start an all-to-all of messages, one after the other in flat tensors; wait before reading."""
+    return dist.all_to_all_single(
+        output, input_, list(received), list(sent), group=group, async_op=True
+    )
+
+
+def gather_to_first(
+    group: dist.ProcessGroup, outputs: Sequence[torch.Tensor] | None, input_: torch.Tensor
+) -> None:
+    """Gather flat tensors of one size on the first rank of ``group``; no other receives any."""
+    own = _reachable(group, input_)
+    if outputs is None:
+        dist.gather(own, None, group=group, group_dst=0)
+        return
+    received = [_reachable(group, output) for output in outputs]
+    dist.gather(own, received, group=group, group_dst=0)
+    _give(received, outputs)
+
+
+def scatter_from_first(
+    group: dist.ProcessGroup, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None
+) -> None:
+    """The way back of `gather_to_first`: ``inputs`` on the first rank, ``output`` [n] on each."""
+    sent = None if inputs is None else [_reachable(group, input_) for input_ in inputs]
+    received = _reachable(group, output)
+    dist.scatter(received, sent, group=group, group_src=0)
+    _give([received], [output])
+
+
+def broadcast_from_first(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    """Give every rank of ``group`` the first one's values of a contiguous tensor, in place."""
+    sent = _reachable(group, tensor)
+    dist.broadcast(sent, group=group, group_src=0)
+    _give([sent], [tensor])
+
+
+def _reachable(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its copy in CPU memory: gloo gathers and scatters no other."""
+    if tensor.device.type == "cpu" or backend_name(group, tensor.device) != "gloo":
+        return tensor
+    return tensor.cpu()
+
+
+def _give(received: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    for source, target in zip(received, outputs, strict=True):
+        if source is not target:
+            target.copy_(source)

@@ -50,8 +50,7 @@ from fsdp2.core.params.param import (
 from fsdp2.core.progress import Counts
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.schedule.ties import give_back, lend
-from fsdp2.core.schedule.unit import Unit, all_units, operations_of
+from fsdp2.core.schedule.unit import Unit, all_units, give_back, lend, operations_of
 
 MANAGED, ASSIGNED = 1, 2
 """Notes of a name in a module (`NAMES`): a unit manages the parameter; a sharded one was registered

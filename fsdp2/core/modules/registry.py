@@ -30,8 +30,7 @@ from fsdp2.core.modules.dynamo import uncompiled
 from fsdp2.core.params.param import ModuleEntries, ModuleEntry, ShardedParam
 from fsdp2.core.schedule.calls import Calls
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.ties import inherit, tied_to
-from fsdp2.core.schedule.unit import Unit, all_units, enlist
+from fsdp2.core.schedule.unit import Unit, all_units, enlist, inherit, tied_to
 
 RECORD = "_fsdp2_record"
 """The key of the unit's record in a sharded module's ``__dict__``."""

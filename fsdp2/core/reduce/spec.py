@@ -71,8 +71,10 @@ def reduction_spec(
     codec, rotate = None if param.exact else options.wire.reduce, options.wire.rotate
     kin: Hashable = ()
     if codec is not None:
-        from fsdp2.core.codecs.codec import check_coded  # who needs none loads none
-        from fsdp2.core.codecs.rounded import ALONE
+        from fsdp2.core.codecs.codec import (
+            ALONE,
+            check_coded,  # who needs none loads none
+        )
 
         check_coded(param.name, (grad, reduce), codec)
         if rotate or codec not in ALONE:

@@ -116,7 +116,7 @@ class LastGather:
 
 @dataclass
 class Claim:
-    """The contents that a user was given who has unsharded a group (`fsdp2.core.schedule.claimed`).
+    """The contents that a user was given who has unsharded a group (see `observers`).
 
     ``before`` is the fingerprint of what was gathered, ``None`` where it was compared since;
     ``lost`` tells whether a write was lost when it was freed.

@@ -50,8 +50,7 @@ from fsdp2.core.progress import Counts
 from fsdp2.core.reduce.reduction import Jobs
 from fsdp2.core.schedule.calls import Calls
 from fsdp2.core.schedule.connections import connect_groups
-from fsdp2.core.schedule.in_flight import InFlight
-from fsdp2.core.schedule.iteration import Graph, Iteration
+from fsdp2.core.schedule.iteration import Graph, InFlight, Iteration
 from fsdp2.core.schedule.observers import PROFILER, GroupOperations
 from fsdp2.core.schedule.retrace import NOWHERE, running_node
 from fsdp2.core.schedule.reuse import Reuse
@@ -274,7 +273,7 @@ class Scheduler:
                     f"the forward of '{root.title}' was called while a CUDA graph is recorded, "
                     f"but the memory of '{group.name}' moves between steps; call "
                     f"set_keep_unsharded_storage(True) and, for a backward, "
-                    f"set_keep_gradient_storage(True) on the root, and run some steps before you "
+                    f"set_tuning(keep_gradients=True) on the root, and run some steps before you "
                     f"record",
                 )
 

@@ -15,6 +15,7 @@ After `give_up`, a unit is IDLE. `MOVES` is this diagram as a table.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,9 +25,16 @@ from typing import Any
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.comm_memory import OwnComms
 from fsdp2.core.device.process_groups import ProcessGroup
-from fsdp2.core.schedule.claimed import CLAIMED, note
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.observers import GroupOperations, Observer, with_observer
+from fsdp2.core.schedule.observers import (
+    CLAIMED,
+    GroupOperations,
+    Observer,
+    note,
+    observed,
+    observers_of,
+    with_observer,
+)
 from fsdp2.core.schedule.states import HIDDEN, GroupState
 
 
@@ -40,7 +48,12 @@ class Phase(Enum):
 
 
 class PrefetchTime(Enum):
-    """When a unit's backward prefetches the next unit."""
+    """When a unit's backward prefetches the next unit: see `FSDPModule.set_tuning`.
+
+    Example::
+
+        model.set_tuning(backward_prefetch=PrefetchTime.NEVER)  # gather each unit when it is needed
+    """
 
     BEFORE = "before"
     AFTER = "after"
@@ -80,7 +93,7 @@ class Unit:
         prefetch_window: the number of units to prefetch; the largest number of all units counts.
         forward_prefetch: units to gather when its forward starts; empty for the recorded order.
         claimed: whether the user has unsharded it, and not resharded it since.
-        ties: of the groups that other units use, too: all that do (`fsdp2.core.schedule.ties`).
+        ties: of the groups that other units use, too: all that do.
         visits: a position in the forward's order of exits for each call whose backward will follow.
         record: returns what rooms above know of its modules; ``None`` once those are gone.
     """
@@ -360,3 +373,66 @@ def watching(watcher: Watcher) -> Iterator[None]:
         yield
     finally:
         type.__setattr__(Unit, "phase", hidden)
+
+
+# ---- groups that several units use, because their parameters are tied (decision 21)
+
+#     embed  unit ── groups ──┬──> ParamGroup   [embed.weight]
+#     head   unit ── groups ──┘
+#            both ── ties ──> {embed unit, head unit}
+#
+# The group belongs to one unit, its owner, whose flags count: it holds the shards and reduces the
+# gradients. Each unit that has one of its parameters gathers it when it runs, and frees it unless
+# another one that uses it is running (`ParamGroup.in_use`). Its gradients are complete when no use
+# is to come: at the owner's end, or at that of the whole backward (`Scheduler._collect_late`).
+
+
+def lend(group: ParamGroup, owner: Unit, unit: Unit) -> None:
+    """Let ``unit`` also use a group of ``owner``."""
+    units = owner.ties.setdefault(group, weakref.WeakSet([owner]))
+    if unit not in units:
+        units.add(unit)
+        unit.ties[group] = units
+        group.in_use = functools.partial(_any_runs, units)
+        unit.groups.append(observed(group, observers_of(owner.operations_of(group))))
+
+
+def _any_runs(units: Iterable[Unit]) -> bool:
+    return any(unit.phase in (FORWARD, BACKWARD) for unit in units)
+
+
+def give_back(group: ParamGroup, unit: Unit) -> None:
+    """End the use of another unit's group by ``unit``."""
+    unit.groups.remove(unit.operations_of(group))
+    units = unit.ties.pop(group)
+    units.discard(unit)
+    _untie_last(group, units)
+
+
+def _untie_last(group: ParamGroup, units: weakref.WeakSet[Unit]) -> None:
+    """If only the owner uses it from now on, it is a group like others."""
+    owner = owner_of(group)
+    if all(unit is owner for unit in units):
+        group.in_use = None
+        if owner is not None:
+            owner.ties.pop(group, None)
+
+
+def inherit(unit: Unit, is_gone: Callable[[Unit], bool]) -> None:
+    """Make ``unit`` the owner of groups that it uses and whose owner no longer has a module."""
+    for group, units in list(unit.ties.items()):
+        owner = owner_of(group)
+        if unit.borrows(group) and (owner is None or is_gone(owner)):
+            found = unit.operations_of(group)
+            group.owner = weakref.ref(unit)
+            if owner is not None:
+                units.discard(owner)
+            group.set_options(unit.options_of(group))
+            unit.groups.remove(found)
+            unit.groups.insert(0, found)
+            _untie_last(group, units)
+
+
+def tied_to(unit: Unit) -> set[Unit]:
+    """The other units that use a group with ``unit``."""
+    return {other for units in unit.ties.values() for other in units} - {unit}

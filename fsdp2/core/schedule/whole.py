@@ -24,7 +24,7 @@ from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.core.reduce.spec import ReductionSpec, reduction_spec
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.in_flight import InFlight
+from fsdp2.core.schedule.iteration import InFlight
 from fsdp2.core.schedule.states import GATHERING
 from fsdp2.core.schedule.unit import Unit
 

@@ -27,10 +27,7 @@ from fsdp2.optim.matrices.members import MatrixMembers, Member, resolved
 from fsdp2.optim.matrices.newton_schulz import COEFFICIENTS, EPS, STEPS, flops, orthogonalized
 from fsdp2.optim.matrices.owners import MatrixOwners
 from fsdp2.optim.matrices.plan import StepPlan, specs_of
-from fsdp2.optim.runs import ParamGroupOptions, ParamState, wrapped
-
-Params = Iterable[torch.Tensor] | Iterable[ParamGroupOptions] | Iterable[tuple[str, torch.Tensor]]
-"""Parameters or groups, as torch's optimizers take them."""
+from fsdp2.optim.runs import ParamGroupOptions, Params, ParamState, wrapped
 
 Given = torch.Tensor | tuple[str, torch.Tensor]
 """A parameter, with its name or without."""
@@ -58,7 +55,7 @@ class Muon(torch.optim.Optimizer):
     that others have, it counts as zeros; if no rank has one, the parameter is not stepped.
 
     Args:
-        params: the model; or its parameters, named parameters, or parameter groups.
+        params: parameters, named parameters or parameter groups, as for torch's; or a module.
             ``elementwise_class`` steps parameters without two dims, and those of ``elementwise``,
             in separate parameter groups after the others. A group with ``"elementwise": True``
             contains only such parameters.
@@ -91,7 +88,7 @@ class Muon(torch.optim.Optimizer):
     Example::
 
         optimizer = fsdp2.optim.Muon(
-            model,
+            model.named_parameters(),
             lr=0.02,
             elementwise=["embed.*", "head.*"],
             elementwise_options={"lr": 3e-4, "betas": (0.9, 0.95)},
