@@ -39,7 +39,7 @@ bench: ## measure host time and instructions; rewrite docs/benchmarks.md
 
 docs: ## rewrite docs/benchmarks.md from benchmarks/results; check what tests know of docs
 	$(PYTHON) -m benchmarks.report
-	$(PYTHON) -m pytest tests/house/test_docs_testing.py tests/house/test_error_catalogue.py \
+	$(PYTHON) -m pytest tests/house/test_code_blocks.py tests/house/test_error_catalogue.py \
 	  tests/house/test_signatures.py benchmarks/tests/test_report.py
 
 site: ## the docs site, into site/: needs the extra `docs`

@@ -370,13 +370,13 @@ def _counts(found: dict[str, dict[str, int]]) -> list[str]:
 def page_table(result: dict[str, Any]) -> str:
     """The model, and the table in Markdown."""
     options = result["options"]
-    header, rows = table(result)
-    kept = [0, *range(3, len(header))]
-    shown = [tuple(row[at] for at in kept) for row in rows]
-    what = f"{options['layers']} blocks of width {options['dim']}"
-    return f"{what}, collectives of one repetition (torch FSDP2's in parentheses):\n\n" + (
-        harness.markdown([header[at] for at in kept], shown)
-    )
+    header = ("call", "time / torch's", "all-gathers", "reduce-scatters", "all-reduces, others")
+    shown = [
+        (name, ratio, gathers, scatters, ", ".join(filter(None, others)))
+        for name, _, _, ratio, gathers, scatters, *others in table(result)[1]
+    ]
+    what = f"{options['layers']} blocks of width {options['dim']}, collectives of one repetition"
+    return f"{what} (torch FSDP2's in parentheses):\n\n{harness.markdown(header, shown)}"
 
 
 _WAYS = ("full state dict, {}", "full state dict on rank 0, {}")

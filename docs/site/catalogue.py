@@ -48,7 +48,7 @@ SECTIONS = {
     "checkpoint": "Checkpoints",
     "elastic": "Replica groups",
     "fsdp1": "FSDP1: the wrapper",
-    "full": "Whole tensors",
+    "full": "Full tensors",
     "interop": "Interoperation with torch's FSDP2",
     "optim": "Optimizers and gradient norms",
     "planning": "Plans",

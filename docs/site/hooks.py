@@ -3,9 +3,10 @@
 on_config         decisions take their folder's place in `nav`;
                   pages that it lacks are further guides
 on_files          CONTRIBUTING.md and CHANGELOG.md of the top level are pages, too
-on_page_markdown  links to files outside docs lead to the repository;
+on_page_markdown  comments for tests say what a block needs, or why it does not run;
+                  links to files outside docs lead to the repository;
                   errors.md gets all errors of the sources (`error_pages`);
-                  api/index.md gets its table of names
+                  api/index.md gets its table of names, support.md its matrix (`support`)
 on_page_content   the table of contents beside the errors lists sections, not 300 errors
 
 A link to a file that is not there is a warning, and with it an error of `mkdocs build --strict`.
@@ -26,6 +27,7 @@ from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).parent))
 import error_pages
+import support
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -34,7 +36,9 @@ TOP_LEVEL = ("CONTRIBUTING.md", "CHANGELOG.md")
 log = logging.getLogger("mkdocs.hooks.fsdp2")
 
 _LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]*)?(?=\))")
-_FOR_TESTS = re.compile(r"^<!-- (?:given|not run): .*?-->\n+", re.MULTILINE | re.DOTALL)
+_FOR_TESTS = re.compile(
+    r"^<!-- (?P<kind>given|not run): (?P<text>.*?) -->\n+", re.MULTILINE | re.DOTALL
+)
 _CODE = re.compile(r"^(?:```|~~~).*?^(?:```|~~~)", re.MULTILINE | re.DOTALL)
 
 
@@ -81,14 +85,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source = page.file.src_uri
     if source == "errors.md":
         page.meta["search"] = {"boost": 4}  # who searches for a message wants its entry
-        return error_pages.page()
+        return _FOR_TESTS.sub(_for_readers, error_pages.page())
     if source.startswith("decisions/"):
         page.meta["search"] = {"boost": 0.5}
     if source == "api/index.md":
         return markdown + _table_of_names(config.nav)
+    if source == "support.md":
+        markdown += support.table(config.repo_url)
     folder = "" if source in TOP_LEVEL else posixpath.join("docs", posixpath.dirname(source))
 
-    markdown = _FOR_TESTS.sub("", markdown)
+    markdown = _FOR_TESTS.sub(_for_readers, markdown)
 
     def rewritten(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, match["path"]))
@@ -102,6 +108,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{config.repo_url}/{kind}/main/{target}{anchor}"
 
     return _outside_code(markdown, lambda text: _LINK.sub(rewritten, text))
+
+
+def _for_readers(comment: re.Match[str]) -> str:
+    """What a comment for tests says: why a block does not run, or the lines before it, folded."""
+    if comment["kind"] == "not run":
+        return f"*Tests do not run this block: {comment['text']}.*{{ .not-run }}\n\n"
+    lines = comment["text"].replace("; ", "\n").splitlines()
+    code = "\n".join(f"    {line}" for line in ("```python", *lines, "```"))
+    return f'??? quote "This block needs these lines first"\n\n{code}\n\n'
 
 
 def _table_of_names(nav: list[Any]) -> str:

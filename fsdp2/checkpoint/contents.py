@@ -302,8 +302,8 @@ def _readable(path: Path) -> Any:
     except ImportError as error:
         raise checkpoint_error(
             "tensors-package",
-            f"'{path}' is a safetensors file, which the package safetensors reads; pip install "
-            f"'fsdp2[safetensors]'",
+            f"'{path}' is a safetensors file, which the package safetensors reads; run "
+            f"pip install safetensors",
         ) from error
     try:
         return safe_open(path, "pt")

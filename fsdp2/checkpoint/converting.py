@@ -108,9 +108,9 @@ def convert(
     file by name, as with FSDP1's FULL_STATE_DICT; both may also be a folder of weights in several
     files with ``pytorch_model.bin.index.json``; "safetensors".
 
-    Memory holds one tensor at a time, and one of its saved chunks where torch wrote the DCP folder;
+    Memory holds one tensor at a time, and one of its saved chunks if torch wrote the DCP folder;
     files are mapped. No code from a file runs. The hashes of a step are compared first. Reading
-    "safetensors" needs the package (extra `fsdp2[safetensors]`).
+    "safetensors" needs ``pip install safetensors``.
 
     Args:
         source: a file or a folder.

@@ -148,7 +148,7 @@ def load(
             patterns of them; the first match counts. Each receives the tensors that ``names``
             selects from the step: full tensors, on the CPU, in their saved dtype; and returns a
             full tensor of the model's shape. Each rank reads these tensors in full, for one
-            function at a time, and keeps its own rows of all results until it writes them.
+            function at a time, and keeps its local shards of all results until it writes them.
             Optimizer states of such a parameter are not loaded, and are ``missing``. Default
             ``None``: none.
         states: tensors that receive those passed to ``save(states=…)``. Default ``None``: none.

@@ -48,8 +48,8 @@ def load_pretrained(
 
     Every rank of the process group calls it, with the same arguments, between steps; without a
     process group, a single process does. Each rank reads only the bytes of its own slices into its
-    shards; files are mapped. No code from a file runs. Safetensors need the package (extra
-    `fsdp2[safetensors]`).
+    shards; files are mapped. No code from a file runs. Reading safetensors needs the package
+    (``pip install safetensors``).
 
     Floating-point tensors are cast to the dtype of the model's, as in ``load_state_dict``; all
     others must have that dtype. A tied tensor may be in the files under any of its names, or under

@@ -143,7 +143,7 @@ def save(
         states: further tensors by the name of the state and by name: averages of weights as {"ema":
             {name: tensor}}, DTensors or not. Default ``None``: none.
         process_group: the ranks that call it, if these are not all: a group of
-            ``torch.distributed`` that contains every rank of the model's meshes, or a whole
+            ``torch.distributed`` that contains every rank of the model's meshes, or a complete
             replica. Ranks, including rank 0, are counted within it. Default ``None``: the default
             process group.
 

@@ -40,7 +40,7 @@ class Snapshot:
         buffers: non-persistent buffers.
         optimizer: ``"state"`` by name of the parameter and key, and ``"param_groups"`` with names
             instead of parameters; ``None`` without an optimizer.
-        shards: by unit, this rank's rows of all its parameters as they are in memory: uint8 [n],
+        shards: by unit, the local shards of all its parameters as they are in memory: uint8 [n],
             including padding. A unit with several groups has further entries ``name#1`` and so on.
     """
 

@@ -198,7 +198,7 @@ def explain_loading(errors: list[str]) -> None:
         if _TORCHS in text and key is not None:
             errors[index] = (
                 f"parameter '{key[1]}' is sharded, but the state dict holds a plain tensor for it; "
-                f"load whole tensors with torch.distributed.checkpoint.state_dict."
+                f"load full tensors with torch.distributed.checkpoint.state_dict."
                 f"set_model_state_dict(model, state_dict, "
                 f"options=StateDictOptions(full_state_dict=True)), after reshard() on units that "
                 f"are gathered [plain-state-dict]"

@@ -24,7 +24,7 @@ def batch_number(manager: Manager) -> int:
     """The number of the batch that this group trains on in this step; all its ranks get the same.
 
     Waits for the quorum of the step: call it after ``start_quorum()``. A group that heals in this
-    step, or is a spare, counts for nothing, and may train on anything.
+    step, or is a spare, does not count, and may train on anything.
 
     Args:
         manager: that has begun a step.
@@ -38,10 +38,10 @@ def batch_number(manager: Manager) -> int:
 
 
 class Batches:
-    """Batches of a shuffled data set by number, without end: each epoch in an order of its own.
+    """Batches of a shuffled data set by number, without end. Each epoch has a different order.
 
     The order is a function of only ``seed`` and the epoch, so that any number of groups agrees
-    on it. Examples that fill no whole batch are left out of an epoch.
+    on it. Examples that do not fill a batch are left out of an epoch.
 
     Args:
         length: examples of the data set.
@@ -81,8 +81,8 @@ class Batches:
 def is_writer(manager: Manager, model: nn.Module) -> bool:
     """Whether this group writes the checkpoint of the step that was just committed.
 
-    One group does: the first of those that took part in the step. The others train on. Call it on
-    all ranks of all groups, after the commit of a step that is to be saved; without communication.
+    One group does: the first of those that took part in the step. Call it on all ranks of all
+    groups, after the commit of a step that you save. It does not communicate.
 
     Args:
         manager: whose step was committed.

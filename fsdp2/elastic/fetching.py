@@ -37,7 +37,7 @@ class _BrokenError(OSError):
     """A connection that brought something other than a frame of the image."""
 
     def __str__(self) -> str:
-        return "a piece was cut short, or is not what was sent"
+        return "a piece is incomplete, or its checksum differs"
 
 
 class _EarlyError(Exception):

@@ -35,8 +35,8 @@ def attach(
 ) -> Steps:
     """Average a model's gradients between replica groups, and step all groups alike.
 
-    Inside a group, `fully_shard` works as always: over any mesh, with replicas, tensor parallelism
-    or none. Between groups each rank averages its rows with the same ranks of the other groups: one
+    Inside a group, `fully_shard` works as usual: over any mesh, with replicas, tensor parallelism
+    or none. Between groups each rank averages its shards with the same ranks of other groups: one
     flat all-reduce per unit and backward that reduces, after the all-reduce of HSDP. Whole
     parameters of all units, and parameters that no unit has, share one each. With accumulation by
     `set_requires_gradient_sync` or `set_requires_all_reduce` only the last micro-batch is sent.
@@ -50,7 +50,7 @@ def attach(
         model: a module, sharded or with sharded modules in it.
         manager: a ``torchft.Manager`` that ``begin`` and ``commit`` drive. Its process group
             connects the groups; its world is one group.
-        optimizer: what `Steps.commit` steps; several in a sequence. None where
+        optimizer: what `Steps.commit` steps; several in a sequence. None if
             ``torchft.Optimizer(manager, optimizer)`` begins and commits steps instead.
         scaler: a gradient scaler, which then steps the optimizers.
 
@@ -113,7 +113,7 @@ class Steps:
     # ---- a step
 
     def begin(self) -> None:
-        """Begin a step: drop the model's gradients, and ask who takes part.
+        """Begin a step: drop the model's gradients, and agree on the groups that take part.
 
         If the manager heals before the forward (``use_async_quorum=False``), a group that
         missed a step has the others' state on return.
@@ -163,7 +163,7 @@ class Steps:
         self.manager.report_error(error)
 
     def drop(self) -> None:
-        """Make all as it was before the step: `commit` calls it where a step does not count.
+        """Undo the step: `commit` calls it if a step does not count.
 
         Gradients, sums that wait for an all-reduce, and running reductions are dropped. With
         ``torchft.Optimizer``, which steps or not by itself, call it after an exception.

@@ -57,7 +57,7 @@ class ShardTransport:
             forward. Default ``None``: none.
         host: the name under which other groups reach this machine. Default ``None``: its host name.
         port: to listen at. Default 0: any that is free.
-        patience: seconds that a step waits at most for who still reads the parameters that it
+        patience: the maximum seconds that a step waits for ranks that read the parameters that it
             writes. A reader that is cut off heals in a later step. Default 10.
 
     Example::
@@ -107,7 +107,7 @@ class ShardTransport:
         """Take over what `recv_checkpoint` has brought; an interrupted iteration is given up.
 
         Raises:
-            ShardingStateError: parameters are whole for the user, in `fsdp2.gathered`.
+            ShardingStateError: parameters are full, inside `fsdp2.gathered`.
         """
         self._contents.put(state)
         forget_load(self._contents.model)
@@ -121,7 +121,7 @@ class ShardTransport:
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: Nested, timeout: timedelta
     ) -> None:
-        """Let peers read views of `state_dict`; an error is told to the rank that asks."""
+        """Let other ranks read views of `state_dict`; the rank that asks receives an error."""
         layout: Layout = {}
         try:
             layout = self._contents.layout()
@@ -154,9 +154,9 @@ class ShardTransport:
         """Fetch what the same rank of another group has at a step; changes nothing here.
 
         Raises:
-            ValueError: the peer has another model, optimizer or sharding, or cannot send its state;
-                raised once more where the step ends, in the thread that trains.
-            CommunicationError: the peer is lost, or has gone on to the next step.
+            ValueError: the source has a different model, optimizer or sharding, or cannot send;
+                raised again at the end of the step, in the thread that trains.
+            CommunicationError: the source is lost, or has continued with the next step.
         """
         fetch = Fetch(metadata, step, timeout.total_seconds())
         head = fetch.head()

@@ -274,7 +274,7 @@ def _check_combinations(options: Options) -> None:
     if options.elastic is not None:
         world_size_of(options.elastic * options.world_size, None, 1)  # all are on this machine
         lacks = importlib.util.find_spec("torchft") is None
-        check((lacks, "--elastic needs torchft: pip install 'fsdp2[elastic]'"))
+        check((lacks, "--elastic needs torchft: pip install torchft"))
 
 
 __all__ = ["GivenRanks", "Options", "UsageError", "parse", "world_size_of"]

@@ -13,7 +13,7 @@ Each residual block is a unit. The rate rises over the warm-up, then is divided 
 ``--lr_scheduler_divisor`` at regular intervals of epochs; epochs are counted from the start.
 
 A run is a function of its flags: the order of images depends on (seed, epoch), their crops on
-(seed, epoch, rank). A resumed run therefore equals an uninterrupted one, bit for bit.
+(seed, epoch, rank). A resumed run is therefore bitwise identical to an uninterrupted one.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class StateDictType(TwinOfTorchs):
 
     - ``FULL_STATE_DICT``: full plain tensors, as for an unsharded model.
     - ``LOCAL_STATE_DICT``: torch's flat layout, which fsdp2 does not have: raises.
-    - ``SHARDED_STATE_DICT``: DTensors, of which each rank has its rows.
+    - ``SHARDED_STATE_DICT``: DTensors, of which each rank has its local shard.
     """
 
     FULL_STATE_DICT = auto()

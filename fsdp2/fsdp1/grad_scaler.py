@@ -98,7 +98,7 @@ class ShardedGradScaler(GradScaler):
         return found
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide this rank's rows of gradients by the scale; all ranks learn of infinity and NaN.
+        """Divide the local shards of gradients by the scale; all ranks learn of infinity and NaN.
 
         All ranks must call it, or `step`, which calls it.
 

@@ -283,7 +283,7 @@ def scatter_full_optim_state_dict(
 ) -> StateDict:
     """Convert a full state dict that only the first rank has for loading into an optimizer.
 
-    The first rank sends tensors one at a time. Other ranks receive only their rows; with replicas
+    The first rank sends tensors one at a time. Other ranks receive only their shard; with replicas
     (HSDP), the first rank of each replica holds one full tensor meanwhile.
 
     Args:

@@ -387,7 +387,7 @@ def gathered(
     names: Names = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """Make parameters full: plain tensors, registered in their modules, exact to the bit.
+    """Make parameters full: plain tensors, registered in their modules, without rounding.
 
     Every rank enters and leaves together, with the same arguments, between iterations. Parameters
     are gathered in their own dtype, whatever compute dtype the mixed-precision policy sets. You can

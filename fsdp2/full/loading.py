@@ -86,7 +86,7 @@ def load_from_rank0(
 ) -> IncompatibleKeys:
     """Load a full state dict that only rank 0 has into a sharded model.
 
-    Rank 0 sends parameters and buffers to all ranks one after another. Each rank keeps its rows;
+    Rank 0 sends parameters and buffers to all ranks one after another. Each rank keeps its shard;
     ranks other than 0 hold at most their shards and one full tensor at a time. Parameters and
     buffers on the meta device get memory during the load. Buffers that are in no state dict
     (``persistent=False``) take the values of rank 0's own model, unless the state dict has them.
@@ -321,7 +321,7 @@ def _verdict(items: list[_Item], values: object, strict: bool) -> _Verdict:
 def _mismatch(tensor: torch.Tensor, value: object) -> str | None:
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.is_meta:
         kind = "meta tensor" if isinstance(value, torch.Tensor) and value.is_meta else None
-        return f"is a {kind or type(value).__name__}, not a whole tensor with values"
+        return f"is a {kind or type(value).__name__}, not a full tensor with values"
     if value.shape != tensor.shape:
         return f"is of shape {tuple(value.shape)}, not {tuple(tensor.shape)}"
     if value.dtype != tensor.dtype and not (

@@ -25,7 +25,7 @@ def graph_mode(model: nn.Module, enabled: bool = True) -> None:
     The model's units gather and reduce by the operators ``fsdp2::unshard`` and ``fsdp2::reduce``,
     which autograd differentiates and ``torch.compile(fullgraph=True)`` traces, in place of hooks.
     Units, layouts, precision, state dicts, optimizers and checkpoints are the same; losses and
-    gradients are equal bit by bit. Call it on all ranks, between steps. It communicates nothing.
+    gradients are bitwise identical. Call it on all ranks, between steps. It communicates nothing.
 
     Eagerly, all derivatives exist: ``torch.autograd.grad`` with respect to parameters, gradients of
     gradients, ``torch.func``. Collectives then wait in place. Compiled, they overlap::

@@ -43,7 +43,7 @@ class EMA:
 
     The first update copies the weights, as ``torch.optim.swa_utils.AveragedModel`` does. Each later
     one makes ``average = decay * average + (1 - decay) * weight``, in one kernel of many tensors
-    per dtype. Nothing is gathered or sent. A rank keeps the averages of its own rows: one
+    per dtype. Nothing is gathered or sent. A rank averages its local shards: one
     more shard, in ``dtype`` on ``device``.
 
     Args:

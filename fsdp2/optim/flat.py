@@ -246,7 +246,7 @@ def _watched(
         raise coded(
             TypeError,
             "flat-whole",
-            f"{optimizer_class.__name__} needs whole parameters, so FlatOptimizer cannot step "
+            f"{optimizer_class.__name__} needs full parameters, so FlatOptimizer cannot step "
             f"several as one tensor, even with elementwise=True; pass model.parameters() to the "
             f"class, or use fsdp2.optim.Muon for Muon",
         )

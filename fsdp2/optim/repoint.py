@@ -28,7 +28,7 @@ def repoint_optimizer(optimizer: torch.optim.Optimizer) -> None:
     `fully_shard` creates new parameter objects; an optimizer of the old ones raises at its next
     step. This function puts the new ones into ``optimizer.param_groups``, in place, so that
     learning-rate schedules still apply, and moves the state: a tensor of the parameter's shape (a
-    momentum) becomes a DTensor of which each rank keeps its rows; other state (a step count) does
+    momentum) becomes a DTensor of which each rank keeps a shard; other state (a step count) does
     not change. It also works after ``load_state_dict(assign=True)``, and for unsharded parameters.
 
     Call it on every rank, after the last call of `fully_shard`. State must be the same on all ranks

@@ -49,7 +49,7 @@ class Hardware:
 
     Attributes:
         name: the name of the device.
-        device: "cuda" for devices whose lanes run asynchronously to the host, or "cpu".
+        device: "cuda" for devices whose streams run asynchronously to the host, or "cpu".
         backend: the backend of collectives: "nccl", "nccl2" or "gloo".
         memory: bytes of memory per device.
         reserved: bytes of it that tensors cannot use: the driver's context, the backend's buffers.
@@ -93,7 +93,7 @@ class Hardware:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether its lanes run asynchronously to the host."""
+        """Whether its streams run asynchronously to the host."""
         return self.device != "cpu"
 
     def rate(self, dtype: torch.dtype, ranks: int) -> float:

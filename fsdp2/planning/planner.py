@@ -185,7 +185,7 @@ class Plan:
 
         Args:
             changes: fields of `Settings`; or ``hardware``, which needs no new rehearsal if the new
-                machine has lanes and a backend of the same kind. Settings that were planned a
+                machine has streams and a backend of the same kind. Settings that were planned a
                 moment ago need none either.
 
         Raises:
@@ -285,7 +285,7 @@ class Plan:
         self.timeline().write(path)
 
     def show(self, path: str | os.PathLike[str] = "plan.html") -> Path:
-        """Write an HTML page: lanes over time, memory below, units as a table.
+        """Write an HTML page: streams over time, memory below, units as a table.
 
         Args:
             path: the HTML file, which is replaced.
@@ -367,7 +367,7 @@ def plan(
         hardware: a name that `fsdp2.planning.hardware.load` knows, a file, or a `Hardware`.
         loss: called with the model and a micro-batch, returns a scalar. Default: the model's output
             if it is a scalar, its ``loss``, or its mean.
-        optimizer: called with this rank's rows as plain parameters. Default: AdamW.
+        optimizer: called with local shards as plain parameters. Default: AdamW.
         tokens: number of tokens of a micro-batch. Default: elements of its first tensor if they are
             integers, otherwise its length.
         **settings: further fields of `Settings`, such as ``checkpointing=True``.

@@ -34,7 +34,7 @@ class Times:
     Attributes:
         step: the whole step.
         compute: the user's operators, on the device.
-        copies: the engine's casts and copies, on the compute lane.
+        copies: the engine's casts and copies, on the compute stream.
         communication: all collectives, hidden or not.
         exposed: the communication for which compute waits.
         host: the time for which compute is idle because of the host.

@@ -65,7 +65,7 @@ def fully_shard(
     """Shard a module's parameters over a mesh, in place, and unshard them only around their use.
 
     Every parameter below ``module`` that no earlier call took becomes a DTensor, of which each rank
-    holds its rows. Together these parameters form one group, which is unsharded before the module's
+    holds a shard. Together these parameters form one group, which is unsharded before the module's
     forward and backward and resharded after each; its gradients are reduce-scattered. Call it
     bottom-up: on each block, then on the model.
 
@@ -92,7 +92,7 @@ def fully_shard(
             Shard(d))`` on a mesh of two shard dims if that pads less or needs no copies. A
             parameter sharded on two dims is on a different mesh from the rest: torch's clipping
             raises for this, `fsdp2.clip_grad_norm_` supports it. ``Replicate()`` keeps a parameter
-            whole on every rank of the mesh: it is never gathered, and its gradients are all-reduced
+            full on every rank of the mesh: it is never gathered, and its gradients are all-reduced
             at the end of backward, together with those of all such parameters below the root
             (`fsdp2.whole_below`). Its optimizer state is also replicated. Ranks must initialize it
             with the same values.

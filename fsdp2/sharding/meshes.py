@@ -100,7 +100,7 @@ class ShardPlacementResult:
 
     Args:
         placement: the shard dim, or the allowed dims; ``None`` for ``Shard(0)``; ``Replicate()``:
-            the parameter stays whole on the mesh's ranks.
+            the parameter is replicated on the mesh's ranks.
         mesh_info: the mesh, for example of the expert-parallel ranks.
     """
 

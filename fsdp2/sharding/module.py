@@ -147,8 +147,8 @@ class FSDPModule(TorchIdentity):
     """The class that `fully_shard` gives a module: the methods that control its unit.
 
     The class comes first in the method resolution order: ``[FSDP<Original>, FSDPModule, …,
-    Original]``. It is a subclass of ``torch.distributed.fsdp.FSDPModule``, so that clients of that
-    class recognize it, but inherits no behavior. Methods with ``recurse`` also apply to the units
+    Original]``. It is a subclass of ``torch.distributed.fsdp.FSDPModule``, so frameworks recognize
+    it, but inherits no behavior. Methods with ``recurse`` also apply to the units
     below.
 
     Example::
@@ -299,7 +299,7 @@ class FSDPModule(TorchIdentity):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backward sums gradients over replicas (HSDP).
 
-        Without replicas it has no effect. For parameters that stay whole on every rank
+        Without replicas it has no effect. For parameters replicated on every rank
         (``Replicate()`` from ``shard_placement_fn``), the other ranks are replicas.
 
         Args:
@@ -617,7 +617,7 @@ class FSDPModule(TorchIdentity):
                 output of the reduce-scatter, or with replicas that of the all-reduce. fsdp2 calls
                 it once per dtype in which the unit's parameters reduce. After the rows of
                 gradients, the tensor holds one small number per parameter, which marks the ranks
-                that had a gradient: a hook that sums over more ranks must sum the whole tensor.
+                that had a gradient: a hook that sums over more ranks must sum the full tensor.
                 ``None`` removes the hook.
             stream: the stream on which the hook runs. It starts after the reduction, and ``.grad``
                 waits for it. ``None`` (default): the stream of all-reduces. Only without a

@@ -50,8 +50,8 @@ class UnitTimes:
 
     Attributes:
         unit: its name.
-        compute: on the compute lane, without copies.
-        copies: copies, on all lanes.
+        compute: on the compute stream, without copies.
+        copies: copies, on all streams.
         gather: its all-gathers.
         reduce: its reduce-scatters and all-reduces.
         exposed: for how long compute waited for its collectives.
@@ -89,10 +89,10 @@ class Summary:
         duration: from the first slice to the last.
         step_times: for each step its number, and the time from its first slice to that of the next,
             or to the last slice's end.
-        compute: for how long the compute lane was busy.
+        compute: for how long the compute stream was busy.
         communication: sum of all collectives.
-        hidden: the part of communication that overlapped with the compute lane.
-        exposed: for how long the compute lane waited for collectives.
+        hidden: the part of communication that overlapped with the compute stream.
+        exposed: for how long the compute stream waited for collectives.
         idle: for how long it was idle, by cause: the order that a wait enforces, or `OTHER_IDLE`.
         units: one row per unit, in the order in which they first appear.
         peak: the moment of most memory.

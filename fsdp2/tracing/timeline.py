@@ -63,7 +63,7 @@ Value = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Slice:
-    """One operation on one lane.
+    """One operation on one lane: a stream, or the host.
 
     Slices of a lane do not overlap; on `HOST` they may nest.
 
@@ -103,7 +103,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Wait:
-    """A lane's wait for an event of another one, however short.
+    """A lane's wait for an event of another lane, however short.
 
     Attributes:
         lane: the lane that waited.

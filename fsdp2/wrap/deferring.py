@@ -7,7 +7,7 @@
     end of the context ──> fully_shard(model)
 
 Constructors run in their usual order, on full tensors, on every rank: they draw the same random
-numbers as without sharding, so the weights are equal to the bit. During the context, every module
+numbers as without sharding, so the weights are bitwise identical. In the context, every module
 class reports the end of its constructor, and ``apply`` unshards modules, block by block.
 """
 
@@ -53,7 +53,7 @@ def deferred(
     heads. Select those in the policy, too, if they are large. At any time this rank holds its
     shards, one block, and the parameters that are sharded at the end.
 
-    The weights equal those of a model constructed without the context, to the bit, if all ranks
+    The weights equal those of a model constructed without the context, bitwise, if all ranks
     start from one seed, because constructors run in full and in order. Two forms of initialization
     may access blocks that are sharded already:
 

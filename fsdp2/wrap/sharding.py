@@ -167,7 +167,7 @@ def shard_model(
     wire: WireFormat | None = None,
     ignored: Iterable[nn.Module | nn.Parameter | str] = (),
 ) -> ShardReport:
-    """Shard a whole model in place: the modules that a policy selects, bottom-up, then the model.
+    """Shard a model in place: the modules that a policy selects, bottom-up, then the model.
 
     Modules that share a parameter and would be in different units, such as an embedding and the
     head in another block, become one unit. Selected modules without a forward, or without remaining
@@ -203,8 +203,8 @@ def shard_model(
         mp_policy: as for `fully_shard`.
         offload_policy: as for `fully_shard`.
         shard_placement_fn: as for `fully_shard`.
-        whole_below: parameters with fewer elements stay whole on every rank, whatever the placement
-            of the others (`fsdp2.whole_below`). Default ``0``: none.
+        whole_below: parameters with fewer elements are replicated on every rank, whatever the
+            placement of the others (`fsdp2.whole_below`). Default ``0``: none.
         wire: arguments of `FSDPModule.set_wire_format`, which is then called on the model:
             parameters and gradients are sent in fewer bytes. Default ``None``: no format.
         ignored: modules, parameters, or names of them. fsdp2 does not manage them or anything below

@@ -82,7 +82,7 @@ class XlaFullyShardedDataParallel(WrapperModule):
     Args:
         module: the module to wrap. Parameters and buffers are moved to the device of the ranks. A
             module that `fully_shard` or `shard_model` has sharded stays unchanged, and the wrapper
-            only saves and loads its rows. On a mesh (replicate, shard), its ``sharding_groups`` are
+            only saves and loads its shards. On a mesh (replicate, shard), ``sharding_groups`` are
             the groups along the shard dim.
         reshard_after_forward: ``True`` (default) reshards parameters after forward.
         flatten_parameters: with either value, parameters share one flat shard and are sent
@@ -372,7 +372,7 @@ class XlaFullyShardedDataParallel(WrapperModule):
     # ---- state dicts
 
     def state_dict(self, *args: object, **kwargs: Any) -> Any:
-        """Return this rank's rows and the buffers, as plain tensors by the names of the unwrapped
+        """Return the local shards and the buffers, as plain tensors by the names of the unwrapped
         model.
 
         Wrappers below return the same, also in an enclosing model that is not wrapped. Save it in

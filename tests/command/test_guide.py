@@ -12,7 +12,8 @@ import pytest
 from torch import nn
 
 from fsdp2 import checkpoint
-from fsdp2.command.main import main
+from fsdp2.command import plan
+from fsdp2.command.main import NAMES, main
 
 pytestmark = pytest.mark.alone
 
@@ -41,3 +42,11 @@ def test_the_page_shows_what_is_printed(
         head, cut, _ = expected.partition("…\n")
         said = printed.out + printed.err
         assert said[: len(head)] == head if cut else said == head, given
+
+
+def test_pages_name_commands_and_options_that_exist() -> None:
+    for page in (*PAGE.parents[1].rglob("*.md"), *PAGE.parents[2].glob("*.md")):
+        text = page.read_text(encoding="utf-8").replace("\\\n", "")
+        assert {*re.findall(r"(?:`|-m |\$ )fsdp2 ([a-z]+)", text)} <= {*NAMES}, page
+        for given in re.findall(r"(?:`|^)fsdp2 plan ([^`#\n…]*)(?=`|#|\n)", text, re.MULTILINE):
+            plan.parser().parse_args(given.split())

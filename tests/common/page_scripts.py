@@ -7,6 +7,8 @@ times in one folder:
     <!-- script: train.py, 2 ranks -->
     <!-- script: resume.py, 2 then 3 ranks -->
     <!-- script: qlora.py, 2 ranks, needs torchao -->
+
+A page may include the script from a file, as the site does: ``--8<-- "recipes/fit.py"``.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ TIMEOUT_SECONDS = 150
 
 _SCRIPT = re.compile(
     r"^<!-- script: (?P<name>\w+\.py), (?P<ranks>\d(?: then \d)*) ranks?"
-    r"(?:, needs (?P<needs>\w+))? -->\n"
-    r"```python\n(?P<code>.*?)^```\n(?P<command>.*?)^```text\n(?P<output>.*?)^```$",
+    r"(?:, needs (?P<needs>\w+))? -->\n```(?:python| \{ \.python \})\n"
+    r"(?P<code>.*?)^```\n(?P<command>.*?)^```text\n(?P<output>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
+_INCLUDED = re.compile(r'^--8<-- "(.+)"\n', re.MULTILINE)
 _NUMBER = re.compile(r"\d+\.\d+")
 
 
@@ -63,7 +66,10 @@ class Script:
 
 
 def _scripts(page: Path) -> list[Script]:
-    text = page.read_text(encoding="utf-8")
+    text = _INCLUDED.sub(
+        lambda found: (ROOT / "docs" / found[1]).read_text(encoding="utf-8"),
+        page.read_text(encoding="utf-8"),
+    )
     marks = text.count("\n<!-- script:")
     name = page.relative_to(ROOT).as_posix()
     found = []

@@ -27,16 +27,14 @@ from typing import Any
 import pytest
 
 import fsdp2
+import fsdp2.elastic
 from tests.house import guide_setting
 
 pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).parents[2]
 
-ELSEWHERE = {
-    "docs/errors.md": "test_explained_errors.py",
-    "docs/testing.md": "test_docs_testing.py",
-}
+ELSEWHERE = {"docs/errors.md": "test_explained_errors.py"}
 """Pages whose blocks another test of this folder runs."""
 
 MANY_RANKS = ("first_model.md", "hsdp.md", "tensor_parallel.md", "wrapping.md")
@@ -255,6 +253,11 @@ NOT_RUN = {
     "fsdp2.DataParallelMeshDims[0]": "its model must be DTensors on the mesh",
     "fsdp2.xla.consolidate_sharded_model_checkpoints[0]": "it joins files of several ranks",
     "fsdp2.xla.consolidate_sharded_state_dicts[0]": "the same",
+    **{
+        f"fsdp2.elastic.{name}[0]": "it needs torchft and several groups"
+        for name in fsdp2.elastic.__all__
+        if name not in ("Manager", "Steps")
+    },
 }
 """Examples that do not run, and why."""
 

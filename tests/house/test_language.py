@@ -25,6 +25,7 @@ COUNTED = r"(?:(?:\d|two|three|four) \w+s|once|twice|ms|µs|bytes?|[kMGT]i?B|GB/
 COUNTED_BY = r"(?:step|unit|rank|parameter|block|layer|gather|second|call|GPU|backward|forward)s?"
 RULES = {
     "begin with the subject, or with If, When, Because, For": re.compile(START),
+    "write bitwise identical": re.compile(r"\b(?:to the bit|bit (?:for|by) bit)\b"),
     "write per": re.compile(rf"\b{COUNTED} an? {COUNTED_BY}\b(?! (?:of|that|which|from)\b)"),
 }
 

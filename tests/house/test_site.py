@@ -18,10 +18,22 @@ from docs.site import catalogue
 
 ROOT = Path(__file__).parents[2]
 
-ROOMS = ("checkpoint", "errors", "full", "fsdp1", "optim", "planning", "tracing", "wrap", "xla")
+ROOMS = (
+    "checkpoint",
+    "elastic",
+    "errors",
+    "full",
+    "fsdp1",
+    "optim",
+    "planning",
+    "tracing",
+    "wrap",
+    "xla",
+)
 """Rooms whose public names have entries; those of the others are names of `fsdp2`."""
 
 NO_ENTRY = {
+    "fsdp2.elastic.Manager": "torchft's",
     "fsdp2.wrap.Strategy": "a type of strings, which `shard_model` lists",
     **{f"fsdp2.tracing.{name}": "strings" for name in ("CATEGORIES", "COLLECTIVES", "LANES")},
 }
@@ -69,6 +81,17 @@ def test_every_error_has_an_anchor(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *sections = re.findall(r"^## (.*)$", page, re.MULTILINE)
     assert first == "The most likely errors"
     assert set(sections) == {entry.section for entry in catalogue.catalogue().values()}
+
+
+@pytest.mark.alone
+def test_links_lead_where_they_say() -> None:
+    """A link whose text is the name of a guide, a concept or a recipe leads to such a page."""
+    folders = [ROOT / "docs" / name for name in ("guides", "concepts", "recipes")]
+    names = {page.stem for folder in folders for page in folder.glob("*.md")}
+    for page in (*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")):
+        for text, target in re.findall(r"\[([^\]]+)\]\(([^)#:]+)\.md", page.read_text("utf-8")):
+            name = "_".join(text.lower().split())
+            assert name not in names or Path(target).name == name, (page, text)
 
 
 @pytest.mark.alone

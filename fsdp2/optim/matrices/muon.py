@@ -46,9 +46,9 @@ _ADJUSTED = (None, "original", "match_rms_adamw", "spectral_unclamped")
 class Muon(torch.optim.Optimizer):
     """``torch.optim.Muon`` over sharded parameters, with an element-wise optimizer for the others.
 
-    Results are those of ``torch.optim.Muon`` over unsharded parameters; on a CPU, they are equal to
-    the bit. One rank of its mesh, the owner, orthogonalizes each matrix. fsdp2 assigns matrices to
-    owners by FLOPs, also over replicas and tensor-parallel ranks. The momentum of a unit is sent to
+    Results are those of ``torch.optim.Muon`` over unsharded parameters; on a CPU, they are bitwise
+    identical. One rank of its mesh, the owner, orthogonalizes each matrix. fsdp2 chooses owners
+    by FLOPs, also over replicas and tensor-parallel ranks. The momentum of a unit is sent to
     the owners in one message, and updates come back in another, while another unit is computed.
 
     All ranks of a parameter's mesh must step together. If a rank has no gradient for a parameter
@@ -198,7 +198,7 @@ class Muon(torch.optim.Optimizer):
     def write_rows(
         self, rows: torch.Tensor, updates: Sequence[RowUpdate], group: ParamGroupOptions
     ) -> None:
-        """Step this rank's rows of a parameter: weight decay, then updates."""
+        """Step the local shard of a parameter: weight decay, then updates."""
         if group.get("weight_decay"):
             rows.mul_(1 - number_of(group, "lr") * number_of(group, "weight_decay"))
         for view, update, shape in updates:
