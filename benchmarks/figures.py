@@ -536,21 +536,17 @@ def placed_graphs(blocks: int) -> list[list[Span]]:
 
 def graph_mode_graphs() -> Figure:
     """Where the graphs of four blocks launch collectives and wait for them."""
-    rows = {
-        **{"unshard": ("all-gather", "orange"), "compute": ("compute", "blue")},
-        **{"reduce": ("reduce-scatter", "green")},
-    }
+    rows = {"unshard": "all-gather", "compute": "compute", "reduce": "reduce-scatter"}
     figure = _titled("Graph mode: the graphs of blocks 0 to 3, in their order", 7.6, 2.9)
     graphs = zip(figure.subplots(2), placed_graphs(4), ("forward", "backward"), strict=True)
     for axes, spans, title in graphs:
         for name, block, start, end in spans:
             row, middle = [*rows].index(name), (start + end) / 2
-            _box(axes, start, row, end - start, 0.85, rows[name][1])
+            _box(axes, start, row, end - start, 0.85, OPERATIONS.get(rows[name], "blue"))
             inside = {"color": LIGHT["inverse"], "ha": "center", "va": "center"}
             axes.text(middle, row + 0.42, block, **inside)
         axes.set(xlim=(0, 17), ylim=(3, -0.1), xticks=[], ylabel=title)
-        names = [label for label, _ in rows.values()]
-        axes.set_yticks([0.42, 1.42, 2.42], names, fontsize=7.5)
+        axes.set_yticks([0.42, 1.42, 2.42], rows.values(), fontsize=7.5)
         axes.tick_params("y", length=0)
         axes.grid(visible=False)
         axes.spines[:].set_visible(False)

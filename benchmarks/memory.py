@@ -33,7 +33,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ import fsdp2.planning
 from benchmarks import harness, models, variants
 from fsdp2.core.config import PACK_BELOW
 from fsdp2.planning import presets
+from fsdp2.planning.presets import Shape
 from fsdp2.testing.blocks import LlamaBlock, llama_blocks
 from fsdp2.testing.stand_in import device as stand_in
 from fsdp2.tracing.record import categories
@@ -70,7 +71,7 @@ def make_worker(spec: dict[str, Any]) -> harness.Handler:
 def _step_worker(spec: dict[str, Any]) -> harness.Handler:
     on_gpu = spec["device"] == "cuda"
     device = variants.prepare_process(spec["device"], WORLD_SIZE)
-    shape = models.shape_of(spec["shape"])
+    shape = Shape(**spec["shape"])
     with torch.device("meta"):
         model: nn.Module = models.Decoder(shape)
     if not on_gpu:  # RMSNorm is one operator on CUDA alone; LayerNorm saves as much
@@ -133,7 +134,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         by, full = options.shrink, models.PRESETS[preset]
         smaller = {name: getattr(full, name) // by for name in ("dim", "ffn", "vocab", "seq")}
         setting = {"variant": variant, "reshard": reshard, "checkpoints": checkpoints}
-        shape = models.as_spec(replace(full, **smaller))
+        shape = asdict(replace(full, **smaller))
         spec = {**setting, "device": options.device, "shape": shape, "scale": by**2}
         found = harness.measure("memory", {variant: spec}, 1)[variant]
         rows.append({"preset": preset, **setting, "bytes": {k: v[0] for k, v in found.items()}})

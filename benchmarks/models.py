@@ -6,8 +6,6 @@ that no rank holds it whole. Each of its ``blocks`` becomes one unit.
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -39,22 +37,6 @@ class Decoder(Model):
                 local(param).fill_(1.0)
             else:
                 fill_normal(param, 0.02)
-
-
-def shape_of(spec: dict[str, object]) -> Shape:
-    """The shape that `as_spec` wrote."""
-    return Shape(**spec)  # type: ignore[arg-type]  # as written
-
-
-def as_spec(shape: Shape) -> dict[str, object]:
-    """A shape that JSON can have."""
-    return asdict(shape)
-
-
-def parameters(shape: Shape) -> int:
-    """How many numbers the parameters have."""
-    with torch.device("meta"):
-        return sum(param.numel() for param in Decoder(shape).parameters())
 
 
 def tokens_of(shape: Shape, batch: int, device: torch.device | str = "cpu") -> Tensor:

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ def measure_decoders(options: argparse.Namespace) -> dict[str, Any]:
             specs[preset + RECOMPUTED * recompute] = {
                 **{"model": preset, "variant": "fsdp2", "precision": options.precision},
                 **{"world_size": 8, "ranks": options.ranks, "device": options.device},
-                **{"shape": models.as_spec(models.PRESETS[preset]), "recompute": recompute},
+                **{"shape": asdict(models.PRESETS[preset]), "recompute": recompute},
             }
     lost: dict[str, str] = {}
     request = {"steps": options.steps, "clock": "wall"}
@@ -145,7 +145,7 @@ def measure_decoders(options: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, dict[str, float]] = {}
     there = as_measured(machine, options.device, options.ranks)
     for name, each in found.items():
-        made = planned_step(models.shape_of(specs[name]["shape"]), specs[name], there)
+        made = planned_step(Shape(**specs[name]["shape"]), specs[name], there)
         duration = "device" if "device" in each else "wall"
         row = {"planned ms": made.time.step * 1e3, "ms": statistics.median(each[duration])}
         if "allocated" in each:

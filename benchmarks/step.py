@@ -49,7 +49,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import harness, models, variants
+from fsdp2.planning.presets import Shape
 from fsdp2.testing import blocks, counting
 from fsdp2.testing.stand_in import device as stand_in
 
@@ -133,7 +134,7 @@ class Subject:
                 model = make_stack(spec["model"], spec["shrink"])
                 width = model.width
             else:
-                shape = models.shape_of(spec["shape"])
+                shape = Shape(**spec["shape"])
                 model = models.Decoder(shape)
         if spec.get("recompute"):
             models.recompute_blocks(model)
@@ -284,7 +285,7 @@ def specs_of(options: argparse.Namespace, names: list[str], precision: str) -> d
                     if name not in STACKS:
                         shape = models.PRESETS[name]
                         seq = options.seq or shape.seq
-                        spec["shape"] = models.as_spec(replace(shape, seq=seq))
+                        spec["shape"] = asdict(replace(shape, seq=seq))
                     if mode == MODES[1]:
                         spec["compiler"] = options.compiler
                     found[label] = spec

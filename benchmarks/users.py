@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from benchmarks import harness, models, step
 from fsdp2.planning.presets import Shape
+from fsdp2.testing.blocks import LoraLinear
 from fsdp2.testing.counting import collectives
 
 APIS: dict[str, ModuleType] = {"fsdp2": fsdp2, "torch": torch.distributed.fsdp}
@@ -45,21 +46,6 @@ BATCHES, TOKENS = 3, 4  # of an evaluation; that are generated
 SHAPE, BATCH = Shape(128, 6, 384, 4, 2, 512, 64), 2
 
 Call = Callable[[], object]
-
-
-class LoRA(nn.Module):
-    """A frozen linear layer, and two small matrices that train."""
-
-    def __init__(self, base: nn.Linear, rank: int = 8) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        low: Tensor = self.up(self.down(x))
-        out: Tensor = self.base(x) + low
-        return out
 
 
 @dataclass
@@ -230,7 +216,7 @@ ROWS: dict[str, Row] = {
 def make_worker(spec: dict[str, Any]) -> harness.Handler:
     harness.join_ranks(spec, spec["ranks"])
     torch.set_flush_denormal(True)
-    shape = models.shape_of(spec["shape"])
+    shape = Shape(**spec["shape"])
 
     def handle(request: dict[str, Any]) -> dict[str, Any]:
         row = ROWS[request["row"]]
@@ -254,7 +240,7 @@ def _subject(api: ModuleType, row: Row, shape: Shape, compiler: str) -> Subject:
         model.requires_grad_(False)
         for block in model.blocks:
             for name in ("wq", "wk", "wv", "wo"):
-                setattr(block.attention, name, LoRA(getattr(block.attention, name)))
+                setattr(block.attention, name, LoraLinear(getattr(block.attention, name), 8))
     if row.recompute:
         models.recompute_blocks(model)
     if row.compiled:
@@ -328,7 +314,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     request = {"rounds": options.rounds, "seconds": options.seconds}
     found: dict[str, dict[str, Any]] = {}
     for ranks in sorted({ROWS[name].ranks for name in options.rows}):
-        spec = {"ranks": ranks, "shape": models.as_spec(shape), "compiler": options.compiler}
+        spec = {"ranks": ranks, "shape": asdict(shape), "compiler": options.compiler}
         with harness.pool("users", {"ranks": spec}, ranks, at_once=True) as pool:
             for name in (name for name in options.rows if ROWS[name].ranks == ranks):
                 found[name] = pool["ranks"].ask(row=name, **request)

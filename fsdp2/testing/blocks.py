@@ -130,13 +130,13 @@ class MoeBlock(nn.Module):
 
 
 class LoraLinear(nn.Module):
-    """A frozen [width, width] weight and its adapters, of [rank, width] and [width, rank]."""
+    """A linear layer, frozen, and its adapters, of [rank, in] and [out, rank]."""
 
-    def __init__(self, width: int, rank: int) -> None:
+    def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
-        self.base = nn.Linear(width, width, bias=False)
-        self.base.weight.requires_grad_(False)
-        self.a, self.b = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+        self.base = base.requires_grad_(False)
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x) + self.b(self.a(x))
@@ -149,8 +149,9 @@ class LoraBlock(nn.Module):
     def __init__(self, width: int, hidden: int, rank: int) -> None:
         super().__init__()
         self.block = LlamaBlock(width, hidden).requires_grad_(False)
-        self.block.attention.q = LoraLinear(width, rank)
-        self.block.attention.v = LoraLinear(width, rank)
+        for name in ("q", "v"):
+            base: nn.Linear = getattr(self.block.attention, name)
+            setattr(self.block.attention, name, LoraLinear(base, rank))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.block(x)
