@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -36,6 +36,8 @@ from fsdp2.core.errors import coded
 from fsdp2.graph.edge import Compiled, take_local_shards, with_local_shards
 from fsdp2.graph.operators import exchange
 
+Decompositions = Mapping[OpOverload, Callable[..., object]]
+
 
 @functools.cache
 def register() -> None:
@@ -43,12 +45,14 @@ def register() -> None:
     torch._dynamo.register_backend(compile_graphs, name="fsdp2")
 
 
-def place(graph: fx.Graph) -> None:
+def place(graph: fx.Graph, decompositions: Decompositions | None = None) -> None:
     """Take each collective of a graph apart, and move the parts.
 
     Args:
         graph: of ATen operators, forward or backward; changed in place.
+        decompositions: of operators that the compiler does not take.
     """
+    inline = partial(_inline, graph, decompositions=decompositions or _DECOMPOSED)
     ops = torch.ops.fsdp2
     gathers = [node for node in graph.nodes if node.target is ops.unshard.default]
     reductions = [node for node in graph.nodes if node.target is ops.reduce.default]
@@ -58,7 +62,7 @@ def place(graph: fx.Graph) -> None:
         start = _insert(graph, node, ops.start_unshard.default, (shards, key, None))
         outputs = _items(graph, start)
         end = _insert(graph, node, ops.end_unshard.default, (outputs, key))
-        _replace(graph, node, _inline(graph, node, exchange(key).whole, outputs))
+        _replace(graph, node, inline(node, exchange(key).whole, outputs))
         _move_behind(previous or _last_input(graph), start)
         for output in reversed(outputs):
             start.append(output)
@@ -68,12 +72,12 @@ def place(graph: fx.Graph) -> None:
         gradients, key, trained = node.args
         group = exchange(key)
         join, part = partial(group.joined, trained=trained), partial(group.parts, trained=trained)
-        joined = _inline(graph, node, join, gradients)
+        joined = inline(node, join, gradients)
         start = _insert(graph, node, ops.start_reduce.default, (joined, key, trained, None))
         _move_readers(start, sums)
         sums = _items(graph, start)
         _insert(graph, node, ops.end_reduce.default, (sums, key, trained, None))
-        _replace(graph, node, _inline(graph, node, part, sums))
+        _replace(graph, node, inline(node, part, sums))
     _move_readers(graph.output_node(), sums)
     _chain(graph)
     graph.lint()
@@ -103,11 +107,16 @@ def _insert(graph: fx.Graph, at: fx.Node, target: OpOverload, args: tuple[Any, .
 
 
 def _inline(
-    graph: fx.Graph, at: fx.Node, function: Callable[..., list[Tensor]], given: Sequence[fx.Node]
+    graph: fx.Graph,
+    at: fx.Node,
+    function: Callable[..., list[Tensor]],
+    given: Sequence[fx.Node],
+    decompositions: Decompositions,
 ) -> list[fx.Node]:
     """The operators that a function of a list calls, in front of a node; returns its results."""
     values = [node.meta["val"] for node in given]
-    traced = make_fx(lambda *tensors: function(tensors), _DECOMPOSED)(*values).graph
+    with _mode_of(values):  # which makes what the function makes
+        traced = make_fx(lambda *tensors: function(tensors), decompositions)(*values).graph
     inputs = [node for node in traced.nodes if node.op == "placeholder"]
     known = dict(zip(inputs, given, strict=True))
     with graph.inserting_before(at):
@@ -214,9 +223,10 @@ def compile_graphs(
         )(graph, given)
         return with_local_shards(found, places)
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
 
     def inner(gm: fx.GraphModule, examples: Sequence[Any], **arguments: Any) -> Any:
-        place(gm.graph)
+        place(gm.graph, select_decomp_table())
         gm.recompile()
         return compile_fx_inner(gm, examples, **arguments)
 
