@@ -57,10 +57,13 @@ class GatheredRows:
         self.sends_shards = ranks > 1 and segment.shard_dtype is segment.full_dtype
         """Whether a collective can read shards where they are."""
         self._sizes: list[int] = []  # with the gaps between slots that are coalesced
-        if self.coalesced:
-            ends = [*self.starts[1:], self.numel]
-            for slot, start, end in zip(self.slots, self.starts, ends, strict=True):
-                self._sizes += [slot.full_numel, end - start - slot.full_numel]
+        self._pieces: list[int] = []  # the positions of slots among these
+        ends = [*self.starts[1:], self.numel]
+        for slot, start, end in zip(self.slots, self.starts, ends, strict=True):
+            if self.coalesced:
+                self._pieces.append(len(self._sizes))
+                gap = end - start - slot.full_numel
+                self._sizes += [slot.full_numel, gap] if gap else [slot.full_numel]
 
     @property
     def shard_bytes(self) -> list[tuple[int, int]]:
@@ -79,7 +82,10 @@ class GatheredRows:
 
     def pieces(self, output: Tensor) -> list[Tensor]:
         """The outputs of collectives."""
-        return [*output.split_with_sizes(self._sizes)[::2]] if self.coalesced else [output]
+        if not self.coalesced:
+            return [output]
+        found = output.split_with_sizes(self._sizes)
+        return [found[position] for position in self._pieces]
 
     def fill(self, output: Tensor, shards: Sequence[Tensor], rank: int) -> list[Tensor]:
         """Copy shards to where a rank's pieces belong; returns what collectives read then."""
