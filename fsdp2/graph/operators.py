@@ -332,16 +332,6 @@ def _reduce(gradients: list[Tensor], key: str, trained: list[int]) -> list[Tenso
     return found.parts(sums, trained)
 
 
-def _start_reduce(
-    joined: list[Tensor], key: str, trained: list[int], after: Tensor | None
-) -> list[Tensor]:
-    return exchange(key).start_reduce(joined, trained)
-
-
-def _end_reduce(sums: list[Tensor], key: str, trained: list[int], after: Tensor | None) -> None:
-    exchange(key).end_reduce(sums, trained)
-
-
 def _like_parameters(shards: list[Tensor], key: str, trained: list[int]) -> list[Tensor]:
     found = exchange(key)
     for rows in found.gathers:
@@ -377,25 +367,21 @@ def _like_shards(gradients: list[Tensor], key: str, trained: list[int]) -> list[
     return [gradients[0].new_empty(shapes[i], dtype=params[i].grad_dtype) for i in trained]
 
 
-def _nothing(*_: object) -> None:
-    """What only waits returns nothing."""
-
-
 _OPERATORS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
     "unshard(Tensor[] given, str key, int[] trained) -> Tensor[]": (_unshard, _like_parameters),
     "start_unshard(Tensor[] given, str key, Tensor? after) -> Tensor[]": (
         _start_unshard,
         _like_outputs,
     ),
-    "end_unshard(Tensor(a!)[] given, str key) -> ()": (_end_unshard, _nothing),
+    "end_unshard(Tensor(a!)[] given, str key) -> ()": (_end_unshard, lambda *_: None),
     "reduce(Tensor[] given, str key, int[] trained) -> Tensor[]": (_reduce, _like_shards),
     "start_reduce(Tensor[] given, str key, int[] trained, Tensor? after) -> Tensor[]": (
-        _start_reduce,
+        lambda joined, key, trained, _: exchange(key).start_reduce(joined, trained),
         _like_sums,
     ),
     "end_reduce(Tensor(a!)[] given, str key, int[] trained, Tensor? after) -> ()": (
-        _end_reduce,
-        _nothing,
+        lambda sums, key, trained, _: exchange(key).end_reduce(sums, trained),
+        lambda *_: None,
     ),
 }
 """By signature: the implementation, and what only allocates. `torch.library.custom_op` would do the

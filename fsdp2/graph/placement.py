@@ -56,14 +56,14 @@ def place(graph: fx.Graph, decompositions: Decompositions | None = None) -> None
     ops = torch.ops.fsdp2
     gathers = [node for node in graph.nodes if node.target is ops.unshard.default]
     reductions = [node for node in graph.nodes if node.target is ops.reduce.default]
-    previous: fx.Node | None = None
+    previous = [node for node in graph.nodes if node.op == "placeholder"][-1]
     for node in gathers:
         shards, key, _ = node.args
         start = _insert(graph, node, ops.start_unshard.default, (shards, key, None))
         outputs = _items(graph, start)
         end = _insert(graph, node, ops.end_unshard.default, (outputs, key))
         _replace(graph, node, inline(node, exchange(key).whole, outputs))
-        _move_behind(previous or _last_input(graph), start)
+        _move_behind(previous, start)
         for output in reversed(outputs):
             start.append(output)
         previous = end
@@ -89,10 +89,6 @@ def _chain(graph: fx.Graph) -> None:
     for node in [node for node in graph.nodes if node.target in _CHAINED]:
         node.args = (*node.args[:-1], before)
         before = node.args[0][0] if node.target is _END_REDUCE else _items(graph, node)[0]
-
-
-def _last_input(graph: fx.Graph) -> fx.Node:
-    return [node for node in graph.nodes if node.op == "placeholder"][-1]
 
 
 def _insert(graph: fx.Graph, at: fx.Node, target: OpOverload, args: tuple[Any, ...]) -> fx.Node:
