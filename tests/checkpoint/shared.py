@@ -28,8 +28,9 @@ def small(seed: int = 0, groups: bool = False) -> tuple[nn.Module, torch.optim.O
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, steps: int = 2) -> None:
-    """On random inputs, the same on all ranks, as wide as the first matrix is."""
-    width = next(param.shape[1] for param in model.parameters() if param.ndim == 2)
+    """On random inputs, the same on all ranks; FSDP1's shards have one dim, its layers a width."""
+    layers = (module.in_features for module in model.modules() if isinstance(module, nn.Linear))
+    width = next((p.shape[1] for p in model.parameters() if p.ndim == 2), None) or next(layers)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         model(torch.randn(4, width, generator=generator)).square().sum().backward()

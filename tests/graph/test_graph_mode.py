@@ -28,8 +28,7 @@ from tests.common.workers import ranks
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 BF16 = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-HALVES = fsdp2.MixedPrecisionPolicy(torch.float32, torch.float16)
-"""Half precision divides before the sum and after it."""
+HALVES = fsdp2.MixedPrecisionPolicy(torch.float32, torch.float16)  # divides before and after
 STEPS = 20
 
 
