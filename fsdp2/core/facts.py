@@ -9,7 +9,7 @@ ranks       `members_of`, `sum_over`, `gather_numbers`: exchanges outside of ste
 Neither the core nor the rooms that `fully_shard` needs import it: the first satellite loads it.
 Exceptions come from `fsdp2.core.errors`. A room above core that needs one
 more name adds it here, so that this page shows what a change of the engine may break
-(tests/house/test_layering.py). What is imported here is exported (pyproject.toml).
+(tests/house/test_layering.py). Every import here is an export (pyproject.toml).
 """
 
 from __future__ import annotations

@@ -121,7 +121,9 @@ class Exchange:
         """Launch the all-gathers; returns the output of each segment, flat."""
         in_place = self._lie_in_place(shards)
         if not in_place:
+            key = self.key
             self.follow()
+            _check_key(self, key)  # before anything is launched
             in_place = self._lie_in_place(shards)
         outputs = []
         sent: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
@@ -308,16 +310,10 @@ def _check_key(found: Exchange, key: str) -> None:
 
 
 def _unshard(shards: list[Tensor], key: str, trained: list[int]) -> list[Tensor]:
-    outputs = _start_unshard(shards, key)
-    _end_unshard(outputs, key)
-    return exchange(key).whole(outputs)
-
-
-def _start_unshard(shards: list[Tensor], key: str, after: Tensor | None = None) -> list[Tensor]:
     found = exchange(key)
     outputs = found.start_unshard(shards)
-    _check_key(found, key)
-    return outputs
+    _end_unshard(outputs, key)
+    return found.whole(outputs)
 
 
 def _end_unshard(outputs: list[Tensor], key: str) -> None:
@@ -370,7 +366,7 @@ def _like_shards(gradients: list[Tensor], key: str, trained: list[int]) -> list[
 _OPERATORS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
     "unshard(Tensor[] given, str key, int[] trained) -> Tensor[]": (_unshard, _like_parameters),
     "start_unshard(Tensor[] given, str key, Tensor? after) -> Tensor[]": (
-        _start_unshard,
+        lambda shards, key, _: exchange(key).start_unshard(shards),
         _like_outputs,
     ),
     "end_unshard(Tensor(a!)[] given, str key) -> ()": (_end_unshard, lambda *_: None),

@@ -103,7 +103,7 @@ def drawn(recording: Recording, step: Replay, facts: Mapping[str, str | int]) ->
         if not isinstance(note, Allocation | Free | None):
             continue
         ledger.take(note)
-        # Of one moment the fullest state counts, so that the picture has the peak.
+        # The fullest state of a moment counts, so that the picture has the peak.
         if sum(memory.get(time, {}).values()) <= ledger.live:
             memory[time] = {name: max(total, 0) for name, total in ledger.totals.items()}
     return step.timeline([Memory(time, totals) for time, totals in memory.items()], facts)
