@@ -57,6 +57,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import harness, models, variants
+from fsdp2 import graph_mode
 from fsdp2.planning.presets import Shape
 from fsdp2.testing import blocks, counting
 from fsdp2.testing.stand_in import device as stand_in
@@ -143,7 +144,7 @@ class Subject:
             block.compile(backend=compiler, fullgraph=True)
         self.model = variants.place(model, variant, precision, world_size, self.device)
         if compiler and whole:
-            self.model.compile(backend="fsdp2", fullgraph=True, options={"compiler": compiler})
+            graph_mode(self.model, compile={"options": {"compiler": compiler}})
         if self.is_stack:
             # Like an embedding's output, the input needs a gradient: so do all blocks' inputs.
             dtype = variants.input_dtype(variant, precision)

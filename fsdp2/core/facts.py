@@ -108,8 +108,8 @@ from fsdp2.core.pieces import piece_of, round_up
 from fsdp2.core.progress import Counts, ShardReaders, communication_error
 from fsdp2.core.reduce.coded import codec_of
 from fsdp2.core.reduce.feedback import DTYPE
-from fsdp2.core.reduce.reduction import Jobs
-from fsdp2.core.reduce.rows import plan_flat
+from fsdp2.core.reduce.reduction import Jobs, views_of
+from fsdp2.core.reduce.rows import plan_flat, runs
 from fsdp2.core.reduce.spec import ReductionSpec, is_direct, plan_division, reduction_spec
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer, Run

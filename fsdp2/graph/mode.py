@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
 from fsdp2.core.errors import ShardingStateError, coded
@@ -19,7 +22,9 @@ from fsdp2.graph.placement import register
 from fsdp2.graph.units import GraphUnit
 
 
-def graph_mode(model: nn.Module, enabled: bool = True) -> None:
+def graph_mode(
+    model: nn.Module, enabled: bool = True, *, compile: bool | Mapping[str, Any] = False
+) -> None:
     """Make unsharded parameters differentiable functions of their shards, or end that.
 
     The model's units gather and reduce by the operators ``fsdp2::unshard`` and ``fsdp2::reduce``,
@@ -76,8 +81,11 @@ def graph_mode(model: nn.Module, enabled: bool = True) -> None:
                 group.follow_params()
         scheduler.wait_for_reductions()
         made: dict[UnitRecord, GraphUnit] = {below: GraphUnit(below) for below in records}
-        made[record].begin_here([unit for below, unit in made.items() if below is not record])
         register()
+        arguments = {"backend": "fsdp2", "fullgraph": True}
+        arguments |= compile if isinstance(compile, Mapping) else {}
+        inner = [unit for below, unit in made.items() if below is not record]
+        made[record].begin_here(inner, arguments if compile is not False else None)
 
 
 def _graph_unit(record: UnitRecord) -> GraphUnit | None:

@@ -3,6 +3,9 @@
     local shards ── fsdp2::unshard ──> unsharded parameters          all-gather
     gradients of these ── fsdp2::reduce ──> gradients of shards      reduce-scatter, all-reduce
 
+``flat``, shards are rows: a group's memory, and handles, whose gradients are flat as well
+(`fsdp2.graph.edge`).
+
 Either is the other's derivative. The loss is the mean over ranks: the derivative of ``unshard`` is
 the average that training takes; the derivative of that average is ``unshard``, without a division,
 because the next derivative averages again.
@@ -10,8 +13,8 @@ because the next derivative averages again.
 Graphs that compute in between (`fsdp2.graph.placement`) have them in parts. Functions of torch
 stand around the collectives (`fsdp2.graph.rows`), which a compiler fuses:
 
-    unshard    start_unshard ── end_unshard ── whole           the first launches, the second waits
-    reduce     joined ── start_reduce ── end_reduce ── parts
+    unshard    sent ── start_unshard ── end_unshard ── whole    the first launches, the second waits
+    reduce     joined ── start_reduce ── end_reduce ── divided
 
 A graph cannot hold a group: it holds the group's key, under which `Exchange` has it. A collective
 takes an output of the one before it: a compiler orders operators by what they read and write, and
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,7 +55,7 @@ _exchanges: weakref.WeakValueDictionary[str, Exchange] = weakref.WeakValueDictio
 _running: dict[int, tuple[Work, str, str]] = {}
 """Collectives that were launched and not waited for, by the address of an output."""
 
-_PLACED = 2
+_PLACED = 3
 """Raise it when `fsdp2.graph.placement` or `rows` writes other graphs: torch keeps them on disk."""
 
 
@@ -70,6 +74,7 @@ class Exchange:
         self._planned_for: tuple[object, object] = (None, None)
         self._gradients: dict[tuple[int, ...], Gradients] = {}
         self._shard: object = None
+        self.permuted = any(param.order is not None for param in group.params)
         self._plan()
 
     def gradients(self, indices: tuple[int, ...]) -> Gradients:
@@ -94,9 +99,12 @@ class Exchange:
         if known is layout and options is group.options:
             return
         self._planned_for, self._shard = (layout, group.options), None
+        self._seen: tuple[Sequence[Tensor], list[int]] = (), []
+        """Shards that lay in place when they were looked at, and where."""
         self._planned.clear()
         collectives = group.collectives
         self.gathers = [GatheredRows(segment, collectives.size) for segment in layout.segments]
+        self._held: list[tuple[int, list[Tensor]]] = [(-1, []) for _ in self.gathers]
         found = [(slot, s.full_dtype) for s in layout.segments for slot in s.slots]
         self.slots = sorted(found, key=lambda pair: pair[0].index)
         """Every parameter's place, and its dtype once gathered, in the group's order."""
@@ -117,29 +125,47 @@ class Exchange:
 
     # ---- from shards to parameters
 
-    def start_unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Launch the all-gathers; returns the output of each segment, flat."""
-        in_place = self._lie_in_place(shards)
-        if not in_place:
-            key = self.key
+    def rows(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Local shards as they lie in the group's memory, flat: that memory, or a copy."""
+        self._plan()
+        addresses = [*map(Tensor.data_ptr, shards)]
+        if addresses == self._seen[1] and all(map(operator.is_, shards, self._seen[0])):
+            return self._rows
+        if not self._lie_in_place(shards):
             self.follow()
-            _check_key(self, key)  # before anything is launched
-            in_place = self._lie_in_place(shards)
+            if not self._lie_in_place(shards):
+                return [rows.packed(shards) for rows in self.gathers]
+        self._seen = shards, addresses
+        return self._rows
+
+    def sent(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """What all-gathers read, of each segment."""
+        return [rows.sent(row) for rows, row in zip(self.gathers, given, strict=True)]
+
+    def packed(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The same of shards that lie anywhere."""
+        return self.sent([rows.packed(shards) for rows in self.gathers])
+
+    def start_unshard(self, sent: Sequence[Tensor]) -> list[Tensor]:
+        """Launch the all-gathers; returns the output of each segment, flat."""
         outputs = []
-        sent: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
-        for number, (rows, held) in enumerate(zip(self.gathers, self._held, strict=True)):
-            output = shards[0].new_empty(rows.numel, dtype=rows.segment.full_dtype)
+        launches: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+        for number, (rows, row) in enumerate(zip(self.gathers, sent, strict=True)):
+            output = row.new_empty(rows.numel)
             outputs.append(output)
-            written, read = rows.pieces(output), held
-            if not (in_place and rows.sends_shards):
-                read = rows.fill(output, shards, self.group.collectives.rank)
-            if rows.ranks > 1 and rows.numel:
+            address, held = self._held[number]
+            written = rows.pieces(output)
+            read = held if row.data_ptr() == address else rows.shards(row)
+            if rows.ranks == 1:
+                for piece, shard in zip(written, read, strict=True):
+                    piece.copy_(shard)
+            elif rows.numel:
                 # As in the engine: what is coalesced takes along what is packed in its dtype.
                 launch = output.dtype if self.group.collectives.coalesces else number
-                pairs = sent.setdefault(launch, ([], []))
+                pairs = launches.setdefault(launch, ([], []))
                 pairs[0].extend(written)
                 pairs[1].extend(read)
-        for written, read in sent.values():
+        for written, read in launches.values():
             self._launch("all-gather", run_all_gather, written, read)
         return outputs
 
@@ -149,7 +175,11 @@ class Exchange:
         assert memory is not None
         if self._shard is not memory:
             self._shard = memory
-            self._held = [rows.shards_in(memory) for rows in self.gathers]
+            self._rows = [rows.row_in(memory) for rows in self.gathers]
+            self._held = [
+                (row.data_ptr(), rows.shards(row))
+                for rows, row in zip(self.gathers, self._rows, strict=True)
+            ]
             begin = memory.storage.data_ptr()
             self._addresses = [(-1, torch.uint8)] * len(self.slots)
             for rows in self.gathers:
@@ -171,6 +201,17 @@ class Exchange:
         for output, rows in zip(outputs, self.gathers, strict=True):
             full |= rows.whole(output)
         return [full[index] for index in range(len(full))]
+
+    def check_versions(self, shards: Sequence[Tensor], versions: Sequence[int]) -> None:
+        """Raise if shards were written since a forward gathered them: backward gathers again."""
+        if [shard._version for shard in shards] != versions:
+            raise coded(
+                ShardingStateError,
+                "graph-mode-written",
+                f"the shards of unit '{self.unit.title}' were written between its "
+                f"forward and its backward, which gathers them again; step the optimizer after "
+                f"backward, or call set_reshard_after_forward(False)",
+            )
 
     # ---- from gradients to gradients of shards
 
@@ -214,12 +255,28 @@ class Exchange:
                 if work is not None:
                     work.wait()
 
-    def parts(self, sums: Sequence[Tensor], trained: Sequence[int]) -> list[Tensor]:
-        """Each shard's gradient in what reductions have left."""
+    def divided(self, sums: Sequence[Tensor], trained: Sequence[int]) -> list[Tensor]:
+        """The gradients of shards in what reductions have left, flat."""
+        pairs = zip(sums, self.reductions(trained), strict=True)
+        return [rows.divided(own) for own, rows in pairs]
+
+    def parts(self, flat: Sequence[Tensor], trained: Sequence[int]) -> list[Tensor]:
+        """The same of each shard."""
         shards: dict[int, Tensor] = {}
-        for own, rows in zip(sums, self.reductions(trained), strict=True):
+        for own, rows in zip(flat, self.reductions(trained), strict=True):
             shards |= rows.parts(own)
         return [shards[index] for index in trained]
+
+    def divided_parts(self, sums: Sequence[Tensor], trained: Sequence[int]) -> list[Tensor]:
+        """Each shard's gradient in what reductions have left."""
+        return self.parts(self.divided(sums, trained), trained)
+
+    def handles(self, shard: Tensor, trained: Sequence[int]) -> list[Tensor]:
+        """Tensors without memory, whose gradients are what `divided` returns."""
+        return [
+            shard.new_empty(1, dtype=rows.spec.result_dtype).expand(rows.width)
+            for rows in self.reductions(trained)
+        ]
 
     def reductions(self, trained: Sequence[int]) -> list[ReducedRows]:
         """As the engine reduces: one launch for parameters of equal specs."""
@@ -245,16 +302,16 @@ class Exchange:
         read: list[Tensor],
         *how: object,
     ) -> None:
-        title, address = self.unit.title, written[0].data_ptr()
+        address = written[0].data_ptr()
         if written[0].is_complex():
             written, read = [*map(_real, written)], [*map(_real, read)]
         given = (written, read) if len(written) > 1 else (written[0], read[0])
         try:
             work = collective(self.group.collectives.group, *given, *how, behind=True)
         except RuntimeError as error:
-            raise communication_error(name, title, error) from error
+            raise communication_error(name, self.unit.title, error) from error
         if work is not None:
-            _running[address] = work, name, title
+            _running[address] = work, name, self.unit.title
 
 
 def wait_for(output: Tensor) -> None:
@@ -291,11 +348,6 @@ def exchange(key: str) -> Exchange:
     return found
 
 
-def exchanges() -> set[Exchange]:
-    """The groups of graph mode."""
-    return {*_exchanges.values()}
-
-
 def _check_key(found: Exchange, key: str) -> None:
     if found.key != key:
         raise coded(
@@ -309,9 +361,11 @@ def _check_key(found: Exchange, key: str) -> None:
 # ---- the operators
 
 
-def _unshard(shards: list[Tensor], key: str, trained: list[int]) -> list[Tensor]:
+def _unshard(given: list[Tensor], key: str, trained: list[int], flat: bool) -> list[Tensor]:
     found = exchange(key)
-    outputs = found.start_unshard(shards)
+    rows = given[: len(found.gathers)] if flat else found.rows(given)
+    _check_key(found, key)  # before anything is launched
+    outputs = found.start_unshard(found.sent(rows))
     _end_unshard(outputs, key)
     return found.whole(outputs)
 
@@ -321,32 +375,32 @@ def _end_unshard(outputs: list[Tensor], key: str) -> None:
         wait_for(output)
 
 
-def _reduce(gradients: list[Tensor], key: str, trained: list[int]) -> list[Tensor]:
+def _reduce(gradients: list[Tensor], key: str, trained: list[int], flat: bool) -> list[Tensor]:
     found = exchange(key)
     sums = found.start_reduce(found.joined(gradients, trained), trained)
     found.end_reduce(sums, trained)
-    return found.parts(sums, trained)
+    return found.divided(sums, trained) if flat else found.divided_parts(sums, trained)
 
 
-def _like_parameters(shards: list[Tensor], key: str, trained: list[int]) -> list[Tensor]:
+def _like_parameters(given: list[Tensor], key: str, trained: list[int], flat: bool) -> list[Tensor]:
     found = exchange(key)
-    for rows in found.gathers:
+    for rows in () if flat else found.gathers:
         dtype = rows.segment.shard_dtype
         for slot in rows.slots:
-            if shards[slot.index].dtype is not dtype:
+            if given[slot.index].dtype is not dtype:
                 raise coded(
                     ShardingStateError,
                     "graph-mode-dtype",
                     f"parameter '{found.group.params[slot.index].name}' of unit "
                     f"'{found.unit.title}' was {dtype} when graph_mode was called and is "
-                    f"{shards[slot.index].dtype} now; call graph_mode again before you compile",
+                    f"{given[slot.index].dtype} now; call graph_mode again before you compile",
                 )
-    return [shards[0].new_empty(slot.shape, dtype=dtype) for slot, dtype in found.slots]
+    return [given[0].new_empty(slot.shape, dtype=dtype) for slot, dtype in found.slots]
 
 
-def _like_outputs(shards: list[Tensor], key: str, after: Tensor | None) -> list[Tensor]:
-    gathers = exchange(key).gathers
-    return [shards[0].new_empty(rows.numel, dtype=rows.segment.full_dtype) for rows in gathers]
+def _like_outputs(sent: list[Tensor], key: str, after: Tensor | None) -> list[Tensor]:
+    pairs = zip(sent, exchange(key).gathers, strict=True)
+    return [row.new_empty(rows.numel) for row, rows in pairs]
 
 
 def _like_sums(
@@ -356,21 +410,32 @@ def _like_sums(
     return [joined[0].new_empty(rows.width, dtype=rows.spec.reduce_dtype) for rows in found]
 
 
-def _like_shards(gradients: list[Tensor], key: str, trained: list[int]) -> list[Tensor]:
-    found = exchange(key)
+def _like_gradients(
+    gradients: list[Tensor], key: str, trained: list[int], flat: bool
+) -> list[Tensor]:
+    found, some = exchange(key), gradients[0]
+    if flat:
+        planned = found.reductions(trained)
+        return [some.new_empty(rows.width, dtype=rows.spec.result_dtype) for rows in planned]
     rank, params = found.group.collectives.rank, found.group.params
     shapes = {slot.index: slot.local_shape(rank) for slot, _ in found.slots}
-    return [gradients[0].new_empty(shapes[i], dtype=params[i].grad_dtype) for i in trained]
+    return [some.new_empty(shapes[i], dtype=params[i].grad_dtype) for i in trained]
 
 
 _OPERATORS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
-    "unshard(Tensor[] given, str key, int[] trained) -> Tensor[]": (_unshard, _like_parameters),
+    "unshard(Tensor[] given, str key, int[] trained, bool flat) -> Tensor[]": (
+        _unshard,
+        _like_parameters,
+    ),
     "start_unshard(Tensor[] given, str key, Tensor? after) -> Tensor[]": (
-        lambda shards, key, _: exchange(key).start_unshard(shards),
+        lambda sent, key, _: exchange(key).start_unshard(sent),
         _like_outputs,
     ),
     "end_unshard(Tensor(a!)[] given, str key) -> ()": (_end_unshard, lambda *_: None),
-    "reduce(Tensor[] given, str key, int[] trained) -> Tensor[]": (_reduce, _like_shards),
+    "reduce(Tensor[] given, str key, int[] trained, bool flat) -> Tensor[]": (
+        _reduce,
+        _like_gradients,
+    ),
     "start_reduce(Tensor[] given, str key, int[] trained, Tensor? after) -> Tensor[]": (
         lambda joined, key, trained, _: exchange(key).start_reduce(joined, trained),
         _like_sums,
@@ -389,9 +454,9 @@ for _signature, (_run, _fake) in _OPERATORS.items():
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fsdp2::{_name}", _fake, lib=_library)
 
-unshard: Callable[[list[Tensor], str, list[int]], list[Tensor]]
+unshard: Callable[[list[Tensor], str, list[int], bool], list[Tensor]]
 unshard = torch.ops.fsdp2.unshard.default
-reduce: Callable[[list[Tensor], str, list[int]], list[Tensor]]
+reduce: Callable[[list[Tensor], str, list[int], bool], list[Tensor]]
 reduce = torch.ops.fsdp2.reduce.default
 
 
@@ -399,7 +464,7 @@ reduce = torch.ops.fsdp2.reduce.default
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-    _, ctx.key, ctx.trained = inputs
+    _, ctx.key, ctx.trained, ctx.flat = inputs
     ctx.count = len(inputs[0])
 
 
@@ -411,14 +476,17 @@ def _reduced(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[object, ...]
     for index in trained:
         gradient, (slot, dtype) = gradients[index], slots[index]
         found.append(some.new_zeros(slot.shape, dtype=dtype) if gradient is None else gradient)
+    reduced = reduce(found, ctx.key, trained, ctx.flat)
+    if ctx.flat:  # handles are the last
+        return [None] * (ctx.count - len(reduced)) + reduced, None, None, None
     shards: list[Tensor | None] = [None] * ctx.count
-    for index, shard in zip(trained, reduce(found, ctx.key, trained), strict=True):
+    for index, shard in zip(trained, reduced, strict=True):
         shards[index] = shard
-    return shards, None, None
+    return shards, None, None, None
 
 
 def _unsharded(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[object, ...]:
-    """The derivative of `reduce`."""
+    """The derivative of `reduce`, of which only compiled graphs ask for flat results."""
     found = exchange(ctx.key)
     some = next(gradient for gradient in gradients if gradient is not None)
     given = dict(zip(ctx.trained, gradients, strict=True))
@@ -427,8 +495,8 @@ def _unsharded(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[object, ..
         shard = given.get(slot.index)
         shape = slot.local_shape(found.group.collectives.rank)
         shards.append(some.new_zeros(shape, dtype=dtype) if shard is None else shard)
-    full = unshard(shards, ctx.key, ctx.trained)
-    return [full[index] for index in ctx.trained], None, None
+    full = unshard(shards, ctx.key, ctx.trained, False)
+    return [full[index] for index in ctx.trained], None, None, None
 
 
 _autograd = torch.library.register_autograd

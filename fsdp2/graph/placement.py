@@ -33,9 +33,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp2.core.errors import coded
-from fsdp2.graph.edge import Compiled, take_local_shards, with_local_shards
 from fsdp2.graph.operators import exchange
 
+Compiled = Callable[..., Any]
 Decompositions = Mapping[OpOverload, Callable[..., object]]
 
 
@@ -58,26 +58,29 @@ def place(graph: fx.Graph, decompositions: Decompositions | None = None) -> None
     reductions = [node for node in graph.nodes if node.target is ops.reduce.default]
     previous = [node for node in graph.nodes if node.op == "placeholder"][-1]
     for node in gathers:
-        shards, key, _ = node.args
-        start = _insert(graph, node, ops.start_unshard.default, (shards, key, None))
+        given, key, _, flat = node.args
+        group = exchange(key)
+        read = [*given[: len(group.gathers)]] if flat else [*given]
+        sent = inline(node, group.sent if flat else group.packed, read)
+        start = _insert(graph, node, ops.start_unshard.default, (sent, key, None))
         outputs = _items(graph, start)
         end = _insert(graph, node, ops.end_unshard.default, (outputs, key))
-        _replace(graph, node, inline(node, exchange(key).whole, outputs))
+        _replace(graph, node, inline(node, group.whole, outputs))
         _move_behind(previous, start)
         for output in reversed(outputs):
             start.append(output)
         previous = end
     sums: list[fx.Node] = []
     for node in reductions:
-        gradients, key, trained = node.args
+        gradients, key, trained, flat = node.args
         group = exchange(key)
-        join, part = partial(group.joined, trained=trained), partial(group.parts, trained=trained)
-        joined = inline(node, join, gradients)
+        joined = inline(node, partial(group.joined, trained=trained), gradients)
         start = _insert(graph, node, ops.start_reduce.default, (joined, key, trained, None))
         _move_readers(start, sums)
         sums = _items(graph, start)
         _insert(graph, node, ops.end_reduce.default, (sums, key, trained, None))
-        _replace(graph, node, inline(node, part, sums))
+        left = group.divided if flat else group.divided_parts
+        _replace(graph, node, inline(node, partial(left, trained=trained), sums))
     _move_readers(graph.output_node(), sums)
     _chain(graph)
     graph.lint()
@@ -211,13 +214,11 @@ def compile_graphs(
             f"the backend 'fsdp2' takes options={{'compiler': 'inductor'}} or 'aot_eager', not "
             f"{compiler!r}",
         )
-    given = [*inputs]
-    places = take_local_shards(graph, given)
     if compiler == "aot_eager":
         found: Compiled = aot_autograd(
             fw_compiler=_run_as_it_is, partition_fn=min_cut_rematerialization_partition
-        )(graph, given)
-        return with_local_shards(found, places)
+        )(graph, inputs)
+        return found
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
@@ -229,8 +230,7 @@ def compile_graphs(
     # Inductor would move starts to where memory is least, next to their ends.
     patches = {"reorder_for_peak_memory": False, **settings}
     # It returns other things where it exports, which this does not.
-    found = cast(Compiled, compile_fx(graph, given, inner_compile=inner, config_patches=patches))
-    return with_local_shards(found, places)
+    return cast(Compiled, compile_fx(graph, inputs, inner_compile=inner, config_patches=patches))
 
 
 def _run_as_it_is(gm: fx.GraphModule, _: object) -> Compiled:

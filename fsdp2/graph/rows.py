@@ -1,8 +1,11 @@
 """The places of elements in the inputs and outputs of collectives, as functions of tensors.
 
-    whole     the rows of all ranks, as an all-gather leaves them ──> parameters
+    packed    shards of parameters ──> a row, as the group's memory holds them
+    sent      the row ──> what an all-gather reads
+    whole     the rows of all ranks, as it leaves them ──> parameters
     joined    gradients ──> what a reduce-scatter reads
-    parts     what it leaves ──> gradients of this rank's shards
+    divided   what it leaves ──> the gradients of this rank's shards, flat
+    parts     these ──> the gradient of each shard
 
 They only call functions of torch that change no tensor: eagerly they run as they are, and
 `fsdp2.graph.placement` writes what they call into a graph, where a compiler fuses it.
@@ -11,7 +14,6 @@ They only call functions of torch that change no tensor: eagerly they run as the
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -27,6 +29,8 @@ from fsdp2.core.facts import (
     is_direct,
     plan_division,
     plan_flat,
+    runs,
+    views_of,
 )
 
 
@@ -51,19 +55,14 @@ class GatheredRows:
         self.starts = [
             slot.full_offset if self.coalesced else slot.shard_offset for slot in self.slots
         ]
-
         self.facts = segment.shard_dtype, segment.full_dtype, self.numel, self.starts, self.steps
         """All that what is gathered depends on, but for slots."""
-        self.sends_shards = ranks > 1 and segment.shard_dtype is segment.full_dtype
-        """Whether a collective can read shards where they are."""
-        self._sizes: list[int] = []  # with the gaps between slots that are coalesced
-        self._pieces: list[int] = []  # the positions of slots among these
-        ends = [*self.starts[1:], self.numel]
-        for slot, start, end in zip(self.slots, self.starts, ends, strict=True):
-            if self.coalesced:
-                self._pieces.append(len(self._sizes))
-                gap = end - start - slot.full_numel
-                self._sizes += [slot.full_numel, gap] if gap else [slot.full_numel]
+        offsets = [*(slot.shard_offset for slot in self.slots), width]
+        self._widths = [end - start for start, end in itertools.pairwise(offsets)]
+        """Elements of each shard in a row, with the gap behind it."""
+        self._shards = _Cut([slot.shard_numel for slot in self.slots], self._widths)
+        rooms = [end - start for start, end in itertools.pairwise([*self.starts, self.numel])]
+        self._pieces = _Cut([slot.full_numel for slot in self.slots], rooms)
 
     @property
     def shard_bytes(self) -> list[tuple[int, int]]:
@@ -71,33 +70,32 @@ class GatheredRows:
         begin, size = self.segment.shard_byte_offset, self.segment.shard_dtype.itemsize
         return [(slot.index, begin + slot.shard_offset * size) for slot in self.slots]
 
-    def shards_in(self, memory: FlatBuffer) -> list[Tensor]:
-        """The inputs of collectives, in the group's flat shard."""
+    def row_in(self, memory: FlatBuffer) -> Tensor:
+        """The shards in the group's memory, flat."""
         segment = self.segment
         given = segment.shard_dtype, segment.shard_byte_offset
-        row = memory.view(*given, (segment.shard_numel,))
-        if not self.coalesced:
-            return [row]
-        return [row.narrow(0, slot.shard_offset, slot.shard_numel) for slot in self.slots]
+        return memory.view(*given, (segment.shard_numel,))
+
+    def packed(self, shards: Sequence[Tensor]) -> Tensor:
+        """The same of shards that lie anywhere."""
+        pieces = [shards[slot.index].reshape(-1) for slot in self.slots]
+        padded = [
+            torch.constant_pad_nd(piece, (0, width - piece.numel()))
+            for piece, width in zip(pieces, self._widths, strict=True)
+        ]
+        return torch.cat(padded)
+
+    def sent(self, row: Tensor) -> Tensor:
+        """What an all-gather reads, in the dtype that it sends."""
+        return row.to(self.segment.full_dtype)
+
+    def shards(self, row: Tensor) -> list[Tensor]:
+        """The inputs of collectives, in what is sent."""
+        return self._shards.of(row) if self.coalesced else [row]
 
     def pieces(self, output: Tensor) -> list[Tensor]:
         """The outputs of collectives."""
-        if not self.coalesced:
-            return [output]
-        found = output.split_with_sizes(self._sizes)
-        return [found[position] for position in self._pieces]
-
-    def fill(self, output: Tensor, shards: Sequence[Tensor], rank: int) -> list[Tensor]:
-        """Copy shards to where a rank's pieces belong; returns what collectives read then."""
-        found = []
-        for slot, start, step in zip(self.slots, self.starts, self.steps, strict=True):
-            shard, begin = shards[slot.index], start + rank * step
-            output.narrow(0, begin, shard.numel()).copy_(shard.reshape(-1))
-            found.append(output.narrow(0, begin, slot.shard_numel))
-        if self.coalesced:
-            return found
-        width = self.segment.shard_numel
-        return [output.narrow(0, rank * width, width)]
+        return self._pieces.of(output) if self.coalesced else [output]
 
     def whole(self, output: Tensor) -> dict[int, Tensor]:
         """The parameters by their index, contiguous: views of the output, or copied out of it."""
@@ -116,6 +114,21 @@ class GatheredRows:
             for slot, piece in zip(copied, _copies(table, sizes), strict=True):
                 found[slot.index] = piece.view(-1).narrow(0, 0, slot.numel).view(slot.shape)
         return found
+
+
+class _Cut:
+    """Pieces of a flat tensor, with gaps behind some of them."""
+
+    def __init__(self, sizes: Sequence[int], rooms: Sequence[int]) -> None:
+        self._sizes: list[int] = []
+        self._positions: list[int] = []
+        for size, room in zip(sizes, rooms, strict=True):
+            self._positions.append(len(self._sizes))
+            self._sizes += [size, room - size] if room > size else [size]
+
+    def of(self, flat: Tensor) -> list[Tensor]:
+        found = flat.split_with_sizes(self._sizes)
+        return [found[position] for position in self._positions]
 
 
 def _copies(table: Tensor, sizes: list[int]) -> Sequence[Tensor]:
@@ -189,6 +202,8 @@ class ReducedRows:
         self.outputs = [*self.sizes[: self.direct], *([rest] if rest or not direct else [])]
         """Elements of the result of each reduce-scatter, which lie side by side."""
         self._tail = self.width - sum(self.sizes)
+        starts = itertools.accumulate(self.sizes, initial=0)
+        self._runs = runs([slot.local_shape(self.rank) for slot in self.slots], [*starts][:-1])
         self.division = plan_division(
             dtype,
             self.ranks,
@@ -218,14 +233,14 @@ class ReducedRows:
             found.append(torch.cat(rows, 1).view(-1) if rows else tensors[0].new_empty(0))
         return found
 
-    def parts(self, sums: Tensor) -> dict[int, Tensor]:
-        """Gradients of this rank's shards, by their index: views of one tensor."""
+    def divided(self, sums: Tensor) -> Tensor:
+        """Gradients of this rank's shards, flat, in their dtype."""
         if self.division.after is not None:
             sums = sums / self.division.after
-        sums = sums.to(self.spec.result_dtype)
-        found = {}
-        starts = itertools.accumulate(self.sizes, initial=0)
-        for slot, start in zip(self.slots, starts, strict=False):
-            shape = slot.local_shape(self.rank)
-            found[slot.index] = sums.narrow(0, start, math.prod(shape)).view(shape)
-        return found
+        return sums.to(self.spec.result_dtype)
+
+    def parts(self, flat: Tensor) -> dict[int, Tensor]:
+        """The same by the parameters' index, as views."""
+        flat = flat.clone() if flat.storage_offset() else flat  # views are planned from 0
+        found = zip(self.slots, views_of(self._runs, flat), strict=True)
+        return {slot.index: row for slot, row in found}

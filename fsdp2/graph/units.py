@@ -17,25 +17,30 @@ Anything else that is registered is used as it is: parameters that you have gath
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.facts import ModuleEntry, ShardedParam, UnitHooks
+from fsdp2.graph.edge import Entry, handles_of
 from fsdp2.graph.operators import Exchange, unshard
 
 F = TypeVar("F", bound=Callable[..., object])
 Hooks = dict[int, Callable[..., object]]
 Kept = tuple["Gathered", int]
 """A parameter that backward gathers again: its group, and its position there."""
+Given = tuple[str, list[Tensor]]
+"""What enters a graph in place of a group's parameters: positions of those that require grad, as
+one fact to guard; rows and handles."""
 
 
 def _constant(function: F) -> F:
@@ -65,16 +70,9 @@ class Gathered:
     def again(self, index: int) -> Tensor:
         """A parameter of the group, gathered once per backward."""
         if self._again is None:
-            if [shard._version for shard in self._shards] != self._versions:
-                raise coded(
-                    ShardingStateError,
-                    "graph-mode-written",
-                    f"the shards of unit '{self._exchange.unit.title}' were written between its "
-                    f"forward and its backward, which gathers them again; step the optimizer after "
-                    f"backward, or call set_reshard_after_forward(False)",
-                )
+            self._exchange.check_versions(self._shards, self._versions)
             with torch.no_grad():
-                self._again = unshard(self._shards, self._exchange.key, self._trained)
+                self._again = unshard(self._shards, self._exchange.key, self._trained, False)
             Variable._execution_engine.queue_callback(self._forget)
         return self._again[index]
 
@@ -111,10 +109,14 @@ class GraphUnit:
         self._places: list[list[list[ModuleEntry]]] = [
             [list(param.entries) for param in params] for params in self._params
         ]
-        self._held: list[tuple[list[list[ModuleEntry]], list[nn.Parameter]]] = []
+        self._held: tuple[tuple[list[list[ModuleEntry]], list[nn.Parameter]], ...] = ()
         self._still_to_run = 0
         self._pushed = False
         self._inner: list[GraphUnit] = []
+        self._compiled: Callable[..., Any] | None = None
+        self._given: list[Given | None] = [None] * len(self._exchanges)
+        self._entries: list[Entry] = []
+        self._entered: list[Given | None] = []
         self._forward: Callable[..., Any] = record.modules[0].forward
         self._replaced: list[tuple[Hooks, int, Callable[..., object]]] = []
         for module in record.modules:
@@ -128,16 +130,19 @@ class GraphUnit:
                         self._replaced.append((hooks, key, hook))
                         hooks[key] = ours
 
-    def begin_here(self, inner: Sequence[GraphUnit]) -> None:
-        """Make its module the one that users call, and compile.
+    def begin_here(self, inner: Sequence[GraphUnit], compiling: Mapping[str, Any] | None) -> None:
+        """Make its module the one that users call.
 
         Args:
             inner: the units below it, which end with its forward in any case.
+            compiling: arguments of ``torch.compile`` for its forward; ``None``: run eagerly.
         """
         self._inner = [*inner]
         for hooks, key, _ in self._replaced:
             del hooks[key]
         self._modules[0].__dict__["forward"] = self.forward
+        if compiling is not None:
+            self._compiled = torch.compile(self.run, **compiling)
 
     def end(self) -> None:
         """Put the hooks back that ran before."""
@@ -150,6 +155,42 @@ class GraphUnit:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The root's forward."""
+        if self._compiled is None or torch.compiler.is_compiling():
+            return self.run(*args, **kwargs)
+        units = [self, *self._inner]
+        given = iter(self._entering(units))
+        try:
+            for unit in units:
+                unit._given = [next(given) for _ in unit._exchanges]
+            return self._compiled(*args, **kwargs)
+        finally:
+            for unit in units:
+                unit._given = [None] * len(unit._exchanges)
+
+    def _entering(self, units: Sequence[GraphUnit]) -> list[Given | None]:
+        """What a compiled forward takes in place of parameters, of each group."""
+        with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
+            before = self._entries
+            if not before:
+                self._entries = [entry for unit in units for entry in unit._make_entries()]
+            else:
+                self._entries = [entry.again() for entry in before]
+            if not all(map(operator.is_, self._entries, before)) or not before:
+                handles = handles_of(self._entries)
+                self._entered = [
+                    (" ".join(map(str, entry.trained)), [*entry.rows, *own]) if entry.rows else None
+                    for entry, own in zip(self._entries, handles, strict=True)
+                ]
+        return self._entered
+
+    def _make_entries(self) -> list[Entry]:
+        return [
+            Entry(exchange, [entries[0] if entries else None for entries in places])
+            for exchange, places in zip(self._exchanges, self._places, strict=True)
+        ]
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The same, eagerly or traced."""
         module = self._modules[0]
         args, kwargs = self.enter(module, args, kwargs)
         try:
@@ -183,10 +224,10 @@ class GraphUnit:
             torch._C._autograd._pop_saved_tensors_default_hooks()
             self._pushed = False
         for places, held in self._held:
-            for entries, param in zip(places, held, strict=True):
+            for index, entries in enumerate(places):
                 for owner, name in entries:
-                    owner._parameters[name] = param
-        self._held = []
+                    owner._parameters[name] = held[index]
+        self._held = ()
 
     def _gather(self) -> None:
         frees = self.unit.frees_after_forward
@@ -194,29 +235,29 @@ class GraphUnit:
         kept: dict[int, Kept] = {}
         for number, exchange in enumerate(self._exchanges):
             places = self._traced_places(number) if compiling else self._places[number]
-            found: list[Any] = []
-            for index, entries in enumerate(places):
-                if entries:
-                    owner, name = entries[0]
-                    found.append(owner._parameters[name])
-                else:
-                    found.append(self._params[number][index].sharded)
-            if not all(isinstance(value, DTensor) for value in found):
-                continue
-            if compiling:
-                shards = [value.to_local() for value in found]
-            else:
-                exchange.follow()
-                shards = [_Local.apply(value) for value in found]
+            found, given = self._registered(number, places), self._given[number]
+            shards: list[Tensor] = []
             forms = self._other_forms(number)
-            for index in forms:
-                shards[index] = self._params[number][index].laid_out(shards[index])
-            trained = [index for index, value in enumerate(found) if value.requires_grad]
-            if compiling and frees:
-                given = exchange.key, trained, *shards
-                full = checkpoint(_unshard, *given, use_reentrant=False)
+            if given is not None:  # dynamo looks at nothing of what is found, and guards nothing
+                text, entered = given
+                trained = [int(index) for index in text.split()]
+            elif not all(isinstance(value, DTensor) for value in found):
+                continue
             else:
-                full = _unshard(exchange.key, trained, *shards)
+                if compiling:
+                    shards = [value.to_local() for value in found]
+                else:
+                    exchange.follow()
+                    shards = [_Local.apply(value) for value in found]
+                for index in forms:
+                    shards[index] = self._params[number][index].laid_out(shards[index])
+                trained = [index for index, value in enumerate(found) if value.requires_grad]
+                entered = shards
+            key, flat = exchange.key, given is not None
+            if compiling and frees:
+                full = checkpoint(_unshard, key, trained, flat, *entered, use_reentrant=False)
+            else:
+                full = _unshard(key, trained, flat, *entered)
             if frees and not compiling and trained and torch.is_grad_enabled():
                 gathered = Gathered(exchange, shards, trained)
                 for index, value in enumerate(full):
@@ -227,9 +268,17 @@ class GraphUnit:
                     value = _seen(self._params[number][index], value)
                 for owner, name in entries:
                     owner._parameters[name] = value
-            self._held.append((places, found))
+            # Another tuple: dynamo would fill a list again behind each run of the graph.
+            self._held = (*self._held, (places, found))
         if kept:
             self._save_none_of(kept)
+
+    def _registered(self, number: int, places: Sequence[Sequence[ModuleEntry]]) -> list[Any]:
+        """What is registered as a group's parameters; those that are nowhere are as they were."""
+        return [
+            entries[0][0]._parameters[entries[0][1]] if entries else param.sharded
+            for entries, param in zip(places, self._params[number], strict=True)
+        ]
 
     @_constant
     def _other_forms(self, number: int) -> tuple[int, ...]:
@@ -279,8 +328,8 @@ class GraphUnit:
         self._pushed = True
 
 
-def _unshard(key: str, trained: list[int], *shards: Tensor) -> list[Tensor]:
-    full: list[Tensor] = torch.ops.fsdp2.unshard(list(shards), key, trained)
+def _unshard(key: str, trained: list[int], flat: bool, *given: Tensor) -> list[Tensor]:
+    full: list[Tensor] = torch.ops.fsdp2.unshard(list(given), key, trained, flat)
     return full
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 BF16 = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 HALVES = fsdp2.MixedPrecisionPolicy(torch.float32, torch.float16)  # divides before and after
 STEPS = 20
+EAGERLY = {"options": {"compiler": "aot_eager"}}
 
 
 class _Checkpointed(models.Transformer):
@@ -49,6 +50,20 @@ class _EvenStack(compiling.Stack):
         super().__init__()
         for block in self.blocks:
             block.up, block.down = nn.Linear(models.DIM, 6), nn.Linear(6, models.DIM, bias=False)
+
+
+class _Pictures(nn.Module):
+    """Convolutions over what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 4, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :8].reshape(-1, 2, 2, 2).repeat(1, 1, 2, 2)
+        for block in self.blocks:
+            x = block(x.contiguous(memory_format=torch.channels_last))
+        return x
 
 
 def _shard(model: nn.Module, **arguments: Any) -> nn.Module:
@@ -104,6 +119,13 @@ def _lists(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(operators, name, _looped(getattr(operators, name)))
 
 
+def _channels_last() -> nn.Module:
+    model = models.seeded(_Pictures).to(memory_format=torch.channels_last)
+    for block in model.blocks:
+        fsdp2.fully_shard(block)
+    return fsdp2.fully_shard(model)
+
+
 def _hybrid() -> nn.Module:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
     return _of_blocks(models.Transformer, mesh=mesh)
@@ -138,6 +160,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "tensor parallel": _tensor_parallel,
     "empty shards": lambda: _of_blocks(models.OddMLP),
     "halves": lambda: _of_blocks(models.OddMLP, mp_policy=HALVES),
+    "channels last": _channels_last,
     "coalesced": lambda: _coalesced(0),
     "coalesced and packed": lambda: _coalesced(64, mp_policy=BF16),
 }
@@ -199,13 +222,10 @@ def _compare(case: str) -> None:
     fsdp2.graph_mode(eager)
     _assert_equal(_trained(eager, eager), expected)
     compiled = make()
-    fsdp2.graph_mode(compiled)
+    fsdp2.graph_mode(compiled, compile=EAGERLY)
     config = torch._dynamo.config
     with compiling.fresh_dynamo(), config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
-        run = torch.compile(
-            compiled, fullgraph=True, backend="fsdp2", options={"compiler": "aot_eager"}
-        )
-        _assert_equal(_trained(compiled, run), expected)
+        _assert_equal(_trained(compiled, compiled), expected)
 
 
 @ranks(3)
@@ -215,28 +235,67 @@ def test_inductor() -> None:
     model = _of_blocks(models.Transformer)
     expected = _trained(model, model)
     compiled = _of_blocks(models.Transformer)
-    fsdp2.graph_mode(compiled)
+    fsdp2.graph_mode(compiled, compile=True)
     with compiling.fresh_dynamo():
-        found = _trained(compiled, torch.compile(compiled, fullgraph=True, backend="fsdp2"))
+        found = _trained(compiled, compiled)
     for one, other in zip(found, expected, strict=True):
         # AdamW divides by the gradient's size: a rounding of a small one is 0.01 of a step.
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @ranks(2)
-def test_other_backends_give_the_same_bits() -> None:
-    """Their collectives wait in place. Training compiles once, and evaluation once more."""
+def test_inside_of_a_larger_graph() -> None:
+    """Somebody compiles what calls the model, with any backend: the graph takes DTensors.
+
+    Training compiles once, and evaluation once more.
+    """
     model = _of_blocks(models.Transformer)
     expected = _trained(model, model)
-    compiled = _of_blocks(models.Transformer)
-    fsdp2.graph_mode(compiled)
+    larger = _of_blocks(models.Transformer)
+    fsdp2.graph_mode(larger)
     with compiling.fresh_dynamo():
         compiler = compiling.Compiler()
-        run = compiler.wrap(compiled)
-        _assert_equal(_trained(compiled, run), expected)
+        run = compiler.wrap(larger)
+        _assert_equal(_trained(larger, run), expected)
         assert compiler.graphs == 1
         inputs = next(_inputs(model))
         for _ in range(2):
             with torch.no_grad():
                 _assert_equal([run(inputs)], [model(inputs)])
         assert compiler.graphs == 2
+
+
+@ranks(2)
+def test_gradients_of_a_compiled_model() -> None:
+    """Asked for, seen by hooks, added up, of other parameters, and after a change of which train:
+    as of an eager one.
+    """
+    found = []
+    with compiling.fresh_dynamo():
+        for compile in (False, EAGERLY):
+            model = _of_blocks(models.Transformer)
+            fsdp2.graph_mode(model, compile=compile)  # type: ignore[arg-type]  # one of both
+            found.append(_gradients(model))
+    assert all(type(one) is type(other) for one, other in zip(*found, strict=True))
+    _assert_equal(*(parity.full_all(each) for each in found))
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    params = dict(model.named_parameters())
+    inputs = next(_inputs(model))
+    found = [*torch.autograd.grad(_loss(model(inputs)), [*params.values()])]
+    doubled = {name: 2 * param.detach() for name, param in params.items()}
+    wanted = [value.requires_grad_() for value in doubled.values()]
+    output = torch.func.functional_call(model, doubled, (inputs,))
+    found += torch.autograd.grad(_loss(output), wanted)
+    for _ in range(2):
+        _loss(model(inputs)).backward()
+    hook = model.head.weight.register_hook(lambda gradient: 3 * gradient)
+    _loss(model(inputs)).backward()
+    hook.remove()
+    found += [cast(Tensor, param.grad) for param in params.values()]
+    model.blocks[0].requires_grad_(False)
+    model.zero_grad()
+    _loss(model(inputs)).backward()
+    assert all(param.grad is None for param in model.blocks[0].parameters())
+    return found + [param.grad for param in params.values() if param.grad is not None]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchRuntimeError
+from torch._dynamo.utils import counters
 
 import fsdp2
 from fsdp2.graph import operators, placement
@@ -21,7 +22,7 @@ from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
 
-EAGERLY = {"compiler": "aot_eager"}
+EAGERLY: dict[str, Any] = {"options": {"compiler": "aot_eager"}}
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +57,9 @@ def _graphs(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
         found.append(steps)
 
     monkeypatch.setattr(placement, "place", note)
-    fsdp2.graph_mode(model)
+    fsdp2.graph_mode(model, compile=EAGERLY)
     with compiling.fresh_dynamo():
-        run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
-        run(torch.randn(2, models.DIM)).sum().backward()
+        model(torch.randn(2, models.DIM)).sum().backward()
     return found
 
 
@@ -150,12 +150,11 @@ def test_at_most_two_blocks_are_gathered(monkeypatch: pytest.MonkeyPatch, pack_b
     numbers = itertools.count()
     model = _sharded(6)
     model.set_tuning(pack_below=pack_below)
-    fsdp2.graph_mode(model)
+    fsdp2.graph_mode(model, compile=EAGERLY)
     with compiling.fresh_dynamo():
-        run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
         for _ in range(2):
             monkeypatch.setattr(operators.Exchange, "start_unshard", note)
-            run(torch.randn(2, models.DIM)).sum().backward()
+            model(torch.randn(2, models.DIM)).sum().backward()
     assert max(peaks) == 2
     assert len(peaks) == 2 * 2 * 6
     assert not alive
@@ -168,16 +167,14 @@ def test_collectives_are_as_many_and_as_large_as_with_hooks(
     """Of a steady step, whoever runs it. Reduced from where they are, hooks also send marks."""
     found = []
     for mode in ("hooks", "eager", "compiled"):
-        model = run = _sharded()
+        model = _sharded()
         model.set_tuning(pack_below=pack_below)
         if mode != "hooks":
-            fsdp2.graph_mode(model)
+            fsdp2.graph_mode(model, compile=EAGERLY if mode == "compiled" else False)
         with compiling.fresh_dynamo():
-            if mode == "compiled":
-                run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
             for _ in range(2):
                 calls.clear()
-                run(torch.randn(2, models.DIM)).sum().backward()
+                model(torch.randn(2, models.DIM)).sum().backward()
         sized = [(call.name, call.nbytes if pack_below else 0) for call in calls.calls]
         found.append(sorted(sized))
     assert found[0] == found[1] == found[2]
@@ -236,7 +233,7 @@ def test_other_dtypes_after_the_call() -> None:
     model = _sharded()
     fsdp2.graph_mode(model)
     model.to(torch.float64)
-    run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
+    run = torch.compile(model, fullgraph=True, backend="fsdp2", **EAGERLY)
     said = re.escape("graph-mode-dtype")  # in dynamo's error
     with compiling.fresh_dynamo(), pytest.raises(TorchRuntimeError, match=said):
         run(torch.randn(2, models.DIM, dtype=torch.float64))
@@ -247,12 +244,35 @@ def test_other_dtypes_after_the_call() -> None:
     assert all(param.grad.dtype is torch.float64 for param in model.parameters())
 
 
+def test_changes_compile_anew() -> None:
+    """Of the layout, of dtypes, and of what trains: once each. The root's forward is compiled."""
+    model = _sharded()
+    fsdp2.graph_mode(model, compile=EAGERLY)
+
+    def step(dtype: torch.dtype = torch.float32) -> int:
+        counters.clear()
+        model(torch.randn(2, models.DIM, dtype=dtype)).sum().backward()
+        return counters["stats"]["unique_graphs"]
+
+    with compiling.fresh_dynamo():
+        assert [step(), step()] == [1, 0]
+        model.set_tuning(pack_below=0)
+        assert [step(), step()] == [1, 0]
+        model.blocks[0].requires_grad_(False)
+        assert [step(), step()] == [1, 0]
+        model.to(torch.float64)
+        assert [step(torch.float64), step(torch.float64)] == [1, 0]
+    trained = [param for param in model.parameters() if param.requires_grad]
+    assert all(param.grad.dtype is torch.float64 for param in trained)
+    assert len(trained) < len([*model.parameters()])
+
+
 def test_a_graph_of_another_layout_is_not_used() -> None:
     """Keys, which torch's caches on disk know, hold what operators return; a change is noticed."""
     model = _sharded()
     fsdp2.graph_mode(model)
     inputs = torch.randn(2, models.DIM)
-    run = torch.compile(model, fullgraph=True, backend="fsdp2", options=EAGERLY)
+    run = torch.compile(model, fullgraph=True, backend="fsdp2", **EAGERLY)
     with compiling.fresh_dynamo():
         run(inputs).sum().backward()
         model.set_tuning(pack_below=0)
@@ -287,14 +307,18 @@ def test_a_failed_forward_leaves_shards(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def test_shards_written_before_backward_raise() -> None:
+@pytest.mark.parametrize("compile", [False, EAGERLY], ids=["eager", "compiled"])
+def test_shards_written_before_backward_raise(compile: Any) -> None:
+    """Before a gradient is set: backward has gathered other parameters than forward."""
     model = _sharded()
-    fsdp2.graph_mode(model)
-    loss = model(torch.randn(2, models.DIM)).sum()
-    with torch.no_grad():
-        model.blocks[2].up.weight.to_local().add_(1)
-    with raises("graph-mode-written"):
-        loss.backward()
+    fsdp2.graph_mode(model, compile=compile)
+    with compiling.fresh_dynamo():
+        loss = model(torch.randn(2, models.DIM)).sum()
+        with torch.no_grad():
+            model.blocks[2].up.weight.to_local().add_(1)
+        with raises("graph-mode-written"):
+            loss.backward()
+    assert not compile or all(param.grad is None for param in model.parameters())
 
 
 def _offloaded() -> None:
@@ -372,7 +396,7 @@ def test_gradients_of_shards_ask_for_graph_mode() -> None:
 
 def test_a_graph_of_another_model_is_refused() -> None:
     with raises("graph-of-another-model"):
-        torch.ops.fsdp2.unshard([torch.ones(2)], "gone#0", [0])
+        torch.ops.fsdp2.unshard([torch.ones(2)], "gone#0", [0], False)
 
 
 def test_an_unknown_compiler_is_refused() -> None:
