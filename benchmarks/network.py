@@ -31,8 +31,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks import harness, namespaces, variants
 from fsdp2.examples import data, parallel
 from fsdp2.examples import options as example
-from fsdp2.examples.model import PRESETS, Transformer, reset_parameters
-from fsdp2.examples.train_lm import Run, build_model, make_optimizer, train_step
+from fsdp2.examples.model import PRESETS, parts, reset_parameters
+from fsdp2.examples.train_lm import Run, build_model, make_optimizer, train_step, unsharded_model
 
 ONE = "one process"
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -89,8 +89,8 @@ def make_run(variant: str, rank: int, arguments: list[str], ranks: int) -> Run:
     device = torch.device("cpu")
     corpus = data.load_corpus(options.data, min_bytes=options.seq_len + 1)
     if variant == "torch":
-        model = Transformer(options.model)
-        for name, part in model.parts():
+        model: Any = unsharded_model(options)
+        for name, part in parts(model):
             reset_parameters(part, options.model, options.seed, prefix=name)
         fully_shard, policy = variants.fsdp2_api("torch")
         keywords: dict[str, Any] = {"mesh": init_device_mesh("cpu", (ranks,))}
@@ -100,8 +100,8 @@ def make_run(variant: str, rank: int, arguments: list[str], ranks: int) -> Run:
             fully_shard(part, **keywords)
     else:
         model = build_model(options, device, parallel.make_mesh(options))
-    optimizer = make_optimizer(model, options)
-    return Run(options, rank, rank, device, corpus, model, list(model.parameters()), optimizer)
+    optimizer = make_optimizer(model.named_parameters(), options)
+    return Run(options, device, corpus, model, optimizer)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -43,24 +43,19 @@ def find(folder: Path | None, resume: bool, alike: Facts) -> int | None:
                 "another folder"
             )
         if known:
-            _check_alike(f"step {known[-1]} of {folder}", _read(folder, known[-1]), alike)
+            was = checkpoint.read_extra(folder, known[-1])["alike"]
+            _check_alike(f"step {known[-1]} of {folder}", was, alike)
             return known[-1]
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--checkpoint {folder}: {error.strerror}") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"--checkpoint {folder} cannot be written to")
-    return None
-
-
-def _read(folder: Path, step: int) -> Facts:
-    try:
-        facts: Facts = checkpoint.read_extra(folder, step)["alike"]
     except (CheckpointError, KeyError, TypeError) as error:
         raise UsageError(
             f"--resume: the checkpoint in {folder} cannot be read ({error})"
         ) from error
-    return facts
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"--checkpoint {folder} cannot be written to")
+    return None
 
 
 def _check_alike(path: str, was: Facts, now: Facts) -> None:
@@ -89,7 +84,7 @@ class Saves(ExitStack):
     `preempted` then says so.
     """
 
-    def __init__(self, options: Options, rank: int) -> None:
+    def __init__(self, options: Options) -> None:
         super().__init__()
         self._options = options
         self._latest: checkpoint.Saving | None = None
@@ -97,7 +92,7 @@ class Saves(ExitStack):
         self.preempted = False
         if options.checkpoint is not None:
             self._preemption = self.enter_context(checkpoint.Preemption())
-            if rank == 0:
+            if options.rank == 0:
                 checkpoint.remove(options.checkpoint)  # what a killed attempt has left half-done
 
     def is_due(self, done: int) -> bool:

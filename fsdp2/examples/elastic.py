@@ -28,6 +28,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from fsdp2 import elastic
 
 from .options import Options
+from .reporting import say
 
 GROUP = "FSDP2_EXAMPLE_GROUP"
 """The number of this process's replica group."""
@@ -104,7 +105,6 @@ def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     options: Options,
-    rank: int,
     backward: Backward,
     held_out: Callable[[], float],
 ) -> None:
@@ -113,27 +113,24 @@ def train(
     assert number is not None
     assert options.elastic is not None
     says = f"group {number}:"
-    if rank == 0 and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        print(f"train_lm: group {number} is started again", flush=True)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        say(f"train_lm: group {number} is started again")
     groups = TCPStore(HOST, int(os.environ[STORE]), is_master=False)
-    manager, shutdown = make_manager(model, optimizer, options, rank, number)
+    manager, shutdown = make_manager(model, optimizer, options, number)
     groups.set(f"group {number} is there", "")
     groups.wait([f"group {n} is there" for n in range(options.elastic)], START)
-    finishes = _loop(model, optimizer, options, manager, backward, groups, rank, says)
+    finishes = _loop(model, optimizer, options, manager, backward, groups, says)
     shutdown()
     if not finishes:
         return
     loss, checksum = held_out(), _checksum(model)
-    if rank == 0:
-        print(
-            f"{says} step {manager.current_step()}, held-out loss {loss:.4f}, weights {checksum}",
-            flush=True,
-        )
+    say(f"{says} step {manager.current_step()}, held-out loss {loss:.4f}, weights {checksum}")
+    if options.rank == 0:
         groups.set(_weights(number), checksum)
 
 
 def make_manager(
-    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, rank: int, number: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, number: int
 ) -> tuple[elastic.Manager, Callable[[], None]]:
     """torchft's manager of this rank, and what ends it."""
     import torchft
@@ -151,7 +148,7 @@ def make_manager(
         state_dict=transport.state_dict,
         load_state_dict=transport.load_state_dict,
         replica_id=f"group_{number}",
-        rank=rank,
+        rank=options.rank,
         world_size=options.world_size,
         hostname=HOST,
     )
@@ -165,7 +162,6 @@ def _loop(
     manager: elastic.Manager,
     backward: Backward,
     groups: TCPStore,
-    rank: int,
     says: str,
 ) -> bool:
     """Whether this group has committed the last step."""
@@ -176,13 +172,13 @@ def _loop(
     while manager.current_step() < options.steps:
         steps.begin()
         step, count = manager.current_step(), manager.num_participants()
-        leads = rank == 0 and manager.participating_rank() == 0
-        if step != committed and rank == 0:
-            print(f"{says} has healed, and goes on behind step {step}", flush=True)
+        leads = manager.participating_rank() == 0
+        if step != committed:
+            say(f"{says} has healed, and goes on behind step {step}")
         if count == 1 and any(groups.check([_weights(n)]) for n in range(options.elastic)):
             return False  # too late: the others have finished, and nobody heals this one
         if count != taking_part and leads:
-            print(f"step {step + 1}: {count} of {options.elastic} groups take part", flush=True)
+            say(f"step {step + 1}: {count} of {options.elastic} groups take part")
         committed, taking_part = step, count
         loss = backward(step, elastic.batch_number(manager))
         is_told = (step + 1) % every == 0 or step + 1 == options.steps
@@ -191,11 +187,9 @@ def _loop(
         if steps.commit():
             committed += 1
             if is_told and leads:
-                print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
-        elif rank == 0:
-            print(
-                f"{says} step {step + 1} is dropped, and tried again: {_why(manager)}", flush=True
-            )
+                say(f"step {step + 1}: loss {loss.item():.4f}")
+        else:
+            say(f"{says} step {step + 1} is dropped, and tried again: {_why(manager)}")
     return True
 
 

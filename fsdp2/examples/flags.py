@@ -101,23 +101,17 @@ class Common:
     device: str = flag("where tensors are", choices=["auto", "cpu", "cuda"], default="auto")
     threads: int = flag("CPU threads per rank (CPUs / ranks)", count, default=0)
     seed: int = flag("fixes weights and the order of data", not_negative, default=0)
+    rank: int = 0
+    local_rank: int = 0
     world_size: int = 0
     local_world_size: int = 0
-
-    @property
-    def preempted(self) -> int | None:
-        """The exit code of ranks that save after a signal; ``None``: they do not."""
-        return None
+    restarts: int = 0  # after failures
+    preempted: int | None = None  # the exit code of ranks that save after a signal
 
     @property
     def groups(self) -> int:
         """How often as many ranks are on this machine."""
         return 1
-
-    @property
-    def restarts(self) -> int:
-        """How often the ranks are started again after a failure."""
-        return 0
 
     @property
     def backend(self) -> str:
@@ -158,9 +152,9 @@ def parsed(
     if options.device == "auto":
         options = replace(options, device="cuda" if torch.cuda.is_available() else "cpu")
     world_size = world_size_of(options.nproc, ranks, default_ranks(options))
-    local = ranks.local_world_size if ranks else world_size
-    threads = options.threads or max(1, cpu_count() // (local * options.groups))
-    return replace(options, world_size=world_size, local_world_size=local, threads=threads)
+    ranks = ranks or GivenRanks(0, world_size, 0, world_size)
+    threads = options.threads or max(1, cpu_count() // (ranks.local_world_size * options.groups))
+    return replace(options, threads=threads, **vars(ranks))
 
 
 def _with_hyphens(word: str) -> str:

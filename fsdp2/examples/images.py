@@ -8,15 +8,16 @@ all ranks get the mean.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from fsdp2 import MixedPrecisionPolicy
 
@@ -40,6 +41,7 @@ class ImageOptions(Common):
     num_epochs: int = flag("times through the images", count, 10)
     lr: float = flag("learning rate of the first step", rate, 0.05)
     seed: int = flag("fixes weights and the order of images", not_negative, 1)
+    num_workers: int | None = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -50,6 +52,13 @@ class ImageOptions(Common):
         """Parameters in the dtype of compute, sums of gradients in float32."""
         param_dtype = None if self.dtype == torch.float32 else self.dtype
         return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+
+
+class Images(NamedTuple):
+    """Data sets of images fp32 [channels, height, width] and their labels, from 0."""
+
+    train: Any
+    held_out: Any
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -85,17 +94,6 @@ def average_statistics(model: nn.Module) -> None:
             buffer /= dist.get_world_size()
 
 
-def shared_out(images: int, at_once: int, rank: int, num_ranks: int) -> list[tuple[Tensor, bool]]:
-    """The forwards of one rank: numbers of images, int64 [n], n <= `at_once`; whether they count.
-
-    Every rank runs as many forwards, as each gathers parameters from all: ranks that are left over
-    at the end run the first images once more, and drop the answers.
-    """
-    chunks = torch.arange(images).split(at_once)
-    mine = range(rank, -(-len(chunks) // num_ranks) * num_ranks, num_ranks)
-    return [(chunks[i], True) if i < len(chunks) else (chunks[0], False) for i in mine]
-
-
 def batches_of(options: ImageOptions, images: int, epoch: int, rank: int) -> list[list[int]]:
     """This rank's slices of an epoch's batches; images that fill no batch are left out."""
     sentence = f"{images} images are no batch of --batch_size {options.batch_size}"
@@ -104,69 +102,87 @@ def batches_of(options: ImageOptions, images: int, epoch: int, rank: int) -> lis
     batches = torch.randperm(images, generator=order).split(options.batch_size)
     share = options.batch_size // options.world_size
     whole = [batch for batch in batches if len(batch) == options.batch_size]
-    return [[int(i) for i in batch[rank * share :][:share]] for batch in whole]
+    return [batch[rank * share :][:share].tolist() for batch in whole]
 
 
-def train_epoch(
-    options: ImageOptions,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    rates: Sequence[float],
-    device: torch.device,
-) -> float:
-    """Train on this rank's images and labels, a step per rate; all ranks' mean loss, in nats."""
-    model.train()
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for (images, labels), lr in zip(batches, rates, strict=True):
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        logits = model(images.to(device, options.dtype, non_blocking=True))
-        loss = F.cross_entropy(logits.float(), labels.to(device, non_blocking=True))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        total += loss.detach().double()
-    dist.all_reduce(total)
-    average_statistics(model)
-    return total.item() / len(rates) / options.world_size
+def shared_out(images: int, at_once: int, rank: int, num_ranks: int) -> list[list[int]]:
+    """The forwards of one rank: numbers of images, `at_once` or, of the last ones, fewer.
 
-
-@torch.no_grad()
-def answers_of(
-    model: nn.Module,
-    read: Callable[[list[list[int]]], Iterable[Tensor]],
-    images: int,
-    at_once: int,
-    num_ranks: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The likeliest classes of each image, int64 [images, 5 or fewer], the same on every rank.
-
-    Args:
-        model: on `num_ranks` ranks; with 1, only this rank has it.
-        read: yields a batch of images for each list of their numbers.
-        images: how many.
-        at_once: images in one forward.
-        num_ranks: which share the forwards out.
-        device: of the model.
-        dtype: of compute.
+    Every rank runs as many forwards, as each gathers parameters from all: ranks that are left over
+    at the end run the first images once more.
     """
-    model.eval()
-    mine = shared_out(images, at_once, dist.get_rank() if num_ranks > 1 else 0, num_ranks)
-    answers = torch.zeros(0, dtype=torch.int64, device=device)
-    batches = read([[int(i) for i in chunk] for chunk, _ in mine])
-    for batch, (chunk, counts) in zip(batches, mine, strict=True):
-        logits = model(batch.to(device, dtype)).float()
-        likeliest = logits.topk(min(5, logits.shape[1])).indices
-        if not len(answers):
-            answers = likeliest.new_zeros(images, likeliest.shape[1])
-        if counts:
+    chunks = torch.arange(images).split(at_once)
+    mine = range(rank, -(-len(chunks) // num_ranks) * num_ranks, num_ranks)
+    return [chunks[i % len(chunks)].tolist() for i in mine]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model in training, and its images."""
+
+    options: ImageOptions
+    images: Images
+    device: torch.device
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def _batches(
+        self, images: Dataset[tuple[Tensor, int]], numbers: list[list[int]]
+    ) -> DataLoader[tuple[Tensor, int]]:
+        pin, workers = self.options.device == "cuda", self.options.num_workers or 0
+        return DataLoader(images, batch_sampler=numbers, num_workers=workers, pin_memory=pin)
+
+    def train(self, epoch: int, rate_of: Callable[[float], float]) -> float:
+        """Once through the images, each rank with its slice of each batch.
+
+        Args:
+            epoch: which, from 0.
+            rate_of: the learning rate of a step, by the share of the epoch that it completes.
+
+        Returns:
+            All ranks' mean loss, in nats.
+        """
+        options, device = self.options, self.device
+        numbers = batches_of(options, len(self.images.train), epoch, dist.get_rank())
+        self.model.train()
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for step, (pixels, labels) in enumerate(self._batches(self.images.train, numbers), 1):
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate_of(step / len(numbers))
+            logits = self.model(pixels.to(device, options.dtype, non_blocking=True))
+            loss = F.cross_entropy(logits.float(), labels.to(device, non_blocking=True))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            total += loss.detach().double()
+        dist.all_reduce(total)
+        average_statistics(self.model)
+        return total.item() / len(numbers) / options.world_size
+
+    @torch.no_grad()
+    def answers(self, at_once: int, unsharded: nn.Module | None = None) -> Tensor:
+        """The likeliest classes of each held-out image, int64 [images, 5 or fewer], on every rank.
+
+        Args:
+            at_once: images in one forward.
+            unsharded: a model that is asked instead; only this rank has it, and the answers.
+        """
+        model = unsharded or self.model
+        rank, ranks = (0, 1) if unsharded else (dist.get_rank(), dist.get_world_size())
+        model.eval()
+        images = self.images.held_out
+        numbers = shared_out(len(images), at_once, rank, ranks)
+        answers = torch.zeros(0, dtype=torch.int64, device=self.device)
+        for (pixels, _), chunk in zip(self._batches(images, numbers), numbers, strict=True):
+            logits = model(pixels.to(self.device, self.options.dtype)).float()
+            likeliest = logits.topk(min(5, logits.shape[1])).indices
+            if not len(answers):
+                answers = likeliest.new_zeros(len(images), likeliest.shape[1])
             answers[chunk] = likeliest
-    if num_ranks > 1:
-        dist.all_reduce(answers)
-    return answers
+        if ranks > 1:
+            # Images that two ranks have run are the same forward on both, with the same answers.
+            dist.all_reduce(answers, dist.ReduceOp.MAX)
+        return answers
 
 
 _operators: list[torch.library.Library] = []

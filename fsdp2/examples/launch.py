@@ -118,7 +118,7 @@ Given = TypeVar("Given", bound=Common)
 Prepare = Callable[[Sequence[str], GivenRanks | None], Given | int]
 """Checks arguments, and all else that can be wrong; an exit code where nothing is to be run."""
 
-Work = Callable[[Given, GivenRanks], int]
+Work = Callable[[Given], int]
 """A rank's; returns its exit code."""
 
 
@@ -148,26 +148,24 @@ def run_rank(
     """Be a rank in this process; its exit code."""
     try:
         options = prepare(argv, ranks)
-        return options if isinstance(options, int) else work(options, ranks)
+        return options if isinstance(options, int) else work(options)
     except UsageError as error:
         return _complain(name, error, ranks.rank)
 
 
 @contextmanager
-def process_group(
-    options: Common, ranks: GivenRanks, timeout: float = 600.0
-) -> Iterator[torch.device]:
+def process_group(options: Common, timeout: float = 600.0) -> Iterator[torch.device]:
     """The default process group, and this rank's device; one that is there already is used."""
     torch.set_num_threads(options.threads)
     device = torch.device("cpu")
     if options.device == "cuda":
-        device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", options.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if not dist.is_initialized():  # Ray Train has made it
         dist.init_process_group(
             options.backend,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            rank=options.rank,
+            world_size=options.world_size,
             timeout=timedelta(seconds=timeout),
             device_id=device if options.backend == "nccl" else None,
         )

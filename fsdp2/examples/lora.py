@@ -12,7 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .model import Block, generator_of
+from fsdp2.planning.presets import Block
+
+from .model import generator_of
 
 ALPHA = 16.0
 

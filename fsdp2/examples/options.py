@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 
 from fsdp2 import checkpoint
+from fsdp2.planning.presets import Shape
+from fsdp2.wrap import WireFormat
 
 from .flags import (
     Common,
@@ -25,8 +27,7 @@ from .flags import (
     seconds,
     world_size_of,
 )
-from .model import PRESETS, ModelConfig
-from .wire import FORMATS
+from .model import PRESETS
 
 PREEMPTED = checkpoint.Preemption.exit_code
 
@@ -47,6 +48,31 @@ _TRAINING: dict[str, Training] = {
     "llama-1b": Training(seq_len=2048, batch_size=8, lr=3e-4, steps=200),
     "llama-8b": Training(seq_len=2048, batch_size=8, lr=3e-4, steps=200),
 }
+
+
+FORMATS: dict[str, WireFormat] = {
+    "exact": {},
+    "fp32-sums": {"reduce": "fp32"},
+    "bf16-sums": {"reduce": "bf16"},
+    "int8-sums": {"reduce": "int8"},
+    "int8-weights": {"gather": "int8", "reduce": "bf16"},
+    "int8": {"gather": "int8", "reduce": "int8"},
+    "int8-differences": {"gather": "int8", "differences": True, "reduce": "int8"},
+    "int4-weights": {"gather": "int4", "reduce": "int8"},
+    "int4-differences": {"gather": "int4", "differences": True, "reduce": "int8"},
+    "int4": {
+        "gather": "int4",
+        "differences": True,
+        "reduce": "int4",
+        "feedback": True,
+        "rotate": True,
+    },
+    "int4-naive": {"gather": "int4", "reduce": "int4"},
+}
+"""Formats that ``--wire`` takes, as arguments of `FSDPModule.set_wire_format`.
+
+The guide "Train over a slow network" says what each sends, and what it costs in accuracy.
+"""
 
 
 @dataclass(frozen=True)
@@ -112,13 +138,18 @@ class Options(Common):
     )
 
     @property
-    def model(self) -> ModelConfig:
+    def model(self) -> Shape:
         return PRESETS[self.preset]
 
     @property
     def data_parallel_size(self) -> int:
         """Into how many slices a micro-batch is cut; the ranks of one --tp group share a slice."""
         return self.world_size // self.tp
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Ranks of a --tp group are neighbors: `tp` is the mesh's last dim."""
+        return self.rank // self.tp
 
     @property
     def shard_size(self) -> int:
@@ -146,16 +177,8 @@ class Options(Common):
         return "cpu:gloo,cuda:nccl" if both else super().backend
 
     @property
-    def preempted(self) -> int | None:
-        return self.preempted_exit_code if self.checkpoint else None
-
-    @property
     def groups(self) -> int:
         return self.elastic or 1
-
-    @property
-    def restarts(self) -> int:
-        return 100 if self.elastic else 0
 
 
 def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
@@ -166,11 +189,13 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
     for name in needs_folder if given.checkpoint is None else ():
         flag_name = name.replace("_", "-")
         check((getattr(given, name), f"--{flag_name} needs --checkpoint DIR to say where to save"))
+    code = given.preempted_exit_code or PREEMPTED
     options = replace(
         _with_preset(given),
         checkpoint_every=given.checkpoint_every or 50,
         keep=given.keep or 2,
-        preempted_exit_code=given.preempted_exit_code or PREEMPTED,
+        preempted=code if given.checkpoint else None,
+        restarts=100 if given.elastic else 0,
     )
     _check_shapes(options)
     _check_combinations(options)
@@ -197,12 +222,14 @@ def _check_shapes(options: Options) -> None:
     """Whether ranks divide the batch, the layers and the parameters."""
     model, world_size, tp = options.model, options.world_size, options.tp
     slices, micro_batch = options.data_parallel_size, options.micro_batch
+    kv_dim = model.dim // model.heads * model.kv_heads
+    largest = max(model.vocab, model.ffn, model.dim)
     flags = [f"--{k} {n}" for k, n in (("replicate", options.replicate), ("tp", tp)) if n > 1]
     takers = f"{slices} groups of {tp} ranks (--tp)" if tp > 1 else f"{slices} ranks"
     shared = {
-        "key/value heads": model.num_kv_heads,
-        "hidden channels": model.hidden_dim,
-        "rows of the vocabulary": model.vocab_size,
+        "key/value heads": model.kv_heads,
+        "hidden channels": model.ffn,
+        "rows of the vocabulary": model.vocab,
     }
     check(
         (
@@ -215,9 +242,9 @@ def _check_shapes(options: Options) -> None:
             for what, size in shared.items()
         ),
         (
-            options.lora and options.lora >= model.kv_dim,
+            options.lora and options.lora >= kv_dim,
             f"--lora {options.lora} is no low rank: the smallest linear layer of preset "
-            f"{options.preset} has {model.kv_dim} rows",
+            f"{options.preset} has {kv_dim} rows",
         ),
         (
             world_size % (options.replicate * tp),
@@ -234,9 +261,9 @@ def _check_shapes(options: Options) -> None:
             f"divide evenly over {takers}",
         ),
         (
-            world_size // options.replicate > model.largest_dim,
+            world_size // options.replicate > largest,
             f"{world_size // options.replicate} ranks are more than the largest dim of preset "
-            f"{options.preset}, {model.largest_dim}: some ranks would hold nothing but padding",
+            f"{options.preset}, {largest}: some ranks would hold nothing but padding",
         ),
     )
 

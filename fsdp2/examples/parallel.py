@@ -14,12 +14,13 @@ different data: parameters are sharded along `shard`, gradients are averaged ove
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     parallelize_module,
 )
@@ -27,7 +28,6 @@ from torch.distributed.tensor.parallel import (
 from fsdp2 import Levels
 
 from .lora import LoRALinear
-from .model import RMSNorm
 from .options import Options
 
 _ROWWISE = ("wo", "down")
@@ -57,7 +57,7 @@ def tensor_parallel(part: nn.Module, mesh: DeviceMesh) -> None:
     """Make `part`'s parameters DTensors of which each rank along `mesh`, 1-D, holds its share.
 
     Every rank has filled the part with the same full weights and keeps its share of its own copy
-    (``src_data_rank=None``): nothing is sent.
+    (``src_data_rank=None``).
     """
     parallelize_module(part, mesh, plan(part), src_data_rank=None)
 
@@ -70,53 +70,36 @@ def plan(part: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
     """
     if isinstance(part, nn.Embedding):
         return RowwiseParallel(input_layouts=Replicate())
-    if isinstance(part, RMSNorm):
+    if isinstance(part, nn.RMSNorm):
         return ReplicateParallel()
     if isinstance(part, nn.Linear):
         return ColwiseParallel(output_layouts=Replicate())  # the head: whole logits
     styles: dict[str, ParallelStyle] = {}
     for path, module in part.named_modules():
         rowwise = path.endswith(_ROWWISE)
-        if isinstance(module, RMSNorm):
+        if isinstance(module, nn.RMSNorm):
             styles[path] = ReplicateParallel()
         elif isinstance(module, LoRALinear):
             # The adapter's narrow side is whole on every rank; its wide side is cut like the base.
-            styles[f"{path}.base"] = _linear(rowwise)
+            styles[f"{path}.base"] = RowwiseParallel() if rowwise else ColwiseParallel()
             styles[f"{path}.lora_a"] = RowwiseParallel() if rowwise else ReplicateParallel()
             styles[f"{path}.lora_b"] = ReplicateParallel() if rowwise else ColwiseParallel()
         elif isinstance(module, nn.Linear) and path not in styles:
-            styles[path] = _linear(rowwise)
+            styles[path] = RowwiseParallel() if rowwise else ColwiseParallel()
     return styles
 
 
-def _linear(rowwise: bool) -> ParallelStyle:
-    return RowwiseParallel() if rowwise else ColwiseParallel()
-
-
-class ReplicateParallel(ParallelStyle):
+class ReplicateParallel(PrepareModuleInputOutput):
     """Whole on every rank: the same input, the same weights, the same output and gradients."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # Both hooks return what replaces their argument; the declared types leave that out.
-        return distribute_module(
-            module,
-            device_mesh,
-            self._replicate,
-            self._annotate_input,  # type: ignore[arg-type]
-            self._local_output,  # type: ignore[arg-type]
+    def __init__(self) -> None:
+        whole = Replicate()
+        super().__init__(
+            input_layouts=whole,
+            desired_input_layouts=whole,
+            output_layouts=whole,
+            desired_output_layouts=whole,
         )
 
-    def _replicate(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for key, param in list(module.named_parameters(recurse=False)):
-            whole = distribute_tensor(param, mesh, [Replicate()], src_data_rank=self.src_data_rank)
-            module.register_parameter(key, nn.Parameter(whole, requires_grad=param.requires_grad))
-
-    @staticmethod
-    def _annotate_input(
-        module: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh
-    ) -> tuple[DTensor]:
-        return (DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False),)
-
-    @staticmethod
-    def _local_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-        return output.to_local()
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return super()._apply(distribute_module(module, device_mesh), device_mesh)

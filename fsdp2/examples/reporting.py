@@ -1,15 +1,21 @@
-"""The output of a run: tables, lines of progress, and the figures in them."""
+"""The output of a run: lines of progress, and the figures in them."""
 
 from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+
+def say(line: str) -> None:
+    """Print a line on rank 0."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
 
 
 def step_line(step: int, steps: int, loss: float, tokens_per_second: float, peak_bytes: int) -> str:
@@ -22,13 +28,6 @@ def step_line(step: int, steps: int, loss: float, tokens_per_second: float, peak
     )
 
 
-def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Print names, and values to the right."""
-    names, values = (max(map(len, column)) for column in zip(*rows, strict=True))
-    print(f"\n{title}")
-    print("".join(f"{n.ljust(names)}  {v.rjust(values)}\n" for n, v in rows), flush=True)
-
-
 def amount(nbytes: float) -> str:
     """Bytes in powers of ten."""
     for unit in ("B", "kB", "MB"):
@@ -38,25 +37,20 @@ def amount(nbytes: float) -> str:
     return f"{nbytes:.2f} GB"
 
 
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes of parameters, gradients and optimizer state: on this rank, and unsharded."""
-
-    rank: int
-    unsharded: int
-
-
 def state_bytes(
     params: Iterable[torch.nn.Parameter], optimizer: torch.optim.Optimizer
-) -> StateBytes:
-    """Counted on the tensors themselves: sharded `params`, frozen or trained, and what hangs on."""
+) -> tuple[int, int]:
+    """Bytes of parameters, gradients and optimizer state: on this rank, and unsharded.
+
+    Counted on the tensors themselves: sharded `params`, frozen or trained, and what hangs on.
+    """
     rank = unsharded = 0
     for param in params:
         for tensor in (param, param.grad, *optimizer.state.get(param, {}).values()):
             if isinstance(tensor, Tensor):
                 rank += (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
                 unsharded += tensor.nbytes
-    return StateBytes(rank, unsharded)
+    return rank, unsharded
 
 
 def peak_memory(device: torch.device) -> int:

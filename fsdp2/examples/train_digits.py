@@ -15,6 +15,7 @@ did; otherwise the exit code is 1.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import importlib
 import importlib.util
@@ -22,7 +23,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -31,17 +32,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from fsdp2 import shard_model, xla
 
 from . import launch
 from .flags import GivenRanks, UsageError, check, flag, parsed
-from .images import BatchNorm, ImageOptions, answers_of, batches_of, train_epoch
+from .images import BatchNorm, ImageOptions, Images, Run
+from .reporting import say
 
 MODULE = "fsdp2.examples.train_digits"
 EVALUATED_AT_ONCE = 90
 """Images in one forward of an evaluation: the same for sharded and unsharded, so the same bits."""
-CPU = torch.device("cpu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,18 +93,8 @@ def parse(argv: Sequence[str], ranks: GivenRanks | None) -> Options:
 # --- images --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Digits:
-    """Images fp32 [n, 1, height, width] from 0 to 1, and labels int64 [n] from 0 to 9."""
-
-    images: Tensor
-    labels: Tensor
-    held_out_images: Tensor
-    held_out_labels: Tensor
-
-
-def load_digits(options: Options) -> Digits:
-    """The images of this run, the same on every rank."""
+def load_digits(options: Options) -> Images:
+    """The images of this run, 1 channel and labels from 0 to 9, the same on every rank."""
     if options.data is not None:
         return read_mnist(options.data)
     found = importlib.import_module("sklearn.datasets").load_digits()
@@ -111,34 +103,32 @@ def load_digits(options: Options) -> Digits:
     # Neighbours were written by one hand: a split in their order would hold out whole writers.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(options.seed))
     out, kept = order[: len(order) // 5], order[len(order) // 5 :]
-    return Digits(images[kept], labels[kept], images[out], labels[out])
+    return Images(*(TensorDataset(images[part], labels[part]) for part in (kept, out)))
 
 
-def read_mnist(folder: Path) -> Digits:
+def read_mnist(folder: Path) -> Images:
     """MNIST's four files of a folder, as they are (.gz) or unpacked. `UsageError` names a bad one.
 
     The format is described at http://yann.lecun.com/exdb/mnist: two zero bytes, 8 for bytes, the
     number of dims, each dim's size as 4 bytes with the highest first, then the elements.
     """
-    parts: list[Tensor] = []
+    parts: list[TensorDataset] = []
     for split in ("train", "t10k"):
         images = _read_idx(folder / f"{split}-images-idx3-ubyte", dims=3)
         labels = _read_idx(folder / f"{split}-labels-idx1-ubyte", dims=1)
         fits = 0 < len(labels) == len(images) and int(labels.max()) < 10
         counts = f"{len(images)} images and {len(labels)} labels for {split}"
         check((not fits, f"{folder} has {counts}; pass as many of both, with labels from 0 to 9"))
-        parts += [images[:, None].float() / 255, labels.long()]
-    return Digits(*parts)
+        parts.append(TensorDataset(images[:, None].float() / 255, labels.long()))
+    return Images(*parts)
 
 
 def _read_idx(path: Path, dims: int) -> Tensor:
     try:
-        zipped = not path.exists()
-        content = (
-            gzip.decompress(path.with_name(f"{path.name}.gz").read_bytes())
-            if zipped
-            else (path.read_bytes())
-        )
+        if path.exists():
+            content = path.read_bytes()
+        else:
+            content = gzip.decompress(path.with_name(f"{path.name}.gz").read_bytes())
     except (OSError, EOFError) as error:
         raise UsageError(f"{path} cannot be read, nor with .gz: {error}") from error
     start = 4 + 4 * dims
@@ -222,13 +212,12 @@ class Result:
     accuracy: float  # of the sharded model
     unsharded_accuracy: float  # of an unsharded one that has loaded the joined files
     answers_that_differ: int  # images that the two take for different digits
-    path: str  # the joined file
 
 
-def _worker(options: Options, ranks: GivenRanks) -> int:
-    with launch.process_group(options, ranks):
+def _worker(options: Options) -> int:
+    with launch.process_group(options):
         differ = run(options, load_digits(options)).answers_that_differ
-    if differ and ranks.rank == 0:
+    if differ and options.rank == 0:
         print(
             f"train_digits: the joined files are not the model that was trained: {differ} answers "
             "differ.",
@@ -237,64 +226,48 @@ def _worker(options: Options, ranks: GivenRanks) -> int:
     return 1 if differ else 0
 
 
-def run(options: Options, digits: Digits) -> Result:
+def run(options: Options, images: Images) -> Result:
     """Train, save, join and check, on the ranks of the default process group."""
-    rank = dist.get_rank()
     model, saver, how = build_model(options)
-    if rank == 0:
-        numel = sum(param.numel() for param in model.parameters())
-        print(
-            f"{len(digits.labels):,} images to train on, {len(digits.held_out_labels):,} held out; "
-            f"{numel:,} parameters, {options.compute_dtype}, threads per rank: {options.threads}\n"
-            f"{how}",
-            flush=True,
-        )
+    numel = sum(param.numel() for param in model.parameters())
+    say(
+        f"{len(images.train):,} images to train on, {len(images.held_out):,} held out; "
+        f"{numel:,} parameters, {options.compute_dtype}, threads per rank: {options.threads}\n"
+        f"{how}"
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, nesterov=True)
+    run = Run(options, images, torch.device("cpu"), model, optimizer)
     begin = time.perf_counter()
     answers = torch.empty(0)
     for epoch in range(options.num_epochs):
-        batches = batches_of(options, len(digits.labels), epoch, rank)
-        parts = [(epoch + i / len(batches)) / options.num_epochs for i in range(len(batches))]
-        rates = [options.lr * 0.5 * (1 + math.cos(math.pi * part)) for part in parts]
-        pairs = ((digits.images[batch], digits.labels[batch]) for batch in batches)
-        loss = train_epoch(options, model, optimizer, pairs, rates, CPU)
-        answers = _answers(model, digits, options, options.world_size)
-        if rank == 0:
-            print(
-                f"epoch {epoch + 1:2d}/{options.num_epochs}  loss {loss:.4f}  "
-                f"held out {accuracy(answers, digits):.2%}  {time.perf_counter() - begin:.1f} s",
-                flush=True,
-            )
+        loss = run.train(epoch, functools.partial(learning_rate, options, epoch))
+        answers = run.answers(EVALUATED_AT_ONCE)[:, 0].contiguous()
+        say(
+            f"epoch {epoch + 1:2d}/{options.num_epochs}  loss {loss:.4f}  "
+            f"held out {accuracy(answers, images):.2%}  {time.perf_counter() - begin:.1f} s"
+        )
     path = save(saver, options)
     joined = torch.empty_like(answers)
-    if rank == 0:
-        joined = _answers(load_unsharded(path, options), digits, options, 1)
+    if dist.get_rank() == 0:
+        joined = run.answers(EVALUATED_AT_ONCE, load_unsharded(path, options))[:, 0].contiguous()
     dist.broadcast(joined, 0)
     differ = int((joined != answers).sum())
-    result = Result(accuracy(answers, digits), accuracy(joined, digits), differ, path)
-    if rank == 0:
-        print(
-            f"sharded {result.accuracy:.2%}, unsharded from the joined files "
-            f"{result.unsharded_accuracy:.2%}, {differ} answers differ",
-            flush=True,
-        )
+    result = Result(accuracy(answers, images), accuracy(joined, images), differ)
+    say(
+        f"sharded {result.accuracy:.2%}, unsharded from the joined files "
+        f"{result.unsharded_accuracy:.2%}, {differ} answers differ"
+    )
     return result
 
 
-def _answers(model: nn.Module, digits: Digits, options: Options, num_ranks: int) -> Tensor:
-    """The digit for each held-out image, int64 [n], on every rank."""
-
-    def read(chunks: list[list[int]]) -> Iterable[Tensor]:
-        return (digits.held_out_images[chunk] for chunk in chunks)
-
-    images = len(digits.held_out_images)
-    found = answers_of(model, read, images, EVALUATED_AT_ONCE, num_ranks, CPU, options.dtype)
-    return found[:, 0].contiguous()
+def learning_rate(options: Options, epoch: int, done: float) -> float:
+    """A cosine over all epochs; ``done`` is the completed share of one (more than 0, to 1)."""
+    return options.lr * 0.5 * (1 + math.cos(math.pi * (epoch + done) / options.num_epochs))
 
 
-def accuracy(answers: Tensor, digits: Digits) -> float:
+def accuracy(answers: Tensor, images: Images) -> float:
     """The share of right answers, from 0 to 1."""
-    return (answers == digits.held_out_labels).double().mean().item()
+    return (answers == images.held_out.tensors[1]).double().mean().item()
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -317,7 +290,7 @@ def save(saver: xla.XlaFullyShardedDataParallel, options: Options) -> str:
     if dist.get_rank() == 0:
         suffix = f"_rank-*-of-{saver.world_size}.pth"
         xla.consolidate_sharded_model_checkpoints(prefix, suffix, path)
-        print(f"{saver.world_size} files {prefix}{suffix} -> {path}", flush=True)
+        say(f"{saver.world_size} files {prefix}{suffix} -> {path}")
     return path
 
 

@@ -18,20 +18,19 @@ A run is a function of its flags: the order of images depends on (seed, epoch), 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import random
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
 
 from fsdp2 import checkpoint, shard_model, xla
 from fsdp2.errors import CheckpointError
@@ -49,15 +48,8 @@ from .flags import (
     rate,
     share,
 )
-from .images import (
-    BatchNorm,
-    ImageOptions,
-    answers_of,
-    batches_of,
-    import_torchvision,
-    train_epoch,
-)
-from .reporting import amount
+from .images import BatchNorm, ImageOptions, Images, Run, import_torchvision
+from .reporting import amount, say
 
 MODULE = "fsdp2.examples.train_imagenet"
 MODELS = (
@@ -178,16 +170,8 @@ def make_sample(folder: Path) -> str:
     return f"{len(order) - held_out:,} images to train on and {held_out:,} held out in {folder}"
 
 
-@dataclass(frozen=True)
-class Images:
-    """Two of torchvision's folders of images fp32 [3, S, S]; crops of the former are random."""
-
-    train: Any
-    held_out: Any
-
-
 def open_images(options: Options) -> Images:
-    """The images of this run; nothing is read but the names of files."""
+    """Two of torchvision's folders, with random crops of the former; only names are read."""
     import_torchvision()
     transforms = importlib.import_module("torchvision.transforms")
     folder = importlib.import_module("torchvision.datasets").ImageFolder
@@ -200,14 +184,6 @@ def open_images(options: Options) -> Images:
         folder(options.datadir / "train", transforms.Compose([crop, *flips, *last])),
         folder(options.datadir / "val", transforms.Compose([*middle, *last])),
     )
-
-
-def _loader(
-    images: Dataset[tuple[Tensor, int]], batches: Iterable[list[int]], options: Options
-) -> DataLoader[tuple[Tensor, int]]:
-    pin = options.device == "cuda"
-    workers = options.num_workers or 0
-    return DataLoader(images, batch_sampler=batches, num_workers=workers, pin_memory=pin)
 
 
 # --- the model and its rate ----------------------------------------------------------------------
@@ -250,24 +226,9 @@ class Result:
     top5: float
 
 
-@dataclass(frozen=True)
-class Run:
-    """The objects that every part of the loop uses."""
-
-    options: Options
-    images: Images
-    device: torch.device
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-
-    @property
-    def steps_an_epoch(self) -> int:
-        return len(self.images.train) // self.options.batch_size
-
-
-def work(options: Options, ranks: GivenRanks) -> int:
+def work(options: Options) -> int:
     """A rank's work; its exit code."""
-    with launch.process_group(options, ranks) as device:
+    with launch.process_group(options) as device:
         try:
             train(options, device)
         except CheckpointError as error:  # on all ranks alike
@@ -286,50 +247,45 @@ def train(options: Options, device: torch.device) -> Result:
         weight_decay=options.weight_decay,
     )
     run = Run(options, images, device, model, optimizer)
-    start = resume(run)
-    _print_start(run, how, start)
+    start = resume(options, run)
+    steps = len(images.train) // options.batch_size
+    numel = sum(param.numel() for param in model.parameters())
+    say(
+        f"{len(images.train):,} images to train on, {len(images.held_out):,} held out, "
+        f"{len(images.train.classes):,} classes; {options.model} with {numel:,} parameters, "
+        f"{options.compute_dtype}, {options.world_size} rank(s) on "
+        f"{options.device}, threads per rank: {options.threads}\n{how}"
+    )
+    if start:
+        say(f"resumed from {options.checkpoint} behind epoch {start}")
+    held = amount(reporting.peak_memory(device))
+    say(f"{steps} steps an epoch; peak memory so far {held}")
     loss, top1, top5 = 0.0, 0.0, 0.0
     for epoch in range(start, options.num_epochs):
         begin = time.perf_counter()
-        loss = _epoch(run, epoch)
+        rank = dist.get_rank()  # each has crops of its own
+        torch.manual_seed(random.Random(f"{options.seed} {epoch} of {rank}").getrandbits(63))
+        loss = run.train(epoch, functools.partial(learning_rate, options, epoch))
         seconds = time.perf_counter() - begin
         done, last = epoch + 1, epoch + 1 == options.num_epochs
         line = f"epoch {done}/{options.num_epochs}  loss {loss:.4f}"
         if last or done % options.eval_interval == 0:
-            top1, top5 = evaluate(run)
+            top1, top5 = evaluate(options, run)
             line += f"  held out {top1:.2%}, in the first five {top5:.2%}"
         if options.checkpoint is not None and (last or done % options.checkpoint_interval == 0):
-            step, extra = done * run.steps_an_epoch, {"epochs": done, "alike": facts_of(options)}
+            step, extra = done * steps, {"epochs": done, "alike": facts_of(options)}
             checkpoint.save(options.checkpoint, model, optimizer, step=step, extra=extra, keep=KEEP)
-        speed = run.steps_an_epoch * options.batch_size / seconds
-        _print(f"{line}  {speed:,.0f} images/s  {seconds:.1f} s")
+        say(f"{line}  {steps * options.batch_size / seconds:,.0f} images/s  {seconds:.1f} s")
     if start >= options.num_epochs:
-        top1, top5 = evaluate(run)
-        _print(f"nothing is left to do: held out {top1:.2%}, in the first five {top5:.2%}")
+        top1, top5 = evaluate(options, run)
+        say(f"nothing is left to do: held out {top1:.2%}, in the first five {top5:.2%}")
     return Result(max(start, options.num_epochs), loss, top1, top5)
 
 
-def _epoch(run: Run, epoch: int) -> float:
-    """Once through the images, each rank with its slice of each batch; the mean loss, in nats."""
-    options, rank = run.options, dist.get_rank()
-    torch.manual_seed(random.Random(f"{options.seed} {epoch} of {rank}").getrandbits(63))
-    batches = batches_of(options, len(run.images.train), epoch, rank)
-    parts = [(step + 1) / len(batches) for step in range(len(batches))]
-    rates = [learning_rate(options, epoch, part) for part in parts]
-    loader = _loader(run.images.train, batches, options)
-    return train_epoch(options, run.model, run.optimizer, loader, rates, run.device)
-
-
-def evaluate(run: Run) -> tuple[float, float]:
+def evaluate(options: Options, run: Run) -> tuple[float, float]:
     """The shares of held-out images whose class is the likeliest, and among the likeliest five."""
-    options, images = run.options, run.images.held_out
-
-    def read(chunks: list[list[int]]) -> Iterable[Tensor]:
-        return (batch for batch, _ in _loader(images, chunks, options))
-
-    sizes = (len(images), options.test_set_batch_size, options.world_size)
-    answers = answers_of(run.model, read, *sizes, run.device, options.dtype)
-    found = answers.cpu() == torch.tensor(images.targets)[:, None]
+    answers = run.answers(options.test_set_batch_size).cpu()
+    found = answers == torch.tensor(run.images.held_out.targets)[:, None]
     return found[:, 0].double().mean().item(), found.any(1).double().mean().item()
 
 
@@ -347,37 +303,13 @@ def facts_of(options: Options) -> checkpointing.Facts:
     return {name: getattr(options, name) for name in names} | {"classes": classes}
 
 
-def resume(run: Run) -> int:
+def resume(options: Options, run: Run) -> int:
     """Load the newest checkpoint, if there is one to continue from; the number of epochs done."""
-    options = run.options
     if options.checkpoint is None:
         return 0
     step = checkpointing.find(options.checkpoint, options.resume, facts_of(options))
     loaded = checkpointing.load(options.checkpoint, step, run.model, run.optimizer)
     return 0 if loaded is None else int(loaded.extra["epochs"])
-
-
-# --- what is printed -----------------------------------------------------------------------------
-
-
-def _print(line: str) -> None:
-    if dist.get_rank() == 0:
-        print(line, flush=True)
-
-
-def _print_start(run: Run, how: str, start: int) -> None:
-    options, images = run.options, run.images
-    numel = sum(param.numel() for param in run.model.parameters())
-    _print(
-        f"{len(images.train):,} images to train on, {len(images.held_out):,} held out, "
-        f"{len(images.train.classes):,} classes; {options.model} with {numel:,} parameters, "
-        f"{options.compute_dtype}, {options.world_size} rank(s) on "
-        f"{options.device}, threads per rank: {options.threads}\n{how}"
-    )
-    if start:
-        _print(f"resumed from {options.checkpoint} behind epoch {start}")
-    held = amount(reporting.peak_memory(run.device))
-    _print(f"{run.steps_an_epoch} steps an epoch; peak memory so far {held}")
 
 
 if __name__ == "__main__":

@@ -37,14 +37,15 @@ from fsdp2 import (
     plan,
     report,
     trace,
+    xla,
 )
 from fsdp2.planning import Plan
+from fsdp2.planning.presets import Block, Model
 
 from . import checkpointing, data, elastic, launch, lora, parallel, reporting
-from .model import Block, Transformer, reset_parameters, token_losses
-from .options import GivenRanks, Options, UsageError, parse
-from .reporting import amount
-from .wire import FORMATS
+from .model import parts, reset_parameters, token_losses
+from .options import FORMATS, GivenRanks, Options, UsageError, parse
+from .reporting import amount, say
 
 MODULE = "fsdp2.examples.train_lm"
 HELD_OUT_SEQUENCES = 128
@@ -95,33 +96,31 @@ def _found(options: Options) -> tuple[data.Corpus, int | None]:
 
 @dataclass(frozen=True)
 class Run:
-    """The objects that every part of the loop uses. `params` are the sharded parameters, frozen or
-    not.
-    """
+    """The objects that every part of the loop uses."""
 
     options: Options
-    rank: int
-    dp_rank: int
     device: torch.device
     corpus: data.Corpus
-    model: nn.Module
-    params: list[nn.Parameter]
+    model: FSDPModule
     optimizer: torch.optim.Optimizer
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The sharded parameters, frozen or not."""
+        return list(self.model.parameters())
 
     @property
     def trained(self) -> list[nn.Parameter]:
         return [param for param in self.params if param.requires_grad]
 
-    @property
-    def fsdp(self) -> FSDPModule:
-        return cast(FSDPModule, self.model)
 
-
-def train(options: Options, ranks: GivenRanks) -> int:
+def train(options: Options) -> int:
     """A rank's work; its exit code."""
     corpus, step = _found(options)
-    with launch.process_group(options, ranks, options.timeout) as device:
-        return _train(_set_up(options, ranks, corpus, device), step)
+    with launch.process_group(options, options.timeout) as device:
+        model = build_model(options, device, parallel.make_mesh(options))
+        optimizer = make_optimizer(model.named_parameters(), options)
+        return _train(Run(options, device, corpus, model, optimizer), step)
 
 
 def _train(run: Run, step: int | None) -> int:
@@ -130,8 +129,7 @@ def _train(run: Run, step: int | None) -> int:
     if options.elastic is not None:
         _train_elastic(run)
         return 0
-    if run.rank == 0:
-        _print_start(run)
+    _print_start(run)
     start, resumed, loaded = 0, "", None
     if options.checkpoint is not None and options.resume:
         loaded = checkpointing.load(options.checkpoint, step, run.model, run.optimizer)
@@ -140,27 +138,24 @@ def _train(run: Run, step: int | None) -> int:
     else:
         start, first_loss = loaded.step, loaded.extra["first_held_out_loss"]
         resumed = f"resumed from {options.checkpoint} at step {start}; "
-    if run.rank == 0:
-        print(f"{resumed}held-out loss before training: {first_loss:.4f} nats", flush=True)
-    with checkpointing.Saves(options, run.rank) as saves:
+    say(f"{resumed}held-out loss before training: {first_loss:.4f} nats")
+    with checkpointing.Saves(options) as saves:
         tokens_per_second = _loop(run, saves, start, first_loss)
         saves.finish()
     if saves.preempted:
-        if run.rank == 0:
-            print(f"ended by a signal; saved in {options.checkpoint}: --resume goes on", flush=True)
-        return options.preempted_exit_code
+        say(f"ended by a signal; saved in {options.checkpoint}: --resume goes on")
+        assert options.preempted is not None
+        return options.preempted
     _print_end(run, first_loss, tokens_per_second)
     if options.export is not None:
         made = checkpoint.export(options.export, run.model)
-        if run.rank == 0:
-            size = amount(made.nbytes)
-            print(f"exported to {made.folder}: {len(made.files)} file(s), {size}", flush=True)
+        say(f"exported to {made.folder}: {len(made.files)} file(s), {amount(made.nbytes)}")
     return 0
 
 
 def _train_elastic(run: Run) -> None:
     """With other replica groups, each on a batch of its own."""
-    if run.rank == 0 and elastic.group() == 0:
+    if elastic.group() == 0:
         _print_start(run)
 
     def step(number: int, batch: int) -> Tensor:
@@ -170,15 +165,7 @@ def _train_elastic(run: Run) -> None:
         return total / run.options.world_size
 
     held_out = functools.partial(held_out_loss, run)
-    elastic.train(run.model, run.optimizer, run.options, run.rank, step, held_out)
-
-
-def _set_up(options: Options, ranks: GivenRanks, corpus: data.Corpus, device: torch.device) -> Run:
-    model = build_model(options, device, parallel.make_mesh(options))
-    params = list(model.parameters())
-    optimizer = make_optimizer(model, options)
-    dp_rank = ranks.rank // options.tp  # `tp` is the mesh's last dim: its ranks are neighbors
-    return Run(options, ranks.rank, dp_rank, device, corpus, model, params, optimizer)
+    elastic.train(run.model, run.optimizer, run.options, step, held_out)
 
 
 MUON_RATE = 3.0  # AdamW's early steps are larger than the norm that Muon's are adjusted to
@@ -186,15 +173,10 @@ MUON_RATE = 3.0  # AdamW's early steps are larger than the norm that Muon's are 
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 
-def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """The optimizer of the parameters that are trained."""
-    return make_optimizer_of(model.named_parameters(), options)
-
-
-def make_optimizer_of(
+def make_optimizer(
     named: Iterable[tuple[str, nn.Parameter]], options: Options
 ) -> torch.optim.Optimizer:
-    """As `make_optimizer`, of parameters by name; Muon's rate is `MUON_RATE` times AdamW's."""
+    """The optimizer of what is trained; Muon's rate is `MUON_RATE` times AdamW's."""
     trained = [(name, p) for name, p in named if p.requires_grad]
     if options.optimizer == "adamw":
         return torch.optim.AdamW([p for _, p in trained], lr=options.lr, **ADAMW)
@@ -207,16 +189,25 @@ def make_optimizer_of(
     )
 
 
-def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Transformer:
+def unsharded_model(options: Options) -> Model:
+    """The model on the default device, with any values."""
+    model = Model(options.model)
+    if options.activation_checkpointing:
+        for block in model.blocks:
+            xla.checkpoint_module(block)
+    return model
+
+
+def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> FSDPModule:
     """The sharded model. Filled and sharded part by part: no rank ever holds the whole of it.
 
     Each rank fills a part with the same full weights; `fully_shard` keeps the rank's shard. Steps
     that change the parameters themselves come before it: adapters first, then tensor parallelism.
     """
     with torch.device("meta"):
-        model = Transformer(options.model, options.activation_checkpointing)
+        model = unsharded_model(options)
     own = parallel.data_parallel_mesh(mesh, options.levels)
-    for name, part in model.parts():
+    for name, part in parts(model):
         part.to_empty(device=device)
         reset_parameters(part, options.model, options.seed, prefix=name)
         if options.lora is not None:
@@ -225,16 +216,20 @@ def build_model(options: Options, device: torch.device, mesh: DeviceMesh) -> Tra
             parallel.tensor_parallel(part, mesh["tp"])
         if isinstance(part, Block):
             _shard(part, own, options, device)
-    _shard(model, own, options, device)
-    _send_in(model, options.wire)
+    return _shard_root(model, own, options, device)
+
+
+def _shard_root(
+    model: nn.Module, mesh: DeviceMesh | Levels, options: Options, device: torch.device
+) -> FSDPModule:
+    """Shard what is in no block, and set what holds for all units."""
+    _shard(model, mesh, options, device)
+    sharded = cast(FSDPModule, model)
+    if FORMATS[options.wire]:
+        sharded.set_wire_format(**FORMATS[options.wire])
     if options.levels:
-        cast(FSDPModule, model).set_tuning(keep_rows=True)  # also where a group is one rank
-    return model
-
-
-def _send_in(model: nn.Module, wire: str) -> None:
-    if FORMATS[wire]:
-        cast(FSDPModule, model).set_wire_format(**FORMATS[wire])
+        sharded.set_tuning(keep_rows=True)  # also where a group is one rank
+    return sharded
 
 
 def _shard(
@@ -261,7 +256,7 @@ def plan_step(options: Options) -> Plan:
     assert options.plan is not None
     on = torch.device("meta")
     with on:
-        model = Transformer(options.model, options.activation_checkpointing)
+        model = unsharded_model(options)
     names = [name for name, _ in model.named_parameters()]
 
     def make_batch() -> tuple[Tensor, Tensor]:
@@ -269,19 +264,18 @@ def plan_step(options: Options) -> Plan:
         return tokens, tokens.clone()
 
     def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-        for block in cast(Transformer, model).blocks:
+        for block in cast(Model, model).blocks:
             _shard(block, mesh, options, on)
-        _shard(model, mesh, options, on)
-        _send_in(model, options.wire)
+        _shard_root(model, mesh, options, on)
 
     ranks = (options.replicate, options.shard_size)
     try:
         return plan(
-            lambda: Transformer(options.model, options.activation_checkpointing),
+            lambda: unsharded_model(options),
             make_batch,
             shard=shard,
             loss=lambda model, batch: token_losses(model(batch[0]), batch[1]).mean(),
-            optimizer=lambda params: make_optimizer_of(zip(names, params, strict=True), options),
+            optimizer=lambda params: make_optimizer(zip(names, params, strict=True), options),
             mesh=ranks if options.replicate > 1 else ranks[1],
             hardware=options.plan,
             accumulate=options.grad_accum,
@@ -325,10 +319,14 @@ def backward(run: Run, number: int) -> Tensor:
     for micro in range(options.grad_accum):
         last = micro == options.grad_accum - 1
         # Gradients stay whole on each rank until the last micro-batch: one reduction a step.
-        run.fsdp.set_requires_gradient_sync(last)
-        run.fsdp.set_is_last_backward(last)
+        run.model.set_requires_gradient_sync(last)
+        run.model.set_is_last_backward(last)
         mine = data.rank_slice(
-            options.batch_size, options.grad_accum, micro, run.dp_rank, options.data_parallel_size
+            options.batch_size,
+            options.grad_accum,
+            micro,
+            options.data_parallel_rank,
+            options.data_parallel_size,
         )
         tokens, targets = data.tokens_and_targets(batch[mine], run.device)
         losses = token_losses(run.model(tokens), targets)
@@ -361,9 +359,8 @@ def _loop(run: Run, saves: checkpointing.Saves, start: int, first_loss: float) -
             seconds = time.perf_counter() - since
             training_seconds += seconds
             rate = (done - since_step) * tokens_a_step / seconds
-            if run.rank == 0:
-                peak = reporting.peak_memory(run.device)
-                print(reporting.step_line(done, options.steps, mean_loss, rate, peak), flush=True)
+            peak = reporting.peak_memory(run.device)
+            say(reporting.step_line(done, options.steps, mean_loss, rate, peak))
             if not math.isfinite(mean_loss):
                 raise FloatingPointError(
                     f"the loss of step {done} is {mean_loss}: lower --lr {options.lr}"
@@ -394,7 +391,7 @@ def held_out_loss(run: Run) -> float:
     # Every rank runs the same number of forwards, as each gathers parameters from all. Where the
     # last slices do not go round, the ranks left over measure the first again and drop the result.
     for begin in range(0, len(sequences), forward_size):
-        first = begin + run.dp_rank * options.rank_batch
+        first = begin + options.data_parallel_rank * options.rank_batch
         mine = sequences[first : first + options.rank_batch]
         tokens, targets = data.tokens_and_targets(mine if len(mine) else sequences[:1], run.device)
         losses = token_losses(run.model(tokens), targets)
@@ -411,37 +408,32 @@ def _print_start(run: Run) -> None:
         mesh = f" ({outer} {options.replicate} x shard {options.shard_size} x tp {options.tp})"
     offloaded = ", shards on the CPU" if options.cpu_offload else ""
     wire = "" if options.wire == "exact" else f", sent as {options.wire}"
-    print(
+    say(
         f"{options.preset}: {sum(p.numel() for p in run.params):,} parameters{trained}, "
         f"{options.precision}, {options.world_size} rank(s){mesh} on {options.device}{offloaded} "
         f"over {options.backend}{wire}, threads per rank: {options.threads}\n"
         f"{corpus.source}: {corpus.num_files:,} files, {corpus.train.numel():,} bytes to train on, "
         f"{corpus.held_out.numel():,} held out\n"
         f"{options.steps} steps of {options.batch_size} x {options.seq_len} tokens in "
-        f"{options.grad_accum} micro-batch(es), seed {options.seed}"
+        f"{options.grad_accum} micro-batch(es), seed {options.seed}\n"
+        f"Groups, each gathered and freed as one\n{report(run.model)}"
     )
-    print(f"Groups, each gathered and freed as one\n{report(run.model)}", flush=True)
 
 
 def _print_end(run: Run, first_loss: float, tokens_per_second: float) -> None:
-    """Measure what the run has come to, on all ranks; rank 0 prints it."""
+    """Measure what the run has come to, on all ranks."""
     final_loss = held_out_loss(run)
-    sizes = reporting.state_bytes(run.params, run.optimizer)
-    if run.rank:
-        return
-    rows = [
-        ("held-out loss, first", f"{first_loss:.4f} nats"),
-        ("held-out loss, final", f"{final_loss:.4f} nats"),
-        ("held-out loss, uniform guess", f"{math.log(run.options.model.vocab_size):.4f} nats"),
-        ("training speed", f"{tokens_per_second:,.0f} tokens/s"),
-        (
-            "parameters, gradients, optimizer: per rank",
-            f"{amount(sizes.rank)} ({sizes.rank / sizes.unsharded:.1%})",
-        ),
-        ("parameters, gradients, optimizer: unsharded", amount(sizes.unsharded)),
-        ("peak memory of rank 0", amount(reporting.peak_memory(run.device))),
-    ]
-    reporting.print_table("Summary", rows)
+    mine, unsharded = reporting.state_bytes(run.params, run.optimizer)
+    rows = {
+        "held-out loss, first": f"{first_loss:.4f} nats",
+        "held-out loss, final": f"{final_loss:.4f} nats",
+        "held-out loss, uniform guess": f"{math.log(run.options.model.vocab):.4f} nats",
+        "training speed": f"{tokens_per_second:,.0f} tokens/s",
+        "parameters, gradients, optimizer: per rank": f"{amount(mine)} ({mine / unsharded:.1%})",
+        "parameters, gradients, optimizer: unsharded": amount(unsharded),
+        "peak memory of rank 0": amount(reporting.peak_memory(run.device)),
+    }
+    say("\n".join(["\nSummary", *(f"{name:<43}  {value:>15}" for name, value in rows.items()), ""]))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from fsdp2.wrap import deferred
 
 from . import launch, reporting
 from .flags import Common, GivenRanks, check, count, flag, parsed, rate
-from .reporting import amount
+from .reporting import amount, say
 
 MODULE = "fsdp2.examples.vit_10b"
 
@@ -127,50 +127,43 @@ def train_step(
     return loss.detach().double()
 
 
-def train(options: Options, ranks: GivenRanks) -> int:
+def train(options: Options) -> int:
     """A rank's work; its exit code."""
-    with launch.process_group(options, ranks) as device:
-        show = ranks.rank == 0
+    with launch.process_group(options) as device:
         before, begin = reporting.peak_memory(device), time.perf_counter()
         model = build_model(options, device)
         seconds = time.perf_counter() - begin
         grown = _of_all_ranks(reporting.peak_memory(device) - before, device)
-        if show:
-            parts = construction(options)
-            shards, block, root = map(amount, parts)
-            numel = sum(param.numel() for param in model.parameters())
-            print(
-                f"{options.size}: {numel:,} parameters, {options.precision}, {options.world_size} "
-                f"rank(s) on {device.type}, threads per rank: {options.threads}; made in "
-                f"{seconds:.1f} s\n"
-                f"A rank may hold {amount(sum(parts))} while the model is made: shards {shards}, "
-                f"one block {block}, the root's own {root}; memory has grown by "
-                f"{', '.join(map(amount, grown))}",
-                flush=True,
-            )
+        parts = construction(options)
+        shards, block, root = map(amount, parts)
+        numel = sum(param.numel() for param in model.parameters())
+        say(
+            f"{options.size}: {numel:,} parameters, {options.precision}, {options.world_size} "
+            f"rank(s) on {device.type}, threads per rank: {options.threads}; made in "
+            f"{seconds:.1f} s\n"
+            f"A rank may hold {amount(sum(parts))} while the model is made: shards {shards}, "
+            f"one block {block}, the root's own {root}; memory has grown by "
+            f"{', '.join(map(amount, grown))}",
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, fused=True)
-        share = options.batch_size // ranks.world_size
-        mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
+        share = options.batch_size // options.world_size
+        mine = slice(options.rank * share, (options.rank + 1) * share)
         for step in range(options.steps):
             begin = time.perf_counter()
             batch = images_and_labels(options.shape, options.seed, step, options.batch_size)
             images, labels = (part[mine].to(device) for part in batch)
             loss = train_step(model, optimizer, images, labels)
             dist.all_reduce(loss)
-            mean = loss.item() / ranks.world_size
+            mean = loss.item() / options.world_size
             seconds = time.perf_counter() - begin
-            if show:
-                line = f"step {step + 1}/{options.steps}  loss {mean:.4f}  {seconds:.2f} s"
-                print(line, flush=True)
+            say(f"step {step + 1}/{options.steps}  loss {mean:.4f}  {seconds:.2f} s")
             if not math.isfinite(mean):
                 raise FloatingPointError(f"the loss of step {step + 1} is {mean}: lower --lr")
-        held = _of_all_ranks(reporting.state_bytes(model.parameters(), optimizer).rank, device)
-        if show:
-            print(
-                f"Parameters, gradients, optimizer: each rank holds "
-                f"{', '.join(map(amount, held))}; 4 x shards are {amount(4 * parts[0])}",
-                flush=True,
-            )
+        held = _of_all_ranks(reporting.state_bytes(model.parameters(), optimizer)[0], device)
+        say(
+            f"Parameters, gradients, optimizer: each rank holds "
+            f"{', '.join(map(amount, held))}; 4 x shards are {amount(4 * parts[0])}",
+        )
     return 0
 
 

@@ -13,6 +13,7 @@ No step looks into wrappers that exist already.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
@@ -227,22 +228,21 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Ignored)
         return
     members = [each for each in own_modules(module) if each[0] not in ignored.modules]
     for member, before in wrapper_module.cast_buffers(members, dtype).items():
-        member.register_state_dict_post_hook(_CastsBack(before))
+        member.register_state_dict_post_hook(functools.partial(_cast_back, before))
 
 
-class _CastsBack:
-    """Gives buffers in a state dict the dtypes that they had before they were cast."""
-
-    def __init__(self, dtypes: dict[str, torch.dtype]) -> None:
-        self._dtypes = dtypes
-
-    def __call__(
-        self, module: nn.Module, state_dict: dict[str, object], prefix: str, _: object
-    ) -> None:
-        for name, dtype in self._dtypes.items():
-            held = state_dict.get(prefix + name)
-            if isinstance(held, torch.Tensor):
-                state_dict[prefix + name] = held.to(dtype)
+def _cast_back(
+    dtypes: dict[str, torch.dtype],
+    module: nn.Module,
+    state_dict: dict[str, object],
+    prefix: str,
+    _: object,
+) -> None:
+    """Give buffers in a state dict the dtypes that they had before they were cast."""
+    for name, dtype in dtypes.items():
+        held = state_dict.get(prefix + name)
+        if isinstance(held, torch.Tensor):
+            state_dict[prefix + name] = held.to(dtype)
 
 
 def in_full_precision(module: nn.Module) -> None:

@@ -28,7 +28,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp2.core.errors import RankMismatchError, coded, resaid
 from fsdp2.core.facts import ProcessGroup, ShardedParam, clean_as_fsdp1, local_of
-from fsdp2.fsdp1.config import OptimStateKeyType, StateDictType
+from fsdp2.fsdp1.config import (
+    FullOptimStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+)
 from fsdp2.fsdp1.state_dicts import (
     as_dtensor,
     get_state_dict_type,
@@ -80,15 +85,9 @@ def optim_state_dict(
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             states = FSDP.optim_state_dict(model, optimizer)
     """
-    settings = get_state_dict_type(model)
-    config = settings.optim_state_dict_config
-    view = _View(
-        full=settings.state_dict_type == StateDictType.FULL_STATE_DICT,
-        only_first=bool(getattr(config, "rank0_only", False)),
-        offload=config.offload_to_cpu,
-    )
+    config = get_state_dict_type(model).optim_state_dict_config
     given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-    return _by_name(model, _held(model, optim), given, view, group)
+    return _by_name(model, _held(model, optim), given, config, group)
 
 
 def full_optim_state_dict(
@@ -108,8 +107,8 @@ def full_optim_state_dict(
         rank0_only: whether ranks other than the first get ``{}``. Default ``True``.
         group: as for `optim_state_dict`.
     """
-    view = _View(full=True, only_first=rank0_only, offload=True)
-    return _by_name(model, _held(model, optim, optim_input), optim.state_dict(), view, group)
+    config = FullOptimStateDictConfig(rank0_only=rank0_only)
+    return _by_name(model, _held(model, optim, optim_input), optim.state_dict(), config, group)
 
 
 def sharded_optim_state_dict(
@@ -123,8 +122,8 @@ def sharded_optim_state_dict(
         optim: the optimizer.
         group: as for `optim_state_dict`.
     """
-    view = _View(full=False, only_first=False, offload=True)
-    return _by_name(model, _held(model, optim), optim.state_dict(), view, group)
+    config = ShardedOptimStateDictConfig()
+    return _by_name(model, _held(model, optim), optim.state_dict(), config, group)
 
 
 def rekey_optim_state_dict(
@@ -227,11 +226,9 @@ def optim_state_dict_to_load(
         states = FSDP.optim_state_dict_to_load(model, optimizer, states)
         optimizer.load_state_dict(states)
     """
-    settings = get_state_dict_type(model)
-    full = settings.state_dict_type == StateDictType.FULL_STATE_DICT
-    only_first = full and bool(getattr(settings.optim_state_dict_config, "rank0_only", False))
+    config = get_state_dict_type(model).optim_state_dict_config
     held = _held(model, optim, named=is_named_optimizer)
-    found = _to_load(model, held, optim_state_dict, only_first, group)
+    found = _to_load(model, held, optim_state_dict, _only_first(config), group)
     if load_directly:
         optim.load_state_dict(found)
     return found
@@ -304,13 +301,9 @@ def scatter_full_optim_state_dict(
 # ---- which parameter is which
 
 
-@dataclass(frozen=True)
-class _View:
-    """The form of a state dict: full tensors, only on the first rank, in CPU memory."""
-
-    full: bool
-    only_first: bool
-    offload: bool
+def _only_first(config: OptimStateDictConfig) -> bool:
+    """Whether other ranks than the first have nothing; `config` is fsdp2's or torch's."""
+    return bool(getattr(config, "rank0_only", False))
 
 
 @dataclass(frozen=True)
@@ -423,7 +416,11 @@ def _with_state(
 
 @torch.no_grad()
 def _by_name(
-    model: nn.Module, held: _Held, given: StateDict, view: _View, group: ProcessGroup | None
+    model: nn.Module,
+    held: _Held,
+    given: StateDict,
+    config: OptimStateDictConfig,
+    group: ProcessGroup | None,
 ) -> StateDict:
     ranks, states = held.ranks(group), given["state"]
     facts = [
@@ -437,7 +434,7 @@ def _by_name(
         for name, param, state in _with_state(states, held)
         for key in sorted(state, key=str)
     ]
-    if not ranks.is_alike((view, facts)):
+    if not ranks.is_alike((config, facts)):
         raise coded(
             RankMismatchError,
             "optim-state-ranks",
@@ -447,10 +444,10 @@ def _by_name(
     found: dict[object, object] = {}
     for name, param, state in _with_state(states, held):
         managed = held.units.get(id(param))
-        found[name] = {key: _shown(value, param, managed, view) for key, value in state.items()}
-        if view.only_first and not ranks.is_first:
+        found[name] = {key: _shown(value, param, managed, config) for key, value in state.items()}
+        if _only_first(config) and not ranks.is_first:
             found.clear()
-    if view.only_first and not ranks.is_first:
+    if _only_first(config) and not ranks.is_first:
         return {}
     first = held.first_names
     for key, value in states.items():
@@ -470,50 +467,32 @@ def _by_name(
     return {"state": found, "param_groups": groups}
 
 
-def _shown(value: object, param: torch.Tensor, managed: ShardedParam | None, view: _View) -> object:
+def _shown(
+    value: object,
+    param: torch.Tensor,
+    managed: ShardedParam | None,
+    config: OptimStateDictConfig,
+) -> object:
     """A state as a state dict has it; ``None`` in place of a whole tensor where it is not kept."""
     if not isinstance(value, torch.Tensor):
         return value
     made: torch.Tensor | None = value
+    full = hasattr(config, "rank0_only")  # the config of full ones, fsdp2's or torch's
     if managed is not None and _is_rows(value, param, managed):
-        if view.full:
-            made = made_whole(managed, local_of(value), everywhere=not view.only_first)
+        if full:
+            made = made_whole(managed, local_of(value), everywhere=not _only_first(config))
         elif not isinstance(value, DTensor):
             made = as_dtensor(managed, value)
-    elif view.full:
+    elif full:
         made = value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
-    return made.cpu() if made is not None and view.offload else made
+    return made.cpu() if made is not None and config.offload_to_cpu else made
 
 
 # ---- into an optimizer
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """A tensor that the first rank sends separately."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The contents to load: states by position, states of no parameter, and groups."""
-
-    states: dict[int, StateDict]
-    others: dict[object, object]
-    groups: list[StateDict] | None
-
-    def told(self) -> _Plan:
-        """As other ranks get it: without tensors of more than one number."""
-        states = {
-            at: {
-                key: _Sent(tuple(value.shape), value.dtype) if _is_sent(value) else value
-                for key, value in state.items()
-            }
-            for at, state in self.states.items()
-        }
-        return _Plan(states, self.others, self.groups)
+_Plan = tuple[dict[int, StateDict], dict[object, object], list[StateDict] | None]
+"""The contents to load: states by position, states of no parameter, and groups."""
 
 
 def _is_sent(value: object) -> bool:
@@ -528,23 +507,19 @@ def _to_load(
     only_first: bool = False,
     group: ProcessGroup | None = None,
 ) -> StateDict:
-    if not only_first:
-        plan = _planned(given, held, model)
-        states = {
-            held.keys[at]: {key: _own_part(value, at, held) for key, value in state.items()}
-            for at, state in plan.states.items()
-        }
-    else:
-        plan, states = _received(model, held, given, held.ranks(group))
-    states.update(plan.others)  # type: ignore[arg-type]  # of no parameter: any key, any value
-    found: StateDict = {"state": states}
-    return found if plan.groups is None else {**found, "param_groups": plan.groups}
+    ranks = held.ranks(group) if only_first else None
+    plan = _planned(given, held, model) if ranks is None else _told(model, held, given, ranks)
+    states, others, groups = plan
+    found: dict[object, object] = {
+        held.keys[at]: {key: _own_part(value, at, held, ranks) for key, value in state.items()}
+        for at, state in states.items()
+    }
+    loaded: StateDict = {"state": found | others}
+    return loaded if groups is None else {**loaded, "param_groups": groups}
 
 
-def _received(
-    model: nn.Module, held: _Held, given: StateDict | None, ranks: MeshRanks
-) -> tuple[_Plan, dict[int | str, StateDict]]:
-    """The first rank's plan, and this rank's parts of its states."""
+def _told(model: nn.Module, held: _Held, given: StateDict | None, ranks: MeshRanks) -> _Plan:
+    """The first rank's plan; on others, tensors of more than one number are meta tensors."""
     if not ranks.is_alike([held.names, [str(tuple(param.shape)) for param in held.params]]):
         raise coded(
             RankMismatchError,
@@ -557,7 +532,16 @@ def _received(
     if ranks.is_first:
         try:
             own = _planned(given, held, model)
-            answer = own.told()
+            states = {
+                at: {
+                    key: torch.empty(value.shape, dtype=value.dtype, device="meta")
+                    if _is_sent(value)
+                    else value
+                    for key, value in state.items()
+                }
+                for at, state in own[0].items()
+            }
+            answer = (states, *own[1:])
         except ValueError as error:
             answer = str(error)
     # What rank 0 of this very run has written.
@@ -565,14 +549,7 @@ def _received(
     plan: _Plan | str = pickle.loads(base64.b64decode(told))
     if isinstance(plan, str):
         raise resaid(ValueError, plan)
-    states: dict[int | str, StateDict] = {}
-    for at, state in plan.states.items():
-        for key, value in state.items():
-            if isinstance(value, _Sent):
-                whole = None if own is None else own.states[at][key]
-                value = _scattered(value, whole, at, held, ranks)
-            states.setdefault(held.keys[at], {})[key] = value
-    return plan, states
+    return plan if own is None else own
 
 
 def _planned(given: object, held: _Held, model: nn.Module) -> _Plan:
@@ -597,16 +574,13 @@ def _planned(given: object, held: _Held, model: nn.Module) -> _Plan:
     for at in sorted(found):
         found[at] = {key: _without_shards(value, at, key, held) for key, value in found[at].items()}
         _check_state(held.names[at][0], found[at], held.params[at])
-        found[at] = {
-            key: value.detach().cpu()
-            if isinstance(value, torch.Tensor) and not _is_sent(value)
-            else value
-            if _is_sent(value)
-            else copy.copy(value)
-            for key, value in found[at].items()
-        }
+        for key, value in found[at].items():
+            if isinstance(value, torch.Tensor) and not _is_sent(value):
+                found[at][key] = value.detach().cpu()
+            elif not _is_sent(value):
+                found[at][key] = copy.copy(value)
     ordered = {at: found[at] for at in sorted(found)}
-    return _Plan(ordered, others, None if groups is None else _placed(groups, held))
+    return ordered, others, None if groups is None else _placed(groups, held)
 
 
 def _not_loadable(problem: str) -> ValueError:
@@ -681,10 +655,12 @@ def _placed(groups: Sequence[Mapping[str, Any]], held: _Held) -> list[StateDict]
     return placed
 
 
-def _own_part(value: Any, at: int, held: _Held) -> object:
-    """This rank's part of a tensor that every rank has."""
+def _own_part(value: Any, at: int, held: _Held, ranks: MeshRanks | None) -> object:
+    """This rank's part of a tensor that every rank has or, with `ranks`, the first of them."""
     param = held.params[at]
     managed = held.units.get(id(param))
+    if ranks is not None and _is_sent(value):
+        return _scattered(value, param, managed, ranks)
     if managed is None or not _is_sent(value):
         return value.detach().clone() if isinstance(value, torch.Tensor) else value
     device = managed.local.device
@@ -698,16 +674,14 @@ def _own_part(value: Any, at: int, held: _Held) -> object:
 
 
 def _scattered(
-    sent: _Sent, value: torch.Tensor | None, at: int, held: _Held, ranks: MeshRanks
+    value: torch.Tensor, param: torch.Tensor, managed: ShardedParam | None, ranks: MeshRanks
 ) -> torch.Tensor:
     """This rank's part of a tensor that the first rank has."""
-    param = held.params[at]
-    managed = held.units.get(id(param))
-    if managed is not None and sent.shape == tuple(param.shape):
-        rows = scattered_rows(managed, value, sent.dtype)
+    if managed is not None and value.shape == param.shape:
+        rows = scattered_rows(managed, value if ranks.is_first else None, value.dtype)
         return as_dtensor(managed, rows.to(managed.local.device, copy=True))
-    memory = ranks.scratch(sent.shape, sent.dtype)
-    if value is not None:
+    memory = ranks.scratch(value.shape, value.dtype)
+    if ranks.is_first:
         memory.copy_(value)
     ranks.spread(memory)
     return _copied(memory.to(local_of(param).device, copy=True), param)

@@ -1,6 +1,6 @@
 """The plan of a wrapper and of those below it, made before anything is changed.
 
-    the arguments      ──> ResolvedOptions      checked; the device, the mesh
+    the arguments      ──> WrapperPlan          checked; the device, the mesh
     auto_wrap_policy   ──> chosen_below         modules below, innermost first, with arguments
     check_plans        ──> plans each one's call of fully_shard and checks each one's
                            initialization; raises every error that can be found before it starts
@@ -52,9 +52,11 @@ Given = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class ResolvedOptions:
-    """A wrapper's arguments, resolved."""
+class WrapperPlan:
+    """A wrapper to be: its module, its arguments as given, and what they come to."""
 
+    module: nn.Module
+    given: Given
     strategy: ShardingStrategy
     offload: CPUOffloadPolicy | None
     prefetch: BackwardPrefetch | None
@@ -64,51 +66,27 @@ class ResolvedOptions:
     mesh: DeviceMesh
 
 
-@dataclass(frozen=True)
-class WrapperPlan:
-    """A wrapper to be."""
-
-    module: nn.Module
-    given: Given
-    options: ResolvedOptions
-
-
-def plan_wrapper(module: nn.Module, given: Given) -> WrapperPlan:
-    """Resolve a wrapper's arguments for a module; changes nothing but makes meshes."""
-    _check_module(module)
-    return WrapperPlan(module, given, _resolved(module, given))
-
-
 def check_plans(plans: Sequence[WrapperPlan]) -> None:
     """Raise what the wrappers would that are to be made in this order; changes nothing."""
     modules = {each.module for each in plans}
     for each in plans:
-        init_fn, options = each.given["param_init_fn"], each.options
-        check_can_materialise(each.module, init_fn, options.ignored, modules)
-    plan_calls(((each.module, arguments_of(each.options)) for each in plans), ahead=True)
+        init_fn = each.given["param_init_fn"]
+        check_can_materialise(each.module, init_fn, each.ignored, modules)
+    plan_calls(((each.module, arguments_of(each)) for each in plans), ahead=True)
 
 
-def arguments_of(options: ResolvedOptions) -> dict[str, Any]:
+def arguments_of(plan: WrapperPlan) -> dict[str, Any]:
     """The arguments of a wrapper's call of `fully_shard`."""
-    replicates = options.strategy == ShardingStrategy.NO_SHARD
+    whole = ShardPlacementResult(None, FSDPMeshInfo(plan.mesh, None, 0))
+    replicates = plan.strategy == ShardingStrategy.NO_SHARD
     return {
-        "mesh": options.mesh,
-        "reshard_after_forward": False if options.strategy in KEEPS_GATHERED else None,
-        "shard_placement_fn": _Replicated(options.mesh) if replicates else None,
-        "mp_policy": policy_of(options.precision),
-        "offload_policy": options.offload,
-        "ignored_params": set(options.ignored.params),
+        "mesh": plan.mesh,
+        "reshard_after_forward": False if plan.strategy in KEEPS_GATHERED else None,
+        "shard_placement_fn": (lambda param: whole) if replicates else None,
+        "mp_policy": policy_of(plan.precision),
+        "offload_policy": plan.offload,
+        "ignored_params": set(plan.ignored.params),
     }
-
-
-class _Replicated:
-    """A ``shard_placement_fn`` that shards nothing."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._result = ShardPlacementResult(None, FSDPMeshInfo(mesh, None, 0))
-
-    def __call__(self, _: nn.Parameter) -> ShardPlacementResult:
-        return self._result
 
 
 def _check_module(module: object) -> None:
@@ -121,7 +99,9 @@ def _check_module(module: object) -> None:
     sharded_class(module)  # raises if there can be none
 
 
-def _resolved(module: nn.Module, given: Given) -> ResolvedOptions:
+def plan_wrapper(module: nn.Module, given: Given) -> WrapperPlan:
+    """Resolve a wrapper's arguments for a module; changes nothing but makes meshes."""
+    _check_module(module)
     strategy = ShardingStrategy.FULL_SHARD
     if given["sharding_strategy"] is not None:
         strategy = checked_member(ShardingStrategy, given["sharding_strategy"], "sharding_strategy")
@@ -134,9 +114,8 @@ def _resolved(module: nn.Module, given: Given) -> ResolvedOptions:
     one = groups if isinstance(groups, ProcessGroup) else None
     device = device_of(module, given["device_id"], one)
     mesh = mesh_of(groups, given["device_mesh"], strategy in HYBRID, device)
-    return ResolvedOptions(
-        strategy, offload, prefetch, checked_precision(precision), ignored, device, mesh
-    )
+    precision = checked_precision(precision)
+    return WrapperPlan(module, given, strategy, offload, prefetch, precision, ignored, device, mesh)
 
 
 _INHERITED = (
@@ -156,12 +135,12 @@ _INHERITED = (
 
 def chosen_below(plan: WrapperPlan) -> tuple[list[Choice], list[nn.Module]]:
     """The modules below that a wrapper's policy selects, and those that stay in full precision."""
-    module, given, options = plan.module, plan.given, plan.options
+    module, given = plan.module, plan.given
     policy: Policy | None = given["auto_wrap_policy"]
     if policy is None:
         return [], []
     check_nothing_wrapped(module)
-    precision, ignored = options.precision, options.ignored
+    precision, ignored = plan.precision, plan.ignored
     apart: tuple[type[nn.Module], ...] = ()
     if any((precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)):
         apart = tuple(precision._module_classes_to_ignore)
@@ -172,7 +151,7 @@ def chosen_below(plan: WrapperPlan) -> tuple[list[Choice], list[nn.Module]]:
 
         policy = functools.partial(any_wrap_policy, policies=[policy, stays])
     inherited = {name: given[name] for name in _INHERITED}
-    inherited |= {"ignored_states": ignored.params, "device_mesh": options.mesh}
+    inherited |= {"ignored_states": ignored.params, "device_mesh": plan.mesh}
     choices = chosen_modules(
         module,
         policy,

@@ -45,7 +45,7 @@ from fsdp2.fsdp1.construction import (
 from fsdp2.fsdp1.flat_parameter import FlatParameter
 from fsdp2.fsdp1.planned import (
     Given,
-    ResolvedOptions,
+    WrapperPlan,
     arguments_of,
     check_plans,
     chosen_below,
@@ -148,30 +148,29 @@ class FullyShardedDataParallel(WrapperModule, TorchWrapperIdentity):
         for below in apart:
             in_full_precision(below)
         wrap_chosen(module, chosen, FullyShardedDataParallel)
-        options = plan.options
-        device, mesh = options.device, options.mesh
+        device, mesh = plan.device, plan.mesh
         nn.Module.__init__(self)
         self.compute_device, self._is_inner = device, False
         self._use_orig_params = use_orig_params
         self.forward_prefetch, self.limit_all_gathers = forward_prefetch, limit_all_gathers
-        materialise(module, param_init_fn, device, options.ignored)
+        materialise(module, param_init_fn, device, plan.ignored)
         if sync_module_states:
             axes = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-            synchronise(module, axes, device, options.ignored)
+            synchronise(module, axes, device, plan.ignored)
         if use_orig_params:
             follow_original_parameters(module)
-        _shard(module, options)
-        self._take(module, options)
+        _shard(plan)
+        self._take(plan)
 
-    def _take(self, module: nn.Module, settings: ResolvedOptions) -> None:
+    def _take(self, plan: WrapperPlan) -> None:
         """Hold the sharded module, and what it was sharded with."""
-        mesh = settings.mesh
-        self.sharding_strategy, self.backward_prefetch = settings.strategy, settings.prefetch
-        self.mixed_precision = settings.precision
-        self.cpu_offload = CPUOffload(settings.offload is not None)
+        mesh = plan.mesh
+        self.sharding_strategy, self.backward_prefetch = plan.strategy, plan.prefetch
+        self.mixed_precision = plan.precision
+        self.cpu_offload = CPUOffload(plan.offload is not None)
         self.process_group = mesh.get_group(mesh.ndim - 1)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        self._hold(module)
+        self._hold(plan.module)
         clean_states(self)
         use_full_state_dicts(self._record)
         for below in self.fsdp_modules(self):
@@ -415,19 +414,19 @@ def _completed(module: nn.Module, **given: Any) -> Given:
 _SIGNATURE = inspect.signature(FullyShardedDataParallel.__init__)
 
 
-def _shard(module: nn.Module, settings: ResolvedOptions) -> None:
-    """Create a unit from the parameters that no wrapper below has, with the settings."""
-    precision = settings.precision
-    unit: Any = module  # an FSDPModule behind this
-    cast_buffers(module, precision.buffer_dtype, settings.ignored)
-    fully_shard(unit, **arguments_of(settings))
-    record = require_record(module)
+def _shard(plan: WrapperPlan) -> None:
+    """Create a unit from the parameters that no wrapper below has."""
+    precision = plan.precision
+    unit: Any = plan.module  # an FSDPModule behind this
+    cast_buffers(unit, precision.buffer_dtype, plan.ignored)
+    fully_shard(unit, **arguments_of(plan))
+    record = require_record(unit)
     times = {
         BackwardPrefetch.BACKWARD_PRE: PrefetchTime.BEFORE,
         BackwardPrefetch.BACKWARD_POST: PrefetchTime.AFTER,
         None: PrefetchTime.NEVER,
     }
-    unit.set_tuning(backward_prefetch=times[settings.prefetch], recurse=False)
+    unit.set_tuning(backward_prefetch=times[plan.prefetch], recurse=False)
     if precision.cast_root_forward_inputs:  # until another wrapper is made around it
         record.cast_to = precision.param_dtype
     if precision.keep_low_precision_grads and precision.param_dtype is not None:

@@ -1,4 +1,4 @@
-"""Models of known sizes, to plan without any code: decoders, dense and of experts, and a ViT.
+"""Models of known sizes, to plan and to train: decoders, dense and of experts, and a ViT.
 
 They have the shapes of the published models, and standard layers: rotary grouped-query attention,
 RMSNorm, SwiGLU. Experts take equally many tokens each (expert choice, Zhou et al. 2022), so that
@@ -31,6 +31,7 @@ class Shape:
         head_dim: channels of a head; 0: ``dim / heads``.
         patch: of an image, in pixels; 0: tokens.
         source: the source of the shape.
+        theta: base of the rotary frequencies.
     """
 
     dim: int
@@ -45,6 +46,7 @@ class Shape:
     head_dim: int = 0
     patch: int = 0
     source: str = ""
+    theta: float = 500_000.0
 
 
 _LLAMA = "The Llama 3 Herd of Models (arXiv 2407.21783), table 3"
@@ -66,6 +68,8 @@ PRESETS = {
     "tiny-moe": Shape(64, 2, 64, 4, 2, 256, 32, 8, 2, source="for trying out"),
 }
 
+NORM_EPS = 1e-5
+
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
@@ -86,14 +90,27 @@ class Attention(nn.Module):
             w(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
             for w in (self.wq, self.wk, self.wv)
         )
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         grouped = q.shape[1] != k.shape[1]
+        if grouped and x.dtype == torch.float32:
+            # On a GPU, no fused kernel of this dtype takes heads that are shared.
+            k, v = (y.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for y in (k, v))
+            grouped = False
         out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
         joined: Tensor = self.wo(out.transpose(1, 2).reshape(batch, seq, -1))
         return joined
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary_tables(seq: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of position x frequency, fp32 [T, C / 2], on the device of ``like``."""
+    channels = torch.arange(0, head_dim, 2, device=like.device, dtype=torch.float32)
+    positions = torch.arange(seq, device=like.device, dtype=torch.float32)
+    angles = torch.outer(positions, theta ** (-channels / head_dim))
+    return angles.cos(), angles.sin()
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn channel pairs (c, c + C / 2) of x [B, heads, T, C] by the angle of their position."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
@@ -104,13 +121,13 @@ class SwiGLU(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.w1 = nn.Linear(shape.dim, shape.ffn, bias=False)
-        self.w2 = nn.Linear(shape.ffn, shape.dim, bias=False)
-        self.w3 = nn.Linear(shape.dim, shape.ffn, bias=False)
+        self.gate = nn.Linear(shape.dim, shape.ffn, bias=False)
+        self.up = nn.Linear(shape.dim, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, T, D]."""
-        done: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        done: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return done
 
 
@@ -135,9 +152,9 @@ class Experts(nn.Module):
         super().__init__()
         self.share = shape.active / shape.experts
         self.router = nn.Linear(shape.dim, shape.experts, bias=False)
-        self.w1 = nn.Parameter(torch.empty(shape.experts, shape.dim, shape.ffn))
-        self.w2 = nn.Parameter(torch.empty(shape.experts, shape.ffn, shape.dim))
-        self.w3 = nn.Parameter(torch.empty(shape.experts, shape.dim, shape.ffn))
+        self.gate = nn.Parameter(torch.empty(shape.experts, shape.dim, shape.ffn))
+        self.up = nn.Parameter(torch.empty(shape.experts, shape.dim, shape.ffn))
+        self.down = nn.Parameter(torch.empty(shape.experts, shape.ffn, shape.dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, T, D]."""
@@ -145,8 +162,8 @@ class Experts(nn.Module):
         taken = max(1, round(len(tokens) * self.share))
         weight, index = self.router(tokens).softmax(-1).topk(taken, dim=0)
         chosen = tokens[index.T]  # [experts, taken, D]
-        done = torch.bmm(F.silu(torch.bmm(chosen, self.w1)) * torch.bmm(chosen, self.w3), self.w2)
-        done = (done * weight.T.unsqueeze(-1)).flatten(0, 1)
+        inner = F.silu(torch.bmm(chosen, self.gate)) * torch.bmm(chosen, self.up)
+        done = (torch.bmm(inner, self.down) * weight.T.unsqueeze(-1)).flatten(0, 1)
         return torch.zeros_like(tokens).index_add(0, index.T.flatten(), done).view_as(x)
 
 
@@ -156,16 +173,16 @@ class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         norm = nn.LayerNorm if shape.patch else nn.RMSNorm
-        self.attention_norm = norm(shape.dim)
+        self.attention_norm = norm(shape.dim, NORM_EPS)
         self.attention = Attention(shape)
-        self.ffn_norm = norm(shape.dim)
+        self.mlp_norm = norm(shape.dim, NORM_EPS)
         kind = MLP if shape.patch else Experts if shape.experts else SwiGLU
-        self.ffn = kind(shape)
+        self.mlp = kind(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x: [B, T, D]."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        done: Tensor = x + self.ffn(self.ffn_norm(x))
+        done: Tensor = x + self.mlp(self.mlp_norm(x))
         return done
 
 
@@ -180,16 +197,14 @@ class Model(nn.Module):
         else:
             self.embed = nn.Embedding(shape.vocab, shape.dim)
         self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
-        self.norm = nn.LayerNorm(shape.dim) if shape.patch else nn.RMSNorm(shape.dim)
+        norm = nn.LayerNorm if shape.patch else nn.RMSNorm
+        self.norm = norm(shape.dim, NORM_EPS)
         self.head = nn.Linear(shape.dim, shape.vocab, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens [B, T], or patches [B, T, 3 * patch * patch]; to logits."""
-        width = (self.shape.head_dim or self.shape.dim // self.shape.heads) // 2
-        angles = torch.outer(
-            torch.arange(x.shape[1], device=x.device), torch.ones(width, device=x.device)
-        )
-        cos, sin = angles.cos(), angles.sin()
+        head_dim = self.shape.head_dim or self.shape.dim // self.shape.heads
+        cos, sin = rotary_tables(x.shape[1], head_dim, self.shape.theta, x)
         x = self.embed(x)
         for block in self.blocks:
             x = block(x, cos, sin)

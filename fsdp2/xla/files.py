@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from fsdp2.core.errors import coded
-from fsdp2.xla.shards import ShardInfo, ShardMetadata, check_metadata, local_shape, rows_of
+from fsdp2.core.facts import piece_of
+from fsdp2.xla.shards import ShardInfo, ShardMetadata, check_metadata, local_shape
 
 StateDict = Mapping[str, Any]
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -103,12 +104,13 @@ def consolidate_sharded_model_checkpoints(
         )
     files = [(path, _read(path)) for path in paths]
     metadata = {path: check_metadata(file.get("shard_metadata"), path) for path, file in files}
-    check_ranks(metadata, pattern)
+    _check_ranks(metadata, pattern)
     files.sort(key=lambda file: metadata[file[0]]["rank"])
     ordered = [path for path, _ in files]
     models = [file["model"] for _, file in files]
     first = metadata[ordered[0]]
-    check_models(models, ordered, [metadata[path] for path in ordered])
+    _check_alike([metadata[path] for path in ordered], ordered)
+    _check_models(models, ordered, first)
     if not save_model:
         return _joined(models, first, _in_memory), None
     full = _joined(models, first, _Mapped(Path(target)).allocate)
@@ -167,7 +169,7 @@ def _whole(pieces: Sequence[torch.Tensor], info: ShardInfo, allocate: Allocate) 
     found = allocate(shape, pieces[0].dtype)
     with torch.no_grad():
         for rank, piece in enumerate(pieces):
-            start, rows = rows_of(shape, dim, len(pieces), rank)
+            start, rows = piece_of(shape[dim], len(pieces), rank)
             found.narrow(dim, start, rows).copy_(piece)
     return found
 
@@ -214,7 +216,7 @@ def _write(target: Path, value: object) -> None:
 # ---- checks
 
 
-def check_ranks(metadata: Mapping[str, ShardMetadata], pattern: str) -> None:
+def _check_ranks(metadata: Mapping[str, ShardMetadata], pattern: str) -> None:
     """One file of each rank, all of the same number of ranks."""
     seen: dict[int, str] = {}
     (first, told), *others = metadata.items()
@@ -245,14 +247,6 @@ def check_ranks(metadata: Mapping[str, ShardMetadata], pattern: str) -> None:
             f"'{pattern}' matches the files of {len(seen)} of {size} ranks, but those of ranks "
             f"{missing} are missing; copy them there",
         )
-
-
-def check_models(
-    models: Sequence[StateDict], names: Sequence[str], metadata: Sequence[ShardMetadata]
-) -> None:
-    """All ranks describe one model, and every state dict is what they say."""
-    _check_alike(metadata, names)
-    _check_models(models, names, metadata[0])
 
 
 def _check_alike(metadata: Sequence[ShardMetadata], names: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ Equal pieces: for a dim of n elements over N ranks, rank r holds [r·c, (r+1)·c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TypedDict
 
 import torch
@@ -40,15 +40,10 @@ class ShardMetadata(TypedDict):
     flatten_info: dict[str, object]
 
 
-def rows_of(shape: Sequence[int], dim: int, world_size: int, rank: int) -> tuple[int, int]:
-    """First index and number of a rank's rows of a parameter."""
-    return piece_of(shape[dim], world_size, rank)
-
-
 def local_shape(info: ShardInfo, world_size: int, rank: int) -> tuple[int, ...]:
     """The shape of a rank's piece."""
     shape, dim = info["shape"], info["dim"]
-    rows = rows_of(shape, dim, world_size, rank)[1]
+    _, rows = piece_of(shape[dim], world_size, rank)
     return (*shape[:dim], rows, *shape[dim + 1 :])
 
 

@@ -11,19 +11,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from fsdp2 import checkpoint
 from fsdp2.examples import checkpointing, data, lora, parallel, reporting
-from fsdp2.examples.model import (
-    PRESETS,
-    Attention,
-    Block,
-    ModelConfig,
-    Transformer,
-    apply_rotary,
-    reset_parameters,
-    rotary_tables,
-    token_losses,
-)
+from fsdp2.examples.model import PRESETS, parts, reset_parameters, token_losses
 from fsdp2.examples.options import GivenRanks, UsageError, parse
-from fsdp2.examples.train_lm import WARMUP_STEPS, learning_rate, main
+from fsdp2.examples.train_lm import WARMUP_STEPS, learning_rate, main, unsharded_model
+from fsdp2.planning.presets import Attention, Block, Model, Shape, rotary_tables, rotated
 
 pytestmark = pytest.mark.alone
 
@@ -248,9 +239,9 @@ def test_held_out_slices_are_spread_and_do_not_overlap() -> None:
 # --- model ---------------------------------------------------------------------------------------
 
 
-def _model(config: ModelConfig, seed: int = 0) -> Transformer:
-    model = Transformer(config)
-    reset_parameters(model, config, seed)
+def _model(shape: Shape, seed: int = 0) -> Model:
+    model = Model(shape)
+    reset_parameters(model, shape, seed)
     return model
 
 
@@ -280,15 +271,15 @@ def test_model_is_causal() -> None:
 def test_presets_are_llama_sized() -> None:
     for name, billions in (("llama-1b", 1.0), ("llama-8b", 7.0)):
         with torch.device("meta"):
-            model = Transformer(PRESETS[name])
+            model = Model(PRESETS[name])
         params = sum(p.numel() for p in model.parameters())
         assert params / 1e9 == pytest.approx(billions, abs=0.05)
 
 
 def test_rotary_turns_pairs_as_complex_numbers_turn() -> None:
-    cos, sin = rotary_tables(seq_len=7, head_dim=8, theta=100.0, device=torch.device("cpu"))
+    cos, sin = rotary_tables(7, 8, 100.0, torch.empty(0))
     x = torch.randn(2, 3, 7, 8)
-    got = apply_rotary(x, cos, sin)
+    got = rotated(x, cos, sin)
     for position in range(7):
         for pair in range(4):
             angle = position * 100.0 ** (-2 * pair / 8)
@@ -299,10 +290,10 @@ def test_rotary_turns_pairs_as_complex_numbers_turn() -> None:
 
 
 def test_grouped_attention_equals_a_naive_one() -> None:
-    config = replace(TINY, dim=48, num_heads=6, num_kv_heads=2)
-    attention = Attention(config)
+    shape = replace(TINY, dim=48, heads=6, kv_heads=2)
+    attention = Attention(shape)
     x = torch.randn(2, 5, 48)
-    cos, sin = rotary_tables(5, 8, config.rope_theta, x.device)
+    cos, sin = rotary_tables(5, 8, shape.theta, x)
     expected = torch.zeros(2, 5, 48)
     for sequence in range(2):
         for head in range(6):
@@ -310,7 +301,7 @@ def test_grouped_attention_equals_a_naive_one() -> None:
             q = (x[sequence] @ attention.wq.weight.T)[:, head * 8 : head * 8 + 8]
             k = (x[sequence] @ attention.wk.weight.T)[:, shared * 8 : shared * 8 + 8]
             v = (x[sequence] @ attention.wv.weight.T)[:, shared * 8 : shared * 8 + 8]
-            q, k = (apply_rotary(y[None, None], cos, sin)[0, 0] for y in (q, k))
+            q, k = (rotated(y[None, None], cos, sin)[0, 0] for y in (q, k))
             for position in range(5):
                 weights = torch.softmax(q[position] @ k[: position + 1].T / 8**0.5, dim=-1)
                 out = weights @ v[: position + 1]
@@ -322,8 +313,8 @@ def test_grouped_attention_equals_a_naive_one() -> None:
 
 def test_activation_checkpointing_changes_no_gradient() -> None:
     grads = []
-    for activation_checkpointing in (False, True):
-        model = Transformer(TINY, activation_checkpointing)
+    for flags in ((), ("--activation-checkpointing",)):
+        model = unsharded_model(parse(["--device", "cpu", "--preset", "tiny", *flags], None))
         reset_parameters(model, TINY, seed=0)
         token_losses(model(torch.arange(20)[None]), torch.arange(20)[None]).mean().backward()
         grads.append([p.grad for p in model.parameters()])
@@ -335,12 +326,12 @@ def test_weights_depend_on_seed_and_name_alone() -> None:
     whole = _model(TINY, seed=3)
     torch.manual_seed(99)
     with torch.device("meta"):
-        parts = Transformer(TINY)
-    for name, part in reversed(list(parts.parts())):
+        by_parts = Model(TINY)
+    for name, part in reversed(list(parts(by_parts))):
         part.to_empty(device="cpu")
         reset_parameters(part, TINY, 3, prefix=name)
-    assert dict(whole.named_parameters()).keys() == dict(parts.named_parameters()).keys()
-    for name, param in parts.named_parameters():
+    assert dict(whole.named_parameters()).keys() == dict(by_parts.named_parameters()).keys()
+    for name, param in by_parts.named_parameters():
         assert param.equal(whole.get_parameter(name)), name
     other = _model(TINY, seed=4)
     assert not other.head.weight.equal(whole.head.weight)
@@ -350,9 +341,9 @@ def test_weights_depend_on_seed_and_name_alone() -> None:
 # --- adapters and tensor parallelism -------------------------------------------------------------
 
 
-def _adapted(rank: int = 4) -> Transformer:
+def _adapted(rank: int = 4) -> Model:
     model = _model(TINY)
-    for name, part in model.parts():
+    for name, part in parts(model):
         lora.adapt(part, rank, 0, name)
     return model
 
@@ -364,8 +355,8 @@ def test_adapters_start_as_nothing_and_leave_the_base_frozen() -> None:
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     kinds = {name.rpartition(".")[0].rpartition(".")[2] for name in trained}
     assert kinds == {"lora_a", "lora_b", "attention_norm", "mlp_norm", "norm", "head"}
-    assert sum("lora_a" in name for name in trained) == 7 * TINY.num_layers
-    assert model.get_parameter("blocks.1.mlp.down.lora_a.weight").shape == (4, TINY.hidden_dim)
+    assert sum("lora_a" in name for name in trained) == 7 * TINY.layers
+    assert model.get_parameter("blocks.1.mlp.down.lora_a.weight").shape == (4, TINY.ffn)
 
     frozen = {name: p.clone() for name, p in model.named_parameters() if name not in trained}
     assert {"embed.weight", "blocks.0.attention.wq.base.weight"} <= frozen.keys()
@@ -409,7 +400,7 @@ def test_every_layer_of_a_block_has_its_tensor_parallel_style() -> None:
 def test_the_other_parts_have_one_style_each() -> None:
     styles = {
         name: parallel.plan(part)
-        for name, part in _model(TINY).parts()
+        for name, part in parts(_model(TINY))
         if not isinstance(part, Block)
     }
     assert isinstance(styles["embed"], RowwiseParallel)
@@ -444,8 +435,8 @@ def test_frozen_parameters_count_in_the_state() -> None:
     optimizer = torch.optim.SGD([trained], lr=1.0, momentum=0.9)
     trained.grad = torch.ones(3)
     optimizer.step()
-    sizes = reporting.state_bytes([frozen, trained], optimizer)
-    assert sizes.rank == sizes.unsharded == 4 * (5 + 3 * 3)
+    mine, unsharded = reporting.state_bytes([frozen, trained], optimizer)
+    assert mine == unsharded == 4 * (5 + 3 * 3)
 
 
 # --- which checkpoints may be resumed ------------------------------------------------------------
@@ -475,7 +466,7 @@ def test_resume_without_a_complete_checkpoint_starts_afresh(tmp_path: Path) -> N
     (folder / "step-00000003" / "manifest.json").unlink()
     assert checkpointing.find(folder, True, ALIKE) is None
     argv = ["--device", "cpu", "--preset", "tiny", "--checkpoint", str(folder), "--resume"]
-    with checkpointing.Saves(parse(argv, None), rank=0):
+    with checkpointing.Saves(parse(argv, None)):
         assert list(folder.iterdir()) == []
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from fsdp2.examples import images, train_digits
 from fsdp2.examples.flags import GivenRanks, UsageError
@@ -61,10 +62,11 @@ def test_mnists_files(tmp_path: Path, zipped: bool) -> None:
     torch.manual_seed(0)
     images = torch.randint(256, (3, 8, 8), dtype=torch.uint8)
     labels = torch.randint(10, (3,), dtype=torch.uint8)
-    assert torch.equal(digits.images, images[:, None].float() / 255)
-    assert torch.equal(digits.labels, labels.long())
-    assert digits.held_out_images.shape == (3, 1, 8, 8)
-    assert not torch.equal(digits.held_out_images, digits.images)
+    found, numbers = digits.train.tensors
+    assert torch.equal(found, images[:, None].float() / 255)
+    assert torch.equal(numbers, labels.long())
+    assert digits.held_out.tensors[0].shape == (3, 1, 8, 8)
+    assert not torch.equal(digits.held_out.tensors[0], found)
 
 
 def test_files_that_are_not_mnists(tmp_path: Path) -> None:
@@ -109,13 +111,13 @@ needs_images = pytest.mark.skipif(
 )
 
 
-def noisy_digits(images: int = 320, held_out: int = 200) -> train_digits.Digits:
+def noisy_digits(sizes: tuple[int, int] = (320, 200)) -> images.Images:
     """Ten random pictures under noise, which a CNN tells apart after a few steps, but not all."""
     torch.manual_seed(0)
     pictures = torch.rand(10, 1, 8, 8)
-    labels = torch.arange(images + held_out) % 10
+    labels = torch.arange(sum(sizes)) % 10
     seen = pictures[labels] + 0.4 * torch.randn(len(labels), 1, 8, 8)
-    return train_digits.Digits(seen[:images], labels[:images], seen[images:], labels[images:])
+    return images.Images(*map(TensorDataset, seen.split(sizes), labels.split(sizes)))
 
 
 def _options(folder: Path, *argv: str) -> train_digits.Options:
@@ -141,7 +143,7 @@ def test_each_way_is_joined_to_what_was_evaluated(tmp_path: Path) -> None:
     _another_model_is_noticed(_options(tmp_path / "wrong", "--flat"), digits)
 
 
-def _another_model_is_noticed(options: train_digits.Options, digits: train_digits.Digits) -> None:
+def _another_model_is_noticed(options: train_digits.Options, digits: images.Images) -> None:
     right = train_digits.load_unsharded
 
     def load_wrong(path: str, options: train_digits.Options) -> nn.Module:
@@ -176,9 +178,9 @@ def test_answers_that_differ_are_a_failure(
     monkeypatch.setattr(train_digits.launch, "process_group", lambda *_: nullcontext())
     monkeypatch.setattr(train_digits, "load_digits", lambda *_: None)
     for differ, code in ((0, 0), (3, 1)):
-        result = train_digits.Result(1.0, 0.99, differ, "x")
+        result = train_digits.Result(1.0, 0.99, differ)
         monkeypatch.setattr(train_digits, "run", lambda *_, found=result: found)
-        assert train_digits._worker(options, RANKS) == code
+        assert train_digits._worker(options) == code
     assert "3 answers differ" in capsys.readouterr().err
 
 

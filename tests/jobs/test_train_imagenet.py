@@ -84,9 +84,9 @@ def test_ranks_take_slices_of_the_same_batches() -> None:
 def test_an_evaluation_is_shared_out(images: int, at_once: int, num_ranks: int) -> None:
     each = [shared_out(images, at_once, rank, num_ranks) for rank in range(num_ranks)]
     assert len({len(forwards) for forwards in each}) == 1
-    counted = [i for forwards in each for chunk, counts in forwards if counts for i in chunk]
-    assert sorted(map(int, counted)) == list(range(images))
-    assert all(0 < len(chunk) <= at_once for forwards in each for chunk, _ in forwards)
+    run = {i for forwards in each for chunk in forwards for i in chunk}
+    assert sorted(run) == list(range(images))
+    assert all(0 < len(chunk) <= at_once for forwards in each for chunk in forwards)
 
 
 @pytest.mark.usefixtures("as_if_installed")
@@ -160,9 +160,9 @@ def _bits(
     runs: list[train_imagenet.Run] = []
     resume = train_imagenet.resume
 
-    def watched(run: train_imagenet.Run) -> int:
+    def watched(options: Options, run: train_imagenet.Run) -> int:
         runs.append(run)
-        return resume(run)
+        return resume(options, run)
 
     monkeypatch.setattr(train_imagenet, "resume", watched)
     result = train_imagenet.train(options, torch.device("cpu"))

@@ -12,7 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fsdp2 import checkpoint
-from fsdp2.examples.model import PRESETS, Transformer
+from fsdp2.examples.model import PRESETS
+from fsdp2.planning.presets import Model
 from tests.common import jobs
 from tests.common.combinations import seldom
 
@@ -219,7 +220,7 @@ def test_exported_weights_are_those_of_the_last_checkpoint(tmp_path: Path) -> No
     run, out = tmp_path / "run", tmp_path / "out"
     end = ("--steps", "2", "--checkpoint", str(run), "--export", str(out))
     assert f"exported to {out}: 1 file(s)" in train("--nproc", "2", *end)
-    model = Transformer(PRESETS["tiny"])
+    model = Model(PRESETS["tiny"])
     checkpoint.load_pretrained(model, out)
     saved = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
     dcp.load({"model": saved}, checkpoint_id=run / "step-00000002")
@@ -274,8 +275,8 @@ def test_a_failing_worker_shows_its_traceback(tmp_path: Path) -> None:
         "from fsdp2.examples import flags, launch\n"
         "def prepare(argv, ranks):\n"
         "    return flags.parsed(flags.Common, 'failing', '', argv, ranks)\n"
-        "def work(options, ranks):\n"
-        "    if ranks.rank == 1:\n"
+        "def work(options):\n"
+        "    if options.rank == 1:\n"
         "        raise RuntimeError('rank 1 cannot go on')\n"
         "    time.sleep(600)\n"
         "sys.exit(launch.main('failing', None, prepare, work))\n"

@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2.core.device.kernels import Kernels
-from fsdp2.examples.model import PRESETS, Block, Transformer, token_losses
-from fsdp2.planning import Hardware, Settings, plan
+from fsdp2.examples import train_lm
+from fsdp2.examples.model import token_losses
+from fsdp2.planning import Hardware, Settings, plan, presets
 from fsdp2.planning.memory import Ledger
 from fsdp2.planning.planner import Plan
 from fsdp2.planning.rehearsal import shard_as_planned
@@ -227,6 +228,11 @@ def lm_step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return token_losses(model(batch[0]), batch[1]).mean()
 
 
+def lm_model(preset: str, recomputes: bool) -> presets.Model:
+    flags = ["--activation-checkpointing"] if recomputes else []
+    return train_lm.unsharded_model(train_lm.parse(["--preset", preset, *flags], None))
+
+
 def lm_batch(count: int) -> tuple[Tensor, Tensor]:
     tokens = torch.zeros(count, 128, dtype=torch.int64)
     return tokens, tokens.clone()
@@ -238,9 +244,9 @@ def plan_lm(preset: str, recomputes: bool, settings: Settings) -> int:
         GlooOnPaper, "copies", False
     ):  # the run has a null group, which does not
         made = plan(
-            lambda: Transformer(PRESETS[preset], recomputes),
+            lambda: lm_model(preset, recomputes),
             lm_batch,
-            units={Block},
+            units={presets.Block},
             hardware=CPU,
             loss=lm_step,
             optimizer=lambda params: torch.optim.SGD(params, foreach=True),
@@ -254,8 +260,8 @@ def run_lm(preset: str, recomputes: bool, settings: Settings) -> int:
     init_null_group(settings.world, kind=GlooOnPaper)
     names = ("replicate", "shard")[-len(settings.mesh) :]
     mesh = init_device_mesh("cpu", settings.mesh, mesh_dim_names=names)
-    model: Any = Transformer(PRESETS[preset], recomputes)
-    shard_as_planned(model, mesh, settings, {Block})
+    model: Any = lm_model(preset, recomputes)
+    shard_as_planned(model, mesh, settings, {presets.Block})
     optimizer = torch.optim.SGD(model.parameters(), foreach=True)
     batch = lm_batch(settings.batch)
 

@@ -14,7 +14,7 @@ import torch
 
 from fsdp2.xla import consolidate_sharded_model_checkpoints, consolidate_sharded_state_dicts
 from fsdp2.xla.consolidate import main
-from fsdp2.xla.shards import FORMAT, local_shape, rows_of
+from fsdp2.xla.shards import FORMAT, local_shape, piece_of
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
@@ -34,7 +34,7 @@ def checkpoint(rank: int, size: int = 4) -> dict[str, Any]:
     """What a rank saves."""
     model = {}
     for name, (shape, dim) in SHAPES.items():
-        start, rows = rows_of(shape, dim, size, rank)
+        start, rows = piece_of(shape[dim], size, rank)
         model[name] = full()[name].narrow(dim, start, rows).clone()
     model["mean"] = torch.full((2,), float(rank), dtype=torch.bfloat16)
     metadata = {
