@@ -28,9 +28,8 @@ from fsdp2.checks.freed import mark_freed, unmark
 from fsdp2.checks.presence import store_gone
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.channels import StoreBoard, default_store
-from fsdp2.core.device.collectives import Collectives, ReduceKind
+from fsdp2.core.device.collectives import Collectives, ReduceKind, largest_over
 from fsdp2.core.device.fingerprint import checksum
-from fsdp2.core.device.one_off import largest_over
 from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.errors import (

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fsdp2.core.device.collectives import largest_over
 from fsdp2.core.device.fingerprint import checksum
-from fsdp2.core.device.one_off import largest_over
 from fsdp2.core.errors import RankMismatchError, coded
 from fsdp2.core.gather.extension import plain_tensors
 from fsdp2.core.modules.registry import scheduler_of

@@ -219,7 +219,7 @@ class Wire:
 
     Attributes:
         differences: whether messages hold differences to the values gathered last, which are kept.
-        rotate: whether gradients are rotated before encoding (`core.codecs.rotated`).
+        rotate: whether gradients are rotated before encoding (`core.codecs.codec`).
         feedback: whether rounding errors are added to the next gradients (`core.reduce.feedback`).
     """
 

@@ -35,11 +35,13 @@ from fsdp2.core.device.collectives import (
     Launch,
     ReduceKind,
     Work,
+    gather_numbers,
+    largest_over,
     run_all_gather,
+    run_barrier,
     run_reduce_scatter,
 )
-from fsdp2.core.device.kernels import FusedKernels, Kernels, Tensors, kernels_for
-from fsdp2.core.device.one_off import gather_numbers, largest_over, run_barrier
+from fsdp2.core.device.kernels import FusedKernels, Kernels, Stage, Tensors, kernels_for, rehearsing
 from fsdp2.core.device.process_groups import (
     ProcessGroup,
     current_world,
@@ -49,7 +51,6 @@ from fsdp2.core.device.process_groups import (
     ranks_of,
     serves,
 )
-from fsdp2.core.device.rehearsal import META, Stage, rehearsing
 from fsdp2.core.device.streams import (
     COMPUTE,
     COPY_IN,
@@ -109,8 +110,14 @@ from fsdp2.core.progress import Counts, ShardReaders, communication_error
 from fsdp2.core.reduce.coded import codec_of
 from fsdp2.core.reduce.feedback import DTYPE
 from fsdp2.core.reduce.reduction import Jobs, views_of
-from fsdp2.core.reduce.rows import plan_flat, runs
-from fsdp2.core.reduce.spec import ReductionSpec, is_direct, plan_division, reduction_spec
+from fsdp2.core.reduce.spec import (
+    ReductionSpec,
+    is_direct,
+    lay_flat,
+    plan_division,
+    reduction_spec,
+    runs,
+)
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer, Run
 from fsdp2.core.schedule.scheduler import Scheduler, window_of

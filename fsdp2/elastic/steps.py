@@ -5,7 +5,7 @@
     commit    the ranks of the group vote ── yes ──> optimizers step
                                           └─ no ───> drop: all is as before the step
 
-The all-reduce is a part of a unit's reduction, on its lane (`core.reduce.result`): one flat tensor
+The all-reduce is a part of a unit's reduction, on its lane (`core.reduce.binding`): one flat tensor
 per unit and backward, divided by the groups that take part in the step. An error in it raises
 nothing: the manager notes it, lets the rest of the step pass, and votes no.
 """

@@ -27,8 +27,8 @@ from fsdp2.core.facts import (
     Slot,
     Transport,
     is_direct,
+    lay_flat,
     plan_division,
-    plan_flat,
     runs,
     views_of,
 )
@@ -197,7 +197,7 @@ class ReducedRows:
         self.width = sum(self.sizes)
         if packed:
             facts = self.rank, dtype, sent, group.replicas is not None, False, True
-            self.width = plan_flat(self.slots, *facts).width
+            self.width = lay_flat(self.slots, *facts).width
         rest = self.width - sum(self.sizes[: self.direct])
         self.outputs = [*self.sizes[: self.direct], *([rest] if rest or not direct else [])]
         """Elements of the result of each reduce-scatter, which lie side by side."""

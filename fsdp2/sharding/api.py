@@ -1,9 +1,5 @@
 """The main entry point: `fully_shard`.
 
-fully_shard(module) ── class becomes FSDP<Original>(FSDPModule, Original)
-                    ── parameters become DTensors: one Unit, one ParamGroup per mesh
-                    ── hooks that drive the unit's scheduler
-
 A call is first planned (`plan_call`), which raises all possible errors and changes nothing, and
 then applied (`apply_calls`). Code that makes several units of a model plans all of them first.
 """
@@ -21,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core import config
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.buffers import empties_storages
+from fsdp2.core.device.kernels import stage_of
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import MeshAxes, default_mesh
 from fsdp2.core.modules.dynamo import separate_in_graphs
@@ -42,7 +39,7 @@ from fsdp2.interop import (
     replicated_parameters,
     state_of,
 )
-from fsdp2.sharding.assembly import connect_meshes, finish, make_groups, streams_for
+from fsdp2.sharding.assembly import connect_meshes, finish, make_groups
 from fsdp2.sharding.meshes import Levels, resolve_axes
 from fsdp2.sharding.module import set_sharded_class, sharded_class
 from fsdp2.sharding.plan import Pending, PlacementFn, PlannedCall, plan_unit
@@ -152,17 +149,8 @@ def plan_call(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     pending: Pending | None = None,
 ) -> PlannedCall:
-    """Determine everything that a call of `fully_shard` with these arguments will do; changes
-    nothing, but ``mesh=None`` starts the default process group if it does not exist.
-
-    Args:
-        pending: calls that are planned and will be applied before this one. This call is added to
-            them.
-
-    Raises:
-        ValueError: an argument or a parameter is invalid.
-        TypeError: an argument has the wrong type.
-        RankMismatchError: the ranks' calls differ, while that check is on.
+    """Determine everything that a call of `fully_shard` with these arguments will do after
+    ``pending`` ones, or raise; changes nothing, but ``mesh=None`` may start the process group.
     """
     modules = _checked_modules(module, pending)
     policy = _checked_policy(mp_policy)
@@ -192,18 +180,8 @@ def plan_call(
 def plan_calls(
     calls: Iterable[tuple[object, Mapping[str, Any]]], *, ahead: bool = False
 ) -> list[PlannedCall]:
-    """Plan calls that are applied one after the other; changes nothing.
-
-    Args:
-        calls: modules and arguments of each, as for `fully_shard`, in the order of the calls.
-        ahead: whether parameters get memory and values in between, so that each call must be
-            planned again: in this case the function only raises errors that are known now. Default
-            ``False``.
-
-    Raises:
-        ValueError: as `plan_call`; includes all later calls.
-        TypeError: see there.
-        RankMismatchError: see there; not if ``ahead``.
+    """Plan calls that are applied one after the other, given as modules and arguments; if
+    ``ahead`` of memory and values that parameters get in between, only to raise what is known now.
     """
     pending = Pending(ahead=ahead)
     return [plan_call(module, **arguments, pending=pending) for module, arguments in calls]
@@ -221,7 +199,7 @@ def apply_calls(calls: Sequence[PlannedCall]) -> None:
         unit = Unit(call.name, newly_observed(groups), call.options)
         unit.reshard_after_forward = call.reshard_after_forward
         hooks = UnitHooks if empties_storages(device) else SavingUnitHooks
-        streams = streams_for(device)
+        streams = groups[0].streams if groups else stage_of(device).streams
         record = hooks(unit, call.modules, call.arguments, call.left_alone, streams)
         register_with_torch(call.modules, record)
         watch_registrations()
@@ -289,12 +267,7 @@ def _checked_modules(module: object, pending: Pending | None) -> tuple[nn.Module
 
 
 def _check_wrappers(module: nn.Module, inside: Sequence[nn.Module]) -> None:
-    """Refuse modules that manage their parameters themselves, in ways that sharding would break.
-
-    Args:
-        module: the module.
-        inside: `modules_below` it.
-    """
+    """Refuse modules that manage their parameters themselves, in ways that sharding would break."""
     kinds = (nn.parallel.DistributedDataParallel, nn.DataParallel, torch.jit.ScriptModule)
     if not [below for below in inside if isinstance(below, kinds)]:
         return

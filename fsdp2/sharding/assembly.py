@@ -1,8 +1,4 @@
-"""From plans to parameter groups: what `fully_shard` makes of a unit's parameters.
-
-PlannedCall ── make_groups ──> a ParamGroup for each mesh, laid out, its parameters DTensors
-            ── finish ──> whatever else refers to the parameters follows them from then on
-"""
+"""From plans to parameter groups: what `fully_shard` makes of a unit's parameters."""
 
 from __future__ import annotations
 
@@ -15,12 +11,10 @@ from torch import nn
 
 from fsdp2.checks.presence import announce
 from fsdp2.core.config import CPUOffloadPolicy
-from fsdp2.core.device import rehearsal
 from fsdp2.core.device.collectives import Collectives, GroupCollectives, SoloCollectives
-from fsdp2.core.device.kernels import kernels_for
+from fsdp2.core.device.kernels import stage_of
 from fsdp2.core.device.process_groups import ProcessGroup
-from fsdp2.core.device.streams import Streams, make_streams
-from fsdp2.core.gather.smaller_group import SmallerGroup
+from fsdp2.core.gather.keeping import SmallerGroup
 from fsdp2.core.layout.mesh import MeshAxes, smaller_mesh
 from fsdp2.core.modules.optimizers import watch_optimizers
 from fsdp2.core.modules.registrations import (
@@ -49,8 +43,6 @@ from fsdp2.core.schedule.unit import Unit, all_groups, all_units, operations_of
 from fsdp2.sharding.plan import PlannedCall, Stray, strays
 from fsdp2.sharding.state_dicts import watch_state_dicts
 
-_streams: dict[torch.device, Streams] = {}
-
 
 def connect_meshes(planned: PlannedCall) -> None:
     """Create the process groups that its groups use: this fails if a peer is missing."""
@@ -67,10 +59,10 @@ def make_groups(planned: PlannedCall) -> list[ParamGroup]:
     """A group for each mesh, in the order in which parameters name them."""
     groups, name = [], planned.name
     for axes in planned.axes:
-        streams = streams_for(axes.device)
         members = [plan for plan in planned.plans if plan.axes is axes]
         params = [ShardedParam(plan) for plan in members]
-        device, asynchronous = axes.device, streams.asynchronous
+        device, stage = axes.device, stage_of(axes.device)
+        asynchronous = stage.streams.asynchronous
         collectives: Collectives = SoloCollectives()
         if axes.group is not None:
             collectives = GroupCollectives(axes.group, device, asynchronous)
@@ -79,10 +71,10 @@ def make_groups(planned: PlannedCall) -> list[ParamGroup]:
             between = GroupCollectives(axes.replicas, device, asynchronous)
         elif axes.replicas is not None:
             replicas = GroupCollectives(axes.replicas, device, asynchronous)
-        on_paper = rehearsal.stage if device == rehearsal.META else None
-        kernels = kernels_for(device, asynchronous) if on_paper is None else on_paper.kernels
         offload = _effective_offload(planned.arguments.offload, device)
-        runtime = Runtime(collectives, streams, kernels, device, replicas, offload, between=between)
+        runtime = Runtime(
+            collectives, stage.streams, stage.kernels, device, replicas, offload, between=between
+        )
         group = ParamGroup(name, params, runtime, planned.options)
         group.is_whole = axes.whole
         for plan, managed in zip(members, params, strict=True):
@@ -145,7 +137,7 @@ def _smaller_group(axes: MeshAxes, size: int | None) -> SmallerGroup | None:
     if size is None or axes.whole or axes.size == size:
         return None
     mesh = smaller_mesh(axes.mesh, size)
-    group, asynchronous = mesh.get_group("shard"), streams_for(axes.device).asynchronous
+    group, asynchronous = mesh.get_group("shard"), stage_of(axes.device).streams.asynchronous
     return SmallerGroup(GroupCollectives(group, axes.device, asynchronous), mesh)
 
 
@@ -193,12 +185,3 @@ def _follow_aliases(modules: tuple[nn.Module, ...]) -> None:
             for group in all_groups():  # the next gather fills other places
                 if param in group.params:
                     group.rebind()
-
-
-def streams_for(device: torch.device) -> Streams:
-    """The lanes of a device, the same for all roots."""
-    if device == rehearsal.META and rehearsal.stage is not None:
-        return rehearsal.stage.streams
-    if device not in _streams:
-        _streams[device] = make_streams(device)
-    return _streams[device]

@@ -1,9 +1,4 @@
-"""Which mesh a call shards over, and whether a parameter can be: from arguments to `MeshAxes`.
-
-a DeviceMesh, DataParallelMeshDims          ──> its data-parallel axes
-what ``shard_placement_fn`` returned        ──> dims, or axes of the parameter's own
-a parameter                                 ──> an error that names it, if its kind has no rows
-"""
+"""Which mesh a call shards over, and whether a parameter can be: from arguments to `MeshAxes`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
 """`FSDPModule`: the methods that control the unit of a sharded module.
 
-    FSDP<Original> ── FSDPModule ── Original
-                        when parameters are unsharded and resharded, what backward does what is
-                        communicated, and how
-
 Every method changes flags of `Unit` or replaces `GroupOptions`; the scheduler and the groups read
 them at their next use.
 """
@@ -184,7 +180,8 @@ class FSDPModule(TorchIdentity):
                 ``None``.
         """
         record = require_record(self)
-        scheduler = record.scheduler or _own_scheduler(record)
+        # One of its own before the first forward, without choosing a root.
+        scheduler = record.scheduler or Scheduler([record.unit], record.streams)
         scheduler.claim(record.unit)
         handle = UnshardHandle(scheduler, record.unit)
         if async_op:
@@ -786,54 +783,27 @@ class FSDPModule(TorchIdentity):
     ) -> None:
         """Send parameters, gradients or both in fewer bytes between the ranks of the shard axis.
 
-        =======  ================================  ==============================================
-        format   ``gather`` (parameters)           ``reduce`` (gradients)
-        =======  ================================  ==============================================
-        fp32     --                                4 bytes per number, exact; for backends that
-                                                   reduce and scatter by an all-reduce (gloo)
-        bf16     --                                2 bytes per number; the numbers are rounded and
-                                                   summed in fp32
-        int8     1.03 bytes per number, a scale    the same; each rank adds in fp32, in the order
-                 per 128 numbers                   of ranks
-        int4     0.53 bytes per number, a scale    the same; lossy
-                 per 64 numbers; lossy
-        =======  ================================  ==============================================
-
-        The maximum error of a number in ``"int8"`` is 1/254 of the largest magnitude in its block;
-        in ``"int4"`` it is 1/14 (7 %), which is too much for the weights of most models. All ranks
-        compute with the same bits, because a rank also encodes and decodes its own part. The
-        sharded parameters, which the optimizer sees, stay exact. Infinities and NaN make their
-        block NaN; in bf16 they stay unchanged. Gradients are sent by one all-to-all per reduction
-        instead of a reduce-scatter. Later operations, such as an all-reduce over replicas or a copy
-        to the CPU, use the reduce dtype. Rows that `fully_shard` keeps for
-        ``reshard_after_forward=<int>`` are gathered without a format.
-
-        With ``differences``, messages hold the differences between parameters and the values
-        gathered last, which stay on each rank. Errors are then relative to a step's change of the
-        weights, and do not accumulate. Kept rows are also reused: parameters are sent once per
-        optimizer step, not again in backward or in further micro-batches, unless they were written
-        (see the guide on slow networks).
+        All ranks compute with the same bits, and the sharded parameters stay exact. Errors of each
+        format, and what stays unencoded, are in the guide on slow networks.
 
         It takes effect in the next all-gather. All ranks must make the same choice. Parameters that
         stay exact use separate collectives.
 
         Args:
-            gather: ``"int8"``, ``"int4"``, or ``None`` (default): parameters are sent in the
-                compute dtype.
+            gather: ``"int8"``, ``"int4"`` (1.03 and 0.53 bytes per number), or ``None`` (default):
+                parameters are sent in the compute dtype.
             reduce: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"``, or ``None`` (default): gradients
-                are sent in the reduce dtype.
+                are sent in the reduce dtype. Encoded ones are sent by one all-to-all, and each rank
+                sums them in fp32, in the order of ranks.
             differences: whether messages of parameters hold differences to the values gathered
-                last. This takes memory for all parameters of each unit, in the compute dtype, on
-                each rank, and is state of training: `fsdp2.checkpoint.WireState`. Default
+                last, which stay on each rank, in the compute dtype: parameters are sent once per
+                optimizer step. They are state of training (`fsdp2.checkpoint.WireState`). Default
                 ``False``.
             feedback: whether each rank adds the rounding errors of its gradient messages to its
-                next ones, so that they do not accumulate over steps (error feedback). This takes
-                memory for an unsharded gradient of each unit in bf16 on each rank, and is state of
-                training: `fsdp2.checkpoint.WireState`. Default ``False``.
-            rotate: whether each block of 128 gradient numbers is multiplied by an orthonormal
-                matrix (random signs and a Hadamard matrix) before encoding, and its sum by the
-                inverse, so that a single large number costs its neighbors less precision. Default
-                ``False``.
+                next ones (error feedback). This takes memory for an unsharded gradient of each unit
+                in bf16 on each rank, and is state of training. Default ``False``.
+            rotate: whether blocks of 128 gradient numbers are rotated before encoding, so that a
+                single large number costs its neighbors less precision. Default ``False``.
             level: the level of a mesh (`fsdp2.Levels`) to which the formats apply: ``"inside"`` a
                 node, ``"between"`` nodes, or ``"all"`` (default). The other level is unchanged.
                 With one level, or with replicas (HSDP), the shard axis is inside. Differences,
@@ -889,51 +859,32 @@ class FSDPModule(TorchIdentity):
     ) -> None:
         """Trade memory for time; results stay bitwise identical.
 
-        ============================== ==================================== ==================
-        unit                           rows that ``keep_rows`` keeps, in    initial value
-                                       the compute dtype
-        ============================== ==================================== ==================
-        `Levels`                       those from which this rank's node    kept
-                                       gathers: 1 / ranks per node
-        ``reshard_after_forward=<int>`` those of the smaller group          not kept
-        other                          all: each rank has the unit's        not kept
-                                       parameters twice while they are
-                                       unsharded, and once in between
-        ============================== ==================================== ==================
-
         Args:
             prefetch_window: how many units are prefetched while one computes: 1 (the initial value)
-                or more, the same on all ranks. At most this many units are unsharded in addition to
-                those that compute and those that are kept on request. The largest number of all
-                units below a root applies to all of them. A larger number helps if a small unit
-                precedes a large one. torch's FSDP2 waits as with 2 in forward, and as with 1 in
-                backward (docs/decisions/0023). The order is that of the last forward, and in
-                backward the reverse of this iteration's forwards; units with their own list
-                (`set_modules_to_forward_prefetch`) follow that list.
+                or more, the same on all ranks; the largest number of all units below a root applies
+                to all of them. A larger number helps if a small unit precedes a large one, and
+                takes the memory of as many unsharded units. The order is that of the last forward,
+                or that of `set_modules_to_forward_prefetch`.
             backward_prefetch: when backward prefetches the next unit. ``BEFORE`` (the initial
-                value) gathers it before this unit's backward computes, so that the all-gather
-                overlaps with the compute. ``AFTER`` gathers it when this unit is resharded, before
-                its gradients are reduced: this takes one unsharded unit less memory, and overlaps
-                only with the reduction. ``NEVER`` gathers each unit when it is needed.
-            keep_rows: whether gathered rows are kept between micro-batches, so that parameters are
-                sent over the outer network once per optimizer step. fsdp2 reuses them while shards
-                are unchanged: as a forward begins, it compares a fingerprint of them, and ranks
-                agree by one all-reduce of a few numbers. After an optimizer step it gathers without
-                that question. ``reshard()`` frees them. Unlike `set_reshard_after_backward(False)`,
-                it keeps no unsharded parameters; unlike `set_keep_unsharded_storage`, it keeps
-                contents, not addresses.
+                value) gathers it before this unit's backward computes. ``AFTER`` gathers it when
+                this unit is resharded, before its gradients are reduced: this takes one unsharded
+                unit less memory, and overlaps only with the reduction. ``NEVER`` gathers each unit
+                when it is needed.
+            keep_rows: whether gathered rows are kept until an optimizer steps, so that parameters
+                are sent over the outer network once per step: those of a node with `Levels`
+                (initially kept), those of the smaller group with ``reshard_after_forward=<int>``,
+                otherwise all (initially not). They are reused while shards are unchanged: as a
+                forward begins, ranks compare fingerprints of them. ``reshard()`` frees them.
             keep_gradients: whether sharded gradients keep their memory and their ``.grad`` objects,
                 so that a step allocates nothing for them and their addresses stay constant.
                 ``zero_grad()`` then does not free them, and a reference to an old ``.grad`` shows
-                the new gradient: clone values that you need to keep. A gradient that exists when a
-                backward ends is added to, as always. On a mesh of one rank nothing is kept. The
-                initial value is ``False``.
+                the new gradient: clone values that you need to keep. On a mesh of one rank nothing
+                is kept. The initial value is ``False``.
             pack_below: parameters whose gathered piece on a rank has fewer bytes than this, in the
                 gathered dtype, are copied into one buffer, if a unit has several of the same
                 dtypes: backends may send many small parameters only slowly. The initial value is
-                131072 (128 KiB); ``0`` packs only parameters that must be packed. All ranks must
-                choose the same value. A change moves the shards to another flat buffer, as
-                ``.to()`` does. Backends that do not coalesce, such as gloo, pack everything.
+                131072 (128 KiB); ``0`` packs only what must be packed. All ranks must choose the
+                same value. A change moves the shards to another flat buffer, as ``.to()`` does.
             recurse: whether the call applies to units below. Default ``True``.
 
         Settings that are ``None`` (default) stay as they are. Others take effect in the next
@@ -1235,11 +1186,6 @@ def _require_outside(scheduler: Scheduler, method: str) -> None:
         )
 
 
-def _own_scheduler(record: UnitRecord) -> Scheduler:
-    """A scheduler for a call before the first forward, without choosing a root."""
-    return Scheduler([record.unit], record.streams)
-
-
 def _checked_targets(modules: Iterable[FSDPModule]) -> list[Unit]:
     # A slice of a ModuleList is a module; a sharded Sequential would be its layers.
     if not isinstance(modules, Iterable) or isinstance(modules, FSDPModule | str):
@@ -1291,14 +1237,7 @@ _set_class: Callable[[object, type], None] = vars(object)["__class__"].__set__
 
 
 def sharded_class(module: nn.Module) -> type:
-    """``FSDP<Original>`` for a module's class: created once, and checked to fit; changes nothing.
-
-    Args:
-        module: any module; for a sharded one, its class is returned unchanged.
-
-    Raises:
-        TypeError: Python cannot create the class, or ``module`` cannot be assigned it.
-    """
+    """``FSDP<Original>`` for a module's class: made once, and checked to fit; changes nothing."""
     original = type(module)
     if issubclass(original, FSDPModule):
         return original  # sharded already, which others refuse

@@ -1,10 +1,5 @@
 """The parameters that calls of `fully_shard` take: planned before anything is changed.
 
-    modules ── plan_unit ──> PlannedCall: the parameters that become the unit's own, with axes, cut
-                             and dtype of each; those that other units have; or an error that names
-                             the parameter
-    Pending                  calls that are planned and not applied: later ones see what these take
-
 Code that makes several units of one model plans them all before it applies the first, so that an
 error at the last one leaves the model unchanged. `fsdp2.sharding.assembly` applies what is planned.
 """

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2.core.device.one_off import gather_numbers
+from fsdp2.core.device.collectives import gather_numbers
 from fsdp2.core.layout.mesh import part_of
 
 _CPU = torch.device("cpu")

@@ -1,8 +1,7 @@
 """State dicts that hold shards at any time, and parameters that a load has replaced.
 
-a group ── watch_state_dicts ──> hooks of the modules that register its parameters
-  save   gathered parameters are exchanged for the shards, without communication
-  load   what is registered afterwards is managed
+A save exchanges gathered parameters for the shards, without communication; what is registered after
+a load is managed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.checks.explain import explain_loading
@@ -135,20 +133,15 @@ class _Shown:
         value: torch.Tensor, param: ShardedParam, module: nn.Module, name: str
     ) -> bool:
         """Whether it is of another form of a parameter than the sharded one, and not the user's."""
-        if isinstance(value, DTensor) and _is_placed_alike(
-            value._spec, cast(DTensor, param.sharded)._spec
-        ):
-            return False
+        if isinstance(value, DTensor):
+            spec, own = value._spec, cast(DTensor, param.sharded)._spec
+            if spec.mesh == own.mesh and spec.placements == own.placements:
+                return False
         if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
             registered = module._parameters.get(name)
             return any(registered is form for form in param.forms())
         others = [form for form in param.forms() if form is not param.sharded]
         return any(_shares_memory(local_of(value), local_of(form)) for form in others)
-
-
-def _is_placed_alike(spec: DTensorSpec, other: DTensorSpec) -> bool:
-    same = spec.mesh is other.mesh or spec.mesh == other.mesh
-    return same and spec.placements == other.placements
 
 
 def _shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:

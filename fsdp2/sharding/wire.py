@@ -1,8 +1,7 @@
 """The wire formats of parameters and gradients: `FSDPModule.set_wire_format`.
 
-module.set_wire_format(gather=, reduce=, differences=, rotate=, feedback=, exact=, exact_below=)
-  checks all arguments and parameters  ──> each parameter is exact, or not
-                                       ──> each unit's `Wire`: bound at its next all-gather
+It checks all arguments and parameters, and decides which parameters stay exact; each unit's `Wire`
+is bound at its next all-gather.
 """
 
 from __future__ import annotations
@@ -94,15 +93,8 @@ def check_planned(
     planned: Sequence[tuple[PlannedParam, MixedPrecisionPolicy]],
     chosen: WireFormat,
 ) -> None:
-    """Raise what `FSDPModule.set_wire_format` would raise once parameters are sharded as planned.
-
-    Args:
-        module: the module on which the setter will be called.
-        planned: parameters of planned units, and their policies.
-        chosen: its arguments.
-
-    Raises:
-        ValueError: as for the setter, or for an unknown argument.
+    """Raise what `FSDPModule.set_wire_format` would raise once parameters are sharded as planned,
+    or for an unknown argument.
     """
     for key in chosen.keys() - WireFormat.__annotations__.keys():
         raise coded(

@@ -1,11 +1,5 @@
 """The state that wire formats add to the state of training.
 
-    residuals.<parameter>    rounding errors of gradient messages (feedback=True)
-    references.<parameter>   the base of the next differences of weights (differences=True)
-
-    WireState(model).state_dict()  ──>  DTensors by these names
-    WireState(model).load_state_dict(…)  ──>  loaded, or dropped if ranks or layouts differ
-
 It is separate from ``model.state_dict()``, whose names stay the model's.
 """
 
@@ -21,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 
-from fsdp2.core.device.one_off import largest_over
-from fsdp2.core.gather.differences import ReferenceRows
+from fsdp2.core.device.collectives import largest_over
+from fsdp2.core.gather.coded import ReferenceRows
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.registry import records_below
@@ -85,13 +79,8 @@ class WireState:
         warn: bool | None = None,
         ranks: int | None = None,
     ) -> None:
-        """As `load_state_dict`.
-
-        Args:
-            state: by name.
-            of: the source, for the warning.
-            warn: whether this rank warns. Default ``None``: the first of a mesh does.
-            ranks: how many call this. Default ``None``: all ranks of the model's meshes.
+        """As `load_state_dict`, of a source ``of`` that the warning names: this rank's, if ``warn``
+        (``None``: of a mesh's first); called by ``ranks`` (``None``: all of the model's meshes).
         """
         parts = list(_parts(self._model))
         if warn is None:

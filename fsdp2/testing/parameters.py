@@ -71,13 +71,6 @@ class PaperGradients:
         """The objects that can become the gradients, over ``rows``: the rows themselves."""
         return list(rows)
 
-    def place(self, objects: Sequence[object], present: Sequence[bool]) -> None:
-        """Give each its gradient; it has none."""
-        for param, gradient, there in zip(self.params, objects, present, strict=True):
-            if there:
-                param.gradient = gradient
-                param.run_hooks()
-
     def keep_apart(self) -> None:
         """Nothing is used again here."""
 

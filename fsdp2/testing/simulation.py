@@ -19,7 +19,7 @@ import torch
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
 from fsdp2.core.device.collectives import Collectives
 from fsdp2.core.device.streams import Event, Lane, Streams
-from fsdp2.core.gather.smaller_group import SmallerGroup
+from fsdp2.core.gather.keeping import SmallerGroup
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import Counts
 from fsdp2.core.schedule.group import ParamGroup, Runtime

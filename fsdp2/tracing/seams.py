@@ -28,7 +28,6 @@ from torch.optim.optimizer import (
 )
 
 from fsdp2.core.facts import (
-    META,
     DeviceStreams,
     Event,
     GroupCollectives,
@@ -256,7 +255,7 @@ TRACER = Observer(
 
 def _units() -> list[Unit]:
     """The units of real steps: others are those of plans."""
-    return [u for u in all_units() if not any(g.device == META for g in u.own_groups)]
+    return [u for u in all_units() if not any(g.device.type == "meta" for g in u.own_groups)]
 
 
 def _groups() -> list[ParamGroup]:

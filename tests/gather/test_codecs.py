@@ -7,10 +7,18 @@ import math
 import pytest
 import torch
 
-from fsdp2.core.codecs import rotated
-from fsdp2.core.codecs.blocks import Blocks, Bytes, Nibbles
-from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Codec, Rounded, Whole
-from fsdp2.core.codecs.rotated import Rotated
+from fsdp2.core.codecs.codec import (
+    ALIGNMENT,
+    NUMBERS,
+    Blocks,
+    Bytes,
+    Codec,
+    Nibbles,
+    Rotated,
+    Rounded,
+    Whole,
+    rotation,
+)
 
 pytestmark = pytest.mark.alone
 
@@ -191,8 +199,8 @@ def test_nothing_is_waited_for(codec: Codec) -> None:
 
 
 def test_the_rotation_is_orthonormal_and_the_same_for_all() -> None:
-    matrix = rotated.rotation(CPU)
-    assert rotated.rotation(CPU) is matrix
+    matrix = rotation(CPU)
+    assert rotation(CPU) is matrix
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(128))
     assert matrix.abs().sub(128**-0.5).abs().max() < 1e-7
     signs = (matrix[:, 0] > 0).tolist()  # of Python's generator, whatever torch and machine
@@ -212,7 +220,7 @@ def test_rotated_blocks_are_off_as_much_as_their_rotation(
     if kind == "all magnitudes":
         numbers = numbers.clamp(-1e36, 1e36)
     wrong = blocks_of(through(Rotated(codec, CPU), numbers).double() - numbers.double(), 128)
-    turned = blocks_of(numbers, 128) @ rotated.rotation(CPU).double()
+    turned = blocks_of(numbers, 128) @ rotation(CPU).double()
     largest = turned.unflatten(2, (-1, codec.block)).abs().amax(3)
     steps = (largest / (2 * codec.largest)).square().sum(2) * codec.block
     slack = 1 + torch.finfo(codec.scale_dtype).eps + 2.0**-10
@@ -236,7 +244,7 @@ def test_sums_of_rotated_numbers_are_rotated_back_once(codec: Blocks) -> None:
     by = Rotated(codec, CPU)
     sums = torch.empty(300)
     by.total(sums, coded(by, numbers))
-    largest = (blocks_of(numbers, 128) @ rotated.rotation(CPU).double()).abs().amax()
+    largest = (blocks_of(numbers, 128) @ rotation(CPU).double()).abs().amax()
     # A step each, of 128 numbers at most, in the length of a block
     bound = 4 * float(largest) / (2 * codec.largest) * 128**0.5 * 1.01
     assert (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsdp2.core.config import Wire
 from fsdp2.core.device.kernels import Kernels
-from fsdp2.core.gather import differences
+from fsdp2.core.gather import coded
 from fsdp2.core.gather.make import make_gathers
 from fsdp2.core.layout.layout import ROWS, Cut, ParamShape, build_layout
 from tests.common import scenarios, thread_ranks
@@ -31,10 +31,7 @@ class Rank:
     def __init__(
         self, collectives: thread_ranks.ThreadCollectives, name: str, computed: torch.dtype
     ) -> None:
-        params = [
-            ParamShape("p", shape, cut, F32, 4, computed, computed.itemsize, coded=True)
-            for shape, cut in CUTS
-        ]
+        params = [ParamShape("p", shape, cut, F32, computed, coded=True) for shape, cut in CUTS]
         layout = build_layout(params, collectives.size, False, 0)
         self.collectives = collectives
         self.shard = KERNELS.flat(layout.shard_bytes, on_meta=False)
@@ -48,7 +45,7 @@ class Rank:
         ((self.operations, kept),) = make_gathers(
             layout.segments, self.shard, self.full, collectives, KERNELS, None, CPU, name, True
         )
-        assert isinstance(kept, differences.ReferenceRows)
+        assert isinstance(kept, coded.ReferenceRows)
         self.kept = kept
 
     def step(self, size: float = 0.01) -> None:
@@ -204,7 +201,7 @@ def test_rows_are_added_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
             rank.gather()
 
     for at_a_time in (1 << 22, 1, 2 * 256):
-        monkeypatch.setattr(differences, "AT_A_TIME", at_a_time)
+        monkeypatch.setattr(coded, "AT_A_TIME", at_a_time)
         on_ranks(lambda rank, number=at_a_time: body(rank, number))  # type: ignore[misc]
     first, *others = found.values()
     assert len(others) == 2
@@ -230,4 +227,4 @@ def test_what_was_lost_is_gathered_exactly() -> None:
 )
 def test_its_memory_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(gather="int4", differences=True)
-    assert scenarios.staged_in_order(scenario, differences.MESSAGES, monkeypatch, wire=wire)
+    assert scenarios.staged_in_order(scenario, coded.DIFFERENCES, monkeypatch, wire=wire)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2.core.gather.differences import ReferenceRows
+from fsdp2.core.gather.coded import ReferenceRows
 from tests.common.workers import ranks
 from tests.gather import test_wire_format as formats
 

@@ -54,12 +54,12 @@ def test_their_bytes_are_reported() -> None:
 @pytest.mark.parametrize("coalesces", [False, True])
 def test_extended_parameters_are_in_a_segment_without_memory(size: int, coalesces: bool) -> None:
     plain = [
-        ParamShape("a", (8, 8), Cut(0), F32, 4, F32, 4),
-        ParamShape("b", (8,), Cut(0), F32, 4, BF16, 2),
+        ParamShape("a", (8, 8), Cut(0), F32, F32),
+        ParamShape("b", (8,), Cut(0), F32, BF16),
     ]
     extended = [
-        ParamShape("c", (7, 3), Cut(0), F32, 4, BF16, 2, extended=True),
-        ParamShape("d", (3, 8), Cut(1), I8, 1, I8, 1, extended=True),
+        ParamShape("c", (7, 3), Cut(0), F32, BF16, extended=True),
+        ParamShape("d", (3, 8), Cut(1), I8, I8, extended=True),
     ]
     params = [plain[0], extended[0], plain[1], extended[1]]
     layout = build_layout(params, size, coalesces)

@@ -38,7 +38,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_what_it_gathers_is_rounded(size: int, coalesces: bool) -> None:
     cuts = (((8, 4), ROWS), ((5, 3), ROWS), ((3, 4), Cut(1)))
-    params = [ParamShape("p", shape, cut, F32, 4, F32, 4, coded=True) for shape, cut in cuts]
+    params = [ParamShape("p", shape, cut, F32, F32, coded=True) for shape, cut in cuts]
     layout = build_layout(params, size, coalesces, 0)
 
     def body(collectives: thread_ranks.ThreadCollectives) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.gather.keeping import SmallerGroup, SmallerRows, smaller_segment
 from fsdp2.core.gather.make import make_gathers
 from fsdp2.core.gather.program import Gather, combined
-from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows, smaller_segment
 from fsdp2.core.layout.layout import (
     COLLECTIVE_ALIGN_BYTES,
     Cut,
@@ -44,7 +44,7 @@ def _random_params(rng: random.Random, world_size: int) -> list[ParamShape]:
         shard = rng.choice((F32, F32, BF16))
         full = rng.choice((shard, shard, BF16, F64))
         cut = random_cut(rng, shape, world_size)
-        params.append(ParamShape(f"p{i}", shape, cut, shard, shard.itemsize, full, full.itemsize))
+        params.append(ParamShape(f"p{i}", shape, cut, shard, full))
     return params
 
 
@@ -209,9 +209,7 @@ def _param(
     full: torch.dtype = F32,
     bands: int = 1,
 ) -> ParamShape:
-    return ParamShape(
-        f"{shape}", shape, Cut(dim, bands), shard, shard.itemsize, full, full.itemsize
-    )
+    return ParamShape(f"{shape}", shape, Cut(dim, bands), shard, full)
 
 
 @pytest.mark.parametrize("coalesces", [True, False])

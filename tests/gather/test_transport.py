@@ -24,7 +24,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 def _param(
     shape: tuple[int, ...], cut: int | Cut = 0, shard: torch.dtype = F32, full: torch.dtype = F32
 ) -> ParamShape:
-    return ParamShape("p", shape, cuts.as_cut(cut), shard, shard.itemsize, full, full.itemsize)
+    return ParamShape("p", shape, cuts.as_cut(cut), shard, full)
 
 
 def _wholes(params: list[ParamShape]) -> list[torch.Tensor]:

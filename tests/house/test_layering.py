@@ -38,12 +38,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "schedule": ("device", "layout", "params", "gather", "reduce"),
     "modules": ("device", "layout", "params", "schedule"),
 }
-C10D = "torch._C._distributed_c10d"
+C10D, FUNCTIONAL = "torch._C._distributed_c10d", "torch.distributed._functional_collectives"
 
 TOUCHING: dict[str, set[str]] = {
     "core.device.backends": {"torch.distributed"},
-    "core.device.collectives": {"torch.distributed", C10D},
-    "core.device.one_off": {"torch.distributed", "torch.distributed._functional_collectives"},
+    "core.device.collectives": {"torch.distributed", C10D, FUNCTIONAL},
     "core.device.channels": {"torch.distributed", C10D},
     "core.device.process_groups": {"torch.distributed", "torch.distributed.distributed_c10d"},
     "core.custom_collectives": {"torch.distributed"},
@@ -63,7 +62,6 @@ TOUCHING: dict[str, set[str]] = {
 
 COMMUNICATING = {
     "core.device.collectives",
-    "core.device.one_off",
     "core.device.channels",
     "fsdp1.comm_hooks",  # torch's, which call them
 }

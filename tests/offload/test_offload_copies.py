@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2.core.device import kernels
 from fsdp2.core.device.streams import Lane, Streams
 from fsdp2.core.schedule.scheduler import offloading
 from fsdp2.optim import FlatOptimizer
-from fsdp2.sharding import assembly
 from fsdp2.testing.null_group import null_world
 
 pytestmark = pytest.mark.alone
@@ -109,7 +109,8 @@ class WatchedStreams(Streams):
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> WatchedStreams:
     watched = WatchedStreams()
-    monkeypatch.setitem(assembly._streams, torch.device("cpu"), watched)
+    device = torch.device("cpu")
+    monkeypatch.setitem(kernels._stages, device, kernels.Stage(watched, kernels.Kernels(device)))
     return watched
 
 

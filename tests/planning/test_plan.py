@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2.command import plan as command
-from fsdp2.core.device.rehearsal import Stage, rehearsing
+from fsdp2.core.device.kernels import Stage, rehearsing
 from fsdp2.core.device.streams import Lane
 from fsdp2.examples import train_lm
 from fsdp2.planning import hardware, planner, presets

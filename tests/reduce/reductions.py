@@ -85,16 +85,13 @@ class Setup:
 
     def sorted_slots(self, size: int) -> tuple[list[Slot], list[Slot]]:
         """Those of members that are reduced directly, and of the others."""
-        itemsize = self.shard.itemsize
         params = [
             ParamShape(
                 "p",
                 shape,
                 as_cut(cut),
                 self.shard,
-                itemsize,
                 self.grad,
-                self.grad.itemsize,
             )
             for shape, cut in self.shapes
         ]

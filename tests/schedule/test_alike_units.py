@@ -51,7 +51,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counted)
 
     count(layout, "build_layout")
-    count(binding, "plan_flat")
+    count(binding, "lay_flat")
     count(binding, "plan_division")
     return calls
 
@@ -83,7 +83,7 @@ def test_alike_units_are_planned_once(planned: Counter[str]) -> None:
     model = _blocks()
     _shard(model)
     _step(model)
-    assert planned == {"build_layout": 1, "plan_flat": 1, "plan_division": 1}
+    assert planned == {"build_layout": 1, "lay_flat": 1, "plan_division": 1}
     groups = _groups(model)
     assert len(groups) == UNITS
     assert len({id(group.layout) for group in groups}) == 1
@@ -138,7 +138,7 @@ def test_a_unit_that_differs_has_its_own(
     model = _blocks()
     _shard(model, **differs(model))
     _step(model)
-    assert planned == {"build_layout": layouts, "plan_flat": flats, "plan_division": divisions}
+    assert planned == {"build_layout": layouts, "lay_flat": flats, "plan_division": divisions}
 
 
 def test_modules_are_walked_as_often_for_many_units_as_for_few(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp2 import MixedPrecisionPolicy, errors
-from fsdp2.core.gather.smaller_group import SmallerGroup
+from fsdp2.core.gather.keeping import SmallerGroup
 from fsdp2.core.progress import Counts
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState

@@ -15,7 +15,7 @@ from fsdp2.core.gather import make
 from fsdp2.core.gather.program import Gather
 from fsdp2.core.gather.segments import Pair, SegmentViews
 from fsdp2.core.params.gradients import Gradients
-from fsdp2.core.reduce import result
+from fsdp2.core.reduce import binding
 from fsdp2.core.reduce.program import Job, PartialSums
 from fsdp2.core.reduce.reduction import PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
@@ -72,13 +72,13 @@ def _release_staging_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    deliver = result.deliver
+    deliver = binding.deliver
 
     def hasty(gradients: Gradients, kernels: Kernels, job: Job) -> None:
         deliver(gradients, kernels, job)
         job.sums = []
 
-    monkeypatch.setattr(result, "deliver", hasty)
+    monkeypatch.setattr(binding, "deliver", hasty)
 
 
 def _free_before_compute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
 from fsdp2.core.device.streams import Lane
-from fsdp2.core.gather.smaller_group import SmallerGroup
+from fsdp2.core.gather.keeping import SmallerGroup
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
 from fsdp2.testing.simulation import Node, Simulation

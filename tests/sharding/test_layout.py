@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Hashable
 from itertools import groupby
 
 import pytest
@@ -28,17 +27,18 @@ from tests.common import cuts
 
 pytestmark = pytest.mark.alone
 
-ITEMSIZE: dict[Hashable, int] = {"f64": 8, "f32": 4, "bf16": 2, "u8": 1}
+F64, F32, BF16, U8 = torch.float64, torch.float32, torch.bfloat16, torch.uint8
 RANDOM_GROUPS = 400
 
 
 def _param(
-    shape: tuple[int, ...], cut: int | Cut = 0, shard: str = "f32", full: str = ""
+    shape: tuple[int, ...],
+    cut: int | Cut = 0,
+    shard: torch.dtype = F32,
+    full: torch.dtype | None = None,
 ) -> ParamShape:
     full = full or shard
-    return ParamShape(
-        f"p{shape}", shape, cuts.as_cut(cut), shard, ITEMSIZE[shard], full, ITEMSIZE[full]
-    )
+    return ParamShape(f"p{shape}", shape, cuts.as_cut(cut), shard, full)
 
 
 def _slot(shape: tuple[int, ...], cut: int | Cut, world_size: int) -> Slot:
@@ -197,14 +197,16 @@ def test_transport(param: ParamShape, world_size: int, transport: Transport) -> 
 @pytest.mark.parametrize(
     ("shard", "full", "transport"),
     [
-        ("f32", "f32", Transport.COALESCED),  # 4 elements a rank: 16 bytes
-        ("f64", "f64", Transport.COALESCED),
-        ("f32", "bf16", Transport.PACKED),  # 16 bytes as a shard, 8 on the wire
-        ("bf16", "f32", Transport.PACKED),
-        ("bf16", "bf16", Transport.PACKED),
+        (F32, F32, Transport.COALESCED),  # 4 elements a rank: 16 bytes
+        (F64, F64, Transport.COALESCED),
+        (F32, BF16, Transport.PACKED),  # 16 bytes as a shard, 8 on the wire
+        (BF16, F32, Transport.PACKED),
+        (BF16, BF16, Transport.PACKED),
     ],
 )
-def test_sixteen_bytes_in_both_dtypes(shard: str, full: str, transport: Transport) -> None:
+def test_sixteen_bytes_in_both_dtypes(
+    shard: torch.dtype, full: torch.dtype, transport: Transport
+) -> None:
     assert pick_transport(_param((16,), 0, shard, full), 4, coalesces=True) is transport
 
 
@@ -237,11 +239,11 @@ def test_packed_order_and_single_tail() -> None:
 
 def test_segments_by_transport_and_dtypes() -> None:
     params = [
-        _param((8, 8), 0, "f32", "bf16"),
-        _param((8, 8), 0, "u8"),
-        _param((3,), 0, "f32", "bf16"),
-        _param((8, 16), 0, "f32", "bf16"),
-        _param((8, 8), 0, "f32"),
+        _param((8, 8), 0, F32, BF16),
+        _param((8, 8), 0, U8),
+        _param((3,), 0, F32, BF16),
+        _param((8, 16), 0, F32, BF16),
+        _param((8, 8), 0, F32),
     ]
     layout = build_layout(params, 2, coalesces=True)
     found = [
@@ -249,10 +251,10 @@ def test_segments_by_transport_and_dtypes() -> None:
         for s in layout.segments
     ]
     assert found == [
-        (Transport.COALESCED, "f32", "bf16", [0, 3]),
-        (Transport.COALESCED, "u8", "u8", [1]),
-        (Transport.PACKED, "f32", "bf16", [2]),
-        (Transport.COALESCED, "f32", "f32", [4]),
+        (Transport.COALESCED, F32, BF16, [0, 3]),
+        (Transport.COALESCED, U8, U8, [1]),
+        (Transport.PACKED, F32, BF16, [2]),
+        (Transport.COALESCED, F32, F32, [4]),
     ]
     _check_disjoint(layout)
 
@@ -266,9 +268,7 @@ def test_world_size_one_needs_no_gathered_buffer() -> None:
 
 
 def test_world_size_one_casts_slot_for_slot() -> None:
-    layout = build_layout(
-        [_param((3, 5), 0, "f32", "bf16"), _param((7,), 0, "f32", "bf16")], 1, True
-    )
+    layout = build_layout([_param((3, 5), 0, F32, BF16), _param((7,), 0, F32, BF16)], 1, True)
     segment = _only_segment(layout)
     assert segment.full_numel == segment.shard_numel
     assert [s.full_offset for s in segment.slots] == [s.shard_offset for s in segment.slots]
@@ -301,7 +301,7 @@ def _random_group(rng: random.Random) -> tuple[list[ParamShape], int, bool]:
         lengths = (0, 1, 2, 3, 4, 5, 7, 8, 16)
         shape = tuple(rng.choice(lengths[rng.random() < 0.9 :]) for _ in range(rng.randint(1, 3)))
         cut = cuts.random_cut(rng, shape, world_size)
-        shard, full = rng.choice((("f32", "f32"), ("f32", "f32"), ("f32", "bf16"), ("u8", "u8")))
+        shard, full = rng.choice(((F32, F32), (F32, F32), (F32, BF16), (U8, U8)))
         params.append(_param(shape, cut, shard, full))
     return params, world_size, rng.random() < 0.5
 
@@ -353,7 +353,7 @@ def _check_disjoint(layout: GroupLayout) -> None:
     """No two parameters share a byte, and each lies inside its buffer, aligned."""
     shard_end = full_end = 0
     for segment in layout.segments:
-        shard_size, full_size = ITEMSIZE[segment.shard_dtype], ITEMSIZE[segment.full_dtype]
+        shard_size, full_size = segment.shard_dtype.itemsize, segment.full_dtype.itemsize
         assert segment.shard_byte_offset >= shard_end
         assert segment.full_byte_offset >= full_end
         assert segment.shard_byte_offset % COLLECTIVE_ALIGN_BYTES == 0

@@ -1,10 +1,7 @@
 """Outside of steps: objects and tensors that ranks exchange, and notes in the default store.
 
-Members          the ranks of a process group; gathers an object of each over that group
-SideChannel      objects to rank 0 and back, during training, over a separate gloo group
-Vote             whether any rank has said yes, known one call later, over another gloo group
-StoreBoard       notes that ranks leave for each other without a wait: write, has, read, claim
-sum_over, …      tensors to and from the first rank, messages among all ranks, and sums
+Objects go over a process group (`Members`), or beside training over a separate gloo group
+(`SideChannel`, `Vote`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,5 @@
 """Collectives of a step: bound once to their tensors, and called by the backend's own methods.
 
-    Collectives ── bind_all_gather(out, in)(), …_many(outs, ins)()          shard axis
-                ── bind_reduce_scatter(kind)(out, in), …_many(kind)(outs, ins)
-                ── bind_all_to_all(out, in)()
-                ── the user's own of both; exchange(numbers), largest(numbers)
-                ── all_reduce(tensor, kind)                             replicate axis
-
 From torch 2.13 the process group's methods are ``all_gather_single`` and ``reduce_scatter_single``
 (and ``…_coalesced``); before, ``_allgather_base`` and ``_reduce_scatter_base``. The functions of
 ``torch.distributed`` wrap them in checks and loggers that cost more host time than the call.
@@ -14,7 +8,7 @@ From torch 2.13 the process group's methods are ``all_gather_single`` and ``redu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, ParamSpec, Protocol
 
 import torch
@@ -27,6 +21,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
     _make_nccl_premul_sum,
 )
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from fsdp2.core.custom_collectives import AllGather, ReduceScatter
 from fsdp2.core.device.backends import traits_of
@@ -320,3 +315,43 @@ def collectives_of(dtype: torch.dtype, collectives: Collectives) -> Collectives:
 def _as_real(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     # Autograd conjugates lazily, and a tensor with a conjugate bit has no view of real numbers.
     return [torch.view_as_real(tensor.resolve_conj()) for tensor in tensors]
+
+
+# ---- outside of steps: the host or the current stream waits
+
+
+def gather_numbers(
+    group: dist.ProcessGroup, numbers: Sequence[int], device: torch.device
+) -> list[list[int]]:
+    """The numbers of each rank of ``group``, as many of each, in the order of its ranks."""
+    return GroupCollectives(group, device, asynchronous=False).exchange(numbers)
+
+
+def largest_over(lines: Iterable[Collectives], numbers: Sequence[int]) -> list[int]:
+    """The largest of each number over all ranks of ``lines``, so that all of them raise alike."""
+    found = list(numbers)
+    # One axis after the other: the second passes on what the first has found on its ranks.
+    for line in lines if found else ():
+        found = line.largest(found)
+    return found
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for the result of a functional collective; return any other tensor unchanged."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        result: torch.Tensor = tensor.wait()
+        return result
+    return tensor
+
+
+def run_barrier(group: dist.ProcessGroup) -> None:
+    """Block until all ranks of ``group`` are here, which makes its communicator."""
+    dist.barrier(group)
+
+
+def run_first_collective(group: dist.ProcessGroup, device: torch.device) -> None:
+    """An all-reduce of one number, which makes the communicator of ``group``; blocks the host."""
+    # As for lanes: the current stream waits for it, the host only for the communicator.
+    GroupCollectives(group, device, asynchronous=True).all_reduce(
+        torch.zeros(1, device=device), ReduceKind(average=False)
+    )

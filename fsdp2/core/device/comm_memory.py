@@ -1,8 +1,5 @@
 """Our collectives in memory that the backend would rather have.
 
-    OwnAllGather, OwnReduceScatter   in   GroupMemory       the process group's allocator, if any
-                                          SymmetricMemory   which peers read directly
-
 They are what a user could pass to `set_custom_all_gather` and `set_custom_reduce_scatter`, ready
 made: packed, each in a buffer that comes and goes.
 """
@@ -17,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.core.custom_collectives import AllGather, Comm, ReduceScatter
-from fsdp2.core.device.collectives import run_all_gather, run_reduce_scatter
-from fsdp2.core.device.one_off import run_barrier
+from fsdp2.core.device.collectives import run_all_gather, run_barrier, run_reduce_scatter
 
 
 class GroupMemory:

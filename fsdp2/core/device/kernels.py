@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -20,6 +22,8 @@ from fsdp2.core.device.buffers import (
     empties_storages,
 )
 from fsdp2.core.device.fingerprint import bind_fingerprint, differ
+from fsdp2.core.device.streams import Streams, make_streams
+from fsdp2.core.errors import coded
 
 Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
 """The argument of torch's functions of many tensors."""
@@ -61,8 +65,11 @@ class Kernels:
     bind_fingerprint = staticmethod(bind_fingerprint)
     differ = staticmethod(differ)
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, blocks: bool = False) -> None:
         self._device = device
+        # Without streams, a copy is there when its call returns, and memory need not be pinned.
+        self._non_blocking = not blocks
+        self._pins = device.type != "cpu" and not blocks
         self._transient = TransientBuffer if empties_storages(device) else SwappedBuffer
 
     def transient(self, nbytes: int, name: str) -> TransientBuffer:
@@ -85,7 +92,7 @@ class Kernels:
         """Copy, casting where dtypes differ; to or from page-locked memory the host does not wait:
         the result is available after the lane has run this call.
         """
-        target.copy_(source, non_blocking=True)
+        target.copy_(source, non_blocking=self._non_blocking)
 
     to_host = from_host = copy
 
@@ -115,8 +122,7 @@ class Kernels:
     def fetched(self, source: torch.Tensor) -> torch.Tensor:
         """A tensor's copy in CPU memory, available once the host has waited for the lane."""
         # From a device to pageable memory, a copy would make the host wait.
-        pin = self._device.type != "cpu"
-        target = self.host_empty(tuple(source.shape), source.dtype, pin)
+        target = self.host_empty(tuple(source.shape), source.dtype, self._pins)
         self.to_host(target, source)
         return target
 
@@ -165,21 +171,54 @@ class FusedKernels(Kernels):
         return None
 
 
-class BlockingKernels(Kernels):
-    """Those of a device without streams: a copy is there when its call returns."""
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    to_host = from_host = copy
-
-    def fetched(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy, to memory that need not be page-locked."""
-        return source.cpu()
-
-
 def kernels_for(device: torch.device, has_streams: bool) -> Kernels:
     """Those of ``device``."""
     if device.type in ("cpu", "meta"):
         return Kernels(device)
-    return FusedKernels(device) if has_streams else BlockingKernels(device)
+    return FusedKernels(device) if has_streams else Kernels(device, blocks=True)
+
+
+# ---- what groups of a device run on
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Lanes and memory of a device."""
+
+    streams: Streams
+    kernels: Kernels
+
+
+_stages: dict[torch.device, Stage] = {}
+_rehearsed: list[Stage] = []
+"""The stage of the running rehearsal, on ``meta``: lanes and memory of the planned device."""
+
+
+def stage_of(device: torch.device) -> Stage:
+    """The lanes and kernels of ``device``, for all groups on it."""
+    if device == META and _rehearsed:
+        return _rehearsed[0]
+    if device not in _stages:
+        streams = make_streams(device)
+        _stages[device] = Stage(streams, kernels_for(device, streams.asynchronous))
+    return _stages[device]
+
+
+@contextmanager
+def rehearsing(on: Stage) -> Iterator[None]:
+    """Let groups on ``meta`` that are made inside run on a stage, which records what they do; a
+    process makes one plan at a time.
+    """
+    if _rehearsed:
+        raise coded(
+            RuntimeError,
+            "plan-rehearsal",
+            "another plan is being made in this process; wait until it has ended",
+        )
+    _rehearsed.append(on)
+    try:
+        yield
+    finally:
+        _rehearsed.clear()

@@ -1,11 +1,4 @@
-"""Process groups: the existing ones, their properties, and new ones made next to them.
-
-default_group, current_world, rank_and_size   of the process
-ranks_of, global_ranks                        in the group's order, in ascending order
-backend_name, serves, timeout_of              properties of a group's backend for a device
-new_groups, with_own_group                    groups like others, made only by their own ranks
-meet, first_use                               whether all ranks are there, before the first use
-"""
+"""Process groups: the existing ones, their properties, and new ones made next to them."""
 
 from __future__ import annotations
 
@@ -20,8 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _hash_ranks_to_str
 
 from fsdp2.core.device.backends import backend_of
-from fsdp2.core.device.collectives import Collectives, GroupCollectives
-from fsdp2.core.device.one_off import largest_over
+from fsdp2.core.device.collectives import Collectives, GroupCollectives, largest_over
 from fsdp2.core.errors import coded
 from fsdp2.core.notices import Notice
 

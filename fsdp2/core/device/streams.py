@@ -7,10 +7,8 @@
     REDUCE        divides, reduce-scatters, casts     (same)
     ALL_REDUCE    sums over the replicate axis        (same)
 
-Every buffer of fsdp2 is allocated on the COMPUTE lane and freed on it (I2, decision 1), so the
-caching allocator sees one stream and `record_stream` is never needed: a side lane waits for an
-event of COMPUTE before it touches a buffer, and COMPUTE waits for an event of that side lane before
-the buffer is freed. `fsdp2.testing.virtual` has a third implementation that checks this.
+Every buffer is allocated and freed on COMPUTE (invariant I2, decision 1), which
+`fsdp2.testing.virtual`, a third implementation, checks.
 """
 
 from __future__ import annotations
@@ -182,11 +180,9 @@ class OnStream:
     def __call__(self, tensor: torch.Tensor) -> None:
         """Run it, ordered both ways."""
         # Hooks run inside `on(ALL_REDUCE)`: this is that lane, not COMPUTE, which need not wait.
-        current = torch.accelerator.current_stream(self.stream.device_index)
+        index = self.stream.device_index
+        current = torch.accelerator.current_stream(index)
         self.stream.wait_stream(current)
-        torch.accelerator.set_stream(self.stream)
-        try:
+        with _OnStream(self.stream, index):
             self.function(tensor)
-        finally:
-            torch.accelerator.set_stream(current)
         current.wait_stream(self.stream)

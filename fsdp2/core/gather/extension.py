@@ -23,7 +23,6 @@ differ raise on all of them; a collective would hang or mix up bytes.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
 import weakref
@@ -33,7 +32,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
@@ -49,6 +47,7 @@ from fsdp2.core.layout.layout import (
     Segment,
     Slot,
 )
+from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.param import POST_HOOK, PRE_HOOK, ShardedParam, compute_dtype
 from fsdp2.core.pieces import round_up
 
@@ -65,14 +64,9 @@ class Input(NamedTuple):
     dtype: torch.dtype
 
     @property
-    def numel(self) -> int:
-        """Elements on one rank."""
-        return torch.Size(self.shape).numel()
-
-    @property
     def nbytes(self) -> int:
         """Bytes on one rank."""
-        return self.numel * self.dtype.itemsize
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -130,10 +124,7 @@ def check_hooks(name: str, local: torch.Tensor, cut: Cut, even: bool) -> None:
 
 
 class ExtendedParam:
-    """One parameter, its hooks, and their tensors; ``targets`` are [ranks, *input shape].
-
-    ``made`` is called with each new unsharded parameter: weak, as its object owns this one.
-    """
+    """One parameter, its hooks, and their tensors; ``targets`` are [ranks, *input shape]."""
 
     def __init__(
         self,
@@ -142,25 +133,29 @@ class ExtendedParam:
         options: GroupOptions,
         device: torch.device,
         offload: CPUOffloadPolicy | None,
-        made: weakref.WeakMethod[Callable[[ShardedParam], None]],
     ) -> None:
-        self.param = param
-        self.inputs: tuple[Input, ...] | None = None
-        self._slot = slot
-        self._options, self._device = options, device
-        self._offload, self._made = offload, made
+        self.param, self.slot = param, slot
+        self._options, self._device, self._offload = options, device, offload
+        self.inputs: tuple[Input, ...] = ()
         check_hooks(param.name, param.local, slot.cut, slot.even)
         release = getattr(param.local, RELEASE_HOOK, None)
-        self._releases = False if release is None else self._checked_release(release())
+        self._releases = False if release is None else release()
+        if not isinstance(self._releases, bool):
+            raise self._wrong(RELEASE_HOOK, f"a bool, not {self._releases!r}")
         self._takes_all = len(inspect.signature(getattr(param.local, PRE_HOOK)).parameters) == 5
         self._mesh: DeviceMesh = param.axes.shard_mesh
-        self._buffers: list[TransientBuffer] = []
-        self._outputs: list[torch.Tensor] = []
-        self.targets: list[torch.Tensor] = []
         self._gathered: torch.nn.Parameter | None = None
         self._guarded: tuple[torch.Tensor, ...] = ()  # versions are kept while it is filled
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         self._metadata: object = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget its inputs: the next gather begins from nothing."""
+        self._known = False
+        self._buffers: list[TransientBuffer] = []
+        self._outputs: list[torch.Tensor] = []
+        self.targets: list[torch.Tensor] = []
 
     # ---- before the all-gather
 
@@ -181,47 +176,45 @@ class ExtendedParam:
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise self._wrong(PRE_HOOK, f"(inputs, metadata), not {type(result).__name__}")
         inputs, self._metadata = list(result[0]), result[1]
-        if self.inputs is not None and self._described(inputs) != self.inputs:
-            raise coded(
-                ShardingStateError,
-                "hooks-changing",
-                f"{PRE_HOOK} of parameter '{param.name}' returned "
-                f"{_text(self._described(inputs))}, but {_text(self.inputs)} before; it must "
-                f"always return the same shapes and dtypes",
-            )
-        return inputs
-
-    def learn(self, inputs: list[torch.Tensor], kernels: Kernels, ranks: int) -> None:
-        found = self._described(inputs)
-        if self._slot.dim != 0 and any(i.shape != self._slot.local_shape(0) for i in found):
-            raise self._wrong(
-                PRE_HOOK,
-                f"inputs of the shard's shape {self._slot.local_shape(0)} where it is sharded on "
-                f"dim {self._slot.dim}, not {_text(found)}",
-            )
-        for index, (shape, dtype) in enumerate(found):
-            name = f"{self.param.name}, all-gather output {index}"
-            buffer = kernels.transient(ranks * found[index].nbytes, name)
-            whole = (ranks * shape[0], *shape[1:]) if shape else (ranks,)
-            self._outputs.append(buffer.view(dtype, 0, whole))
-            # Apart from the tensor that the hook gets: writes must not increment its version (I4).
-            self.targets.append(buffer.view(dtype, 0, (ranks, *shape), self._strides(shape)))
-            buffer.release()
-            self._buffers.append(buffer)
-        self.inputs = found
-
-    def _strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Strides of the ranks' pieces in an output: one after another on the sharded dim."""
-        slot = self._slot
-        if slot.dim == 0:
-            return (torch.Size(shape).numel(), *contiguous_strides(shape))
-        return (slot.chunk * slot.inner, *contiguous_strides(slot.shape))
-
-    def _described(self, inputs: list[torch.Tensor]) -> tuple[Input, ...]:
         for tensor in inputs:
             if not hasattr(tensor, "dtype"):
                 raise self._wrong(PRE_HOOK, f"tensors, not a {type(tensor).__name__}")
-        return tuple(Input(tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+        found = tuple(Input(tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+        if self._known and found != self.inputs:
+            raise coded(
+                ShardingStateError,
+                "hooks-changing",
+                f"{PRE_HOOK} of parameter '{param.name}' returned {_text(found)}, but "
+                f"{_text(self.inputs)} before; it must always return the same shapes and dtypes",
+            )
+        self.inputs = found
+        return inputs
+
+    def learn(self, kernels: Kernels, ranks: int) -> list[torch.Tensor]:
+        """Run the pre hook for the first time, and make memory for the outputs."""
+        inputs, slot = self.pre(), self.slot
+        if slot.dim != 0 and any(i.shape != slot.local_shape(0) for i in self.inputs):
+            raise self._wrong(
+                PRE_HOOK,
+                f"inputs of the shard's shape {slot.local_shape(0)} where it is sharded on "
+                f"dim {slot.dim}, not {_text(self.inputs)}",
+            )
+        for index, found in enumerate(self.inputs):
+            shape, dtype = found
+            name = f"{self.param.name}, all-gather output {index}"
+            buffer = kernels.transient(ranks * found.nbytes, name)
+            whole = (ranks * shape[0], *shape[1:]) if shape else (ranks,)
+            self._outputs.append(buffer.view(dtype, 0, whole))
+            # The ranks' pieces in an output are one after another on the sharded dim.
+            strides = (torch.Size(shape).numel(), *contiguous_strides(shape))
+            if slot.dim != 0:
+                strides = (slot.chunk * slot.inner, *contiguous_strides(slot.shape))
+            # Apart from the tensor that the hook gets: writes must not increment its version (I4).
+            self.targets.append(buffer.view(dtype, 0, (ranks, *shape), strides))
+            buffer.release()
+            self._buffers.append(buffer)
+        self._known = True
+        return inputs
 
     # ---- after it
 
@@ -229,14 +222,15 @@ class ExtendedParam:
         for buffer in self._buffers:
             buffer.acquire()
 
-    def post(self) -> None:
-        """Run the post hook: make the gathered parameter, or fill it again."""
+    def post(self) -> bool:
+        """Run the post hook: make the gathered parameter, or fill it again; whether it is new."""
         hook = getattr(self.param.local, POST_HOOK)
         dtype = compute_dtype(self._options, self.param)
         # Dropped here, as it may hold tensors of this gather.
         metadata, self._metadata = self._metadata, None
         outputs = tuple(self._outputs)
-        if self._gathered is None:
+        is_new = self._gathered is None
+        if is_new:
             self._make(hook(outputs, metadata, dtype))
         else:
             for storage, nbytes in self._storages:
@@ -247,6 +241,7 @@ class ExtendedParam:
                 hook(outputs, metadata, dtype, out=self._gathered)
         if self._releases:
             self._release_outputs()
+        return is_new
 
     def _make(self, result: object) -> None:
         if not isinstance(result, tuple | list) or len(result) != 2:
@@ -259,7 +254,6 @@ class ExtendedParam:
             self.param.materialize(self._cut(gathered))
         made = self._gathered = self.param.unsharded
         assert made is not None
-        inner = list(inner)
         known = {output.untyped_storage()._cdata for output in self._outputs}
         for tensor in inner:
             storage = tensor.untyped_storage()
@@ -267,11 +261,7 @@ class ExtendedParam:
             if storage._cdata not in known:
                 known.add(storage._cdata)
                 self._storages.append((storage, storage.size()))
-        local = made._local_tensor if isinstance(made, DTensor) else made
-        self._guarded = (made, local, *self._outputs, *inner)
-        notify = self._made()
-        assert notify is not None
-        notify(self.param)
+        self._guarded = (made, local_of(made), *self._outputs, *inner)
 
     def _cut(self, gathered: torch.Tensor) -> torch.Tensor:
         """The parameter's shape and strides, over a tensor that may have padding after it."""
@@ -297,13 +287,6 @@ class ExtendedParam:
             if buffer.allocated:
                 buffer.release()
 
-    # ---- errors
-
-    def _checked_release(self, answer: object) -> bool:
-        if not isinstance(answer, bool):
-            raise self._wrong(RELEASE_HOOK, f"a bool, not {answer!r}")
-        return answer
-
     def _wrong(self, hook: str, wanted: str) -> TypeError:
         return coded(
             TypeError,
@@ -313,7 +296,10 @@ class ExtendedParam:
 
 
 class Extension:
-    """All extended parameters of a group, in one collective; the first gather makes them."""
+    """All extended parameters of a group, in one collective; the first gather makes them.
+
+    ``made`` is called with each new unsharded parameter: weak, as its object owns this one.
+    """
 
     def __init__(
         self,
@@ -326,33 +312,39 @@ class Extension:
         offload: CPUOffloadPolicy | None,
         made: weakref.WeakMethod[Callable[[ShardedParam], None]],
     ) -> None:
-        self.kernels = kernels
-        self.collectives = collectives
-        self._sends = collectives.size > 1
+        self.kernels, self.collectives = kernels, collectives
         self.comm: AllGather | None = None
-        self._device = device
-        self._extended = functools.partial(
-            ExtendedParam, options=options, device=device, offload=offload, made=made
-        )
-        self._members = [self._extended(params[slot.index], slot) for slot in segment.slots]
+        self._device, self._made = device, made
+        self._members = [
+            ExtendedParam(params[slot.index], slot, options, device, offload)
+            for slot in segment.slots
+        ]
         self._learned = False
-        self._starts: list[int] = []
+        self._starts: list[int] = []  # of each input, in a rank's row
         self._width = 0
-        self._inputs: list[torch.Tensor] | None = None
+        self._inputs: list[torch.Tensor] | None = None  # of the all-gather that runs
         self._packed: torch.Tensor | None = None
         self._own: torch.Tensor | None = None
 
     def operations(self) -> Gather:
         """The operations of an all-gather; a single rank sends nothing."""
-        copy_out, release = [self._copy_out], [self._release]
-        if not self._sends:
-            return Gather(copy_out=copy_out, release=release)
-        return Gather((), [self._acquire], [self._copy_in], [self._gather], copy_out, release)
+        release = [self._release]
+        if self.collectives.size == 1:
+            return Gather(copy_out=[self._run_hooks, self._copy_out], release=release)
+        own = [self._acquire], [self._copy_in], [self._gather], [self._copy_out], release
+        return Gather((), *own)
+
+    def _run_hooks(self) -> None:
+        """Run the pre hooks of this gather, unless `_learn` has: a hook runs once per gather."""
+        with torch.inference_mode(False), torch.no_grad():
+            if not self._learned:
+                self._learn()
+            elif self._inputs is None:
+                self._inputs = [tensor for member in self._members for tensor in member.pre()]
 
     def _acquire(self) -> None:
         if not self._learned:
-            with torch.inference_mode(False), torch.no_grad():
-                self._learn()
+            self._run_hooks()
         numel = self.collectives.size * self._width
         if self.comm is None:
             self._packed = self.kernels.bind_empty((numel,), torch.uint8, "all-gather output")()
@@ -360,11 +352,10 @@ class Extension:
             self._packed = checked_buffer(self.comm, numel, torch.uint8, self._device)
 
     def _copy_in(self) -> None:
+        self._run_hooks()
         with torch.inference_mode(False), torch.no_grad():
-            # The first gather uses those of `_learn`: a hook runs once per gather.
-            if self._inputs is None:
-                self._inputs = self._pre()
             assert self._packed is not None
+            assert self._inputs is not None
             self._own = self._packed.narrow(0, self.collectives.rank * self._width, self._width)
             rows = self._pieces(self._own.view(1, self._width))
             targets = [row.view(i.shape) for row, i in zip(rows, self._described, strict=True)]
@@ -379,13 +370,9 @@ class Extension:
 
     def _copy_out(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            ranks = self.collectives.size
-            if self._packed is not None and self._sends:
-                pieces = self._pieces(self._packed.view(ranks, self._width))
-            else:
-                if not self._learned:
-                    self._learn()
-                pieces = self._inputs if self._inputs is not None else self._pre()
+            pieces = self._inputs or []
+            if self._packed is not None:
+                pieces = self._pieces(self._packed.view(self.collectives.size, self._width))
             targets: list[torch.Tensor] = []
             for member in self._members:
                 member.acquire()
@@ -393,7 +380,10 @@ class Extension:
             sources = [p.view(t.shape) for p, t in zip(pieces, targets, strict=True)]
             self.kernels.copy_many(targets, sources)
             for member in self._members:
-                member.post()
+                if member.post():
+                    notify = self._made()
+                    assert notify is not None
+                    notify(member.param)
 
     def _release(self) -> None:
         """Drop the sent tensors: the copy-in lane's work on them has ended."""
@@ -403,12 +393,9 @@ class Extension:
         for member in self._members:
             member.free()
 
-    def _pre(self) -> list[torch.Tensor]:
-        return [tensor for member in self._members for tensor in member.pre()]
-
     @property
     def _described(self) -> list[Input]:
-        return [i for member in self._members for i in member.inputs or ()]
+        return [i for member in self._members for i in member.inputs]
 
     def _pieces(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """The inputs' places in packed rows: [ranks, numel] of each input's dtype."""
@@ -423,40 +410,37 @@ class Extension:
         failure: Exception | None = None
         try:
             for member in self._members:
-                found = member.pre()
-                member.learn(found, self.kernels, self.collectives.size)
-                inputs.append(found)
+                inputs.append(member.learn(self.kernels, self.collectives.size))
         except Exception as error:
             # Raised after ranks have compared: others would wait in `exchange` for a rank that has
             # left.
             failure = error
         try:
-            if self._sends:
+            if self.collectives.size > 1:
                 self._compare(len(inputs), failure)
             elif failure is not None:
                 raise failure
         except BaseException:
-            # Some have outputs already; the next gather begins from nothing.
-            self._members = [self._extended(m.param, m._slot) for m in self._members]
+            for member in self._members:  # of which some have outputs already
+                member.forget()
             raise
-        width = 0
         for described in self._described:
-            self._starts.append(width)
-            width += round_up(described.nbytes, COLLECTIVE_ALIGN_BYTES)
-        self._width, self._learned = width, True
+            self._starts.append(self._width)
+            self._width += round_up(described.nbytes, COLLECTIVE_ALIGN_BYTES)
+        self._learned = True
         self._inputs = [tensor for found in inputs for tensor in found]
 
     def _compare(self, known: int, failure: Exception | None) -> None:
         """Raise on all ranks where one of them failed or its inputs differ (invariant I1)."""
         digests = [
-            _digest(member.inputs or ()) if index < known else _FAILED
+            _digest(member.inputs) if index < known else _FAILED
             for index, member in enumerate(self._members)
         ]
         everyones = self.collectives.exchange(digests)
         if failure is not None:
             raise failure
         for index, member in enumerate(self._members):
-            name = member.param.name
+            name, slot = member.param.name, member.slot
             column = [numbers[index] for numbers in everyones]
             failed = [rank for rank, digest in enumerate(column) if digest == _FAILED]
             if failed:
@@ -468,15 +452,13 @@ class Extension:
                 )
             others = [r for r, digest in enumerate(column) if digest != digests[index]]
             if others:
-                slot = member._slot
                 raise coded(
                     ValueError,
                     "hooks-differ-over-ranks",
                     f"{PRE_HOOK} of parameter '{name}' of shape {slot.shape} returned "
-                    f"{_text(member.inputs or ())} on this rank, but different ones on ranks "
-                    f"{others} of its shard axis; all ranks must return the same shapes and "
-                    f"dtypes, so pad shards with fewer than {slot.chunk} rows to "
-                    f"{slot.local_shape(0)}",
+                    f"{_text(member.inputs)} on this rank, but different ones on ranks {others} of "
+                    f"its shard axis; all ranks must return the same shapes and dtypes, so pad "
+                    f"shards with fewer than {slot.chunk} rows to {slot.local_shape(0)}",
                 )
 
 

@@ -13,7 +13,7 @@
 
 An operation is a callable without arguments, bound to its memory once; work that a segment does not
 have is an operation that is not there. Builders make them: `segments` for what is sent as it is,
-`coded`, `differences`, `custom`, `extension`.
+`coded`, `make` for a collective of the user, `extension`.
 """
 
 from __future__ import annotations

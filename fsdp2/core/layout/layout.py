@@ -1,21 +1,9 @@
 """The position of every element of a group, as plain integers.
 
-A group's shards are one flat, persistent buffer; its gathered form is another, parameter-major one.
-With two parameters A (dim 0 of 4 rows) and B (3 rows) on two ranks, c = ceil(rows / 2):
-
-    rank 0's shard  [ A0 A1 | B0 B1 ]         rank 1's shard  [ A2 A3 | B2 -- ]   (-- is padding)
-    gathered        [ A0 A1 A2 A3 | B0 B1 B2 -- ]                                 (on both)
-
-A *segment* is a run of parameters that share dtypes and a transport (coded ones: kin, too):
-
-    coalesced   each parameter is gathered straight into its slot; no copy afterwards
-    packed      all shards use one collective, rank-major; a copy puts them in their slots;
-                if a backend coalesces, in the same launch as the coalesced ones
-    local       one rank: the shard is the parameter
-    extension   tensor subclasses that define their own messages: in neither buffer
-
-The segment of a parameter depends only on global shapes, dtypes and the backend, never on the rank,
-so that every rank decides alike (invariant I1 in docs/invariants.md).
+A group's shards are one flat, persistent buffer; its gathered form is another, parameter-major one
+(docs/design.md has a picture). A *segment* is a run of parameters that share dtypes and a transport
+(coded ones: kin, too). The segment of a parameter depends only on global shapes, dtypes and the
+backend, never on the rank, so that every rank decides alike (invariant I1 in docs/invariants.md).
 """
 
 from __future__ import annotations
@@ -35,7 +23,6 @@ from fsdp2.core.device.buffers import Strided, row_major
 from fsdp2.core.pieces import ceil_div, round_up
 
 T = TypeVar("T")
-AnySlot = TypeVar("AnySlot", bound="Slot")
 
 COLLECTIVE_ALIGN_BYTES = 16
 """NCCL moves chunks of a multiple of 16 bytes with vector loads, others element by element."""
@@ -169,9 +156,7 @@ class ParamShape:
     shape: tuple[int, ...]
     cut: Cut
     shard_dtype: torch.dtype
-    shard_itemsize: int
     full_dtype: torch.dtype
-    full_itemsize: int
     extended: bool = False
     coded: bool = False
     kin: int = 0
@@ -421,20 +406,21 @@ class GroupLayout:
         return self.shard_bytes - ceil_div(self.payload_bytes, self.world_size)
 
 
-def side_by_side(slots: Iterable[AnySlot]) -> tuple[list[AnySlot], int]:
-    """Slots of a packed segment with offsets, those in order first; and all their elements."""
-    placed: list[AnySlot] = []
+def repacked(
+    slots: Iterable[Slot], itemsize: int, coalesces: bool
+) -> tuple[Transport, tuple[Slot, ...], int]:
+    """Slots that are cut anew, with offsets, those in order first; how they are gathered; and the
+    elements of all, padded to 16 bytes.
+    """
+    placed: list[Slot] = []
     offset = 0
     # As in `build_layout`: one fused kernel then copies all of those out.
     for slot in sorted(slots, key=lambda slot: not slot.in_order):
         placed.append(replace(slot, shard_offset=offset))
         offset += slot.shard_numel
-    return placed, offset
-
-
-def can_coalesce(slots: Iterable[Slot], itemsize: int) -> bool:
-    """Whether each slot is gathered into its place, with no copy afterwards."""
-    return all(slot.in_order and slot.shard_numel and slot.aligned(itemsize) for slot in slots)
+    straight = all(slot.in_order and slot.shard_numel and slot.aligned(itemsize) for slot in placed)
+    transport = Transport.COALESCED if coalesces and straight else Transport.PACKED
+    return transport, tuple(placed), round_up(offset, max(COLLECTIVE_ALIGN_BYTES // itemsize, 1))
 
 
 def pick_transport(param: ParamShape, world_size: int, coalesces: bool) -> Transport:
@@ -443,13 +429,12 @@ def pick_transport(param: ParamShape, world_size: int, coalesces: bool) -> Trans
         return Transport.EXTENSION
     if world_size == 1:
         return Transport.LOCAL
-    # Without elements, there is nothing to encode: the packed transport sends nothing then.
-    if param.coded and math.prod(param.shape) > 0:
+    if not math.prod(param.shape):  # nothing to encode: the packed transport sends nothing then
+        return Transport.PACKED
+    if param.coded:
         return Transport.CODED
-    fits = math.prod(param.shape) > 0 and param.cut.in_order(param.shape, world_size)
-    if coalesces and fits and not _misaligned(param, world_size):
-        return Transport.COALESCED
-    return Transport.PACKED
+    fits = param.cut.in_order(param.shape, world_size) and not _misaligned(param, world_size)
+    return Transport.COALESCED if coalesces and fits else Transport.PACKED
 
 
 def _pick_transports(
@@ -461,7 +446,7 @@ def _pick_transports(
     for index, (param, transport) in enumerate(zip(params, picked, strict=True)):
         numel = math.prod(param.cut.piece(param.shape, world_size))
         if transport is Transport.PACKED or (
-            transport is Transport.COALESCED and numel * param.full_itemsize < pack_below
+            transport is Transport.COALESCED and numel * param.full_dtype.itemsize < pack_below
         ):
             # Only parameters of equal dtypes share a segment, and so a message.
             small.setdefault((param.shard_dtype, param.full_dtype), []).append(index)
@@ -480,18 +465,7 @@ def _build_segment(
     full_byte_offset: int,
 ) -> Segment:
     first = members[0][1]
-    if transport is Transport.EXTENSION:
-        return Segment(
-            transport,
-            first.shard_dtype,
-            first.full_dtype,
-            tuple(Slot(i, p.shape, p.cut, world_size, 0, 0) for i, p in members),
-            0,
-            0,
-            shard_byte_offset,
-            full_byte_offset,
-        )
-    align = max(SLOT_ALIGN_BYTES // first.full_itemsize, 1)
+    align = max(SLOT_ALIGN_BYTES // first.full_dtype.itemsize, 1)
     slots: list[Slot] = []
     shard_offset = full_offset = 0
     for index, param in members:
@@ -499,13 +473,15 @@ def _build_segment(
         start = shard_offset if transport is Transport.LOCAL else full_offset
         slot = Slot(index, param.shape, param.cut, world_size, shard_offset, start)
         slots.append(slot)
+        if transport is Transport.EXTENSION:  # in memory of its own
+            continue
         shard_offset += slot.shard_numel
         # Kernels read these parameters in the shard itself: aligned as gathered ones are.
         if transport is Transport.LOCAL:
             shard_offset = round_up(shard_offset, align)
         full_offset = round_up(full_offset + slot.full_numel, align)
     # A multiple of 16 bytes in the smaller dtype is one in the other, too.
-    itemsize = min(first.shard_itemsize, first.full_itemsize)
+    itemsize = min(first.shard_dtype.itemsize, first.full_dtype.itemsize)
     shard_numel = round_up(shard_offset, max(COLLECTIVE_ALIGN_BYTES // itemsize, 1))
     if transport is Transport.LOCAL:  # the shard itself is the gathered form, unless it is cast
         full_offset = 0 if first.shard_dtype == first.full_dtype else shard_numel
@@ -529,7 +505,7 @@ def build_layout(
 
     Example::
 
-        >>> weight = ParamShape("w", (4, 8), ROWS, torch.float32, 4, torch.float32, 4)
+        >>> weight = ParamShape("w", (4, 8), ROWS, torch.float32, torch.float32)
         >>> build_layout([weight], world_size=2, coalesces=True).shard_bytes
         64
     """
@@ -560,15 +536,15 @@ def build_layout(
         segments.append(segment)
         first = members[0][1]
         if transport is not Transport.EXTENSION:
-            payload += sum(math.prod(p.shape) * p.shard_itemsize for _, p in members)
+            payload += sum(math.prod(p.shape) * p.shard_dtype.itemsize for _, p in members)
         shard_bytes = round_up(
-            shard_bytes + segment.shard_numel * first.shard_itemsize, SLOT_ALIGN_BYTES
+            shard_bytes + segment.shard_numel * first.shard_dtype.itemsize, SLOT_ALIGN_BYTES
         )
         full_bytes = round_up(
-            full_bytes + segment.full_numel * first.full_itemsize, SLOT_ALIGN_BYTES
+            full_bytes + segment.full_numel * first.full_dtype.itemsize, SLOT_ALIGN_BYTES
         )
     if len(segments) == 1:  # nothing follows: no need to align what comes after
-        shard_bytes = segments[0].shard_numel * params[0].shard_itemsize
+        shard_bytes = segments[0].shard_numel * params[0].shard_dtype.itemsize
     return GroupLayout(world_size, tuple(segments), shard_bytes, full_bytes, payload)
 
 
@@ -589,4 +565,7 @@ def layout_of(
 
 def _misaligned(param: ParamShape, world_size: int) -> bool:
     numel = math.prod(param.cut.piece(param.shape, world_size))
-    return numel * min(param.shard_itemsize, param.full_itemsize) % COLLECTIVE_ALIGN_BYTES != 0
+    return (
+        numel * min(param.shard_dtype.itemsize, param.full_dtype.itemsize) % COLLECTIVE_ALIGN_BYTES
+        != 0
+    )

@@ -1,8 +1,5 @@
 """Pieces of pieces: where masters lie that are sharded over all ranks of a mesh of two levels.
 
-    8 rows, 2 nodes of 2 ranks     inside: rank l of each node gathers from and reduces to rows 4l…
-                                   between: node n keeps 2 of these 4, the master
-
     rank (node 0, 0)  rows 0-3, master 0-1        rank (node 0, 1)  rows 4-7, master 4-5
     rank (node 1, 0)  rows 0-3, master 2-3        rank (node 1, 1)  rows 4-7, master 6-7
 
@@ -29,8 +26,7 @@ from fsdp2.core.layout.layout import (
     Segment,
     Slot,
     Transport,
-    can_coalesce,
-    side_by_side,
+    repacked,
 )
 from fsdp2.core.layout.mesh import MeshAxes
 from fsdp2.core.pieces import round_up
@@ -122,19 +118,18 @@ def pieces_layout(
 
 
 def _pieces(segment: Segment, rows: Segment, rank: int, ranks: int, coalesces: bool) -> Segment:
-    cut: list[PieceSlot] = []
-    for slot in segment.slots:
-        shape, part = slot.local_shape(rank), Cut(slot.dim)
-        cut.append(PieceSlot(slot.index, shape, part, ranks, 0, slot.shard_offset, slot, rank))
-    slots, numel = side_by_side(cut)
+    cut = [
+        PieceSlot(s.index, s.local_shape(rank), Cut(s.dim), ranks, 0, s.shard_offset, s, rank)
+        for s in segment.slots
+    ]
     itemsize = min(segment.shard_dtype.itemsize, segment.full_dtype.itemsize)
-    straight = coalesces and can_coalesce(slots, itemsize)
+    transport, slots, numel = repacked(cut, itemsize, coalesces)
     return Segment(
-        transport=Transport.COALESCED if straight else Transport.PACKED,
+        transport=transport,
         shard_dtype=segment.shard_dtype,
         full_dtype=segment.full_dtype,
-        slots=tuple(slots),
-        shard_numel=round_up(numel, max(COLLECTIVE_ALIGN_BYTES // itemsize, 1)),
+        slots=slots,
+        shard_numel=numel,
         full_numel=rows.shard_numel,
         shard_byte_offset=0,
         full_byte_offset=rows.shard_byte_offset,

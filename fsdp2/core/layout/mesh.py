@@ -33,7 +33,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp2.core.config import DataParallelMeshDims
-from fsdp2.core.device.one_off import arrived
+from fsdp2.core.device.collectives import arrived
 from fsdp2.core.device.process_groups import (
     ProcessGroup,
     current_world,

@@ -26,7 +26,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
@@ -115,9 +116,12 @@ class Gradients:
         params, reuse = self.params, self._reuse
         if False in present:
             params, rows, reuse = _chosen(params, present), _chosen(rows, present), None
-        objects: list[Any] = [None] * len(params) if reuse is None else reuse.take(len(params))
+            over = None if over is None else _chosen(over, present)
+        objects: Sequence[Any]
         if over is not None:
-            objects, reuse = _chosen(over, present), None
+            objects, reuse = over, None
+        else:
+            objects = [None] * len(params) if reuse is None else reuse.take(len(params))
         make = DTensor.__new__  # `wrap_local`, without its call for each
         waiting: list[Sum] = []
         given = []
@@ -130,7 +134,7 @@ class Gradients:
                     continue
                 if gradient is None:
                     gradient = make(DTensor, new, param.grad_spec, requires_grad=False)
-                else:
+                elif over is None:
                     gradient._local_tensor = new
                 sharded.grad = gradient
                 given.append(gradient)
@@ -166,8 +170,11 @@ class Gradients:
             if not there:
                 continue
             sharded: Any = param.sharded
-            gradient: Any = param.gradient_over(new) if known is None else known
-            gradient = run_tensor_hooks(sharded, gradient, param.name)
+            own: Any = param.gradient_over(new) if known is None else known
+            gradient: Any = run_tensor_hooks(sharded, own, param.name)
+            if known is not None and gradient is not own:  # which stays in memory that is kept
+                own._local_tensor.copy_(gradient._local_tensor)
+                gradient = own
             if sharded.grad is not None:
                 waiting.append((param, sharded.grad._local_tensor, gradient._local_tensor))
                 continue
@@ -179,23 +186,6 @@ class Gradients:
         """Objects that can become ``.grad`` of each parameter, over its rows."""
         pairs = zip(self.params, rows, strict=True)
         return [param.gradient_over(own) for param, own in pairs]
-
-    def place(self, objects: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
-        """Set objects of `objects_over` as ``.grad`` if there is none; run users' hooks."""
-        params = self.params
-        if False in present:
-            params, objects = _chosen(params, present), _chosen(objects, present)
-        if self._hooks_seen != Counts.hooks:
-            self._look_for_hooks()
-        for param, gradient in zip(params, objects, strict=True) if self._edited else ():
-            result = run_tensor_hooks(param.sharded, cast(DTensor, gradient), param.name)
-            if result is not gradient:  # kept memory stays what the gradient is in
-                cast(Any, gradient)._local_tensor.copy_(result._local_tensor)
-        with DisableTorchFunctionSubclass():
-            for param, gradient in zip(params, objects, strict=True):
-                param.sharded.grad = gradient
-        for param in params if self._watched else ():
-            param.run_hooks()
 
 
 class PermutedGradients(Gradients):
@@ -282,7 +272,7 @@ class GradientReuse:
         self._free: list[object] = []
         # The member that is taken for the last to be dropped; watches have the list, too.
         self._last = [count - 1]
-        self._watch: _Watch | None = None
+        self._watch: weakref.ref[object] | None = None
 
     def take(self, count: int) -> list[object]:
         """DTensors for ``count`` gradients, whose rows are to be set; ``None``: make one."""
@@ -296,20 +286,9 @@ class GradientReuse:
     def lend(self, gradients: list[Any]) -> None:
         """These are gradients now, of all members; no other code needs the list."""
         last = gradients.pop(self._last[0])
-        watch = _Watch(last._local_tensor, _look)
         self._free = []  # without what an older watch left since `take`
-        watch.lent, watch.free, watch.last = gradients, self._free, self._last
-        self._watch = watch
-
-
-class _Watch(weakref.ref[object]):
-    """Watches the last gradient's rows, of member ``last[0]``; ``free`` receives others."""
-
-    __slots__ = ("free", "last", "lent")
-
-    lent: list[Any]
-    free: list[object]
-    last: list[int]
+        look = partial(_look, gradients, self._free, self._last)
+        self._watch = weakref.ref(last._local_tensor, look)
 
 
 def _watch_later(last: list[int], counts: list[int]) -> None:
@@ -318,15 +297,18 @@ def _watch_later(last: list[int], counts: list[int]) -> None:
     last[0] = held if held < last[0] else held + 1  # the watched one is not among them
 
 
-def _look(watch: _Watch) -> None:
-    """The last gradient's rows were freed: keep the others if all are unreferenced, or none."""
-    lent, watch.lent = watch.lent, []
+def _look(held: list[Any], free: list[object], last: list[int], _: object) -> None:
+    """The rows of the gradient of member ``last[0]`` were freed: ``free`` receives the others if
+    all are unreferenced, or none.
+    """
+    lent = [*held]
+    held.clear()
     counts = list(map(_refcount, lent))
     if set(counts) != {_ALONE}:
-        _watch_later(watch.last, counts)
+        _watch_later(last, counts)
         return
     for gradient in lent:
         if gradient.__dict__ or gradient.requires_grad:
             return  # somebody made something of it
         gradient._local_tensor = None
-    watch.free += lent
+    free += lent

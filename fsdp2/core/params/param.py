@@ -678,7 +678,6 @@ def shapes_of(params: Sequence[ShardedParam], options: GroupOptions) -> list[Par
         full = param.dtype_override or wanted  # as in `compute_dtype`
         if full is None or not shard.is_floating_point:
             full = shard
-        dtypes = (shard, shard.itemsize, full, full.itemsize)
         coded = wire is not None and not (param.exact or extended)
         if coded:
             from fsdp2.core.codecs.codec import check_coded  # who needs none loads none
@@ -688,7 +687,8 @@ def shapes_of(params: Sequence[ShardedParam], options: GroupOptions) -> list[Par
             param.name,
             param.shape,
             param.cut,
-            *dtypes,
+            shard,
+            full,
             extended,
             coded,
             kin.setdefault(param.differs_over, len(kin)) if coded else 0,

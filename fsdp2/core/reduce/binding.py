@@ -2,7 +2,13 @@
 
     members of a group that have equal specs ──> bind_reduction
     bind_reduction     dtypes and division ──> layout of the flat result ──> transport
-    _reduction         all operations in their order
+    _reduction         all operations in their order, up to the sums
+    _ending            from the sums to ``.grad``:
+
+    flat   [ rows of A | rows of B | marks ]    reduce dtype
+             ── hook ── divide ── average ──> the same
+    result [ rows of A | rows of B | marks ]    the gradient's dtype, where that is another one
+             ── to host ──> the same in CPU memory, where gradients are offloaded
 
 The order of operations is decided here and nowhere else (decision 6).
 """
@@ -20,20 +26,30 @@ from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE
 from fsdp2.core.layout.layout import GroupLayout, Slot
 from fsdp2.core.params.gradients import Gradients
-from fsdp2.core.reduce.levels import Pieces, context_between, cross_nodes
-from fsdp2.core.reduce.presence_marks import PresenceMarks
+from fsdp2.core.reduce.levels import context_between, cross_nodes
 from fsdp2.core.reduce.program import (
     BEHIND,
+    HOST,
     REDUCE_SCATTER,
     SUM_OF_REPLICAS,
+    Job,
+    KeptGradients,
     Op,
     PartialSums,
+    PresenceMarks,
     Program,
+    Step,
 )
-from fsdp2.core.reduce.reduction import ReduceContext, Reduction, Way, allocation, reduce_direct
-from fsdp2.core.reduce.result import ending
-from fsdp2.core.reduce.rows import plan_flat
-from fsdp2.core.reduce.spec import ReductionSpec, plan_division
+from fsdp2.core.reduce.reduction import (
+    ReduceContext,
+    Reduction,
+    Way,
+    allocation,
+    deliver,
+    deliver_missed,
+    views_of,
+)
+from fsdp2.core.reduce.spec import ReductionSpec, lay_flat, plan_division
 from fsdp2.core.reduce.transport import (
     free_input,
     reduce_adopted,
@@ -56,24 +72,28 @@ def bind_reduction(
     replicas: Collectives | None,
     kernels: Kernels,
     layout: GroupLayout | None = None,
-    pieces: Pieces | None = None,
+    between: Collectives | None = None,
 ) -> Reduction:
     """The reduction of members that are reduced alike.
 
     The first ``direct`` members are reduced from where their gradients are, or from where they are
-    cast to; the others are packed. ``layout`` is that of the group, if all members are of one;
-    ``pieces``, what of the rows this rank keeps, with masters sharded over two levels.
+    cast to; the others are packed. ``layout`` is that of the group, if all members are of one, with
+    pieces if masters are sharded over two levels; ``between``, the ranks that share rows.
     """
     collectives = collectives_of(spec.reduce_dtype, collectives)
     rank, size = collectives.rank, collectives.size
     empty = not any(slot.shard_numel for slot in slots)
-    if pieces is not None and empty:
-        # Nothing crosses nodes: rows are empty, and so are pieces, whose shapes `.grad` has.
-        slots, rank, pieces = pieces.of(slots), pieces.collectives.rank, None
+    if between is not None:
+        assert layout is not None
+        assert layout.pieces is not None
+        pieces = {slot.index: slot for slot in layout.pieces.slots}
+        kept = [pieces[slot.index] for slot in slots]
+        if empty:  # nothing crosses nodes: so are pieces, whose shapes `.grad` has
+            slots, rank, between = kept, between.rank, None
     if replicas is not None:
         alike = replicas.size == 1 or empty
         replicas = None if alike else collectives_of(spec.reduce_dtype, replicas)
-    whole = (replicas, spec.hook, spec.average, pieces)  # they take the result as one tensor
+    whole = (replicas, spec.hook, spec.average, between)  # they take the result as one tensor
     needs_flat = any(part is not None for part in whole)
     alone = size == 1 and not needs_flat and not spec.to_host
     if alone:  # nothing travels: a gradient of the result's dtype becomes ``.grad`` as it is
@@ -86,11 +106,11 @@ def bind_reduction(
     flat = _once(
         layout,
         ("flat result", tuple(slot.index for slot in slots), rows),
-        lambda: plan_flat(slots, *rows),
+        lambda: lay_flat(slots, *rows),
     )
     copies = 1 if replicas is None else replicas.size
-    if pieces is not None:
-        copies = pieces.collectives.size
+    if between is not None:
+        copies = between.size
     where = (spec.reduce_dtype, size, spec.factor, collectives.premultiplies, copies)
     facts = (*where, spec.sum_only, alone, not flat.payload)
     division = _once(layout, ("division", facts), lambda: plan_division(*facts))
@@ -102,7 +122,10 @@ def bind_reduction(
     context = ReduceContext(
         slots, direct, spec, division, flat, marks, carries_marks, alone, collectives, kernels
     )
-    return _reduction(gradients, context, transport(context), replicas, pieces)
+    crossing = None
+    if between is not None:
+        crossing = context_between(between, kept, spec, division.replicas, kernels)
+    return _reduction(gradients, context, transport(context), replicas, crossing)
 
 
 def _once(layout: GroupLayout | None, key: Hashable, make: Callable[[], T]) -> T:
@@ -127,22 +150,20 @@ def _reduction(
     context: ReduceContext,
     way: Way,
     replicas: Collectives | None,
-    pieces: Pieces | None,
+    crossing: ReduceContext | None,
 ) -> Reduction:
     """Make the operations around a transport's, and write all down in programs; sums are
-    all-reduced over ``replicas``, or scattered between nodes as ``pieces`` say, if given.
+    all-reduced over ``replicas``, or scattered between nodes in another context, if given.
     """
     spec, kernels, marks = context.spec, context.kernels, context.marks
     kind = context.division.replicas
     averages = spec.average is not None and marks is not None
-    shared = replicas is not None or pieces is not None or averages
+    shared = replicas is not None or crossing is not None or averages
     lane = COMPUTE if context.alone else REDUCE
     if shared or spec.hook is not None:
         lane = ALL_REDUCE
-    last = context  # of the collective that leaves the sums
-    if pieces is not None:
-        last = context_between(pieces, context.slots, spec, kind, kernels)
-    kept, hold, final = ending(gradients, context, last, lane)
+    last = crossing or context  # of the collective that leaves the sums
+    kept, hold, final = _ending(gradients, context, last, lane)
 
     staged = [*way.ops]
     if marks is not None:
@@ -161,18 +182,122 @@ def _reduction(
     if replicas is not None:
         axis = replicas
         copies.append(Op(ALL_REDUCE, SUM_OF_REPLICAS, lambda job: axis.all_reduce(job.flat, kind)))
-    if pieces is not None:
+    if crossing is not None:
         assert marks is not None
         copies += cross_nodes(last, marks, hold.run)
 
     # A transport that adopts allocates nothing; between nodes, kept memory is for pieces
     new = allocation(context)
-    begin = [hold if pieces is None else new]
+    begin = [hold if crossing is None else new]
     full = Program([*([] if way.adopts else begin), *staged, *copies, *final])
     partial = full
     if shared:  # partial sums are never in memory that is kept
         partial = Program([new, *staged, Op(REDUCE, "keep", sums.keep)])
     return Reduction(gradients, context, way, sums, kept, full, partial)
+
+
+def _ending(
+    gradients: Gradients, context: ReduceContext, last: ReduceContext, lane: int
+) -> tuple[KeptGradients | None, Op, list[Op]]:
+    """The operations after the sums, on ``lane``; the host delivers what is copied to it.
+
+    ``last`` is the context of the last collective. Returns the memory that is kept, the operation
+    that gives sums their memory, and the operations.
+    """
+    spec, kernels, marks, alone = context.spec, context.kernels, context.marks, context.alone
+    shape, dtype, after = last.flat.shape, spec.result_dtype, context.division.after
+    views = functools.partial(views_of, last.flat.runs)
+    hook, mean, marks_of_sums = spec.hook, spec.average, last.marks
+    ops: list[Op] = []
+
+    def add(name: str, run: Step, lane: int = lane, seeks: bool = False) -> None:
+        ops.append(Op(lane, name, run, seeks))
+
+    # Memory: kept, if it is free, or new
+    kept, hold = None, allocation(last)
+    if spec.keep:
+        make = kernels.bind_empty(shape, dtype, "kept gradient")
+        if spec.to_host:
+            make = functools.partial(kernels.host_empty, shape, dtype, spec.pin)
+        kept = KeptGradients(gradients, make, views)
+    # Offloaded gradients are kept in CPU memory; sums on the device come and go.
+    on_device = None if spec.to_host else kept
+    new_sums = hold.run
+
+    def hold_flat(job: Job) -> None:
+        if on_device is None or not on_device.hold(job):
+            new_sums(job)
+        else:
+            job.flat, job.outputs = on_device.flat, on_device.rows
+
+    def call_hook(job: Job) -> None:  # whose result is nobody's
+        assert hook is not None
+        hook(job.flat)
+
+    def divide(job: Job) -> None:
+        assert after is not None
+        for sums in job.outputs if alone else (job.flat,):  # alone, rows lie in no flat tensor
+            kernels.divide(sums, after)
+
+    def average(job: Job) -> None:
+        """Average in place over copies of the model that the mesh lacks (decision 31), marks too.
+
+        A copy whose own gradient does not count gets exactly those that the others have: where it
+        had one and they had none, the average is zero, and an optimizer would step only here.
+        """
+        assert mean is not None
+        assert marks_of_sums is not None
+        if not mean(job.flat):
+            job.present = marks_of_sums.present(job)
+
+    def cast(job: Job) -> None:
+        assert job.result is not None
+        kernels.copy(job.result, job.flat)
+        job.outputs = views(job.result) if job.kept is None else job.kept.rows
+
+    def to_host(job: Job) -> None:  # which delivers what arrives
+        if kept is not None and kept.hold(job):
+            kernels.to_host(kept.flat, job.to_deliver())
+            return
+        source = job.to_deliver()
+        target = kernels.host_empty(shape, source.dtype, spec.pin)
+        kernels.to_host(target, source)
+        job.outputs = views(target)
+
+    if spec.casts:
+        new_result = kernels.bind_empty(shape, dtype, "sharded gradient")
+
+        def hold_result(job: Job) -> None:
+            if on_device is not None and on_device.hold(job):
+                job.result = on_device.flat
+            else:
+                job.result = new_result()
+
+        add("allocate result" if on_device is None else "hold result", hold_result, COMPUTE)
+    elif on_device is not None:
+        hold = Op(COMPUTE, "hold flat", hold_flat)
+    if hook is not None:
+        if marks is not None:  # before a hook that may lose marks
+            add("fetch", marks.fetch, seeks=True)
+        add("hook", call_hook)
+    if after is not None:
+        add("divide", divide)
+    if mean is not None and marks_of_sums is not None:  # divided sums cannot overflow
+        add("average", average)
+    if spec.casts:
+        add("cast", cast)
+    if spec.to_host:
+        add("to host" if kept is None else "hold on host", to_host)
+    give = functools.partial(deliver, gradients, kernels)
+    add("deliver", give, HOST if spec.to_host else lane)
+    if marks is not None:
+        add("fetch", marks.fetch, seeks=True)
+        missed = functools.partial(deliver_missed, gradients, marks, kernels)
+        add("deliver missed", missed, HOST, seeks=True)
+    if kept is not None:  # where lanes are several, `PendingReduction` does it before the host
+        add("give back", kept.give_back, HOST, seeks=not spec.to_host)
+        add("give back", kept.give_back, BEHIND)
+    return kept, hold, ops
 
 
 # ---- which transport
@@ -194,7 +319,4 @@ def transport_of(
         return reduce_coded, False
     if spec.comm is not None:  # fsdp2's collectives sum, as usual, in memory of their own
         return reduce_custom, isinstance(spec.comm, OwnComm)
-    if not direct:
-        return reduce_packed, True
-    in_place = direct == len(slots) and spec.grad_dtype == spec.reduce_dtype
-    return (reduce_direct if in_place else reduce_joined), True
+    return (reduce_joined if direct else reduce_packed), True

@@ -13,9 +13,16 @@ from __future__ import annotations
 
 import torch
 
-from fsdp2.core.codecs.blocks import Bytes, Nibbles
-from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Codec, Rounded, Whole
-from fsdp2.core.codecs.rotated import Rotated
+from fsdp2.core.codecs.codec import (
+    ALIGNMENT,
+    NUMBERS,
+    Bytes,
+    Codec,
+    Nibbles,
+    Rotated,
+    Rounded,
+    Whole,
+)
 from fsdp2.core.device.collectives import Work
 from fsdp2.core.pieces import round_up
 from fsdp2.core.reduce.feedback import Feedback

@@ -18,8 +18,8 @@ its own memory for all that it sends and receives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -27,39 +27,26 @@ from fsdp2.core.device.collectives import Collectives, ReduceKind, Work, collect
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE
 from fsdp2.core.layout.layout import Slot
-from fsdp2.core.reduce.presence_marks import PresenceMarks
-from fsdp2.core.reduce.program import BETWEEN_NODES, Crossing, Job, Op, Step
+from fsdp2.core.reduce.program import BETWEEN_NODES, Crossing, Job, Op, PresenceMarks, Step
 from fsdp2.core.reduce.reduction import ReduceContext
-from fsdp2.core.reduce.rows import plan_flat
-from fsdp2.core.reduce.spec import Division, ReductionSpec
+from fsdp2.core.reduce.spec import Division, ReductionSpec, lay_flat
 from fsdp2.core.reduce.transport import RANK_MAJOR, fill_rows, packing
 
 STAGING = "reduce-scatter input between nodes"
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """Places of the pieces of a group's rows, by position, and the ranks that share rows."""
-
-    collectives: Collectives
-    slots: Mapping[int, Slot]
-
-    def of(self, slots: Sequence[Slot]) -> list[Slot]:
-        return [self.slots[slot.index] for slot in slots]
-
-
 def context_between(
-    pieces: Pieces,
+    between: Collectives,
     slots: Sequence[Slot],
     spec: ReductionSpec,
     kind: ReduceKind,
     kernels: Kernels,
 ) -> ReduceContext:
-    dtype, slots = spec.reduce_dtype, pieces.of(slots)
-    collectives = collectives_of(dtype, pieces.collectives)
+    """That of the ``slots`` of pieces, scattered over ranks that share rows."""
+    dtype, collectives = spec.reduce_dtype, collectives_of(spec.reduce_dtype, between)
     # Marks follow pieces even if these are empty: nothing is encoded then.
     codec = spec.between_codec if any(slot.shard_numel for slot in slots) else None
-    flat = plan_flat(slots, collectives.rank, dtype, True, True, False, codec is None, between=True)
+    flat = lay_flat(slots, collectives.rank, dtype, True, True, False, codec is None, between=True)
     marks = PresenceMarks(collectives.size, flat, (dtype,), spec.hook is not None, kernels)
     # Sums of a node are packed, which are in the reduce dtype already.
     own = replace(spec, grad_dtype=dtype, codec=codec)

@@ -1,32 +1,12 @@
 """From unsharded gradients to sharded ``.grad``: everything that runs in the backward of a steady
 unit.
 
-    Reduction.collect   take the gradients that autograd left on the unsharded parameters   COMPUTE
-    reduce_inline, reduce_on_lanes      run the program, each operation on its lane:
-      allocate     the output of the collective                                      COMPUTE
-      stage        put gradients where the collective reads them                     COMPUTE
-      divide       before the sum, for dtypes that could overflow                    REDUCE
-      reduce       reduce-scatter over the shard axis                                REDUCE
-      unstage      put its output where the rows belong                              REDUCE
-      keep         instead of all later ones: add to the partial sums               REDUCE
-      all-reduce   over the replicate axis, including partial sums; or between nodes
-                   a reduce-scatter (`levels`)                                       ALL_REDUCE
-      hook         the user's                                                        ALL_REDUCE
-      divide       after the sum                                                     (last lane)
-      cast         to the gradient's dtype                                           (last lane)
-      to host      copy to CPU memory                                                (last lane)
-      deliver      become, or add to, the sharded parameter's ``.grad``              (last lane)
-      found        deliver gradients that only other ranks had                       the host
-    PendingReduction    jobs, and events after reduce-scatter and all, until COMPUTE has waited
+    Reduction.collect       take the gradients that autograd left on the unsharded parameters
+    reduce_on_lanes         run its program, each operation on its lane (`binding` has the order)
+    PendingReduction        jobs, and events after reduce-scatter and all, until COMPUTE has waited
 
-The last lane is ALL_REDUCE if anything runs there, otherwise REDUCE; the host delivers what was
-copied to it, once the copy has arrived. An operation that a configuration does not need is not in
-the program, which `binding` builds. If all lanes are one, as on a CPU, everything has ended when
-the launch returns: nothing is pending.
-
-Here is what a steady unit runs: a transport that reads autograd's gradients in place, the executors
-of programs, the delivery. `transport` has those that copy gradients first, `result` what a
-configuration may put between the sums and the delivery.
+If all lanes are one, as on a CPU, everything has ended when the launch returns (`reduce_inline`):
+nothing is pending. `transport` has what copies gradients before the collective reads them.
 """
 
 from __future__ import annotations
@@ -43,10 +23,9 @@ from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE, Event, Streams
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.layout import Slot
-from fsdp2.core.params.gradients import Gradients, Sum
+from fsdp2.core.params.gradients import Gradients
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.progress import communication_error
-from fsdp2.core.reduce.presence_marks import PresenceMarks
 from fsdp2.core.reduce.program import (
     COLLECTIVES,
     REDUCE_SCATTER,
@@ -54,11 +33,11 @@ from fsdp2.core.reduce.program import (
     KeptGradients,
     Op,
     PartialSums,
+    PresenceMarks,
     Program,
     Step,
 )
-from fsdp2.core.reduce.rows import FlatPlan, Run
-from fsdp2.core.reduce.spec import Division, ReductionSpec
+from fsdp2.core.reduce.spec import Division, FlatPlan, ReductionSpec, Run
 
 if TYPE_CHECKING:  # who does not use it does not load it
     from fsdp2.core.reduce.feedback import Feedback
@@ -108,7 +87,7 @@ class Way(NamedTuple):
 def views_of(planned: Sequence[Run], flat: torch.Tensor) -> list[torch.Tensor]:
     """The views of runs in a flat tensor, by two calls per run or fewer."""
     views: list[torch.Tensor] = []
-    for _, place, sizes in planned:
+    for place, sizes in planned:
         view = flat if place is None else flat.as_strided(*place)
         if sizes is None:
             views.append(view)
@@ -128,11 +107,6 @@ def allocation(context: ReduceContext) -> Op:
         job.outputs = views_of(planned, flat)
 
     return Op(COMPUTE, "allocate", allocate)
-
-
-def reduce_direct(context: ReduceContext) -> Way:
-    """The collective reads autograd's gradients in place."""
-    return Way(operations(context, "direct", stage_direct(context), scatter_each(context)))
 
 
 def stage_direct(context: ReduceContext) -> Step:
@@ -215,36 +189,29 @@ def operations(
 # ---- what becomes of the rows
 
 
-def deliver(gradients: Gradients, kernels: Kernels, job: Job) -> None:
+def deliver(
+    gradients: Gradients, kernels: Kernels, job: Job, present: list[bool] | None = None
+) -> None:
     """Set ``.grad``, or add to it where there is one; then run the users' hooks."""
-    if job.kept is not None:
-        gradients.place(job.kept.objects, job.present)
-        return
-    waiting = gradients.deliver(job.outputs, job.present)
-    if waiting:
-        _add(kernels, job, waiting)
-
-
-def deliver_missed(gradients: Gradients, marks: PresenceMarks, kernels: Kernels, job: Job) -> None:
-    """Deliver to members that had no gradient here, but had one on another rank."""
-    present = marks.missed(job)
-    if True not in present:
-        return
+    if present is None:
+        present = job.present
     if job.kept is None:
         waiting = gradients.deliver(job.outputs, present)
     else:
         waiting = gradients.deliver(job.kept.rows, present, job.kept.objects)
     if waiting:
-        _add(kernels, job, waiting)
+        added, sums, addends = zip(*waiting, strict=True)
+        job.sums = (*job.sums, *sums)
+        kernels.add_many(sums, addends)
+        for member in added:
+            member.run_hooks()
 
 
-def _add(kernels: Kernels, job: Job, waiting: Sequence[Sum]) -> None:
-    """Add rows to gradients that are there; then run the users' hooks."""
-    added, sums, addends = zip(*waiting, strict=True)
-    job.sums = (*job.sums, *sums)
-    kernels.add_many(sums, addends)
-    for member in added:
-        member.run_hooks()
+def deliver_missed(gradients: Gradients, marks: PresenceMarks, kernels: Kernels, job: Job) -> None:
+    """Deliver to members that had no gradient here, but had one on another rank."""
+    present = marks.missed(job)
+    if True in present:
+        deliver(gradients, kernels, job, present)
 
 
 # ---- a reduction
@@ -275,11 +242,8 @@ class Reduction:
     ) -> Job | None:
         """Take the members' gradients; ``None`` if there is nothing to reduce.
 
-        Args:
-            take_missing: reduce (as zeros, delivered too) members without a gradient.
-            all_reduce: whether partial sums are also reduced, so that they suffice without
-                gradients.
-            summed: whether the gradients include those of earlier backwards.
+        With ``take_missing``, absent ones are zeros, and delivered; with ``all_reduce``, partial
+        sums suffice; ``summed`` ones include those of earlier backwards.
         """
         grads = self.gradients.take(summed)
         missing = 0

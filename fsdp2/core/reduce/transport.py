@@ -177,12 +177,16 @@ def reduce_joined(context: ReduceContext) -> Way:
 
     staging   [ casts of A | of B | [ranks, C D marks] ]     without casts, where dtypes agree
 
-    If all members are direct, staging has only casts, and marks are sent apart.
+    If all members are direct, staging has only casts, and marks are sent apart; if none is cast
+    either, the collective reads autograd's gradients in place.
     """
     spec, kernels, size = context.spec, context.kernels, context.collectives.size
     dtype, first = spec.reduce_dtype, context.direct
     numel = context.flat.width  # with what is packed, and the marks, at its end
     casts, packs = spec.grad_dtype != dtype, first < len(context.slots)
+    stage_in_place = stage_direct(context)
+    if not (casts or packs):
+        return Way(operations(context, "direct", stage_in_place, scatter_each(context)))
     width, pack = packing(context) if packs else (0, None)
     offset = sum(slot.numel for slot in context.slots[:first]) * dtype.itemsize if casts else 0
     staging = kernels.transient(offset + size * width * dtype.itemsize, STAGING)
@@ -191,7 +195,6 @@ def reduce_joined(context: ReduceContext) -> Way:
     targets, sent = _cast_targets(staging, context) if casts else ([], [])
     staging.release()
     scatter = context.collectives.bind_reduce_scatter_many(context.division.kind)
-    stage_in_place = stage_direct(context)
 
     def stage(job: Job) -> None:
         staging.acquire()

@@ -21,7 +21,7 @@ from weakref import WeakSet
 import torch
 
 from fsdp2.core.device.backends import traits_of
-from fsdp2.core.device.one_off import run_first_collective
+from fsdp2.core.device.collectives import run_first_collective
 from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, meet
 from fsdp2.core.progress import naming_unit
 from fsdp2.core.schedule.group import ParamGroup

@@ -34,18 +34,15 @@ from torch.distributed.tensor import DTensor
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions
 from fsdp2.core.device.buffers import Buffer, FlatBuffer, SwappedBuffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Work
-from fsdp2.core.device.kernels import Kernels
+from fsdp2.core.device.kernels import META, Kernels
 from fsdp2.core.device.process_groups import meet
-from fsdp2.core.device.rehearsal import META
 from fsdp2.core.device.streams import COMPUTE, Event, Streams
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.gather.extension import Extension, plain_tensors
-from fsdp2.core.gather.keeping import Keeping
-from fsdp2.core.gather.levels import NodeRows
+from fsdp2.core.gather.keeping import Keeping, NodeRows, SmallerGroup, SmallerRows
 from fsdp2.core.gather.make import Part, make_gathers
 from fsdp2.core.gather.program import Gather, Launched, combined, gather_inline, gather_on_lanes
 from fsdp2.core.gather.segments import from_host
-from fsdp2.core.gather.smaller_group import SmallerGroup, SmallerRows
 from fsdp2.core.layout.layout import GroupLayout, ParamShape, Segment, Slot, Transport, layout_of
 from fsdp2.core.layout.levels import node_segments, pieces_layout
 from fsdp2.core.layout.logs import BIND, bind_reason
@@ -62,7 +59,6 @@ from fsdp2.core.params.param import (
 )
 from fsdp2.core.progress import Counts, ShardReaders, communication_error
 from fsdp2.core.reduce.binding import bind_reduction, hand_over
-from fsdp2.core.reduce.levels import Pieces
 from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import (
     Jobs,
@@ -1083,10 +1079,7 @@ class Bound:
                         specs[key] = spec, alike.setdefault(spec, [])
                     spec, members = specs[key]
                     members.append((not is_direct(spec, slot, segment.transport), param, slot))
-        runtime, pieces = group.runtime, None
-        if group.between is not None and group.layout.pieces is not None:
-            slots = {slot.index: slot for slot in group.layout.pieces.slots}
-            pieces = Pieces(group.between, slots)
+        runtime = group.runtime
         made = []
         with torch.inference_mode(False):  # tensors that a later backward writes to
             for spec, members in alike.items():
@@ -1101,7 +1094,7 @@ class Bound:
                         group.replicas,
                         runtime.kernels,
                         group.layout,
-                        pieces,
+                        group.between,
                     )
                 )
             hand_over(self.reductions, made)

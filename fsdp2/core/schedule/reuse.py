@@ -32,8 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from fsdp2.core.device.collectives import Collectives
-from fsdp2.core.device.one_off import largest_over
+from fsdp2.core.device.collectives import Collectives, largest_over
 from fsdp2.core.progress import Counts, naming_unit
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GATHERING, RESHARDED, RETAINED, UNSHARDED
