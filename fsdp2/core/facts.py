@@ -110,14 +110,7 @@ from fsdp2.core.progress import Counts, ShardReaders, communication_error
 from fsdp2.core.reduce.coded import codec_of
 from fsdp2.core.reduce.feedback import DTYPE
 from fsdp2.core.reduce.reduction import Jobs, views_of
-from fsdp2.core.reduce.spec import (
-    ReductionSpec,
-    is_direct,
-    lay_flat,
-    plan_division,
-    reduction_spec,
-    runs,
-)
+from fsdp2.core.reduce.spec import ReductionSpec, is_direct, lay_flat, plan_division, reduction_spec
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer, Run
 from fsdp2.core.schedule.scheduler import Scheduler, window_of

@@ -12,52 +12,81 @@ for gradients (``torch.autograd.grad``), or calls somebody's hooks with them, it
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
-from fsdp2.core.facts import ModuleEntry, ShardedParam, with_dtype, wrap_local
+from fsdp2.core.facts import ModuleEntry, locals_of, with_dtype, wrap_local
 from fsdp2.graph.operators import Exchange
 
+Given = tuple[str, list[Tensor]]
+"""A group in a graph: positions of parameters that require grad, as one fact to guard; its rows and
+handles."""
+Place = ModuleEntry | None
+"""The first module and name that a parameter is registered under, if there are any."""
 
-class Entry:
-    """A group that enters a compiled forward, as long as its parameters stay what they are.
+
+class Edge:
+    """All groups of a model. They enter again as they are while their parameters stay.
 
     Args:
-        exchange: the group.
-        places: where its parameters are registered: the first of each, if there is one.
-
-    Attributes:
-        rows: its shards, flat; empty if what is registered are not DTensors as the group has them:
-            a graph then takes them as they are.
-        trained: positions of parameters that require grad.
-        values: these parameters.
+        groups: each group, and the places of its parameters.
     """
 
-    def __init__(self, exchange: Exchange, places: Sequence[ModuleEntry | None]) -> None:
+    def __init__(self, groups: Sequence[tuple[Exchange, Sequence[Place]]]) -> None:
+        self._groups = groups
+        self._entries: list[_Entry] = []
+        self._given: list[Given | None] = []
+
+    def enter(self) -> list[Given | None]:
+        """What a forward takes in place of each group's parameters; ``None``: these as they are,
+        because they are no DTensors as the group has them.
+        """
+        with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
+            before = self._entries
+            if before:
+                self._entries = [entry.again() for entry in before]
+                if all(map(operator.is_, self._entries, before)):
+                    return self._given
+            else:
+                self._entries = [_Entry(*group) for group in self._groups]
+            trained = [entry for entry in self._entries if entry.rows and entry.trained]
+            with torch.inference_mode(False), torch.enable_grad():
+                values = [value for entry in trained for value in entry.values]
+                handles = iter(_Handles.apply(trained, *values) if trained else ())
+            self._given = []
+            for entry in self._entries:
+                count = len(entry.exchange.reductions(entry.trained)) if entry in trained else 0
+                entered = " ".join(map(str, entry.trained)), [*entry.rows, *islice(handles, count)]
+                self._given.append(entered if entry.rows else None)
+        return self._given
+
+
+class _Entry:
+    """A group that enters, with what is registered as its parameters."""
+
+    def __init__(self, exchange: Exchange, places: Sequence[Place]) -> None:
         self.exchange, self._places = exchange, places
         self._registered, self._flags = self._look()
-        params = exchange.group.params
-        own = [
-            value is param.sharded for value, param in zip(self._registered, params, strict=True)
-        ]
-        self._owned = all(own)
-        self.rows: list[Tensor] = []
-        self._shards: list[Tensor] = []
-        if self._owned or all(map(_alike, self._registered, params)):
-            self._shards = self._local_shards()
-            self.rows = exchange.rows(self._shards)
         self.trained = tuple(index for index, flag in enumerate(self._flags) if flag)
         self.values = [self._registered[index] for index in self.trained]
+        own: list[Tensor] = [param.sharded for param in exchange.group.params]
+        self._owned = all(map(operator.is_, self._registered, own))
+        self.rows: list[Tensor] = []
+        self._shards: list[Tensor] = []
+        if self._owned or all(map(_alike, self._registered, own)):
+            self._shards = self._local_shards()
+            self.rows = exchange.rows(self._shards)
         self._versions = [shard._version for shard in self._shards]
 
-    def again(self) -> Entry:
-        """The same entry for another forward, or a new one."""
+    def again(self) -> _Entry:
+        """The same for another forward, or a new one."""
         registered, flags = self._look()
         if flags == self._flags and all(map(operator.is_, registered, self._registered)):
             if not self.rows:
@@ -65,31 +94,27 @@ class Entry:
             shards = self._local_shards()
             if self.exchange.rows(shards) is self.rows:
                 versions = [shard._version for shard in shards]
-                if (
-                    versions != self._versions
-                ):  # a backward that still needs the former values raises
-                    torch.autograd.graph.increment_version(self.rows)
+                if versions != self._versions:
                     self._versions = versions
+                    # A former forward's backward, which would gather the new values, raises.
+                    torch.autograd.graph.increment_version(self.rows)
                 return self
-        return Entry(self.exchange, self._places)
+        return _Entry(self.exchange, self._places)
 
-    def _look(self) -> tuple[list[Any], list[bool]]:
+    def _look(self) -> tuple[list[DTensor], list[bool]]:
         registered = [
             param.sharded if place is None else place[0]._parameters[place[1]]
             for place, param in zip(self._places, self.exchange.group.params, strict=True)
         ]
-        return registered, [value is not None and value.requires_grad for value in registered]
+        found = cast(list[DTensor], registered)
+        return found, [value is not None and value.requires_grad for value in found]
 
     def _local_shards(self) -> list[Tensor]:
-        shards = [value._local_tensor for value in self._registered]
+        shards = cast(list[Tensor], locals_of(self._registered))
         if self.exchange.permuted:
             pairs = zip(self.exchange.group.params, shards, strict=True)
             shards = [param.laid_out(shard) for param, shard in pairs]
         return shards
-
-    def handles(self) -> list[Tensor]:
-        """Tensors without memory, whose gradients are what reductions leave."""
-        return self.exchange.handles(self.rows[0], self.trained)
 
     def check(self) -> None:
         """Raise if a backward would gather other values than the last forward did."""
@@ -110,43 +135,37 @@ class Entry:
         return [params[i].as_seen(row) for i, row in zip(self.trained, rows, strict=True)]
 
 
-def _alike(value: object, param: ShardedParam) -> bool:
+def _alike(value: object, sharded: Tensor) -> bool:
     """Whether a value that somebody registered is sharded as a parameter is."""
-    sharded: Tensor = param.sharded
     assert isinstance(sharded, DTensor)
     return isinstance(value, DTensor) and value._spec == sharded._spec
-
-
-def handles_of(entries: Sequence[Entry]) -> list[list[Tensor]]:
-    """The handles of each entry, for all forwards that it enters."""
-    trained = [entry for entry in entries if entry.rows and entry.trained]
-    with torch.inference_mode(False), torch.enable_grad():
-        values = [value for entry in trained for value in entry.values]
-        made = iter(_Handles.apply(trained, *values) if trained else ())
-    return [[*islice(made, len(entry.handles()))] if entry in trained else [] for entry in entries]
 
 
 class _Handles(torch.autograd.Function):
     """Handles of entries. The gradients of these become gradients of DTensors."""
 
     @staticmethod
-    def forward(ctx: Any, entries: Sequence[Entry], *given: DTensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, entries: Sequence[_Entry], *given: DTensor) -> tuple[Tensor, ...]:
         ctx.entries, ctx.specs = entries, [value._spec for value in given]
         ctx.set_materialize_grads(False)
-        return tuple(handle for entry in entries for handle in entry.handles())
+        return tuple(
+            handle
+            for entry in entries
+            for handle in entry.exchange.handles(entry.rows[0], entry.trained)
+        )
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *sums: Tensor | None) -> tuple[Tensor | None, ...]:
         for entry in ctx.entries:
             entry.check()
-        left: Iterator[Any] = iter(sums)
+        left = iter(cast(tuple[Tensor, ...], sums))
         found: list[Tensor | None] = []
         leaves = [node for node, _ in ctx.next_functions]
         for entry in ctx.entries:
             count, begin = len(entry.trained), len(found)
             flat = [*islice(left, len(entry.exchange.reductions(entry.trained)))]
-            if flat[0] is None:
+            if flat[0] is None:  # its reductions have gradients together, or none
                 found += [None] * count
             else:
                 found += entry.leave(flat, leaves[begin : begin + count])

@@ -264,7 +264,7 @@ class Exchange:
         """The same of each shard."""
         shards: dict[int, Tensor] = {}
         for own, rows in zip(flat, self.reductions(trained), strict=True):
-            shards |= rows.parts(own)
+            shards |= zip((slot.index for slot in rows.slots), rows.parts(own), strict=True)
         return [shards[index] for index in trained]
 
     def divided_parts(self, sums: Sequence[Tensor], trained: Sequence[int]) -> list[Tensor]:

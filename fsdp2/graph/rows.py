@@ -29,7 +29,6 @@ from fsdp2.core.facts import (
     is_direct,
     lay_flat,
     plan_division,
-    runs,
     views_of,
 )
 
@@ -194,16 +193,13 @@ class ReducedRows:
         dtype, sent, copies = spec.reduce_dtype, self.ranks > 1, 1
         if group.replicas is not None:
             copies = group.replicas.size
-        self.width = sum(self.sizes)
-        if packed:
-            facts = self.rank, dtype, sent, group.replicas is not None, False, True
-            self.width = lay_flat(self.slots, *facts).width
+        facts = self.rank, dtype, sent, group.replicas is not None, False, True
+        plan = lay_flat(self.slots, *facts)
+        self.width, self._runs = plan.width if packed else plan.payload, plan.runs
         rest = self.width - sum(self.sizes[: self.direct])
         self.outputs = [*self.sizes[: self.direct], *([rest] if rest or not direct else [])]
         """Elements of the result of each reduce-scatter, which lie side by side."""
         self._tail = self.width - sum(self.sizes)
-        starts = itertools.accumulate(self.sizes, initial=0)
-        self._runs = runs([slot.local_shape(self.rank) for slot in self.slots], [*starts][:-1])
         self.division = plan_division(
             dtype,
             self.ranks,
@@ -239,8 +235,7 @@ class ReducedRows:
             sums = sums / self.division.after
         return sums.to(self.spec.result_dtype)
 
-    def parts(self, flat: Tensor) -> dict[int, Tensor]:
-        """The same by the parameters' index, as views."""
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """The same of each shard, as views."""
         flat = flat.clone() if flat.storage_offset() else flat  # views are planned from 0
-        found = zip(self.slots, views_of(self._runs, flat), strict=True)
-        return {slot.index: row for slot, row in found}
+        return views_of(self._runs, flat)

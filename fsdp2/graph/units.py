@@ -17,13 +17,11 @@ Anything else that is registered is used as it is: parameters that you have gath
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -31,16 +29,13 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.core.facts import ModuleEntry, ShardedParam, UnitHooks
-from fsdp2.graph.edge import Entry, handles_of
+from fsdp2.graph.edge import Edge, Given, Place
 from fsdp2.graph.operators import Exchange, unshard
 
 F = TypeVar("F", bound=Callable[..., object])
 Hooks = dict[int, Callable[..., object]]
 Kept = tuple["Gathered", int]
 """A parameter that backward gathers again: its group, and its position there."""
-Given = tuple[str, list[Tensor]]
-"""What enters a graph in place of a group's parameters: positions of those that require grad, as
-one fact to guard; rows and handles."""
 
 
 def _constant(function: F) -> F:
@@ -113,10 +108,9 @@ class GraphUnit:
         self._still_to_run = 0
         self._pushed = False
         self._inner: list[GraphUnit] = []
-        self._compiled: Callable[..., Any] | None = None
+        self._compiled: Callable[..., object] = self.run
+        self._edge: Edge | None = None
         self._given: list[Given | None] = [None] * len(self._exchanges)
-        self._entries: list[Entry] = []
-        self._entered: list[Given | None] = []
         self._forward: Callable[..., Any] = record.modules[0].forward
         self._replaced: list[tuple[Hooks, int, Callable[..., object]]] = []
         for module in record.modules:
@@ -143,6 +137,7 @@ class GraphUnit:
         self._modules[0].__dict__["forward"] = self.forward
         if compiling is not None:
             self._compiled = torch.compile(self.run, **compiling)
+            self._edge = Edge([group for unit in [self, *inner] for group in unit._groups()])
 
     def end(self) -> None:
         """Put the hooks back that ran before."""
@@ -151,14 +146,20 @@ class GraphUnit:
         for hooks, key, hook in self._replaced:
             hooks[key] = hook
 
+    def _groups(self) -> list[tuple[Exchange, list[Place]]]:
+        pairs = zip(self._exchanges, self._places, strict=True)
+        return [
+            (exchange, [own[0] if own else None for own in places]) for exchange, places in pairs
+        ]
+
     # ---- forward
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """The root's forward."""
-        if self._compiled is None or torch.compiler.is_compiling():
+        if self._edge is None or torch.compiler.is_compiling():
             return self.run(*args, **kwargs)
         units = [self, *self._inner]
-        given = iter(self._entering(units))
+        given = iter(self._edge.enter())
         try:
             for unit in units:
                 unit._given = [next(given) for _ in unit._exchanges]
@@ -166,28 +167,6 @@ class GraphUnit:
         finally:
             for unit in units:
                 unit._given = [None] * len(unit._exchanges)
-
-    def _entering(self, units: Sequence[GraphUnit]) -> list[Given | None]:
-        """What a compiled forward takes in place of parameters, of each group."""
-        with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
-            before = self._entries
-            if not before:
-                self._entries = [entry for unit in units for entry in unit._make_entries()]
-            else:
-                self._entries = [entry.again() for entry in before]
-            if not all(map(operator.is_, self._entries, before)) or not before:
-                handles = handles_of(self._entries)
-                self._entered = [
-                    (" ".join(map(str, entry.trained)), [*entry.rows, *own]) if entry.rows else None
-                    for entry, own in zip(self._entries, handles, strict=True)
-                ]
-        return self._entered
-
-    def _make_entries(self) -> list[Entry]:
-        return [
-            Entry(exchange, [entries[0] if entries else None for entries in places])
-            for exchange, places in zip(self._exchanges, self._places, strict=True)
-        ]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The same, eagerly or traced."""

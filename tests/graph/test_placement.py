@@ -321,6 +321,20 @@ def test_shards_written_before_backward_raise(compile: Any) -> None:
     assert not compile or all(param.grad is None for param in model.parameters())
 
 
+def test_a_forward_before_others_wrote_shards_cannot_go_back() -> None:
+    """Its backward would gather what a later forward has seen."""
+    model = _sharded()
+    fsdp2.graph_mode(model, compile=EAGERLY)
+    inputs = torch.randn(2, models.DIM)
+    with compiling.fresh_dynamo():
+        early = model(inputs).sum()
+        with torch.no_grad():
+            model.blocks[2].up.weight.to_local().add_(1)
+        model(inputs).sum().backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            early.backward()
+
+
 def _offloaded() -> None:
     fsdp2.graph_mode(_sharded(offload_policy=fsdp2.CPUOffloadPolicy()))
 
