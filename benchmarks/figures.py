@@ -527,9 +527,8 @@ def placed_graphs(blocks: int) -> list[list[Span]]:
         model = tiny_blocks(blocks, (2,), 8)
         for each in model.blocks:
             fully_shard(each)
-        graph_mode(fully_shard(model))
-        run = torch.compile(model, backend="fsdp2", options={"compiler": "aot_eager"})
-        run(torch.randn(4, 8, requires_grad=True)).sum().backward()
+        graph_mode(fully_shard(model), compile={"options": {"compiler": "aot_eager"}})
+        model(torch.randn(4, 8, requires_grad=True)).sum().backward()
     torch._dynamo.reset()
     return found
 

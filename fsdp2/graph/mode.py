@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp2.core.errors import ShardingStateError, coded
@@ -28,36 +29,46 @@ def graph_mode(
     """Make unsharded parameters differentiable functions of their shards, or end that.
 
     The model's units gather and reduce by the operators ``fsdp2::unshard`` and ``fsdp2::reduce``,
-    which autograd differentiates and ``torch.compile(fullgraph=True)`` traces, in place of hooks.
-    Units, layouts, precision, state dicts, optimizers and checkpoints are the same; losses and
-    gradients are bitwise identical. Call it on all ranks, between steps. It communicates nothing.
+    which autograd differentiates and ``torch.compile`` traces, in place of hooks. Units, layouts,
+    precision, state dicts, optimizers and checkpoints are the same; losses and gradients are
+    bitwise identical. Call it on all ranks, between steps. It communicates nothing.
 
     Eagerly, all derivatives exist: ``torch.autograd.grad`` with respect to parameters, gradients of
-    gradients, ``torch.func``. Collectives then wait in place. Compiled, they overlap::
+    gradients, ``torch.func``. Collectives then wait in place.
 
-        fsdp2.graph_mode(model)
-        compiled = torch.compile(model, fullgraph=True, backend="fsdp2")
-
-    The backend launches each gather before the unit ahead of it computes, waits for each reduction
-    one unit later, and compiles the rest with Inductor. With another backend collectives wait where
-    they are.
+    With ``compile``, the model's forward is one graph, and so is its backward: each gather is
+    launched before the unit ahead of it computes, and each reduction is waited for one unit later.
+    The groups of parameters enter the graph as what collectives read, so that torch neither guards
+    nor saves single parameters. A graph has first derivatives alone. If you compile a larger
+    function that calls the model, its graph takes each parameter: it costs more, and collectives
+    wait in place unless you pass ``backend="fsdp2"``.
 
     Args:
         model: the root: the module whose forward you call.
         enabled: ``False`` returns to hooks. Default ``True``.
+        compile: ``True``, or arguments of ``torch.compile`` besides ``fullgraph=True`` and
+            ``backend="fsdp2"``: for example ``{"dynamic": True}``. Default ``False``.
 
     Raises:
         ShardingStateError: the model is in a forward or backward, is below another root, or has
             something that graph mode does not support; the message names it. Nothing has changed.
         ValueError: ``fully_shard`` was not called on it.
+        TypeError: ``torch.compile`` has no such argument. Nothing has changed.
 
     Example::
+
+        fsdp2.graph_mode(model, compile=True)
+        model(batch).sum().backward()
 
         fsdp2.graph_mode(model)
         loss = model(batch).sum()
         gradients = torch.autograd.grad(loss, model.parameters(), create_graph=True)
         penalty = sum(gradient.full_tensor().square().sum() for gradient in gradients)
     """
+    register()
+    arguments: dict[str, Any] = {"backend": "fsdp2", "fullgraph": True}
+    arguments |= {} if isinstance(compile, bool) else compile
+    torch.compile(model.forward, **arguments)  # for its errors: it compiles when it is called
     record = require_record(model)
     scheduler = record.scheduler or start(record)
     records = [below for below in records_below(model) if isinstance(below, UnitHooks)]
@@ -81,11 +92,8 @@ def graph_mode(
                 group.follow_params()
         scheduler.wait_for_reductions()
         made: dict[UnitRecord, GraphUnit] = {below: GraphUnit(below) for below in records}
-        register()
-        arguments = {"backend": "fsdp2", "fullgraph": True}
-        arguments |= compile if isinstance(compile, Mapping) else {}
         inner = [unit for below, unit in made.items() if below is not record]
-        made[record].begin_here(inner, arguments if compile is not False else None)
+        made[record].begin_here(inner, arguments if compile else None)
 
 
 def _graph_unit(record: UnitRecord) -> GraphUnit | None:

@@ -10,7 +10,7 @@
 At most two units are gathered then: the one that computes, and the next. A start moves
 with what it reads: views of inputs, which compute nothing.
 
-``torch.compile(model, fullgraph=True, backend="fsdp2")`` does this, and then what Inductor does;
+The backend "fsdp2" of ``torch.compile`` does this, and then what Inductor does;
 ``options={"compiler": "aot_eager"}`` runs the graphs as they are.
 """
 
