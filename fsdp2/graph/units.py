@@ -17,6 +17,8 @@ Anything else that is registered is used as it is: parameters that you have gath
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -28,6 +30,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.facts import ModuleEntry, ShardedParam, UnitHooks
 from fsdp2.graph.edge import Edge, Given, Place
 from fsdp2.graph.operators import Exchange, unshard
@@ -110,7 +113,10 @@ class GraphUnit:
         self._inner: list[GraphUnit] = []
         self._compiled: Callable[..., object] = self.run
         self._edge: Edge | None = None
+        self._found: tuple[object, ...] = ()
         self._given: list[Given | None] = [None] * len(self._exchanges)
+        self._patched: object = None
+        """The forward that somebody had set on the root, as accelerate does."""
         self._forward: Callable[..., Any] = record.modules[0].forward
         self._replaced: list[tuple[Hooks, int, Callable[..., object]]] = []
         for module in record.modules:
@@ -134,15 +140,20 @@ class GraphUnit:
         self._inner = [*inner]
         for hooks, key, _ in self._replaced:
             del hooks[key]
-        self._modules[0].__dict__["forward"] = self.forward
+        attributes = self._modules[0].__dict__
+        self._patched = attributes.get("forward")
+        attributes["forward"] = self.forward
         if compiling is not None:
             self._compiled = torch.compile(self.run, **compiling)
             self._edge = Edge([group for unit in [self, *inner] for group in unit._groups()])
 
     def end(self) -> None:
         """Put the hooks back that ran before."""
-        if self._inner or self._modules[0].__dict__.get("forward") == self.forward:
-            del self._modules[0].__dict__["forward"]
+        attributes = self._modules[0].__dict__
+        if attributes.get("forward") == self.forward:
+            del attributes["forward"]
+            if self._patched is not None:
+                attributes["forward"] = self._patched
         for hooks, key, hook in self._replaced:
             hooks[key] = hook
 
@@ -163,10 +174,27 @@ class GraphUnit:
         try:
             for unit in units:
                 unit._given = [next(given) for _ in unit._exchanges]
-            return self._compiled(*args, **kwargs)
+            output = self._compiled(*args, **kwargs)
+            for unit in units:
+                unit._check_found()
         finally:
             for unit in units:
-                unit._given = [None] * len(unit._exchanges)
+                unit._given, unit._found = [None] * len(unit._exchanges), ()
+        return output
+
+    def _check_found(self) -> None:
+        """Raise if the graph gathered shards where its forward had other parameters."""
+        if self._found:
+            groups = [n for n, given in enumerate(self._given) if given is not None]
+            registered = [v for n in groups for v in self._registered(n, self._places[n])]
+            if not all(map(operator.is_, self._found, itertools.cycle(registered))):
+                raise coded(
+                    ShardingStateError,
+                    "graph-mode-replaced",
+                    f"the compiled forward replaces parameters of unit '{self.unit.title}' while "
+                    f"it runs, as torch.func.functional_call does; call functional_call around the "
+                    f"model, or graph_mode(model) without compile",
+                )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The same, eagerly or traced."""
@@ -219,6 +247,7 @@ class GraphUnit:
             forms = self._other_forms(number)
             if given is not None:  # dynamo looks at nothing of what is found, and guards nothing
                 text, entered = given
+                self._found = (*self._found, *found)
                 trained = [int(index) for index in text.split()]
             elif not all(isinstance(value, DTensor) for value in found):
                 continue

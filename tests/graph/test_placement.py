@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.utils import counters
+from torch.func import functional_call
 
 import fsdp2
 from fsdp2.graph import operators, placement
@@ -220,9 +221,13 @@ def test_the_mode_changes_at_any_step() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
-    assert "forward" in vars(model)
-    fsdp2.graph_mode(model, enabled=False)
-    assert "forward" not in vars(model)
+    for forward in (None, lambda x: x):
+        if forward is not None:
+            model.forward = forward  # somebody's, which comes back
+            fsdp2.graph_mode(model)
+        assert "forward" in vars(model)
+        fsdp2.graph_mode(model, enabled=False)
+        assert vars(model).get("forward") is forward
 
 
 def test_other_dtypes_after_the_call() -> None:
@@ -333,6 +338,20 @@ def test_a_forward_before_others_wrote_shards_cannot_go_back() -> None:
         model(inputs).sum().backward()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             early.backward()
+
+
+def test_a_compiled_forward_that_replaces_parameters_raises() -> None:
+    """Its graph would gather the unit's own; eagerly it is what the unit computes with."""
+    model = _sharded()
+    block = model.blocks[1]
+    given = {name: 2 * param.full_tensor() for name, param in block.named_parameters()}
+    model.forward = lambda x: functional_call(block, given, x)
+    inputs = torch.randn(2, models.DIM)
+    fsdp2.graph_mode(model)
+    model(inputs)
+    fsdp2.graph_mode(model, compile=EAGERLY)
+    with compiling.fresh_dynamo(), raises("graph-mode-replaced"):
+        model(inputs)
 
 
 def _offloaded() -> None:
