@@ -45,8 +45,8 @@ class Edge:
         self._given: list[Given | None] = []
 
     def enter(self) -> list[Given | None]:
-        """What a forward takes in place of each group's parameters; ``None``: these as they are,
-        because they are no DTensors as the group has them.
+        """The tensors that a forward takes in place of each group's parameters; ``None``: it takes
+        these as they are, because they are no DTensors as the group has them.
         """
         with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
             before = self._entries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,7 +69,8 @@ def graph_mode(
     register()
     arguments: dict[str, Any] = {"backend": "fsdp2", "fullgraph": True}
     arguments |= {} if isinstance(compile, bool) else compile
-    torch.compile(model.forward, **arguments)  # for its errors: it compiles when it is called
+    compiler = functools.partial(torch.compile, **arguments)
+    compiler(model.forward)  # for its errors: it compiles when it is called
     record = require_record(model)
     scheduler = record.scheduler or start(record)
     records = [below for below in records_below(model) if isinstance(below, UnitHooks)]
@@ -93,7 +95,7 @@ def graph_mode(
         scheduler.wait_for_reductions()
         made: dict[UnitRecord, GraphUnit] = {below: GraphUnit(below) for below in records}
         inner = [unit for below, unit in made.items() if below is not record]
-        made[record].begin_here(inner, arguments if compile else None)
+        made[record].begin_here(inner, compiler if compile else None)
 
 
 def _graph_unit(record: UnitRecord) -> GraphUnit | None:

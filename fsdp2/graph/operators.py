@@ -139,7 +139,7 @@ class Exchange:
         return self._rows
 
     def sent(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """What all-gathers read, of each segment."""
+        """The inputs of all-gathers, of each segment."""
         return [rows.sent(row) for rows, row in zip(self.gathers, given, strict=True)]
 
     def packed(self, shards: Sequence[Tensor]) -> list[Tensor]:

@@ -85,7 +85,7 @@ class GatheredRows:
         return torch.cat(padded)
 
     def sent(self, row: Tensor) -> Tensor:
-        """What an all-gather reads, in the dtype that it sends."""
+        """The input of an all-gather, in the dtype that it sends."""
         return row.to(self.segment.full_dtype)
 
     def shards(self, row: Tensor) -> list[Tensor]:

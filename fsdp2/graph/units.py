@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from fsdp2.graph.operators import Exchange, unshard
 
 F = TypeVar("F", bound=Callable[..., object])
 Hooks = dict[int, Callable[..., object]]
+Compiler = Callable[[Callable[..., object]], Callable[..., object]]
 Kept = tuple["Gathered", int]
 """A parameter that backward gathers again: its group, and its position there."""
 
@@ -107,7 +108,7 @@ class GraphUnit:
         self._places: list[list[list[ModuleEntry]]] = [
             [list(param.entries) for param in params] for params in self._params
         ]
-        self._held: tuple[tuple[list[list[ModuleEntry]], list[nn.Parameter]], ...] = ()
+        self._held: tuple[tuple[list[list[ModuleEntry]], list[DTensor]], ...] = ()
         self._still_to_run = 0
         self._pushed = False
         self._inner: list[GraphUnit] = []
@@ -117,7 +118,7 @@ class GraphUnit:
         self._given: list[Given | None] = [None] * len(self._exchanges)
         self._patched: object = None
         """The forward that somebody had set on the root, as accelerate does."""
-        self._forward: Callable[..., Any] = record.modules[0].forward
+        self._forward: Callable[..., object] = record.modules[0].forward
         self._replaced: list[tuple[Hooks, int, Callable[..., object]]] = []
         for module in record.modules:
             tables: list[tuple[Hooks, Callable[..., object]]] = [
@@ -130,12 +131,12 @@ class GraphUnit:
                         self._replaced.append((hooks, key, hook))
                         hooks[key] = ours
 
-    def begin_here(self, inner: Sequence[GraphUnit], compiling: Mapping[str, Any] | None) -> None:
+    def begin_here(self, inner: Sequence[GraphUnit], compiler: Compiler | None) -> None:
         """Make its module the one that users call.
 
         Args:
             inner: the units below it, which end with its forward in any case.
-            compiling: arguments of ``torch.compile`` for its forward; ``None``: run eagerly.
+            compiler: makes its forward another; ``None``: run eagerly.
         """
         self._inner = [*inner]
         for hooks, key, _ in self._replaced:
@@ -143,8 +144,8 @@ class GraphUnit:
         attributes = self._modules[0].__dict__
         self._patched = attributes.get("forward")
         attributes["forward"] = self.forward
-        if compiling is not None:
-            self._compiled = torch.compile(self.run, **compiling)
+        if compiler is not None:
+            self._compiled = compiler(self.run)
             self._edge = Edge([group for unit in [self, *inner] for group in unit._groups()])
 
     def end(self) -> None:
@@ -196,7 +197,7 @@ class GraphUnit:
                     f"model, or graph_mode(model) without compile",
                 )
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: object, **kwargs: object) -> object:
         """The same, eagerly or traced."""
         module = self._modules[0]
         args, kwargs = self.enter(module, args, kwargs)
@@ -233,7 +234,7 @@ class GraphUnit:
         for places, held in self._held:
             for index, entries in enumerate(places):
                 for owner, name in entries:
-                    owner._parameters[name] = held[index]
+                    owner._parameters[name] = held[index]  # type: ignore[assignment]  # as it was
         self._held = ()
 
     def _gather(self) -> None:
@@ -281,12 +282,15 @@ class GraphUnit:
         if kept:
             self._save_none_of(kept)
 
-    def _registered(self, number: int, places: Sequence[Sequence[ModuleEntry]]) -> list[Any]:
-        """What is registered as a group's parameters; those that are nowhere are as they were."""
-        return [
+    def _registered(self, number: int, places: Sequence[Sequence[ModuleEntry]]) -> list[DTensor]:
+        """The registered parameters of a group, which need be no DTensors; the group's own where a
+        parameter is registered nowhere.
+        """
+        found = [
             entries[0][0]._parameters[entries[0][1]] if entries else param.sharded
             for entries, param in zip(places, self._params[number], strict=True)
         ]
+        return cast(list[DTensor], found)
 
     @_constant
     def _other_forms(self, number: int) -> tuple[int, ...]:
