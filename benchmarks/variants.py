@@ -14,6 +14,7 @@ from benchmarks import harness
 from fsdp2 import graph_mode
 from fsdp2.testing.null_group import NullGroup, fill_gathered, init_null_group, null_mesh
 from fsdp2.testing.stand_in import device as stand_in
+from fsdp2.testing.stand_in import group
 
 WINDOWS = {"window1": 1, "window2": 2, "window3": 3}
 """fsdp2 that prefetches so many units."""
@@ -69,8 +70,6 @@ def prepare_rank(spec: dict[str, Any], ranks: int) -> torch.device:
 def backend_of(device_type: str) -> str:
     """The backend by which real ranks on such a device communicate; made known to torch."""
     if device_type == stand_in.NAME:
-        from fsdp2.testing.stand_in import group
-
         group.register()
         return group.COALESCING
     return "nccl" if device_type == "cuda" else "gloo"

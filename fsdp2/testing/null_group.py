@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One collective: its name, how many tensors it was given, and the bytes of all of them."""
 
     name: str
@@ -49,21 +48,15 @@ class Call:
     nbytes: int
 
 
-@dataclass
-class CallLog:
-    """An observer that keeps every call. Share one among groups, or give each its own."""
-
-    calls: list[Call] = field(default_factory=list)
+class CallLog(list[Call]):
+    """An observer of null groups that keeps every call. Share one, or give each group its own."""
 
     def __call__(self, name: str, tensors: list[Tensor]) -> None:
-        self.calls.append(Call(name, len(tensors), sum(t.nbytes for t in tensors)))
+        self.append(Call(name, len(tensors), sum(t.nbytes for t in tensors)))
 
     def counts(self) -> dict[str, int]:
         """Calls by name."""
-        return dict(Counter(call.name for call in self.calls))
-
-    def clear(self) -> None:
-        self.calls.clear()
+        return dict(Counter(call.name for call in self))
 
 
 @torch.no_grad()

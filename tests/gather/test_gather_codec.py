@@ -86,7 +86,7 @@ def test_a_sharded_model_uses_it_from_its_next_gather_on() -> None:
         group.set_options(replace(group.options, wire=Wire(gather="rounded")))
         with torch.no_grad():
             model(torch.ones(2, 64))
-        exact, rounded = (c.nbytes for c in log.calls if c.name == "all_gather_single")
+        exact, rounded = (c.nbytes for c in log if c.name == "all_gather_single")
         assert rounded * 2 == exact
         assert log.counts() == {"all_gather_single": 2, "allreduce": 1}
     finally:

@@ -176,7 +176,7 @@ def test_collectives_are_as_many_and_as_large_as_with_hooks(
             for _ in range(2):
                 calls.clear()
                 model(torch.randn(2, models.DIM)).sum().backward()
-        sized = [(call.name, call.nbytes if pack_below else 0) for call in calls.calls]
+        sized = [(call.name, call.nbytes if pack_below else 0) for call in calls]
         found.append(sorted(sized))
     assert found[0] == found[1] == found[2]
     assert any("coalesced" in name for name, _ in found[0]) is not bool(pack_below)

@@ -90,7 +90,7 @@ NAMED_TWICE = {
     "Reader": "DCP's of a step; of a safetensors file",
     "Memory": "of a plan; of a timeline",
     "Operators": "noted on paper, counted in tests",
-    "Call": "of a unit; of a process group of notes; of a simulated step",
+    "Call": "of a unit; of a public function by all ranks; of a null group; of a simulated step",
 }
 """Classes of two modules, and why: what is not here has a name of its own."""
 

@@ -99,7 +99,7 @@ def test_a_gather_is_one_collective_one_allocation_and_one_free(log: CallLog) ->
     group = group_of(build("fsdp2")[0].blocks[0])
     log.clear()
     python, built_in = called(lambda: gather_and_free(group))
-    assert [(call.name, call.tensors) for call in log.calls] == [
+    assert [(call.name, call.tensors) for call in log] == [
         ("all_gather_single_coalesced", 2 * PARAMS)
     ]
     assert built_in[RESIZE] == 2
@@ -163,7 +163,7 @@ def test_small_parameters_go_along_in_one_buffer(log: CallLog, precision: str, c
         "all_gather_single_coalesced": 2 * GATHERS,
         "reduce_scatter_single_coalesced": 2,
     }
-    assert {call.tensors for call in log.calls} == {2 * (2 + 1)}
+    assert {call.tensors for call in log} == {2 * (2 + 1)}
     group = group_of(model[0])
     kernels = {"aten._foreach_copy_.default": 1}  # the small ones, put in their places
     if casts:
@@ -188,7 +188,7 @@ def test_collectives_of_a_step(log: CallLog, blocks: int, precision: str) -> Non
         "all_gather_single_coalesced": GATHERS * blocks,
         "reduce_scatter_single_coalesced": blocks,
     }
-    tensors = {(call.name.split("_")[0], call.tensors) for call in log.calls}
+    tensors = {(call.name.split("_")[0], call.tensors) for call in log}
     assert tensors == {("all", 2 * PARAMS), ("reduce", 2 * (PARAMS + 1))}  # and who had a gradient
 
 

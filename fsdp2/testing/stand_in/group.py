@@ -10,16 +10,18 @@ Calls that are not asynchronous run on the current stream, as NCCL's do since to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from fsdp2.core.device.backends import Traits, know
 from fsdp2.testing.stand_in import device
 from fsdp2.tracing.paper.null_group import PythonGroup
+from fsdp2.tracing.paper.values import tensors_in
 
 COALESCING = "standin_ring"
 """Backend that gathers many tensors in one launch, as NCCL does."""
@@ -46,6 +48,19 @@ class StreamWork(dist.Work):
         return True
 
 
+def _gloos(name: str, what: str) -> Callable[..., StreamWork]:
+    """A collective that gloo runs as it is, with its outputs first."""
+
+    def call(group: StandInGroup, outputs: object, *args: object) -> StreamWork:
+        written = tensors_in([outputs])
+        read = written if name == "broadcast" else tensors_in(args)
+        on_host = tree_map_only(Tensor, _host_view, (outputs, *args))
+        move = getattr(group._gloo, name)
+        return group._run(what, written, read, args[-1], lambda: move(*on_host).wait())
+
+    return call
+
+
 class StandInGroup(PythonGroup):
     """Collectives on tensors of the device and of the CPU."""
 
@@ -66,9 +81,8 @@ class StandInGroup(PythonGroup):
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         opts: object,
-        move: Callable[[list[Tensor], list[Tensor]], None],
+        move: Callable[[], object],
     ) -> StreamWork:
-        on_host = [[_host_view(t) for t in tensors] for tensors in (outputs, inputs)]
         on_device = any(t.device.type == device.NAME for t in (*outputs, *inputs))
         done, stream = None, self._stream
         apart = self.own_stream or getattr(opts, "asyncOp", True)
@@ -79,16 +93,28 @@ class StandInGroup(PythonGroup):
             done = stream.record_event()
         elif on_device:
             torch.ops.stand_in.accessed(what, list(inputs), list(outputs))
-        move(*on_host)
+        move()
         return StreamWork(done, () if done is None else (*outputs, *inputs))
 
+    allgather = _gloos("allgather", "all-gather")
+    gather = _gloos("gather", "gather")
+    scatter = _gloos("scatter", "scatter")
+    broadcast = _gloos("broadcast", "broadcast")
+    all_to_all_single = _gloos("alltoall_base", "all-to-all")
+
     def all_gather_single(self, output: Tensor, input: Tensor, opts: object = None) -> StreamWork:
-        return self._run("all-gather", [output], [input], opts, self._gather)
+        return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
     ) -> StreamWork:
-        return self._run("all-gather", outputs, inputs, opts, self._gather)
+        def move() -> None:
+            for output, input_ in zip(
+                map(_host_view, outputs), map(_host_view, inputs), strict=True
+            ):
+                self._gloo._allgather_base(output.view(-1), input_.flatten()).wait()
+
+        return self._run("all-gather", outputs, inputs, opts, move)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: object) -> StreamWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -96,74 +122,34 @@ class StandInGroup(PythonGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: object
     ) -> StreamWork:
-        def move(outputs: list[Tensor], inputs: list[Tensor]) -> None:
-            for output, input_ in zip(outputs, inputs, strict=True):
+        def move() -> None:
+            for output, input_ in zip(
+                map(_host_view, outputs), map(_host_view, inputs), strict=True
+            ):
                 whole = input_.clone()
                 self._sum(whole, opts.reduceOp)
                 output.copy_(whole.view(self.size(), -1)[self.rank()].view(output.shape))
 
         return self._run("reduce-scatter", outputs, inputs, opts, move)
 
-    def all_to_all_single(
-        self, output: Tensor, input: Tensor, outputs: list[int], inputs: list[int], opts: object
-    ) -> StreamWork:
-        def move(outputs: list[Tensor], inputs: list[Tensor]) -> None:
-            self._gloo.alltoall_base(outputs[0], inputs[0], [], []).wait()
-
-        return self._run("all-to-all", [output], [input], opts, move)
-
     def allreduce(self, tensors: list[Tensor], opts: object = None) -> StreamWork:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
-        def move(outputs: list[Tensor], _: list[Tensor]) -> None:
-            for tensor in outputs:
+        def move() -> None:
+            for tensor in map(_host_view, tensors):
                 self._sum(tensor, op)
 
         return self._run("all-reduce", tensors, tensors, opts, move)
 
     allreduce_coalesced = allreduce
 
-    def broadcast(self, tensors: list[Tensor], opts: object) -> StreamWork:
-        def move(outputs: list[Tensor], _: list[Tensor]) -> None:
-            self._gloo.broadcast(outputs, opts).wait()
-
-        return self._run("broadcast", tensors, tensors, opts, move)
-
-    def scatter(
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: object
-    ) -> StreamWork:
-        def move(outputs: list[Tensor], parts: list[Tensor]) -> None:
-            self._gloo.scatter(outputs, [parts] if parts else [], opts).wait()
-
-        return self._run("scatter", outputs, inputs[0] if inputs else [], opts, move)
-
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object) -> StreamWork:
-        def move(parts: list[Tensor], inputs: list[Tensor]) -> None:
-            self._gloo.gather([parts] if parts else [], inputs, opts).wait()
-
-        return self._run("gather", outputs[0] if outputs else [], inputs, opts, move)
-
-    def allgather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None
-    ) -> StreamWork:
-        def move(flat: list[Tensor], inputs: list[Tensor]) -> None:
-            self._gloo.allgather([flat], inputs).wait()
-
-        return self._run("all-gather", outputs[0], inputs, opts, move)
-
     def barrier(self, opts: object = None) -> StreamWork:
         self._gloo.barrier().wait()
         return StreamWork(None)
 
-    def _gather(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-        for output, input_ in zip(outputs, inputs, strict=True):
-            parts = [torch.empty_like(input_) for _ in range(self.size())]
-            self._gloo.allgather([parts], [input_.clone()]).wait()
-            output.view(self.size(), -1).copy_(torch.stack(parts).view(self.size(), -1))
-
     def _sum(self, tensor: Tensor, op: dist.ReduceOp) -> None:
         average = op == dist.ReduceOp.AVG
-        self._gloo.allreduce([tensor], _sum_options(dist.ReduceOp.SUM if average else op)).wait()
+        self._gloo.allreduce([tensor], dist.ReduceOp.SUM if average else op).wait()
         if average:
             tensor.div_(self.size())
 
@@ -177,10 +163,8 @@ class PackingGroup(StandInGroup):
 know("StandInGroup", Traits("stand-in", coalesces=True))
 
 
-def _sum_options(op: dist.ReduceOp) -> dist.AllreduceOptions:
-    options = dist.AllreduceOptions()
-    options.reduceOp = op
-    return options
+def _pairs(outputs: list[Tensor], inputs: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(map(_host_view, outputs), map(_host_view, inputs), strict=True)
 
 
 def _host_view(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ DistributedDataParallel compares. A `scatter` from this rank gives it its own te
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -101,49 +102,30 @@ COLLECTIVES = (
     *("all_gather_single", "all_gather_single_coalesced", "allgather", "allgather_coalesced"),
     *("reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter", "reduce"),
     *("all_to_all_single", "alltoall", "allreduce", "allreduce_coalesced", "broadcast"),
-    *("gather", "scatter", "barrier", "send", "recv"),
+    *("gather", "scatter", "barrier", "monitored_barrier", "send", "recv", "recv_anysource"),
 )
 """The methods of `NullGroup` that observers are told."""
 
 
 class NullGroup(PythonGroup):
-    """Rank `rank` of `size`; every collective is a no-op."""
+    """Rank `rank` of `size`; every collective is a no-op, of which an observer is told."""
 
     backend = BACKEND
 
     def __init__(self, rank: int, size: int, observer: Observer | None = None) -> None:
         super().__init__(rank, size)
+        self.observer = observer
         self._bytes_come_next = False  # an object's size was gathered, its pickle comes next
-        self.observe(observer)
-
-    def observe(self, observer: Observer | None) -> None:
-        """Call `observer(name, tensors)` at each collective from now on.
-
-        With None the class's own methods are called again, so that an observer costs nothing when
-        there is none.
-        """
-        for name in COLLECTIVES:
-            self.__dict__.pop(name, None)
-            if observer is not None:
-                setattr(self, name, _observed(name, getattr(self, name), observer))
-
-    def _nothing(self, *_args: object, **_kwargs: object) -> NullWork:
-        return _DONE
-
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: object = None) -> NullWork:
-        if not input.dtype.is_floating_point and self._belongs_to_an_object(input):
-            output.view(-1, *input.shape).copy_(input)
-        return _DONE
-
-    all_gather_single_coalesced = allgather_coalesced = _nothing
-    reduce_scatter_single = reduce_scatter_single_coalesced = reduce_scatter = _nothing
-    broadcast = barrier = reduce = all_to_all_single = alltoall = _nothing
-    send = recv = recv_anysource = monitored_barrier = _nothing
 
     def _start_coalescing(self, device: torch.device) -> None:
         pass
 
     def _end_coalescing(self, device: torch.device) -> NullWork:
+        return _DONE
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: object = None) -> NullWork:
+        if not input.dtype.is_floating_point and self._belongs_to_an_object(input):
+            output.view(-1, *input.shape).copy_(input)
         return _DONE
 
     def allreduce(self, tensors: list[Tensor], opts: object = None) -> NullWork:
@@ -175,25 +157,27 @@ class NullGroup(PythonGroup):
         return _DONE
 
 
-know("NullGroup", Traits("null", coalesces=True))  # to be measured as NCCL would be
+def _told(name: str) -> Callable[..., NullWork]:
+    """A collective of `NullGroup`, of which it tells its observer first."""
+    method = vars(NullGroup).get(name, lambda *_args, **_kwargs: _DONE)
 
-
-def _observed(told: str, method: Callable[..., NullWork], observer: Observer) -> Callable:
-    def call(*args: object, **kwargs: object) -> NullWork:
-        work = observer(told, tensors_in(args))
-        done = method(*args, **kwargs)
+    def call(group: NullGroup, *args: object, **kwargs: object) -> NullWork:
+        if group.observer is None:
+            return method(group, *args, **kwargs)
+        work = group.observer(name, tensors_in(args))
+        done = method(group, *args, **kwargs)
         return done if work is None else work
 
     return call
 
 
-# The observer of groups yet to be made: a mesh makes its own subgroups, through the backend.
-_observer_of_new_groups: Observer | None = None
-_kind_of_new_groups: Callable[..., NullGroup] = NullGroup
+for _name, _method in [(name, _told(name)) for name in COLLECTIVES]:
+    setattr(NullGroup, _name, _method)
 
+know("NullGroup", Traits("null", coalesces=True))  # to be measured as NCCL would be
 
-def _create(store: dist.Store, rank: int, size: int, timeout: object) -> NullGroup:
-    return _kind_of_new_groups(rank, size, _observer_of_new_groups)
+_make: Callable[[int, int], NullGroup] = NullGroup
+"""Makes the groups yet to be made: a mesh makes its own subgroups, through the backend."""
 
 
 def init_null_group(
@@ -209,11 +193,13 @@ def init_null_group(
     It serves the CPU, CUDA and ``device_type``. `observer` is given to this group and to every null
     group made after it, such as a mesh's; all of them are of ``kind``.
     """
-    global _observer_of_new_groups, _kind_of_new_groups
+    global _make
     if BACKEND not in dist.Backend.backend_list:
         devices = list(dict.fromkeys(("cpu", "cuda", "meta", device_type)))
-        dist.Backend.register_backend(BACKEND, _create, devices=devices)
-    _observer_of_new_groups, _kind_of_new_groups = observer, kind
+        dist.Backend.register_backend(
+            BACKEND, lambda store, rank, size, timeout: _make(rank, size), devices=devices
+        )
+    _make = functools.partial(kind, observer=observer)
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)
     group = dist.group.WORLD
     assert isinstance(group, NullGroup)
@@ -221,19 +207,12 @@ def init_null_group(
 
 
 @contextmanager
-def null_world(
-    world_size: int,
-    rank: int = 0,
-    *,
-    observer: Observer | None = None,
-    device_type: str = "cpu",
-    kind: Callable[..., NullGroup] = NullGroup,
-) -> Iterator[NullGroup]:
-    """The default process group is a null group inside, and none afterwards."""
-    global _observer_of_new_groups, _kind_of_new_groups
-    group = init_null_group(world_size, rank, observer=observer, device_type=device_type, kind=kind)
+def null_world(world_size: int, rank: int = 0, **options: object) -> Iterator[NullGroup]:
+    """The default process group is that of `init_null_group` inside, and none afterwards."""
+    global _make
+    group = init_null_group(world_size, rank, **options)
     try:
         yield group
     finally:
         dist.destroy_process_group()
-        _observer_of_new_groups, _kind_of_new_groups = None, NullGroup
+        _make = NullGroup
