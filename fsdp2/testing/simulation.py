@@ -17,8 +17,7 @@ from typing import Any, cast
 import torch
 
 from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPolicy
-from fsdp2.core.device.collectives import Collectives
-from fsdp2.core.device.streams import Event, Lane, Streams
+from fsdp2.core.device.streams import Event, Lane
 from fsdp2.core.gather.keeping import SmallerGroup
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import Counts
@@ -148,9 +147,9 @@ class Simulation:
         self._precision = precision or MixedPrecisionPolicy()
         self._grad_dtype = self._precision.param_dtype or torch.float32
         self._options = replace(options or GroupOptions(pack_below=0), precision=self._precision)
-        self._replicas = VirtualCollectives(device, copies) if copies > 1 and not levels else None
+        self._replicas = self._collectives(copies) if copies > 1 and not levels else None
         self._nodes = copies if levels else 1
-        self._every = VirtualCollectives(device, world_size * copies)
+        self._every = self._collectives(world_size * copies)
         self._offload = offload
         self._smaller = smaller
         for node in root.walk():
@@ -164,10 +163,10 @@ class Simulation:
         units[0].is_root = True
         for unit in units:
             unit.prefetch_window = window
-        self.scheduler = Scheduler(units, cast(Streams, device))
+        self.scheduler = Scheduler(units, device)  # type: ignore[arg-type]  # simulated
 
     def _make_unit(self, node: Node, world_size: int, coalesces: bool) -> None:
-        groups: list[ParamGroup] = []
+        groups = []
         if node.shapes:
             groups.append(self._make_group(node, node.name, node.shapes, world_size, coalesces))
         for number, shapes in enumerate(node.more, 1):
@@ -175,7 +174,7 @@ class Simulation:
             groups.append(self._make_group(node, name, shapes, ranks, coalesces))
         if node.whole:
             group = self._make_group(node, f"{node.name}/whole", node.whole, 1, coalesces)
-            group.set_replicas(cast(Collectives, self._every))
+            group.set_replicas(self._every)
             group.is_whole = True
             groups.append(group)
         node.unit = CheckedUnit(node.name, groups, self._options)
@@ -184,36 +183,29 @@ class Simulation:
     def _make_group(
         self, node: Node, name: str, shapes: Shapes, world_size: int, coalesces: bool
     ) -> ParamGroup:
-        device, f32 = self.device, torch.float32
+        device: Any = self.device
         params: Any = [
-            VirtualParam(device, f"{name}.{i}", shape, f32, node.cut(shape, world_size))
+            VirtualParam(device, f"{name}.{i}", shape, torch.float32, node.cut(shape, world_size))
             for i, shape in enumerate(shapes)
         ]
-        group = ParamGroup(name, params, self._runtime(world_size, coalesces), self._options)
+        crosses = self._nodes > 1 and world_size > 1
+        runtime = Runtime(
+            self._collectives(world_size, coalesces),
+            *(device, device, device),
+            self._replicas,
+            self._offload,
+            PaperGradients,  # type: ignore[arg-type]  # simulated
+            self._collectives(self._nodes, coalesces) if crosses else None,
+        )
+        group = ParamGroup(name, params, runtime, self._options)
         smaller = self._smaller
         if smaller is not None and 1 < smaller < world_size and world_size % smaller == 0:
-            neighbours: Any = VirtualCollectives(self.device, smaller, coalesces)
             mesh: Any = None
-            group.set_smaller_group(SmallerGroup(neighbours, mesh))
+            group.set_smaller_group(SmallerGroup(self._collectives(smaller, coalesces), mesh))
         return group
 
-    def _runtime(self, world_size: int, coalesces: bool) -> Runtime:
-        """A runtime on paper: it does what the real one does, with tensors on paper."""
-        device: Any = self.device
-        collectives: Any = VirtualCollectives(device, world_size, coalesces)
-        between: Any = VirtualCollectives(device, self._nodes, coalesces)
-        crosses = self._nodes > 1 and world_size > 1
-        replicas: Any = self._replicas
-        return Runtime(
-            collectives,
-            device,
-            device,
-            device,
-            replicas,
-            self._offload,
-            cast(Any, PaperGradients),
-            between if crosses else None,
-        )
+    def _collectives(self, size: int, coalesces: bool = False) -> Any:
+        return VirtualCollectives(self.device, size, coalesces)
 
     # ---- an iteration
 
@@ -257,15 +249,8 @@ class Simulation:
         if not wait:
             self.scheduler.wait_for_reductions()
 
-    def load_state_dict(self) -> None:
-        """Write shards, with whatever runs where they are."""
-        self._write("load_state_dict")
-
-    def write_by_hand(self) -> None:
-        """As a user who writes parameters himself, after a forward without a backward."""
-        self._write("by hand")
-
-    def _write(self, kind: str) -> None:
+    def write(self, kind: str) -> None:
+        """Write shards with whatever runs where they are, such as "load_state_dict"."""
         for param in self._every_param():
             assert param.rows is not None
             self.device.run(kind, [], [param.rows])

@@ -211,14 +211,14 @@ def offloaded(rng: random.Random, device: VirtualDevice) -> random_models.Watch:
             sim.forward(expects_backward=trains, start=_some_start(rng, root))
             sim.calls.clear()
             if not trains:
-                sim.write_by_hand()
+                sim.write("by hand")
             if rng.random() < 0.7:
                 sim.optimizer_step()
         if rng.random() < 0.5:
             for unit in sim.scheduler.units:
                 unit.reshard()
                 unit.settle()
-            sim.load_state_dict()
+            sim.write("load_state_dict")
         sim.step_in_backward(rng.random() < 0.3)
         for late in reversed(range(rng.choice((1, 1, 2)))):
             sim.scheduler.is_last_backward = not late

@@ -171,7 +171,7 @@ def test_offload_after_an_evaluation() -> None:
 
     def evaluate() -> None:
         sim.forward(expects_backward=False)
-        sim.load_state_dict()
+        sim.write("load_state_dict")
 
     assert_expected_inline(
         schedules.emitted(sim, evaluate),
