@@ -28,7 +28,7 @@ from fsdp2.checks.freed import mark_freed, unmark
 from fsdp2.checks.presence import store_gone
 from fsdp2.core.config import GroupOptions
 from fsdp2.core.device.channels import StoreBoard, default_store
-from fsdp2.core.device.collectives import Collectives, ReduceKind, largest_over
+from fsdp2.core.device.collectives import Collectives, largest_over
 from fsdp2.core.device.fingerprint import checksum
 from fsdp2.core.device.process_groups import ProcessGroup, global_ranks, timeout_of
 from fsdp2.core.device.streams import Lane
@@ -59,7 +59,6 @@ from fsdp2.core.schedule.unit import Phase, Unit, all_groups, all_units, put_aro
 _SAME_WEIGHTS = (
     "build the model from the same seed, or load the same weights, on every rank before fully_shard"
 )
-_SUM = ReduceKind(average=False)
 
 
 @dataclass(frozen=True)
@@ -481,22 +480,11 @@ def _refuse_non_finite(
     group: ParamGroup, names: list[str], before: list[bool], after: list[bool], all_reduce: bool
 ) -> None:
     """Raise on all ranks alike: each has its own gradients, and its own rows of the sums."""
-    own = [int(not finite) for finite in (*before, *after)]
-    everyones = [own]
-    if group.reducers.size > 1:
-        everyones = group.reducers.exchange(own)
-    bad = torch.tensor(everyones, dtype=torch.float32, device=group.device).sum(0)
-    ranks = group.reducers.size
-    if all_reduce and group.replicas is not None and group.replicas.size > 1:
-        ranks *= group.replicas.size
-        work = group.replicas.all_reduce(bad, _SUM)
-        if work is not None:
-            work.wait()
-    if all_reduce and group.between is not None:
-        ranks *= group.between.size
-        nodes = group.between.exchange([int(count) for count in bad.tolist()])
-        bad = torch.tensor(nodes, dtype=torch.float32, device=group.device).sum(0)
-    counts = [int(count) for count in bad.tolist()]
+    counts, ranks = [int(not finite) for finite in (*before, *after)], 1
+    for axis in (group.reducers, *((group.replicas, group.between) if all_reduce else ())):
+        if axis is not None and axis.size > 1:
+            counts = [sum(everyones) for everyones in zip(*axis.exchange(counts), strict=True)]
+            ranks *= axis.size
     found = [
         f"'{name}' (on {start} of {ranks} ranks before the sum)"
         for name, start, end in zip(names, counts, counts[len(names) :], strict=False)

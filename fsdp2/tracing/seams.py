@@ -43,6 +43,7 @@ from fsdp2.core.facts import (
     put_around,
     watching,
 )
+from fsdp2.tracing.paper.devices import replaced
 from fsdp2.tracing.record.notes import HOST, Place
 from fsdp2.tracing.recording import Clock, Tracer
 from fsdp2.tracing.timeline import COLLECTIVES
@@ -178,21 +179,14 @@ REPORTS: dict[type, dict[str, Report]] = {
 @contextlib.contextmanager
 def _reporting() -> Iterator[None]:
     """Let functions report what they run, also to groups that have bound the plain ones."""
-    plain = [
-        (kind, name, vars(kind)[name])
-        for kind, reports in REPORTS.items()
-        for name in reports
-        if name in vars(kind)
-    ]
-    try:
-        for kind, name, function in plain:
-            setattr(kind, name, _told(REPORTS[kind][name], function))
+    with contextlib.ExitStack() as exits:
+        exits.callback(_bind_launches)
+        for kind, reports in REPORTS.items():
+            plain = {name: vars(kind)[name] for name in reports if name in vars(kind)}
+            told = {name: _told(reports[name], function) for name, function in plain.items()}
+            exits.enter_context(replaced(kind, **told))
         _bind_launches()
         yield
-    finally:
-        for kind, name, function in plain:
-            setattr(kind, name, function)
-        _bind_launches()
 
 
 def _told(report: Report, function: Function) -> Function:

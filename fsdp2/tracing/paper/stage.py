@@ -181,7 +181,7 @@ class _PaperGroup(NullGroup):
         elif name.startswith("reduce_scatter_single"):
             moved, count = tensors[half:], half
         nbytes = sum(tensor.nbytes for tensor in moved)
-        kind = _KINDS.get(name, name)
+        kind = _KINDS.get(name.removesuffix("_coalesced"), name)
         copies = self.copies and name in ("all_gather_single", "reduce_scatter_single")
         work = _CopyingWork(recorder, nbytes) if copies else None
         recorder.collective(kind, nbytes, moved[0].dtype, self._ranks, count)
@@ -190,12 +190,9 @@ class _PaperGroup(NullGroup):
 
 _KINDS = {
     "all_gather_single": "all-gather",
-    "all_gather_single_coalesced": "all-gather",
     "reduce_scatter_single": "reduce-scatter",
-    "reduce_scatter_single_coalesced": "reduce-scatter",
     "all_to_all_single": "all-to-all",
     "allreduce": "all-reduce",
-    "allreduce_coalesced": "all-reduce",
 }
 
 
