@@ -46,9 +46,9 @@ class Filling:
 
     on = False
 
-    def __call__(self, name: str, tensors: list[Tensor]) -> None:
+    def __call__(self, *collective: Any) -> None:
         if self.on:
-            fill_gathered(name, tensors)
+            fill_gathered(*collective)
 
 
 def prepare_process(

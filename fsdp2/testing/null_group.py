@@ -51,7 +51,8 @@ class Call(NamedTuple):
 class CallLog(list[Call]):
     """An observer of null groups that keeps every call. Share one, or give each group its own."""
 
-    def __call__(self, name: str, tensors: list[Tensor]) -> None:
+    def __call__(self, _: object, name: str, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        tensors = [*outputs, *inputs]
         self.append(Call(name, len(tensors), sum(t.nbytes for t in tensors)))
 
     def counts(self) -> dict[str, int]:
@@ -60,14 +61,13 @@ class CallLog(list[Call]):
 
 
 @torch.no_grad()
-def fill_gathered(name: str, tensors: list[Tensor]) -> None:
+def fill_gathered(_: object, name: str, outputs: list[Tensor], inputs: list[Tensor]) -> None:
     """An observer that copies what this rank gives to a gather to every rank's place.
 
     For a warm-up: memory that is used again later then holds a model's values rather than anything.
     """
     if name.startswith("all_gather_single"):
-        half = len(tensors) // 2
-        for output, input_ in zip(tensors[:half], tensors[half:], strict=True):
+        for output, input_ in zip(outputs, inputs, strict=True):
             if input_.is_floating_point() and input_.numel():
                 # .data: a parameter's version must not change
                 rows = output.data.view(-1, input_.numel())

@@ -18,14 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.checks.presence import _announced
 from fsdp2.core.device.backends import Traits, know, traits_of
 from fsdp2.core.device.process_groups import _met
-from fsdp2.tracing.paper.null_group import COLLECTIVES, NullGroup
-from fsdp2.tracing.paper.values import tensors_in
+from fsdp2.tracing.paper.null_group import COLLECTIVES, NullGroup, init_null_group
 
 VARIABLE = "FSDP2_TEST_BACKEND"
 
@@ -138,10 +136,13 @@ class Recorder:
         self.phase = self.unit = "-"
         self.launches: list[Launch] = []
 
-    def note(self, collective: str, tensors: list[Tensor], group: str) -> None:
-        given = tensors if collective == "allreduce" else tensors[len(tensors) // 2 :]
+    def note(
+        self, group: Any, collective: str, outputs: list[Tensor], inputs: list[Tensor]
+    ) -> None:
+        given = outputs if collective == "allreduce" else inputs
         nbytes = sum(tensor.nbytes for tensor in given)
-        self.launches.append(Launch(self.phase, self.unit, collective, len(given), nbytes, group))
+        about = (len(given), nbytes, group.label)
+        self.launches.append(Launch(self.phase, self.unit, collective, *about))
 
 
 RECORDER = Recorder()
@@ -150,24 +151,21 @@ RECORDER = Recorder()
 class RecordedGroup(NullGroup):
     """A null group that is of a kind."""
 
-    backend = "recorded"
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+    def __init__(self, rank: int, size: int, observer: Any) -> None:
+        super().__init__(rank, size, observer)
         self.label = f"{size} ranks"
         kind = RECORDER.kind
         self.served_by = stand_in(kind, LazyOptions() if "nccl" in kind else None)
-        returns_work = kind != "nccl-legacy"
-        for name in COLLECTIVES:
-            setattr(self, name, self._recorded(name, getattr(self, name), returns_work))
+        if kind == "nccl-legacy":
+            for name in COLLECTIVES:
+                setattr(self, name, self._without_work(getattr(self, name)))
         _announced.add(self)  # this process is all of its ranks
         _met.add(self)
 
-    def _recorded(self, told: str, method: Any, returns_work: bool) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            RECORDER.note(told, tensors_in(args), self.label)
-            work = method(*args, **kwargs)
-            return work if returns_work else None
+    @staticmethod
+    def _without_work(method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> None:
+            method(*args, **kwargs)
 
         return call
 
@@ -175,17 +173,8 @@ class RecordedGroup(NullGroup):
         return self.served_by
 
 
-def init_recorded(kind: str, size: int) -> RecordedGroup:
-    """Make a recorded group of ``kind`` the default process group, and return it."""
+def init_recorded(kind: str, size: int) -> None:
+    """Make a recorded group of ``kind`` the default process group."""
     RECORDER.__init__()  # type: ignore[misc]  # from the start
     RECORDER.kind = kind
-    if RecordedGroup.backend not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            RecordedGroup.backend,
-            lambda store, rank, size, timeout: RecordedGroup(rank, size),
-            devices=["cpu"],
-        )
-    dist.init_process_group(RecordedGroup.backend, store=dist.HashStore(), rank=0, world_size=size)
-    group = dist.group.WORLD
-    assert isinstance(group, RecordedGroup)
-    return group
+    init_null_group(size, observer=RECORDER.note, kind=RecordedGroup)

@@ -116,12 +116,13 @@ class Rank:
         return [{k: group[k] for k in keys if k in group} for group in self.optimizer.param_groups]
 
 
-def copy_parts(name: str, tensors: list[torch.Tensor]) -> None:
+def copy_parts(
+    group: object, name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+) -> None:
     """An observer: this rank's part stands for what others send."""
-    fill_gathered(name, tensors)
+    fill_gathered(group, name, outputs, inputs)
     if name.startswith("reduce_scatter"):
-        half = len(tensors) // 2
-        for output, source in zip(tensors[:half], tensors[half:], strict=True):
+        for output, source in zip(outputs, inputs, strict=True):
             output.view(-1).copy_(source.view(-1)[-output.numel() :])
 
 

@@ -30,10 +30,11 @@ class Bytes:
         self.seen: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
 
-    def __call__(self, name: str, tensors: list[torch.Tensor]) -> None:
+    def __call__(
+        self, _: object, name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> None:
         self.calls[name] += 1
-        half = len(tensors) // 2
-        whole = tensors[half:] if name.startswith("reduce_scatter") else tensors[: max(half, 1)]
+        whole = inputs if name.startswith("reduce_scatter") else outputs
         self.seen[name] += sum(tensor.nbytes for tensor in whole)
 
 

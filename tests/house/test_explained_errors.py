@@ -34,13 +34,14 @@ EXPLAINED = {section.partition("\n")[0]: _blocks(section) for section in SECTION
 ON_ONE_RANK = [s.partition("\n")[0] for s in SECTIONS if s.count(NOT_RUN) != 2]
 
 
-def _as_if_ranks_were_alike(_: str, tensors: list[Tensor]) -> None:
+def _as_if_ranks_were_alike(
+    _: object, __: str, outputs: list[Tensor], inputs: list[Tensor]
+) -> None:
     """Fill what a collective writes with what this rank has sent.
 
     A null group leaves that memory as it is: NaN in it would be found where the example has none.
     """
-    half = len(tensors) // 2  # outputs, then inputs; an all-reduce has one tensor, which is both
-    for output, sent in zip(tensors[:half], tensors[-half:], strict=False):
+    for output, sent in zip(outputs, inputs, strict=False):  # an all-reduce has no inputs
         numel = min(output.numel(), sent.numel())
         if numel and output.dtype == sent.dtype:
             first = sent.detach().reshape(-1)[:numel].clone()

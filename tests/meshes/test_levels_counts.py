@@ -28,32 +28,23 @@ NUMEL = WIDTH * WIDTH
 
 
 class Axes:
-    """What collectives send, by axis: which one it is, sizes of outputs and inputs tell."""
+    """What collectives send, by axis."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
-    def __call__(self, name: str, tensors: list[torch.Tensor]) -> None:
+    def __call__(
+        self, group: Any, name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> None:
         if name == "allreduce":  # whether shards were written
             self.calls["question"] += 1
-            return
-        if name.startswith("all_to_all"):
-            rows = tensors[0].shape[0]
-            where = {NODES: "between", LOCAL: "inside"}[rows]
-            self.calls[f"exchange {where}"] += 1
-            self.bytes[f"exchange {where}"] += tensors[0].nbytes
-            return
-        half = len(tensors) // 2
-        first, second = tensors[:half], tensors[half:]
-        whole, part = (second, first) if name.startswith("reduce_scatter") else (first, second)
-        if not part:
-            return
-        ranks = whole[0].nbytes // part[0].nbytes
-        kind = "reduce" if name.startswith("reduce_scatter") else "gather"
-        where = {NODES: "between", LOCAL: "inside", NODES * LOCAL: "all"}[ranks]
-        self.calls[f"{kind} {where}"] += 1
-        self.bytes[f"{kind} {where}"] += sum(tensor.nbytes for tensor in whole)
+        elif inputs:
+            whole = inputs if name.startswith("reduce_scatter") else outputs
+            kind = {"all_to_all": "exchange", "all_gather": "gather"}.get(name[:10], "reduce")
+            where = {NODES: "between", LOCAL: "inside"}.get(group.size(), "all")
+            self.calls[f"{kind} {where}"] += 1
+            self.bytes[f"{kind} {where}"] += sum(tensor.nbytes for tensor in whole)
 
     def clear(self) -> None:
         self.calls.clear()

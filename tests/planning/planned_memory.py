@@ -155,14 +155,14 @@ def run(make: Callable[[], Model], settings: Settings) -> tuple[list[Collective]
     found: list[Collective] = []
     noting = False
 
-    def observe(name: str, tensors: list[Tensor]) -> None:
-        if not noting or tensors[0].device.type != device.NAME:
+    def observe(_: object, name: str, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        if not noting or outputs[0].device.type != device.NAME:
             return
-        half, many = len(tensors) // 2, tensors
+        many = outputs
         if name.startswith("all_gather"):
-            many, name = tensors[:half], "all-gather"
+            name = "all-gather"
         elif name.startswith("reduce_scatter"):
-            many, name = tensors[half:], "reduce-scatter"
+            many, name = inputs, "reduce-scatter"
         else:
             name = "all-reduce"
         found.append((name, sum(t.nbytes for t in many), device.live_bytes() - empty))

@@ -83,7 +83,7 @@ BEFORE_ANY_COLLECTIVE = {
 def sent(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     """The collectives that were launched."""
     sent: list[str] = []
-    init_null_group(4, request.param, observer=lambda name, _: sent.append(name))
+    init_null_group(4, request.param, observer=lambda _, name, *__: sent.append(name))
     yield sent
     dist.destroy_process_group()
 

@@ -43,7 +43,7 @@ OF_A_MODULE = [
 def sent() -> Iterator[list[str]]:
     """The collectives that were launched."""
     sent: list[str] = []
-    init_null_group(4, observer=lambda name, _: sent.append(name))
+    init_null_group(4, observer=lambda _, name, *__: sent.append(name))
     yield sent
     dist.destroy_process_group()
 

@@ -48,9 +48,9 @@ class NullWork(dist.Work):
 
 _DONE = NullWork()
 
-# name of the collective (torch 2.13's names), and its tensors: outputs before inputs; returns the
-# collective's work, if the null group's is not to be it
-Observer = Callable[[str, list[Tensor]], NullWork | None]
+# told of the group, of the collective (torch 2.13's names), of its outputs and of its inputs (none
+# in place); returns the collective's work, if the null group's is not to be it
+Observer = Callable[["NullGroup", str, list[Tensor], list[Tensor]], NullWork | None]
 
 
 def _renamed(name: str) -> Callable[..., dist.Work]:
@@ -164,7 +164,7 @@ def _told(name: str) -> Callable[..., NullWork]:
     def call(group: NullGroup, *args: object, **kwargs: object) -> NullWork:
         if group.observer is None:
             return method(group, *args, **kwargs)
-        work = group.observer(name, tensors_in(args))
+        work = group.observer(group, name, tensors_in(args[:1]), tensors_in(args[1:]))
         done = method(group, *args, **kwargs)
         return done if work is None else work
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp2.core.facts import Lane
+from fsdp2.core.facts import Lane, ProcessGroup, ranks_of
 from fsdp2.tracing.record.categories import (
     ACTIVATIONS,
     GRADIENTS,
@@ -86,6 +86,7 @@ class Recorder(Notes):
         self._marks: list[int] = []  # autograd's numbers at which another unit's nodes begin
         self._units: list[str] = []
         self._unit = ""
+        self._groups: dict[ProcessGroup, int] = {}  # index in the record of each one's ranks
 
     def start(self) -> None:
         """Note everything from now on."""
@@ -272,16 +273,19 @@ class Recorder(Notes):
         name: str,
         nbytes: int,
         dtype: torch.dtype,
-        ranks: tuple[int, ...],
+        group: ProcessGroup,
         tensors: int,
     ) -> None:
         """A collective was launched."""
         if not self._notes:
             return
         groups = self.recording.groups
-        if ranks not in groups:
-            groups.append(ranks)
-        about = (self.unit, self.phase, 0, nbytes, dtype, groups.index(ranks), tensors)
+        if group not in self._groups:
+            ranks = tuple(ranks_of(group))
+            if ranks not in groups:
+                groups.append(ranks)
+            self._groups[group] = groups.index(ranks)
+        about = (self.unit, self.phase, 0, nbytes, dtype, self._groups[group], tensors)
         self.note(Operation(self.lane, name, COLLECTIVE, *about))
 
 

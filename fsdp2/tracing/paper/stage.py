@@ -156,37 +156,29 @@ class _CopyingWork(NullWork):
         return True
 
 
-class _PaperGroup(NullGroup):
-    """Rank 0 of a group, which notes its collectives."""
+class NcclOnPaper(NullGroup):
+    """NCCL, the engine that coalesces."""
 
-    copies = False
 
-    def __init__(
-        self, rank: int, size: int, observer: object = None, recorder: Recorder | None = None
-    ) -> None:
-        super().__init__(rank, size, None if recorder is None else self._note)
-        self._recorder = recorder
-        self._ranks: tuple[int, ...] = ()
+class Nccl2OnPaper(NullGroup):
+    """NCCL in torch 2.15's engine, which does not."""
 
-    def _note(self, name: str, tensors: list[torch.Tensor]) -> NullWork | None:
-        recorder = self._recorder
-        if recorder is None or not tensors or not tensors[0].is_meta:
-            return None
-        if not self._ranks:  # unknown to c10d while the group is being made
-            self._ranks = tuple(dist.get_process_group_ranks(self))
-        half = len(tensors) // 2
-        moved, count = tensors, len(tensors)
-        if name.startswith(("all_gather_single", "all_to_all_single")):
-            moved, count = tensors[:half], half
-        elif name.startswith("reduce_scatter_single"):
-            moved, count = tensors[half:], half
-        nbytes = sum(tensor.nbytes for tensor in moved)
-        kind = _KINDS.get(name.removesuffix("_coalesced"), name)
-        copies = self.copies and name in ("all_gather_single", "reduce_scatter_single")
-        work = _CopyingWork(recorder, nbytes) if copies else None
-        recorder.collective(kind, nbytes, moved[0].dtype, self._ranks, count)
-        return work
 
+class GlooOnPaper(NullGroup):
+    """Gloo, which copies what it gathers and reduces."""
+
+    copies = True
+
+
+_GROUPS: dict[str, type[NullGroup]] = {
+    "nccl": NcclOnPaper,
+    "nccl2": Nccl2OnPaper,
+    "gloo": GlooOnPaper,
+}
+
+know("NcclOnPaper", Traits("null", coalesces=True, premultiplies=True))
+know("Nccl2OnPaper", Traits("null", premultiplies=True))
+know("GlooOnPaper", Traits("null"))
 
 _KINDS = {
     "all_gather_single": "all-gather",
@@ -196,29 +188,20 @@ _KINDS = {
 }
 
 
-class NcclOnPaper(_PaperGroup):
-    """NCCL, the engine that coalesces."""
-
-
-class Nccl2OnPaper(_PaperGroup):
-    """NCCL in torch 2.15's engine, which does not."""
-
-
-class GlooOnPaper(_PaperGroup):
-    """Gloo, which copies what it gathers and reduces."""
-
-    copies = True
-
-
-_GROUPS: dict[str, type[_PaperGroup]] = {
-    "nccl": NcclOnPaper,
-    "nccl2": Nccl2OnPaper,
-    "gloo": GlooOnPaper,
-}
-
-know("NcclOnPaper", Traits("null", coalesces=True, premultiplies=True))
-know("Nccl2OnPaper", Traits("null", premultiplies=True))
-know("GlooOnPaper", Traits("null"))
+def _note(
+    recorder: Recorder, group: NullGroup, name: str, outputs: Tensors, inputs: Tensors
+) -> NullWork | None:
+    """Note a collective of tensors on paper, by the tensors that are whole."""
+    moved = inputs if name.startswith("reduce_scatter") else outputs
+    if not moved or not moved[0].is_meta:
+        return None
+    nbytes = sum(tensor.nbytes for tensor in moved)
+    kind = _KINDS.get(name.removesuffix("_coalesced"), name)
+    copies = isinstance(group, GlooOnPaper) and group.copies
+    copies = copies and name in ("all_gather_single", "reduce_scatter_single")
+    work = _CopyingWork(recorder, nbytes) if copies else None
+    recorder.collective(kind, nbytes, moved[0].dtype, group, len(moved))
+    return work
 
 
 # ---- what the engine does for which unit
@@ -276,6 +259,7 @@ def on_paper(recorder: Recorder, backend: str, world_size: int) -> Iterator[None
             "init_process_group(), or in a separate process",
         )
     stage = Stage(cast(Streams, recorder), PaperKernels(recorder))
-    kind = functools.partial(_GROUPS[backend], recorder=recorder)
-    with null_world(world_size, device_type="meta", kind=kind), rehearsing(stage):
+    note = functools.partial(_note, recorder)
+    world = null_world(world_size, observer=note, device_type="meta", kind=_GROUPS[backend])
+    with world, rehearsing(stage):
         yield

@@ -43,14 +43,13 @@ class Values:
     """The known values, by storage; a value is forgotten with its storage."""
 
     def __init__(self) -> None:
-        self._known: dict[int, torch.UntypedStorage] = {}
-        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._known = weakref.WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage]()
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A tensor's values, on the CPU; ``None``: they are not known."""
         if not tensor.is_meta:
             return tensor if tensor.device == _CPU else None
-        found = self._known.get(tensor.untyped_storage()._cdata)
+        found = self._known.get(tensor.untyped_storage())
         if found is None:
             return None
         bare = torch.empty(0, dtype=tensor.dtype)
@@ -97,7 +96,7 @@ class Values:
             if func._schema.is_mutable:
                 self._follow_write(func, name, args, kwargs, inputs)
                 return
-            if not all(each.untyped_storage()._cdata in self._known for each in inputs):
+            if not all(each.untyped_storage() in self._known for each in inputs):
                 return  # most operators
         results = tensors_in(result)
         if results and all(each.is_meta and _is_small(each) for each in results):
@@ -109,7 +108,7 @@ class Values:
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """They change without this knowing of it, as parameters do."""
         for tensor in tensors:
-            self._known.pop(tensor.untyped_storage()._cdata, None)
+            self._known.pop(tensor.untyped_storage(), None)
 
     def _follow_write(
         self,
@@ -123,7 +122,7 @@ class Values:
         whole = written is not None and _is_small(written) and _is_whole(written)
         if written is not None and whole and self.of(written) is None:
             self._learn(written, torch.zeros_like(written, device=_CPU))
-        if not any(each.untyped_storage()._cdata in self._known for each in inputs):
+        if not any(each.untyped_storage() in self._known for each in inputs):
             return
         if self._computed(func, name, args, kwargs) is None:
             for place, argument in enumerate(func._schema.arguments):
@@ -171,13 +170,7 @@ class Values:
             held.untyped_storage(), meta.storage_offset(), meta.shape, meta.stride()
         )
         place.copy_(real)
-        address = storage._cdata
-        self._known[address] = held.untyped_storage()
-        self._watches[address] = weakref.ref(storage, lambda _: self._gone(address))
-
-    def _gone(self, address: int) -> None:
-        self._known.pop(address, None)
-        self._watches.pop(address, None)
+        self._known[storage] = held.untyped_storage()
 
 
 @functools.cache
