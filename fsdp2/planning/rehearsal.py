@@ -31,7 +31,7 @@ from fsdp2.sharding.api import apply_calls, plan_calls
 from fsdp2.sharding.module import FSDPModule
 from fsdp2.tracing.paper.devices import NamedDevices, no_autocast
 from fsdp2.tracing.paper.operators import Operators, fused_optimizers, kernels_of
-from fsdp2.tracing.paper.recording import Recorder, Recording
+from fsdp2.tracing.paper.recording import Recording
 from fsdp2.tracing.paper.stage import module_of_meta, noting, on_paper
 from fsdp2.tracing.paper.values import Following, Values
 from fsdp2.tracing.record.categories import ACTIVATIONS, GRADIENTS, MODEL
@@ -114,7 +114,7 @@ class Rehearsal:
 def rehearse(subject: Subject, settings: Settings, device: str, backend: str) -> Rehearsal:
     """Run a step on paper."""
     _check(settings)
-    recorder = Recorder(asynchronous=device != "cpu")
+    recorder = Recording(asynchronous=device != "cpu")
     with ExitStack() as stack:
         stack.enter_context(on_paper(recorder, backend, settings.world))
         stack.enter_context(kernels_of(device))
@@ -181,7 +181,7 @@ def _rehearse(
     subject: Subject,
     settings: Settings,
     device: str,
-    recorder: Recorder,
+    recorder: Recording,
     model: nn.Module,
     mesh: DeviceMesh,
     batch: Batch,
@@ -204,9 +204,9 @@ def _rehearse(
     recorder.forget_units()
     recorder.start()
     _run_step(*parts)
-    recording = recorder.stop()
+    recorder.stop()
     tokens = subject.tokens or _count_tokens(batch)
-    return Rehearsal(recording, report(model).groups, parameters, tokens, tuple(units))
+    return Rehearsal(recorder, report(model).groups, parameters, tokens, tuple(units))
 
 
 # ---- making it
@@ -309,7 +309,7 @@ def _units(model: nn.Module) -> dict[str, nn.Module]:
     return {name or "(root)": module for name, module in named.items()}
 
 
-def _watch(units: Mapping[str, nn.Module], recorder: Recorder) -> None:
+def _watch(units: Mapping[str, nn.Module], recorder: Recording) -> None:
     """Tell the recorder whose forward runs, and for which unit the engine works."""
     seen: set[Unit] = set()
     observer = noting(recorder)
@@ -379,7 +379,7 @@ class _Rows:
 def _run_step(
     subject: Subject,
     settings: Settings,
-    recorder: Recorder,
+    recorder: Recording,
     model: nn.Module,
     shards: Sequence[_Rows],
     optimizer: torch.optim.Optimizer,

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from fsdp2.tracing.paper.devices import replaced
-from fsdp2.tracing.paper.recording import Recorder
+from fsdp2.tracing.paper.recording import Recording
 from fsdp2.tracing.paper.values import Following, Values, tensors_in
 from fsdp2.tracing.record.notes import HOST
 
@@ -51,7 +51,7 @@ _TAKE_INDICES = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_i
 class Operators(Following):
     """Reports every operator in this context to a recorder."""
 
-    def __init__(self, recorder: Recorder, values: Values) -> None:
+    def __init__(self, recorder: Recording, values: Values) -> None:
         super().__init__(values)
         self._recorder = recorder
 
@@ -78,7 +78,7 @@ class Operators(Following):
 
         A CPU has no other memory; a GPU takes indices from there.
         """
-        if self._recorder.recording.asynchronous and func._schema.name not in _TAKE_INDICES:
+        if self._recorder.asynchronous and func._schema.name not in _TAKE_INDICES:
             return args
         tensors = tensors_in(args)
         if len({each.is_meta for each in tensors if each.dim()}) < 2:

@@ -1,11 +1,12 @@
-"""The record of a rehearsed step, and its recorder: units and phases, and kinds of memory.
+"""The record of a rehearsed step: units and phases, and kinds of memory.
 
-    Recording.notes   see `fsdp2.tracing.record.notes`
-    Recording.before  what was allocated when the step began
+    Recording.notes       see `fsdp2.tracing.record.notes`
+    Recording.before      what was allocated when the step began
+    Recording.categories  the kind of each allocation, by its number
+    Recording.groups      the ranks of each process group, by `Operation.group`
 
-Kernels, groups and operators report to the `Recorder`, which also takes the place of streams. Until
-`start` it records only memory. A storage has a number of its own, which it keeps as long as it
-lives.
+Kernels, groups and operators report to it, and it takes the place of streams. Until `start` it
+records only memory. A storage has a number of its own, which it keeps as long as it lives.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -42,22 +42,6 @@ from fsdp2.tracing.record.notes import (
 )
 
 
-@dataclass
-class Recording:
-    """A rehearsed step."""
-
-    notes: list[Note] = field(default_factory=list)
-    before: list[Allocation] = field(default_factory=list)
-    categories: dict[int, str] = field(default_factory=dict)
-    groups: list[tuple[int, ...]] = field(default_factory=list)
-    asynchronous: bool = True
-
-    @property
-    def operations(self) -> list[Operation]:
-        """Only the operations."""
-        return operations(self.notes)
-
-
 class _Life(NamedTuple):
     """The allocation of a storage: it separates activations from temporary memory."""
 
@@ -65,13 +49,15 @@ class _Life(NamedTuple):
     phase: str
 
 
-class Recorder(Notes):
-    """Notes a step."""
+class Recording(Notes):
+    """A rehearsed step, and what notes it."""
 
     def __init__(self, asynchronous: bool) -> None:
         super().__init__()
         self.asynchronous = asynchronous
-        self.recording = Recording(asynchronous=asynchronous)
+        self.before: list[Allocation] = []
+        self.categories: dict[int, str] = {}
+        self.groups: list[tuple[int, ...]] = []
         self.phase = ""
         self._notes = False  # until it starts
         self._numbers: dict[int, int] = {}  # of storages that live, by address
@@ -86,21 +72,24 @@ class Recorder(Notes):
         self._marks: list[int] = []  # autograd's numbers at which another unit's nodes begin
         self._units: list[str] = []
         self._unit = ""
-        self._groups: dict[ProcessGroup, int] = {}  # index in the record of each one's ranks
+        self._groups: dict[ProcessGroup, int] = {}  # the index in `groups` of each one's ranks
 
     def start(self) -> None:
         """Note everything from now on."""
-        self.recording.before = list(self._live.values())
-        self.recording.notes = self.notes
+        self.before = list(self._live.values())
         self._notes = True
 
-    def stop(self) -> Recording:
+    def stop(self) -> None:
         """Note nothing more, and say of what kind each allocation was."""
         self._notes = False
-        categories = self.recording.categories
+        self._groups.clear()  # a plan is kept for longer than they are
         for number in self._lives:
-            categories.setdefault(number, self._category(number))
-        return self.recording
+            self.categories.setdefault(number, self._category(number))
+
+    @property
+    def operations(self) -> list[Operation]:
+        """Only the operations."""
+        return operations(self.notes)
 
     def note(self, note: Note) -> None:
         """Add to the record, once it has started."""
@@ -202,7 +191,7 @@ class Recorder(Notes):
             self._watches[number] = weakref.ref(storage, lambda _: self._gone(address, number))
             self._lives[number] = _Life(self._stretch, self.phase)
             if self._named:
-                self.recording.categories[number] = category_of(self._named)
+                self.categories[number] = category_of(self._named)
             self.allocate(number, storage.nbytes(), host)
         return number
 
@@ -222,7 +211,7 @@ class Recorder(Notes):
     def hidden(self, nbytes: int) -> int:
         """Memory came that no tensor here has; returns its number, to `free` it."""
         number = self.number()
-        self.recording.categories[number] = TEMPORARY
+        self.categories[number] = TEMPORARY
         self.allocate(number, nbytes)
         return number
 
@@ -239,7 +228,7 @@ class Recorder(Notes):
     def tag(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Say of what kind tensors are."""
         for tensor in tensors:
-            self.recording.categories[self.storage(tensor)] = category
+            self.categories[self.storage(tensor)] = category
 
     def _category(self, number: int) -> str:
         life = self._lives[number]
@@ -279,12 +268,11 @@ class Recorder(Notes):
         """A collective was launched."""
         if not self._notes:
             return
-        groups = self.recording.groups
         if group not in self._groups:
             ranks = tuple(ranks_of(group))
-            if ranks not in groups:
-                groups.append(ranks)
-            self._groups[group] = groups.index(ranks)
+            if ranks not in self.groups:
+                self.groups.append(ranks)
+            self._groups[group] = self.groups.index(ranks)
         about = (self.unit, self.phase, 0, nbytes, dtype, self._groups[group], tensors)
         self.note(Operation(self.lane, name, COLLECTIVE, *about))
 

@@ -35,7 +35,7 @@ from fsdp2.core.facts import (
 )
 from fsdp2.tracing.paper.devices import replaced
 from fsdp2.tracing.paper.null_group import NullGroup, NullWork, null_world
-from fsdp2.tracing.paper.recording import Recorder
+from fsdp2.tracing.paper.recording import Recording
 from fsdp2.tracing.record.categories import GRADIENTS
 
 META = torch.device("meta")
@@ -49,7 +49,7 @@ class PaperBuffer(TransientBuffer):
 
     __slots__ = ("_number", "_recorder")
 
-    def __init__(self, nbytes: int, device: torch.device, name: str, recorder: Recorder) -> None:
+    def __init__(self, nbytes: int, device: torch.device, name: str, recorder: Recording) -> None:
         with recorder.naming(name):
             super().__init__(nbytes, device, name)
             # One number for all its lives: its storage stays, and only its size changes.
@@ -72,7 +72,7 @@ class PaperBuffer(TransientBuffer):
 class PaperKernels(FusedKernels):
     """Memory that is noted by its name; copies are an accelerator's where there are lanes."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recording) -> None:
         super().__init__(META)
         self.fuses = recorder.asynchronous
         self._recorder = recorder
@@ -147,7 +147,7 @@ class _CopyingWork(NullWork):
     wait.
     """
 
-    def __init__(self, recorder: Recorder, nbytes: int) -> None:
+    def __init__(self, recorder: Recording, nbytes: int) -> None:
         super().__init__()
         self._recorder, self._copy = recorder, recorder.hidden(nbytes)
 
@@ -189,7 +189,7 @@ _KINDS = {
 
 
 def _note(
-    recorder: Recorder, group: NullGroup, name: str, outputs: Tensors, inputs: Tensors
+    recorder: Recording, group: NullGroup, name: str, outputs: Tensors, inputs: Tensors
 ) -> NullWork | None:
     """Note a collective of tensors on paper, by the tensors that are whole."""
     moved = inputs if name.startswith("reduce_scatter") else outputs
@@ -207,7 +207,7 @@ def _note(
 # ---- what the engine does for which unit
 
 
-def noting(recorder: Recorder) -> Observer:
+def noting(recorder: Recording) -> Observer:
     """Notes operations under their group's name, and which tensors are gradients."""
 
     def note(group: ParamGroup, run: Run, *args: object) -> object:
@@ -249,7 +249,7 @@ def module_of_meta() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def on_paper(recorder: Recorder, backend: str, world_size: int) -> Iterator[None]:
+def on_paper(recorder: Recording, backend: str, world_size: int) -> Iterator[None]:
     """Let groups that are made inside run on paper, as rank 0 of many."""
     if dist.is_initialized():
         raise coded(
