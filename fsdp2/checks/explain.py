@@ -109,22 +109,20 @@ def _explain_freed_in(error: RuntimeError, nodes: Iterable[Node], units: Iterabl
     words = str(error)
     if _OURS in words or not any(part in words for part in _FREED):
         return False
-    known = _freed(units)
     # Autograd runs the newest that it can: of those that still hold what they saved, it was that.
-    for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
-        for value in _saved_by(node):
-            for param, group in known.get(_memory(value) or 0, ()):
-                if _begins_in(value, param.unsharded):
-                    reword(
-                        error,
-                        "entered-by-a-side-door",
-                        f"backward reached unit '{group.name}' through a tensor that its forward "
-                        f"did not return, and read parameter '{param.name}', which is freed; "
-                        f"return that tensor from the forward too, or call "
-                        f"set_reshard_after_forward(False) on the unit (torch: {error})",
-                    )
-                    return True
-    return False
+    newest_first = sorted(nodes, key=lambda node: -node._sequence_nr())
+    found = _freed_among((value for node in newest_first for value in _saved_by(node)), units)
+    if found is not None:
+        param, group = found
+        reword(
+            error,
+            "entered-by-a-side-door",
+            f"backward reached unit '{group.name}' through a tensor that its forward did not "
+            f"return, and read parameter '{param.name}', which is freed; return that tensor from "
+            f"the forward too, or call set_reshard_after_forward(False) on the unit "
+            f"(torch: {error})",
+        )
+    return found is not None
 
 
 def _saved_by(node: Node) -> Iterator[torch.Tensor]:
@@ -140,20 +138,25 @@ def _saved_by(node: Node) -> Iterator[torch.Tensor]:
             yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
-def _freed(units: Iterable[Unit]) -> dict[int, list[_Owned]]:
-    """The parameters that have to be gathered before use, by their memory."""
-    known: dict[int, list[_Owned]] = {}
+def _freed_among(values: Iterable[object], units: Iterable[Unit]) -> _Owned | None:
+    """The first parameter with a view among ``values`` that has to be gathered before use."""
+    known: dict[int, list[_Owned]] = {}  # by memory
     for unit in units:
         for group in unit.own_groups:
             for param in group.params if group.state.needs_gather else ():
                 memory = _memory(param.unsharded)
                 if memory is not None:
                     known.setdefault(memory, []).append((param, group))
-    return known
+    for value in values:
+        for owned in known.get(_memory(value) or 0, ()):
+            if _begins_in(value, owned[0].unsharded):
+                return owned
+    return None
 
 
 def _explain_freed(error: RuntimeError, units: Iterable[Unit]) -> None:
-    found = _find_freed(error.__traceback__, _freed(units))
+    frames = _innermost_first(error.__traceback__)
+    found = _freed_among((v for frame, _ in frames for v in frame.f_locals.values()), units)
     if found is not None:
         param, group = found
         reword(
@@ -165,16 +168,6 @@ def _explain_freed(error: RuntimeError, units: Iterable[Unit]) -> None:
         )
 
 
-def _find_freed(trace: TracebackType | None, known: dict[int, list[_Owned]]) -> _Owned | None:
-    """The object over such memory in the innermost frame that has one."""
-    for frame, _ in _innermost_first(trace):
-        for value in frame.f_locals.values():
-            for owned in known.get(_memory(value) or 0, ()):
-                if _begins_in(value, owned[0].unsharded):
-                    return owned
-    return None
-
-
 def _memory(value: object) -> int | None:
     """Identifies a plain tensor's storage, or a DTensor's."""
     local = local_of(value) if isinstance(value, torch.Tensor) else None
@@ -183,8 +176,9 @@ def _memory(value: object) -> int | None:
     return local.untyped_storage()._cdata
 
 
-def _begins_in(view: torch.Tensor, gathered: torch.Tensor | None) -> bool:
+def _begins_in(view: object, gathered: torch.Tensor | None) -> bool:
     """Whether a tensor's first element is one of a gathered parameter in the same storage."""
+    assert isinstance(view, torch.Tensor)
     assert gathered is not None  # or its memory would not be known
     view, gathered = local_of(view), local_of(gathered)
     start = gathered.storage_offset() * gathered.itemsize
