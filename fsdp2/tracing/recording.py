@@ -16,6 +16,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import ClassVar, TypeVar
 
@@ -38,7 +39,7 @@ from fsdp2.core.facts import (
     ranks_of,
 )
 from fsdp2.tracing.record.categories import category_of
-from fsdp2.tracing.record.notes import HOST, Place
+from fsdp2.tracing.record.notes import HOST, Place, replaced
 from fsdp2.tracing.record.replay import (
     LANE_OF,
     LANE_OF_COLLECTIVE,
@@ -135,14 +136,9 @@ class Tracer:
 
     # ---- what lanes run
 
-    @contextlib.contextmanager
-    def on(self, lane: Place) -> Iterator[None]:
+    def on(self, lane: Place) -> AbstractContextManager[None]:
         """Calls in this context run on ``lane``."""
-        outer, self.lane = self.lane, lane
-        try:
-            yield
-        finally:
-            self.lane = outer
+        return replaced(self, lane=lane)
 
     def ran(
         self,

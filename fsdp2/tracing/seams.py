@@ -43,8 +43,7 @@ from fsdp2.core.facts import (
     put_around,
     watching,
 )
-from fsdp2.tracing.paper.devices import replaced
-from fsdp2.tracing.record.notes import HOST, Place
+from fsdp2.tracing.record.notes import HOST, Place, replaced
 from fsdp2.tracing.recording import Clock, Tracer
 from fsdp2.tracing.timeline import COLLECTIVES
 

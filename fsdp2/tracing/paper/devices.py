@@ -14,22 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-
-@contextmanager
-def replaced(owner: object, **values: object) -> Iterator[None]:
-    """Let attributes of a module or a class be others inside."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name in values:
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)
-
+from fsdp2.tracing.record.notes import replaced
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")

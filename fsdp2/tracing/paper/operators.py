@@ -25,10 +25,9 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from fsdp2.tracing.paper.devices import replaced
 from fsdp2.tracing.paper.recording import Recording
 from fsdp2.tracing.paper.values import Following, Values, tensors_in
-from fsdp2.tracing.record.notes import HOST
+from fsdp2.tracing.record.notes import HOST, replaced
 
 _aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ from fsdp2.tracing.record.notes import (
     Operation,
     Place,
     operations,
+    replaced,
 )
 
 
@@ -65,7 +66,6 @@ class Recording(Notes):
         self._live: dict[int, Allocation] = {}
         self._lives: dict[int, _Life] = {}
         self._outlived: set[int] = set()  # that were there when the next stretch began
-        self._named = ""  # what the engine is about to allocate
         self._engine = ""  # the unit that it works for
         self._stretch = 0
         self._inside: list[str] = []  # units whose forward is under way
@@ -102,24 +102,19 @@ class Recording(Notes):
         """Note an event, where there are lanes."""
         return super().record(lane, label) if self.asynchronous else None
 
-    @contextmanager
-    def on(self, lane: Place) -> Iterator[None]:
+    def on(self, lane: Place) -> AbstractContextManager[None]:
         """Operations in this context run on that lane."""
-        with super().on(lane if self.asynchronous else Lane.COMPUTE):
-            yield
+        return super().on(lane if self.asynchronous else Lane.COMPUTE)
 
     # ---- where we are
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Operations in this context belong to a phase of the step."""
-        outer, self.phase = self.phase, phase
         self._stretch += 1
-        try:
+        with replaced(self, phase=phase):
             yield
-        finally:
-            self.phase = outer
-            self._stretch += 1
+        self._stretch += 1
 
     def enter(self, unit: str) -> None:
         """A unit's forward begins, also one that is run again in backward."""
@@ -161,28 +156,14 @@ class Recording(Notes):
             return self._unit
         return ""
 
-    @contextmanager
-    def acting(self, unit: str) -> Iterator[None]:
+    def acting(self, unit: str) -> AbstractContextManager[None]:
         """Operations in this context are the engine's own, for a unit."""
-        outer, self._engine = self._engine, unit
-        try:
-            yield
-        finally:
-            self._engine = outer
-
-    @contextmanager
-    def naming(self, name: str) -> Iterator[None]:
-        """Allocations in this context are the engine's, and have this name."""
-        outer, self._named = self._named, name
-        try:
-            yield
-        finally:
-            self._named = outer
+        return replaced(self, _engine=unit)
 
     # ---- memory
 
-    def storage(self, tensor: torch.Tensor, host: bool = False) -> int:
-        """The number of a tensor's storage, which is noted if it is new."""
+    def storage(self, tensor: torch.Tensor, host: bool = False, name: str = "") -> int:
+        """The number of a tensor's storage, which is noted if it is new; the engine names its."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         number = self._numbers.get(address)
@@ -190,9 +171,9 @@ class Recording(Notes):
             number = self._numbers[address] = self.number()
             self._watches[number] = weakref.ref(storage, lambda _: self._gone(address, number))
             self._lives[number] = _Life(self._stretch, self.phase)
-            if self._named:
-                self.categories[number] = category_of(self._named)
             self.allocate(number, storage.nbytes(), host)
+        if name:
+            self.categories[number] = category_of(name)
         return number
 
     def _gone(self, address: int, number: int) -> None:

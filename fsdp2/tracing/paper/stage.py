@@ -33,10 +33,10 @@ from fsdp2.core.facts import (
     local_of,
     rehearsing,
 )
-from fsdp2.tracing.paper.devices import replaced
 from fsdp2.tracing.paper.null_group import NullGroup, NullWork, null_world
 from fsdp2.tracing.paper.recording import Recording
 from fsdp2.tracing.record.categories import GRADIENTS
+from fsdp2.tracing.record.notes import replaced
 
 META = torch.device("meta")
 
@@ -50,10 +50,9 @@ class PaperBuffer(TransientBuffer):
     __slots__ = ("_number", "_recorder")
 
     def __init__(self, nbytes: int, device: torch.device, name: str, recorder: Recording) -> None:
-        with recorder.naming(name):
-            super().__init__(nbytes, device, name)
-            # One number for all its lives: its storage stays, and only its size changes.
-            self._number = recorder.storage(self._raw)
+        super().__init__(nbytes, device, name)
+        # One number for all its lives: its storage stays, and only its size changes.
+        self._number = recorder.storage(self._raw, name=name)
         self._recorder = recorder
 
     def acquire(self) -> None:
@@ -82,41 +81,38 @@ class PaperKernels(FusedKernels):
         return PaperBuffer(nbytes, META, name, self._recorder)
 
     def flat(self, nbytes: int, on_meta: bool) -> FlatBuffer:
-        with self._recorder.naming("shard"):
-            return super().flat(nbytes, on_meta)
+        buffer = super().flat(nbytes, on_meta)
+        self._named(buffer.view(torch.uint8, 0, (nbytes,)), "shard")
+        return buffer
 
     def host_flat(self, nbytes: int, on_meta: bool, pin: bool) -> FlatBuffer:
-        with self._recorder.naming("shard"):
-            buffer = FlatBuffer(nbytes, META)
-        self._move_to_host(buffer.view(torch.uint8, 0, (nbytes,)))
+        buffer = FlatBuffer(nbytes, META)
+        self._move_to_host(buffer.view(torch.uint8, 0, (nbytes,)), "shard")
         return buffer
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> torch.Tensor:
-        with self._recorder.naming("sharded gradient"):
-            made = torch.empty(shape, dtype=dtype, device=META)
-        self._move_to_host(made)
+        made = torch.empty(shape, dtype=dtype, device=META)
+        return self._move_to_host(made, "sharded gradient")
+
+    def _named(self, made: torch.Tensor, name: str) -> torch.Tensor:
+        self._recorder.storage(made, name=name)
         return made
 
-    def _move_to_host(self, tensor: torch.Tensor) -> None:
+    def _move_to_host(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         # The recorder counted it as the device's memory when it was made, because it is on meta.
-        number = self._recorder.storage(tensor)
+        number = self._recorder.storage(tensor, name=name)
         self._recorder.free(number)
         self._recorder.allocate(number, tensor.untyped_storage().nbytes(), host=True)
+        return tensor
 
     def bind_empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, name: str
     ) -> Callable[[], torch.Tensor]:
         made = super().bind_empty(shape, dtype, name)
-
-        def new() -> torch.Tensor:
-            with self._recorder.naming(name):
-                return made()
-
-        return new
+        return lambda: self._named(made(), name)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
-        with self._recorder.naming(name):
-            return super().zeros(shape, dtype, name)
+        return self._named(super().zeros(shape, dtype, name), name)
 
     def constant(self, numel: int, value: float, dtype: torch.dtype, name: str) -> torch.Tensor:
         """One for all of this rehearsal: of one before, which is garbage, nothing counts."""

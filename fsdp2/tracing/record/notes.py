@@ -8,7 +8,7 @@ Streams tell of events and lanes, kernels of copies and memory, collectives of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -116,6 +116,22 @@ def operations(notes: Iterable[Note]) -> list[Operation]:
     return [note for note in notes if isinstance(note, Operation)]
 
 
+@contextmanager
+def replaced(owner: object, **values: object) -> Iterator[None]:
+    """Let attributes of a module, a class or an object be others inside."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
 class Notes:
     """The notes of a step so far: the lanes of a device that runs nothing."""
 
@@ -139,14 +155,9 @@ class Notes:
 
     # ---- as `fsdp2.core.device.streams.Streams`
 
-    @contextmanager
-    def on(self, lane: Place) -> Iterator[None]:
+    def on(self, lane: Place) -> AbstractContextManager[None]:
         """Calls in this context run on ``lane``."""
-        outer, self.lane = self.lane, lane
-        try:
-            yield
-        finally:
-            self.lane = outer
+        return replaced(self, lane=lane)
 
     def make_event(self) -> None:
         """Each record is an event of its own."""
