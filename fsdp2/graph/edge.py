@@ -169,11 +169,11 @@ class _Handles(torch.autograd.Function):
                 found += [None] * count
             else:
                 found += entry.leave(flat, leaves[begin : begin + count])
-        wrapped = (
-            None if gradient is None else wrap_local(gradient, with_dtype(spec, gradient.dtype))
-            for gradient, spec in zip(found, ctx.specs, strict=True)
-        )
-        return None, *wrapped
+        for position, gradient in enumerate(found):
+            if gradient is not None:
+                spec = with_dtype(ctx.specs[position], gradient.dtype)
+                found[position] = wrap_local(gradient, spec)
+        return None, *found
 
 
 def _accumulates(leaves: Sequence[Node]) -> bool:

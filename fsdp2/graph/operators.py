@@ -104,7 +104,7 @@ class Exchange:
         self._planned.clear()
         collectives = group.collectives
         self.gathers = [GatheredRows(segment, collectives.size) for segment in layout.segments]
-        self._held: list[tuple[int, list[Tensor]]] = [(-1, []) for _ in self.gathers]
+        self._held: list[tuple[int, Sequence[Tensor]]] = [(-1, []) for _ in self.gathers]
         found = [(slot, s.full_dtype) for s in layout.segments for slot in s.slots]
         self.slots = sorted(found, key=lambda pair: pair[0].index)
         """Every parameter's place, and its dtype once gathered, in the group's order."""
@@ -262,9 +262,13 @@ class Exchange:
 
     def parts(self, flat: Sequence[Tensor], trained: Sequence[int]) -> list[Tensor]:
         """The same of each shard."""
-        shards: dict[int, Tensor] = {}
+        found, order = [], []
         for own, rows in zip(flat, self.reductions(trained), strict=True):
-            shards |= zip((slot.index for slot in rows.slots), rows.parts(own), strict=True)
+            found += rows.parts(own)
+            order += rows.indices
+        if order == [*trained]:
+            return found
+        shards = dict(zip(order, found, strict=True))
         return [shards[index] for index in trained]
 
     def divided_parts(self, sums: Sequence[Tensor], trained: Sequence[int]) -> list[Tensor]:

@@ -88,11 +88,11 @@ class GatheredRows:
         """The input of an all-gather, in the dtype that it sends."""
         return row.to(self.segment.full_dtype)
 
-    def shards(self, row: Tensor) -> list[Tensor]:
+    def shards(self, row: Tensor) -> Sequence[Tensor]:
         """The inputs of collectives, in what is sent."""
         return self._shards.of(row) if self.coalesced else [row]
 
-    def pieces(self, output: Tensor) -> list[Tensor]:
+    def pieces(self, output: Tensor) -> Sequence[Tensor]:
         """The outputs of collectives."""
         return self._pieces.of(output) if self.coalesced else [output]
 
@@ -125,8 +125,10 @@ class _Cut:
             self._positions.append(len(self._sizes))
             self._sizes += [size, room - size] if room > size else [size]
 
-    def of(self, flat: Tensor) -> list[Tensor]:
-        found = flat.split_with_sizes(self._sizes)
+    def of(self, flat: Tensor) -> Sequence[Tensor]:
+        found: Sequence[Tensor] = flat.split_with_sizes(self._sizes)
+        if len(found) == len(self._positions):
+            return found
         return [found[position] for position in self._positions]
 
 
@@ -189,6 +191,7 @@ class ReducedRows:
         packed = [slot for slot, transport in members if not is_direct(spec, slot, transport)]
         self.direct = len(direct)
         self.slots = [*direct, *packed]
+        self.indices = [slot.index for slot in self.slots]
         self.sizes = [slot.shard_numel for slot in self.slots]
         dtype, sent, copies = spec.reduce_dtype, self.ranks > 1, 1
         if group.replicas is not None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -186,9 +186,11 @@ class GraphUnit:
     def _check_found(self) -> None:
         """Raise if the graph gathered shards where its forward had other parameters."""
         if self._found:
-            groups = [n for n, given in enumerate(self._given) if given is not None]
-            registered = [v for n in groups for v in self._registered(n, self._places[n])]
-            if not all(map(operator.is_, self._found, itertools.cycle(registered))):
+            expected: list[object] = []
+            for number, given in enumerate(self._given):
+                if given is not None:
+                    expected += given[1][:1] + self._registered(number, self._places[number])
+            if not all(map(operator.is_, self._found, itertools.cycle(expected))):
                 raise coded(
                     ShardingStateError,
                     "graph-mode-replaced",
@@ -209,7 +211,7 @@ class GraphUnit:
             self.restore()
         return output if self._output_dtype is None else _cast(output, self._output_dtype)
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(self, module: nn.Module, args: object, kwargs: object) -> tuple[Any, Any]:
         """Register the unsharded parameters; cast inputs."""
         if not self._still_to_run:
             self._still_to_run = len(self._modules)
@@ -248,7 +250,8 @@ class GraphUnit:
             forms = self._other_forms(number)
             if given is not None:  # dynamo looks at nothing of what is found, and guards nothing
                 text, entered = given
-                self._found = (*self._found, *found)
+                # The first item is no constant, which dynamo would look for among the others.
+                self._found = (*self._found, entered[0], *found)
                 trained = [int(index) for index in text.split()]
             elif not all(isinstance(value, DTensor) for value in found):
                 continue
@@ -282,15 +285,12 @@ class GraphUnit:
         if kept:
             self._save_none_of(kept)
 
-    def _registered(self, number: int, places: Sequence[Sequence[ModuleEntry]]) -> list[DTensor]:
-        """The registered parameters of a group, which need be no DTensors; the group's own where a
-        parameter is registered nowhere.
-        """
-        found = [
+    def _registered(self, number: int, places: Sequence[Sequence[ModuleEntry]]) -> list[Any]:
+        """The registered parameters of a group; its own where none is registered."""
+        return [
             entries[0][0]._parameters[entries[0][1]] if entries else param.sharded
             for entries, param in zip(places, self._params[number], strict=True)
         ]
-        return cast(list[DTensor], found)
 
     @_constant
     def _other_forms(self, number: int) -> tuple[int, ...]:
