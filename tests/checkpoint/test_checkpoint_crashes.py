@@ -19,17 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp2.checkpoint import (
-    async_save,
-    export,
-    files,
-    load,
-    remove,
-    save,
-    steps,
-    unfinished,
-    verify,
-)
+from fsdp2 import checkpoint
 from fsdp2.checkpoint.folder import MANIFEST
 
 pytestmark = pytest.mark.alone
@@ -37,7 +27,7 @@ pytestmark = pytest.mark.alone
 Op = tuple[Any, ...]
 
 
-class Recorder(files.Disk):
+class Recorder(checkpoint.files.Disk):
     """Does what a disk does, and writes it down by inode."""
 
     def __init__(self, root: Path) -> None:
@@ -231,15 +221,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Op], list[i
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recorder = Recorder(root)
     returned = []
-    with mock.patch.object(files, "DISK", recorder):
+    with mock.patch.object(checkpoint.files, "DISK", recorder):
         for step in (1, 2, 3):
             if step == 2:
-                saving = async_save(root / "run", model, optimizer, step=step, keep=1)
+                saving = checkpoint.async_save(root / "run", model, optimizer, step=step, keep=1)
                 saving.wait_staged()
                 model.weight.data += 1
                 saving.result()
             else:
-                save(root / "run", model, optimizer, step=step, keep=1)
+                checkpoint.save(root / "run", model, optimizer, step=step, keep=1)
                 model.weight.data += 1
             returned.append(len(recorder.ops))
             (_, tree) = list(crashes(recorder.ops))[:2]  # all kept
@@ -314,17 +304,17 @@ def test_what_a_crash_leaves_is_loaded(
                 break
             root = tmp_path / f"{length}-{number}"
             materialize(tree, root)
-            assert verify(root / "run") == []
+            assert checkpoint.verify(root / "run") == []
             model = nn.Linear(2, 2)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            found = load(root / "run", model, optimizer).step
-            assert found == steps(root / "run")[-1]
-            left = unfinished(root / "run")
+            found = checkpoint.load(root / "run", model, optimizer).step
+            assert found == checkpoint.steps(root / "run")[-1]
+            left = checkpoint.unfinished(root / "run")
             seen.update(name.partition("step-")[0] for name in left)
-            assert remove(root / "run") == left
-            assert unfinished(root / "run") == []
-            save(root / "run", model, optimizer, step=9)
-            assert steps(root / "run")[-1] == 9
+            assert checkpoint.remove(root / "run") == left
+            assert checkpoint.unfinished(root / "run") == []
+            checkpoint.save(root / "run", model, optimizer, step=9)
+            assert checkpoint.steps(root / "run")[-1] == 9
     assert {".saving-", ".removing-"} <= seen
 
 
@@ -343,8 +333,8 @@ def test_an_export_is_whole_or_not_there(tmp_path: Path) -> None:
     """After any crash; without one of the syncs, or with the rename earlier, it is torn by some."""
     recorder = Recorder(tmp_path)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
-    with mock.patch.object(files, "DISK", recorder):
-        export(tmp_path / "out", model, shard_size=80)
+    with mock.patch.object(checkpoint.files, "DISK", recorder):
+        checkpoint.export(tmp_path / "out", model, shard_size=80)
     ops = recorder.ops
     whole = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert len(whole) == 3

@@ -27,18 +27,7 @@ from fsdp2.checkpoint import files
 from fsdp2.checkpoint.archives import read_file, write_archive
 from fsdp2.checkpoint.converting import KINDS, kind_of
 from fsdp2.command.checkpoint import main
-from tests.checkpoint.shared import (
-    EXTRA,
-    Evil,
-    Failing,
-    assert_same,
-    everything,
-    flip,
-    small,
-    train,
-    trained,
-    weights,
-)
+from tests.checkpoint import shared
 from tests.checkpoint.test_checkpoint_binaries import write_bins
 from tests.checkpoint.test_checkpoint_crashes import Recorder, crashes
 from tests.common.errors import raises
@@ -49,13 +38,13 @@ pytestmark = pytest.mark.alone
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Tensor], Tensor]:
     """A step; what it holds, what comes of it, and numbers drawn behind it."""
-    model, optimizer = small(groups=True)
-    train(model, optimizer, seed=1)
-    checkpoint.save(tmp_path / "run", model, optimizer, step=3, extra=EXTRA, rng=True)
+    model, optimizer = shared.small(groups=True)
+    shared.train(model, optimizer, seed=1)
+    checkpoint.save(tmp_path / "run", model, optimizer, step=3, extra=shared.EXTRA, rng=True)
     drawn = torch.rand(3)
-    kept = everything(model, optimizer)
-    train(model, optimizer, seed=2)
-    return tmp_path / "run", kept, everything(model, optimizer), drawn
+    kept = shared.everything(model, optimizer)
+    shared.train(model, optimizer, seed=2)
+    return tmp_path / "run", kept, shared.everything(model, optimizer), drawn
 
 
 # ---- there and back
@@ -72,14 +61,14 @@ def test_there_and_back(saved: Any, kind: str, tmp_path: Path) -> None:
     back = checkpoint.convert(there, tmp_path / "back", to_kind="steps", step=3)
     assert back.step == 3
     assert checkpoint.verify(tmp_path / "back") == []
-    model, optimizer = small(seed=5, groups=True)
+    model, optimizer = shared.small(seed=5, groups=True)
     loaded = checkpoint.load(tmp_path / "back", model, optimizer, rng=True, verify=True)
-    assert loaded.extra["schedule"] == EXTRA["schedule"]
+    assert loaded.extra["schedule"] == shared.EXTRA["schedule"]
     assert torch.equal(loaded.extra["table"], torch.arange(4))
     assert torch.equal(torch.rand(3), drawn)
-    assert_same(everything(model, optimizer), kept)
-    train(model, optimizer, seed=2)
-    assert_same(everything(model, optimizer), came)
+    shared.assert_same(shared.everything(model, optimizer), kept)
+    shared.train(model, optimizer, seed=2)
+    shared.assert_same(shared.everything(model, optimizer), came)
 
 
 @pytest.mark.parametrize("name", ["there.safetensors", "a-blob"])
@@ -91,11 +80,11 @@ def test_models_alone(saved: Any, name: str, tmp_path: Path) -> None:
     assert found.left == ["optimizer", "rng", "extra"]
     assert kind_of(there) == "safetensors"
     assert checkpoint.convert(there, tmp_path / "back.pt").from_kind == "safetensors"
-    model, _ = small(seed=5)
+    model, _ = shared.small(seed=5)
     content = torch.load(tmp_path / "back.pt", weights_only=True)
     assert list(content) == ["model"]
     model.load_state_dict(content["model"])
-    assert_same(dict(model.state_dict()), weights(kept))
+    shared.assert_same(dict(model.state_dict()), shared.weights(kept))
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -104,27 +93,27 @@ def test_an_unsharded_model_takes_the_file(saved: Any, mmap: bool, tmp_path: Pat
     run, _, came, _ = saved
     checkpoint.convert(run, tmp_path / "one.pt")
     content = torch.load(tmp_path / "one.pt", weights_only=True, mmap=mmap)
-    model, optimizer = small(seed=5, groups=True)
+    model, optimizer = shared.small(seed=5, groups=True)
     model.load_state_dict(content["model"])
     optimizer.load_state_dict(content["optimizer"])
-    train(model, optimizer, seed=2)
-    assert_same(everything(model, optimizer), came)
+    shared.train(model, optimizer, seed=2)
+    shared.assert_same(shared.everything(model, optimizer), came)
 
 
 def test_dcp_reads_what_is_written(saved: Any, tmp_path: Path) -> None:
     run, kept, _, _ = saved
     checkpoint.convert(run, tmp_path / "plain", to_kind="dcp")
-    model, _ = small(seed=5)
+    model, _ = shared.small(seed=5)
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=tmp_path / "plain")
-    assert_same(state["model"], weights(kept))
+    shared.assert_same(state["model"], shared.weights(kept))
 
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("how", ["torch.save", "dcp.save"])
 def test_state_dicts_as_users_save_them(nested: bool, how: str, tmp_path: Path) -> None:
     """A model alone at the top; or below "app", beside a count of epochs."""
-    model, _ = small()
+    model, _ = shared.small()
     state: dict[str, Any] = dict(model.state_dict())
     if nested:
         state = {"app": {"state_dict": state, "epoch": 4}}
@@ -133,9 +122,9 @@ def test_state_dicts_as_users_save_them(nested: bool, how: str, tmp_path: Path) 
     else:
         dcp.save(state, checkpoint_id=tmp_path / "source")
     checkpoint.convert(tmp_path / "source", tmp_path / "run", to_kind="steps", step=0)
-    other, _ = small(seed=1)
+    other, _ = shared.small(seed=1)
     found = checkpoint.load(tmp_path / "run", other)
-    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    shared.assert_same(dict(other.state_dict()), dict(model.state_dict()))
     assert found.extra == ({"epoch": 4} if nested else None)
 
 
@@ -145,15 +134,15 @@ def test_a_numbered_optimizer(named: bool, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     params = model.named_parameters() if named else model.parameters()
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
-    train(model, optimizer, seed=0)
+    shared.train(model, optimizer, seed=0)
     state = {"model_state_dict": model.state_dict(), "optim": optimizer.state_dict()}
     torch.save(state, tmp_path / "one.pt")
     checkpoint.convert(tmp_path / "one.pt", tmp_path / "run", to_kind="steps", step=0)
     other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     found = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
-    train(other, found, seed=9)
+    shared.train(other, found, seed=9)
     checkpoint.load(tmp_path / "run", other, found)
-    assert_same(everything(other, found), everything(model, optimizer))
+    shared.assert_same(shared.everything(other, found), shared.everything(model, optimizer))
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -163,7 +152,7 @@ def test_a_file_of_ddp(named: bool, tmp_path: Path) -> None:
     wrapped = nn.ModuleDict({"module": model})  # has the names of DistributedDataParallel
     params = wrapped.named_parameters() if named else wrapped.parameters()
     optimizer = torch.optim.AdamW(params, lr=0.1)
-    train(model, optimizer, seed=0)
+    shared.train(model, optimizer, seed=0)
     state = {"model": wrapped.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 4}
     torch.save(state, tmp_path / "one.pt")
     run = ["convert", str(tmp_path / "one.pt"), str(tmp_path / "run"), "--to", "steps"]
@@ -171,22 +160,22 @@ def test_a_file_of_ddp(named: bool, tmp_path: Path) -> None:
     other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     found = torch.optim.AdamW(other.parameters(), lr=0.5)
     assert checkpoint.load(tmp_path / "run", other, found).extra == {"epoch": 4}
-    assert_same(everything(other, found), everything(model, optimizer))
+    shared.assert_same(shared.everything(other, found), shared.everything(model, optimizer))
     assert found.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("files", [1, 2])
 def test_weights_in_several_files(files: int, tmp_path: Path) -> None:
     """As DeepSpeed's zero_to_fp32.py and ``save_pretrained`` write them; among other files."""
-    model, _ = small()
+    model, _ = shared.small()
     write_bins(tmp_path / "weights", dict(model.state_dict()), files)
     if files > 1:
         torch.save({"lr": 0.1}, tmp_path / "weights" / "training_args.bin")
         assert kind_of(tmp_path / "weights") == "torch"
     checkpoint.convert(tmp_path / "weights", tmp_path / "run", to_kind="steps", step=0)
-    other, _ = small(seed=1)
+    other, _ = shared.small(seed=1)
     checkpoint.load(tmp_path / "run", other)
-    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    shared.assert_same(dict(other.state_dict()), dict(model.state_dict()))
 
 
 def test_files_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +184,8 @@ def test_files_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     text = page.read_text(encoding="utf-8")
     code = text[text.index("import torch\nfrom torch.distributed.checkpoint.format_utils") :]
     imports, full, sharded = re.split(r"^# [A-Z]+_STATE_DICT.*$", code.split("```")[0], flags=re.M)
-    model, optimizer = small()
-    train(model, optimizer, seed=0)
+    model, optimizer = shared.small()
+    shared.train(model, optimizer, seed=0)
     states = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
     monkeypatch.chdir(tmp_path)
     Path("old").mkdir()
@@ -208,14 +197,14 @@ def test_files_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         exec(imports + part, {})
         checkpoint.convert("full.pt", "run", to_kind="steps", step=step)
         Path("full.pt").unlink()
-        other, others = small(seed=5)
+        other, others = shared.small(seed=5)
         checkpoint.load("run", other, others, step=step)
-        assert_same(everything(other, others), everything(model, optimizer))
+        shared.assert_same(shared.everything(other, others), shared.everything(model, optimizer))
 
 
 def test_a_step_by_its_path_and_by_its_number(saved: Any, tmp_path: Path) -> None:
     run = saved[0]
-    model, _ = small(seed=7)
+    model, _ = shared.small(seed=7)
     checkpoint.save(run, model, step=8)
     one, two = tmp_path / "one.pt", tmp_path / "two.pt"
     assert checkpoint.convert(run / "step-00000003", one).step == 3
@@ -380,7 +369,7 @@ def test_a_crash_leaves_it_whole_or_not_there(kind: str, tmp_path: Path) -> None
 # ---- what is refused
 
 
-def full(code: int, room: int) -> Failing:
+def full(code: int, room: int) -> shared.Failing:
     """A disk that takes so many bytes, and no more."""
 
     def fails(_: Any, data: bytes) -> bool:
@@ -388,7 +377,7 @@ def full(code: int, room: int) -> Failing:
         room -= len(data)
         return room < 0
 
-    return Failing(code, "write", when=fails)
+    return shared.Failing(code, "write", when=fails)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
@@ -423,14 +412,14 @@ def _index_of_nothing(source: Path) -> None:
 
 def _numbers(source: Path) -> None:
     """Of a model with buffers, and in groups."""
-    model, optimizer = small(groups=True)
-    train(model, optimizer, seed=0)
+    model, optimizer = shared.small(groups=True)
+    shared.train(model, optimizer, seed=0)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
 
 
 def _one_tensor_twice(source: Path) -> None:
     """As torch's FSDP1 writes it on a CPU, with ``offload_to_cpu``."""
-    model, optimizer = trained()
+    model, optimizer = shared.trained()
     state = optimizer.state_dict()
     state["state"][3]["exp_avg"] = state["state"][3]["exp_avg_sq"]
     names = [name for name, _ in model.named_parameters()]
@@ -480,7 +469,7 @@ WRONG: list[tuple[str, str, Make, dict[str, str]]] = [
     ("no files", "tensors-none", lambda source: source.mkdir(), TORCH),
     ("empty", "ckpt-file-cut", lambda source: source.write_bytes(b""), TORCH),
     ("cut", "ckpt-file-cut", _cut, {}),
-    ("code", "ckpt-file-code", _saves({**ONE, "evil": Evil()}), {}),
+    ("code", "ckpt-file-code", _saves({**ONE, "evil": shared.Evil()}), {}),
     ("older", "ckpt-file-cut", OLDER, TORCH),
     ("shards of XLA", "ckpt-file-xla", _saves({"model": ONE, "shard_metadata": {}}), {}),
     ("no model", "ckpt-no-model", _saves({"generator": ONE, "critic": ONE}), {}),
@@ -539,16 +528,16 @@ def test_wrong_targets(tmp_path: Path) -> None:
 def test_a_flipped_bit_is_refused(saved: Any, name: str, tmp_path: Path) -> None:
     """By `convert` and by `load(verify=True)`, before anything is changed."""
     path = saved[0] / "step-00000003" / name
-    flip(path)
+    shared.flip(path)
     with raises("ckpt-file-changed") as caught:
         checkpoint.convert(saved[0], tmp_path / "one.pt")
     assert str(path) in str(caught.value)
     assert not (tmp_path / "one.pt").exists()
-    model, optimizer = small(seed=5, groups=True)
-    before = everything(model, optimizer)
+    model, optimizer = shared.small(seed=5, groups=True)
+    before = shared.everything(model, optimizer)
     with raises("ckpt-file-changed"):
         checkpoint.load(saved[0], model, optimizer, verify=True)
-    assert_same(everything(model, optimizer), before)
+    shared.assert_same(shared.everything(model, optimizer), before)
 
 
 def test_kinds_are_documented() -> None:

@@ -7,40 +7,34 @@ import math
 import pytest
 import torch
 
-from fsdp2.core.codecs.codec import (
-    ALIGNMENT,
-    NUMBERS,
-    Blocks,
-    Bytes,
-    Codec,
-    Nibbles,
-    Rotated,
-    Rounded,
-    Whole,
-    rotation,
-)
+from fsdp2.core.codecs import codec as known
 
 pytestmark = pytest.mark.alone
 
 TINIEST = 2.0**-149  # of fp32
 LENGTHS = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 3 * 128 + 5)
-INTEGERS = (Bytes(), Nibbles())
+INTEGERS = (known.Bytes(), known.Nibbles())
 CPU = torch.device("cpu")
-CODECS = (*INTEGERS, Whole(), Rounded(), *(Rotated(codec, CPU) for codec in INTEGERS))
+CODECS = (
+    *INTEGERS,
+    known.Whole(),
+    known.Rounded(),
+    *(known.Rotated(codec, CPU) for codec in INTEGERS),
+)
 integers = pytest.mark.parametrize("codec", INTEGERS, ids=lambda codec: codec.name)
 codecs = pytest.mark.parametrize(
     "codec", CODECS, ids=["int8", "int4", "fp32", "bf16", "int8 rotated", "int4 rotated"]
 )
 
 
-def coded(codec: Codec, numbers: torch.Tensor) -> torch.Tensor:
+def coded(codec: known.Codec, numbers: torch.Tensor) -> torch.Tensor:
     rows, numel = numbers.shape
     message = torch.full((rows, codec.nbytes(numel)), 255, dtype=torch.uint8)
     codec.encode(message, numbers)
     return message
 
 
-def through(codec: Codec, numbers: torch.Tensor) -> torch.Tensor:
+def through(codec: known.Codec, numbers: torch.Tensor) -> torch.Tensor:
     found = torch.full_like(numbers, math.nan)
     codec.decode(found, coded(codec, numbers))
     return found
@@ -77,7 +71,7 @@ def blocks_of(numbers: torch.Tensor, block: int) -> torch.Tensor:
 @integers
 @pytest.mark.parametrize("numel", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_are_off_by_half_a_step_at_most(codec: Blocks, kind: str, numel: int) -> None:
+def test_blocks_are_off_by_half_a_step_at_most(codec: known.Blocks, kind: str, numel: int) -> None:
     numbers = numbers_of(kind, numel, largest=codec.largest)
     found = through(codec, numbers)
     assert found.isfinite().all()
@@ -91,7 +85,7 @@ def test_blocks_are_off_by_half_a_step_at_most(codec: Blocks, kind: str, numel: 
 
 
 @integers
-def test_every_code_comes_back(codec: Blocks) -> None:
+def test_every_code_comes_back(codec: known.Blocks) -> None:
     """In each place of a block: those of 4 bits share their bytes."""
     whole = torch.arange(-codec.largest, codec.largest + 1).float()
     for shift in range(codec.block):
@@ -103,7 +97,7 @@ def test_every_code_comes_back(codec: Blocks) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("denormals", "halves")])
 def test_bfloat16_is_off_by_half_a_step_at_most(kind: str) -> None:
     numbers = numbers_of(kind, 1000)
-    found = through(Rounded(), numbers)
+    found = through(known.Rounded(), numbers)
     finite = found.isfinite()  # the largest of fp32 are nearer to infinity
     wrong = (found.double() - numbers.double()).abs()[finite]
     assert (wrong <= numbers.double().abs()[finite] / 256 + 2.0**-134).all()
@@ -111,18 +105,24 @@ def test_bfloat16_is_off_by_half_a_step_at_most(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("dtype", known.NUMBERS)
 def test_fp32_loses_nothing(kind: str, dtype: torch.dtype) -> None:
     numbers = numbers_of(kind, 1000).to(dtype)
-    assert torch.equal(through(Whole(), numbers), numbers)
+    assert torch.equal(through(known.Whole(), numbers), numbers)
 
 
 @codecs
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 31, 32, 63, 64, 127, 128, 2 * 128 + 3])
-def test_what_is_not_finite_stays_visible(codec: Codec, bad: float, place: int) -> None:
+def test_what_is_not_finite_stays_visible(codec: known.Codec, bad: float, place: int) -> None:
     numel = 2 * 128 + 4
-    block = {Bytes: 128, Nibbles: 64, Whole: 1, Rounded: 1, Rotated: 128}[type(codec)]
+    block = {
+        known.Bytes: 128,
+        known.Nibbles: 64,
+        known.Whole: 1,
+        known.Rounded: 1,
+        known.Rotated: 128,
+    }[type(codec)]
     numbers = torch.ones(2, numel)
     numbers[1, place] = bad
     found = through(codec, numbers)
@@ -136,9 +136,11 @@ def test_what_is_not_finite_stays_visible(codec: Codec, bad: float, place: int) 
 
 
 @codecs
-@pytest.mark.parametrize("dtype", NUMBERS)
+@pytest.mark.parametrize("dtype", known.NUMBERS)
 @pytest.mark.parametrize("numel", LENGTHS)
-def test_sums_are_those_of_the_decoded_rows(codec: Codec, dtype: torch.dtype, numel: int) -> None:
+def test_sums_are_those_of_the_decoded_rows(
+    codec: known.Codec, dtype: torch.dtype, numel: int
+) -> None:
     numbers = numbers_of("normal", numel, rows=5).to(dtype)
     message = coded(codec, numbers)
     decoded = torch.empty(5, numel)
@@ -149,7 +151,7 @@ def test_sums_are_those_of_the_decoded_rows(codec: Codec, dtype: torch.dtype, nu
     sums = torch.empty(numel, dtype=dtype)
     codec.total(sums, message)
     close = {"rtol": 1e-6, "atol": 1e-6}
-    if isinstance(codec, Rotated):  # sums are rotated back, not numbers
+    if isinstance(codec, known.Rotated):  # sums are rotated back, not numbers
         close = {"rtol": torch.finfo(dtype).eps, "atol": 1e-5}
     torch.testing.assert_close(sums, expected.to(dtype), **close)
     again = torch.empty(numel, dtype=dtype)
@@ -159,9 +161,9 @@ def test_sums_are_those_of_the_decoded_rows(codec: Codec, dtype: torch.dtype, nu
 
 @codecs
 @pytest.mark.parametrize("numel", [*LENGTHS, 100_000])
-def test_bytes_are_what_is_promised(codec: Codec, numel: int) -> None:
+def test_bytes_are_what_is_promised(codec: known.Codec, numel: int) -> None:
     inner = codec
-    if isinstance(codec, Rotated):  # of whole blocks
+    if isinstance(codec, known.Rotated):  # of whole blocks
         inner, numel = codec._codec, math.ceil(numel / 128) * 128
     exact = {
         "fp32": 4 * numel,
@@ -169,14 +171,14 @@ def test_bytes_are_what_is_promised(codec: Codec, numel: int) -> None:
         "int8": numel + 4 * math.ceil(numel / 128),
         "int4": (32 + 2) * math.ceil(numel / 64),
     }[inner.name]
-    assert exact <= codec.nbytes(numel) < exact + ALIGNMENT
-    assert codec.nbytes(numel) % ALIGNMENT == 0
+    assert exact <= codec.nbytes(numel) < exact + known.ALIGNMENT
+    assert codec.nbytes(numel) % known.ALIGNMENT == 0
 
 
 @codecs
-def test_a_row_does_not_depend_on_the_others(codec: Codec) -> None:
+def test_a_row_does_not_depend_on_the_others(codec: known.Codec) -> None:
     numbers = numbers_of("normal", 300)
-    if isinstance(codec, Rotated):  # but for how a product of matrices is rounded
+    if isinstance(codec, known.Rotated):  # but for how a product of matrices is rounded
         pair = (through(codec, numbers)[1:2], through(codec, numbers[1:2]))
         torch.testing.assert_close(*pair, rtol=0, atol=0.6 * codec._codec.largest**-1)
         return
@@ -184,10 +186,10 @@ def test_a_row_does_not_depend_on_the_others(codec: Codec) -> None:
 
 
 @codecs
-def test_nothing_is_waited_for(codec: Codec) -> None:
+def test_nothing_is_waited_for(codec: known.Codec) -> None:
     """On a device without memory a number that the host reads would raise."""
-    if isinstance(codec, Rotated):
-        codec = Rotated(codec._codec, torch.device("meta"))
+    if isinstance(codec, known.Rotated):
+        codec = known.Rotated(codec._codec, torch.device("meta"))
     numbers = torch.empty(4, 300, device="meta")
     message = torch.empty(4, codec.nbytes(300), dtype=torch.uint8, device="meta")
     codec.encode(message, numbers)
@@ -199,8 +201,8 @@ def test_nothing_is_waited_for(codec: Codec) -> None:
 
 
 def test_the_rotation_is_orthonormal_and_the_same_for_all() -> None:
-    matrix = rotation(CPU)
-    assert rotation(CPU) is matrix
+    matrix = known.rotation(CPU)
+    assert known.rotation(CPU) is matrix
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(128))
     assert matrix.abs().sub(128**-0.5).abs().max() < 1e-7
     signs = (matrix[:, 0] > 0).tolist()  # of Python's generator, whatever torch and machine
@@ -213,14 +215,14 @@ def test_the_rotation_is_orthonormal_and_the_same_for_all() -> None:
     "kind", [kind for kind in KINDS if kind not in ("denormals", "the largest")]
 )
 def test_rotated_blocks_are_off_as_much_as_their_rotation(
-    codec: Blocks, kind: str, numel: int
+    codec: known.Blocks, kind: str, numel: int
 ) -> None:
     """In the length of a block, which a rotation leaves as it is."""
     numbers = numbers_of(kind, numel, largest=codec.largest)
     if kind == "all magnitudes":
         numbers = numbers.clamp(-1e36, 1e36)
-    wrong = blocks_of(through(Rotated(codec, CPU), numbers).double() - numbers.double(), 128)
-    turned = blocks_of(numbers, 128) @ rotation(CPU).double()
+    wrong = blocks_of(through(known.Rotated(codec, CPU), numbers).double() - numbers.double(), 128)
+    turned = blocks_of(numbers, 128) @ known.rotation(CPU).double()
     largest = turned.unflatten(2, (-1, codec.block)).abs().amax(3)
     steps = (largest / (2 * codec.largest)).square().sum(2) * codec.block
     slack = 1 + torch.finfo(codec.scale_dtype).eps + 2.0**-10
@@ -228,23 +230,23 @@ def test_rotated_blocks_are_off_as_much_as_their_rotation(
 
 
 @integers
-def test_an_outlier_costs_its_neighbours_less_when_rotated(codec: Blocks) -> None:
+def test_an_outlier_costs_its_neighbours_less_when_rotated(codec: known.Blocks) -> None:
     numbers = torch.randn(4, 4096, generator=torch.Generator().manual_seed(0))
     numbers[:, 5::128] = 100.0
 
-    def error(by: Codec) -> float:
+    def error(by: known.Codec) -> float:
         return float((through(by, numbers) - numbers).square().mean().sqrt())
 
-    assert error(Rotated(codec, CPU)) < error(codec) / 1.4
+    assert error(known.Rotated(codec, CPU)) < error(codec) / 1.4
 
 
 @integers
-def test_sums_of_rotated_numbers_are_rotated_back_once(codec: Blocks) -> None:
+def test_sums_of_rotated_numbers_are_rotated_back_once(codec: known.Blocks) -> None:
     numbers = numbers_of("normal", 300, rows=4)
-    by = Rotated(codec, CPU)
+    by = known.Rotated(codec, CPU)
     sums = torch.empty(300)
     by.total(sums, coded(by, numbers))
-    largest = (blocks_of(numbers, 128) @ rotation(CPU).double()).abs().amax()
+    largest = (blocks_of(numbers, 128) @ known.rotation(CPU).double()).abs().amax()
     # A step each, of 128 numbers at most, in the length of a block
     bound = 4 * float(largest) / (2 * codec.largest) * 128**0.5 * 1.01
     assert (

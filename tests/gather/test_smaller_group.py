@@ -13,16 +13,7 @@ from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather.keeping import SmallerGroup, SmallerRows, smaller_segment
 from fsdp2.core.gather.make import make_gathers
 from fsdp2.core.gather.program import Gather, combined
-from fsdp2.core.layout.layout import (
-    COLLECTIVE_ALIGN_BYTES,
-    Cut,
-    GroupLayout,
-    ParamShape,
-    Segment,
-    Slot,
-    Transport,
-    build_layout,
-)
+from fsdp2.core.layout import layout as layouts
 from tests.common import thread_ranks
 from tests.common.cuts import random_cut
 
@@ -37,30 +28,32 @@ def _divisors(size: int) -> list[int]:
     return [divisor for divisor in range(2, size) if size % divisor == 0]
 
 
-def _random_params(rng: random.Random, world_size: int) -> list[ParamShape]:
+def _random_params(rng: random.Random, world_size: int) -> list[layouts.ParamShape]:
     params = []
     for i in range(rng.randint(1, 6)):
         shape = tuple(rng.choice((0, 1, 2, 3, 5, 8, 16, 33, 64)) for _ in range(rng.randint(1, 3)))
         shard = rng.choice((F32, F32, BF16))
         full = rng.choice((shard, shard, BF16, F64))
         cut = random_cut(rng, shape, world_size)
-        params.append(ParamShape(f"p{i}", shape, cut, shard, full))
+        params.append(layouts.ParamShape(f"p{i}", shape, cut, shard, full))
     return params
 
 
-def _room(segment: Segment, slot: Slot) -> int:
+def _room(segment: layouts.Segment, slot: layouts.Slot) -> int:
     """Elements from the start of a slot to the start of the next one."""
     later = [s.full_offset for s in segment.slots if s.full_offset > slot.full_offset]
     return min([*later, segment.full_numel]) - slot.full_offset
 
 
-def _check_segment(segment: Segment, smaller: Segment, size: int, coalesces: bool) -> None:
+def _check_segment(
+    segment: layouts.Segment, smaller: layouts.Segment, size: int, coalesces: bool
+) -> None:
     itemsize = smaller.full_dtype.itemsize  # type: ignore[attr-defined]  # a dtype
     assert smaller.shard_dtype == smaller.full_dtype == segment.full_dtype
     assert smaller.full_byte_offset == segment.full_byte_offset
     assert smaller.full_numel == segment.full_numel
-    assert smaller.shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0
-    assert 0 <= smaller.tail < COLLECTIVE_ALIGN_BYTES
+    assert smaller.shard_numel * itemsize % layouts.COLLECTIVE_ALIGN_BYTES == 0
+    assert 0 <= smaller.tail < layouts.COLLECTIVE_ALIGN_BYTES
     assert {slot.index for slot in smaller.slots} == {slot.index for slot in segment.slots}
     in_order = [piece.in_order for piece in smaller.slots]
     assert in_order == sorted(in_order, reverse=True)  # copied out in one call, from the start on
@@ -76,10 +69,14 @@ def _check_segment(segment: Segment, smaller: Segment, size: int, coalesces: boo
         rows = [piece.rows(rank) for rank in range(size)]
         assert sum(rows) == slot.shape[slot.dim]
         assert rows == sorted(rows, reverse=True)
-        if smaller.transport is Transport.COALESCED:
+        if smaller.transport is layouts.Transport.COALESCED:
             assert coalesces
             assert piece.in_order
-            assert piece.shard_numel * itemsize % COLLECTIVE_ALIGN_BYTES == 0 < piece.shard_numel
+            assert (
+                piece.shard_numel * itemsize % layouts.COLLECTIVE_ALIGN_BYTES
+                == 0
+                < piece.shard_numel
+            )
 
 
 def test_smaller_groups_gather_into_the_same_slots() -> None:
@@ -89,18 +86,18 @@ def test_smaller_groups_gather_into_the_same_slots() -> None:
         world_size = rng.choice((4, 6, 8, 12, 16, 64))
         size = rng.choice(_divisors(world_size))
         coalesces = rng.random() < 0.7
-        layout = build_layout(_random_params(rng, world_size), world_size, coalesces)
+        layout = layouts.build_layout(_random_params(rng, world_size), world_size, coalesces)
         below = rng.choice((0, 64))
         for segment in layout.segments:
             smaller = smaller_segment(segment, size, coalesces, 256, below)
             assert smaller.shard_byte_offset == 256
             itemsize = smaller.full_dtype.itemsize  # type: ignore[attr-defined]  # a dtype
             small = any(slot.shard_numel * itemsize < below for slot in smaller.slots)
-            if small and segment.transport is Transport.PACKED:
-                assert smaller.transport is Transport.PACKED
+            if small and segment.transport is layouts.Transport.PACKED:
+                assert smaller.transport is layouts.Transport.PACKED
             transports.add((segment.transport, smaller.transport))
             _check_segment(segment, smaller, size, coalesces)
-    both = (Transport.COALESCED, Transport.PACKED)
+    both = (layouts.Transport.COALESCED, layouts.Transport.PACKED)
     assert {(both[0], both[0]), (both[1], both[1]), (both[1], both[0])} <= transports
 
 
@@ -125,7 +122,7 @@ def _gather(gather: Gather, full: Any) -> None:
         run()
 
 
-def _values(params: list[ParamShape]) -> list[torch.Tensor]:
+def _values(params: list[layouts.ParamShape]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(p.shape, generator=generator, dtype=F64).to(p.shard_dtype)  # type: ignore[arg-type]  # a dtype
@@ -133,7 +130,7 @@ def _values(params: list[ParamShape]) -> list[torch.Tensor]:
     ]
 
 
-def _fill(shard: Any, layout: GroupLayout, values: list[torch.Tensor], rank: int) -> None:
+def _fill(shard: Any, layout: layouts.GroupLayout, values: list[torch.Tensor], rank: int) -> None:
     """This rank's rows, as `ShardedParam.adopt` puts them into the flat shard."""
     for segment in layout.segments:
         for slot in segment.slots:
@@ -146,7 +143,7 @@ def _fill(shard: Any, layout: GroupLayout, values: list[torch.Tensor], rank: int
 class RankState:
     """One rank's buffers of a group of parameters."""
 
-    params: list[ParamShape]
+    params: list[layouts.ParamShape]
     whole: thread_ranks.ThreadCollectives
     neighbours: thread_ranks.ThreadCollectives
     pack_below: int
@@ -155,7 +152,7 @@ class RankState:
         """Gather over all, keep rows, gather over few: the same bits as before."""
         values = _values(self.params)
         size, coalesces, below = self.whole.size, self.whole.coalesces, self.pack_below
-        layout = build_layout(self.params, size, coalesces, below)
+        layout = layouts.build_layout(self.params, size, coalesces, below)
         shard = KERNELS.flat(layout.shard_bytes, on_meta=False)
         _fill(shard, layout, values, self.whole.rank)
         full = KERNELS.transient(layout.full_bytes, "gathered")
@@ -184,7 +181,7 @@ class RankState:
 
 
 def _round_trip(
-    params: list[ParamShape], copies: int, size: int, coalesces: bool, pack_below: int = 0
+    params: list[layouts.ParamShape], copies: int, size: int, coalesces: bool, pack_below: int = 0
 ) -> None:
     everyone = thread_ranks._Meeting(copies * size)
 
@@ -208,8 +205,8 @@ def _param(
     shard: torch.dtype = F32,
     full: torch.dtype = F32,
     bands: int = 1,
-) -> ParamShape:
-    return ParamShape(f"{shape}", shape, Cut(dim, bands), shard, full)
+) -> layouts.ParamShape:
+    return layouts.ParamShape(f"{shape}", shape, layouts.Cut(dim, bands), shard, full)
 
 
 @pytest.mark.parametrize("coalesces", [True, False])
@@ -226,7 +223,7 @@ def _param(
     ],
 )
 def test_backward_gathers_the_same_bits(
-    params: list[ParamShape], copies: int, size: int, coalesces: bool
+    params: list[layouts.ParamShape], copies: int, size: int, coalesces: bool
 ) -> None:
     _round_trip(params, copies, size, coalesces)
 
@@ -245,7 +242,7 @@ def test_rows_that_are_kept_are_those_of_the_smaller_group() -> None:
     def body(
         neighbours: thread_ranks.ThreadCollectives, replicas: thread_ranks.ThreadReplicas
     ) -> list[float]:
-        layout = build_layout([_param((8, 4))], 4, coalesces=True)
+        layout = layouts.build_layout([_param((8, 4))], 4, coalesces=True)
         (slot,) = layout.segments[0].slots
         full = KERNELS.transient(layout.full_bytes, "gathered")
         whole = torch.arange(8.0).repeat_interleave(4).view(8, 4)

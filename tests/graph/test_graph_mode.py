@@ -52,20 +52,6 @@ class _EvenStack(compiling.Stack):
             block.up, block.down = nn.Linear(models.DIM, 6), nn.Linear(6, models.DIM, bias=False)
 
 
-class _Pictures(nn.Module):
-    """Convolutions over what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 4, 3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[:, :8].reshape(-1, 2, 2, 2).repeat(1, 1, 2, 2)
-        for block in self.blocks:
-            x = block(x.contiguous(memory_format=torch.channels_last))
-        return x
-
-
 def _shard(model: nn.Module, **arguments: Any) -> nn.Module:
     for unit in models.units(model):
         fsdp2.fully_shard(unit, **arguments)
@@ -120,9 +106,12 @@ def _lists(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _channels_last() -> nn.Module:
-    model = models.seeded(_Pictures).to(memory_format=torch.channels_last)
-    for block in model.blocks:
-        fsdp2.fully_shard(block)
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 2), nn.Conv2d(4, 4, 1))
+
+    model = models.seeded(build).to(memory_format=torch.channels_last)
+    for layer in model[1:]:
+        fsdp2.fully_shard(layer)
     return fsdp2.fully_shard(model)
 
 
@@ -267,9 +256,7 @@ def test_inside_of_a_larger_graph() -> None:
 
 @ranks(2)
 def test_gradients_of_a_compiled_model() -> None:
-    """Asked for, seen by hooks, added up, of other parameters, and after a change of which train:
-    as of an eager one.
-    """
+    """Asked for, of other parameters, added up, seen by hooks, and of fewer: as of an eager one."""
     found = []
     with compiling.fresh_dynamo():
         for compile in (False, EAGERLY):

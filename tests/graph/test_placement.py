@@ -323,21 +323,7 @@ def test_shards_written_before_backward_raise(compile: Any) -> None:
             model.blocks[2].up.weight.to_local().add_(1)
         with raises("graph-mode-written"):
             loss.backward()
-    assert not compile or all(param.grad is None for param in model.parameters())
-
-
-def test_a_forward_before_others_wrote_shards_cannot_go_back() -> None:
-    """Its backward would gather what a later forward has seen."""
-    model = _sharded()
-    fsdp2.graph_mode(model, compile=EAGERLY)
-    inputs = torch.randn(2, models.DIM)
-    with compiling.fresh_dynamo():
-        early = model(inputs).sum()
-        with torch.no_grad():
-            model.blocks[2].up.weight.to_local().add_(1)
-        model(inputs).sum().backward()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            early.backward()
+        assert not compile or all(param.grad is None for param in model.parameters())
 
 
 def test_a_compiled_forward_that_replaces_parameters_raises() -> None:
@@ -354,60 +340,48 @@ def test_a_compiled_forward_that_replaces_parameters_raises() -> None:
         model(inputs)
 
 
-def _offloaded() -> None:
-    fsdp2.graph_mode(_sharded(offload_policy=fsdp2.CPUOffloadPolicy()))
-
-
-def _with_a_format() -> None:
+def test_a_backward_behind_a_forward_with_other_values_raises() -> None:
+    """It would gather what that forward gathered."""
     model = _sharded()
-    model.set_wire_format(gather="int8", exact_below=0)
-    fsdp2.graph_mode(model)
+    fsdp2.graph_mode(model, compile=EAGERLY)
+    with compiling.fresh_dynamo():
+        loss = model(torch.randn(2, models.DIM)).sum()
+        with torch.no_grad():
+            model.blocks[2].up.weight.to_local().add_(1)
+        model(torch.randn(2, models.DIM))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
-def _to_a_smaller_group() -> None:
-    fsdp2.graph_mode(_sharded(reshard_after_forward=2))
-
-
-def _without_communication() -> None:
-    model = _sharded()
-    model.set_requires_gradient_sync(False)
-    fsdp2.graph_mode(model)
-
-
-def _with_a_hook() -> None:
-    model = _sharded()
-    model.blocks[0].set_all_reduce_hook(lambda flat: None)
-    fsdp2.graph_mode(model)
-
-
-def _of_a_part() -> None:
-    model = _sharded()
-    model(torch.randn(2, models.DIM))
-    fsdp2.graph_mode(model.blocks[0])
-
-
-def _tied_over_units() -> None:
+def _tied_over_units() -> Any:
     model = models.seeded(lambda: compiling.Stack(2))
     model.blocks[1].up.weight = model.blocks[0].up.weight
     for block in model.blocks:
         fsdp2.fully_shard(block)
-    fsdp2.graph_mode(fsdp2.fully_shard(model))
+    return fsdp2.fully_shard(model)
+
+
+def _that(change: Callable[[Any], object]) -> Any:
+    model = _sharded()
+    change(model)
+    return model
 
 
 @pytest.mark.parametrize(
-    "refused",
+    "make",
     [
-        _with_a_format,
-        _to_a_smaller_group,
-        _without_communication,
-        _with_a_hook,
-        _of_a_part,
+        lambda: _sharded(reshard_after_forward=2),
+        lambda: _that(lambda model: model.set_wire_format(gather="int8", exact_below=0)),
+        lambda: _that(lambda model: model.set_requires_gradient_sync(False)),
+        lambda: _that(lambda model: model.blocks[0].set_all_reduce_hook(lambda flat: None)),
+        lambda: _that(lambda model: model(torch.randn(2, models.DIM))).blocks[0],
         _tied_over_units,
     ],
+    ids=["smaller group", "format", "no sync", "hook", "a part", "tied over units"],
 )
-def test_refused(refused: Callable[[], None]) -> None:
+def test_refused(make: Callable[[], Any]) -> None:
     with raises("graph-mode-refuses"):
-        refused()
+        fsdp2.graph_mode(make())
 
 
 def test_no_communication_is_refused_in_backward() -> None:

@@ -30,15 +30,7 @@ from fsdp2.planning.planner import Plan, plan
 from fsdp2.testing.null_group import null_world
 from fsdp2.testing.stand_in import device
 from fsdp2.tracing.paper.stage import GlooOnPaper
-from fsdp2.tracing.record.categories import (
-    ACTIVATIONS,
-    GATHERED,
-    GRADIENTS,
-    KEPT,
-    OPTIMIZER,
-    REDUCTIONS,
-    SHARDS,
-)
+from fsdp2.tracing.record import categories
 from fsdp2.tracing.record.notes import HOST, Await, Operation, Signal
 from fsdp2.tracing.summaries import amount
 from tests.common.errors import raises
@@ -83,12 +75,12 @@ def test_memory_between_steps_is_that_of_the_states() -> None:
     numel = LAYERS * DIM * DIM
     made = planned(optimizer=adam)
     before = made.memory.before.categories
-    assert before[SHARDS] == 4 * numel // RANKS
-    assert before[OPTIMIZER] == 8 * numel // RANKS
-    assert GATHERED not in before
-    assert GRADIENTS not in before
-    assert before[REDUCTIONS] < 1024  # marks of whose gradients are there
-    besides = before[ACTIVATIONS] + before[REDUCTIONS]
+    assert before[categories.SHARDS] == 4 * numel // RANKS
+    assert before[categories.OPTIMIZER] == 8 * numel // RANKS
+    assert categories.GATHERED not in before
+    assert categories.GRADIENTS not in before
+    assert before[categories.REDUCTIONS] < 1024  # marks of whose gradients are there
+    besides = before[categories.ACTIVATIONS] + before[categories.REDUCTIONS]
     assert made.memory.before.live - besides == 12 * numel // RANKS
 
 
@@ -113,7 +105,7 @@ def test_strategies(settings: dict[str, Any], gathers: int, at_loss: int) -> Non
         if getattr(note, "phase", "") == "backward":
             break
         ledger.take(note)
-    assert ledger.totals[GATHERED] == at_loss * WEIGHT
+    assert ledger.totals[categories.GATHERED] == at_loss * WEIGHT
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
@@ -124,7 +116,7 @@ def test_the_window_is_what_is_gathered(window: int) -> None:
         ledger.take(note)
         if getattr(note, "phase", "forward") != "forward":
             break
-        most = max(most, ledger.totals[GATHERED])
+        most = max(most, ledger.totals[categories.GATHERED])
     assert most == min(1 + window, LAYERS) * WEIGHT
 
 
@@ -164,7 +156,7 @@ def _most_gradients(made: Plan) -> int:
     ledger, most = Ledger(made.rehearsal.recording, 1), 0
     for note in made.rehearsal.recording.notes:
         ledger.take(note)
-        most = max(most, ledger.totals[GRADIENTS])
+        most = max(most, ledger.totals[categories.GRADIENTS])
     return most
 
 
@@ -182,7 +174,7 @@ def test_checkpointing_trades_activations_for_arithmetic() -> None:
         )
 
     without, recomputing = made(False), made(True)
-    peaks = [p.memory.peak.categories[ACTIVATIONS] for p in (without, recomputing)]
+    peaks = [p.memory.peak.categories[categories.ACTIVATIONS] for p in (without, recomputing)]
     assert peaks[1] < peaks[0] / 2
     assert recomputing.flops == without.flops
     done = [sum(n.flops for n in p.rehearsal.recording.operations) for p in (without, recomputing)]
@@ -498,7 +490,7 @@ def test_fused_optimizers(kind: Any) -> None:
     """Their states are planned; nothing of a step is temporary."""
     fused = planned(optimizer=lambda params: kind(params, lr=0.1, fused=True))
     plain = planned(optimizer=lambda params: kind(params, lr=0.1, foreach=True))
-    states = [p.memory.before.categories.get(OPTIMIZER, 0) for p in (fused, plain)]
+    states = [p.memory.before.categories.get(categories.OPTIMIZER, 0) for p in (fused, plain)]
     assert 0 <= abs(states[0] - states[1]) <= 64  # counters of steps
     steps = [n for n in fused.rehearsal.recording.operations if n.name.startswith("_fused_")]
     assert sum(note.tensors for note in steps) == LAYERS
@@ -507,7 +499,7 @@ def test_fused_optimizers(kind: Any) -> None:
 def test_offloaded_shards_are_in_cpu_memory() -> None:
     made = planned(offload=True)
     assert made.memory.host >= LAYERS * WEIGHT // RANKS * 3  # shards and Adam's states
-    assert SHARDS not in made.memory.before.categories
+    assert categories.SHARDS not in made.memory.before.categories
     assert any(n.lane is HOST for n in made.rehearsal.recording.operations)
 
 
@@ -744,7 +736,7 @@ def test_fewer_bytes_are_planned(formats: dict[str, Any]) -> None:
         assert moved[group.name] < 0.8 * whole[group.name]
         assert group.residual_bytes == (2 * WEIGHT // 4 if formats.get("feedback") else 0)
     kept = sum(group.residual_bytes for group in made.rehearsal.reports)
-    before = [each.memory.before.categories.get(REDUCTIONS, 0) for each in (made, exact)]
+    before = [each.memory.before.categories.get(categories.REDUCTIONS, 0) for each in (made, exact)]
     assert abs(before[0] - before[1] - kept) < 1024
 
 
@@ -765,7 +757,7 @@ def test_differences_are_planned(gather: str, accumulate: int) -> None:
         assert group.reused_bytes == group.gathered_bytes
         assert 0 <= moved[group.name] - group.step_bytes < 1024  # marks; others are not synced
     kept = sum(group.kept_bytes for group in made.rehearsal.reports)
-    assert made.memory.before.categories[KEPT] == kept > 0
+    assert made.memory.before.categories[categories.KEPT] == kept > 0
 
 
 @pytest.mark.parametrize(
@@ -783,7 +775,7 @@ def test_the_stage_table_of_zero(stage: int, expected: float) -> None:
     model = nn.Linear(256, 256, bias=False)
     made = plan(model, lambda: torch.zeros(1, 256), mesh=ranks, optimizer=adam)
     before = made.memory.before.categories
-    states = (before[SHARDS] + before[OPTIMIZER]) * ranks / numel
+    states = (before[categories.SHARDS] + before[categories.OPTIMIZER]) * ranks / numel
     assert states == 12.0
     halves = 2.0
     parts = {"states": states, "gradients": halves, "parameters": halves}

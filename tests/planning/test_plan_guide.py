@@ -8,26 +8,18 @@ from pathlib import Path
 import pytest
 
 from fsdp2.command import plan as command
-from fsdp2.tracing.record.categories import (
-    ACTIVATIONS,
-    GATHERED,
-    GRADIENTS,
-    OPTIMIZER,
-    REDUCTIONS,
-    SHARDS,
-    TEMPORARY,
-)
+from fsdp2.tracing.record import categories
 
 pytestmark = pytest.mark.alone
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "out_of_memory.md"
 
 COLUMNS = (
-    (ACTIVATIONS,),
-    (TEMPORARY,),
-    (GATHERED,),
-    (GRADIENTS, REDUCTIONS),
-    (SHARDS, OPTIMIZER),
+    (categories.ACTIVATIONS,),
+    (categories.TEMPORARY,),
+    (categories.GATHERED,),
+    (categories.GRADIENTS, categories.REDUCTIONS),
+    (categories.SHARDS, categories.OPTIMIZER),
 )
 """The categories of the columns after the peak's."""
 

@@ -14,55 +14,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp2.tracing.record.notes import (
-    HOST,
-    PLACES,
-    Allocation,
-    Await,
-    Free,
-    Note,
-    Operation,
-    Place,
-    Signal,
-)
+from fsdp2.tracing.record import notes
 
 
-def ancestors(trace: Sequence[Note]) -> list[int]:
+def ancestors(trace: Sequence[notes.Note]) -> list[int]:
     """For each operation the set of those that have run when it starts."""
     before: list[int] = []
-    previous: dict[Place, int] = {}
+    previous: dict[notes.Place, int] = {}
     records: dict[int, int] = {}
     for position, op in enumerate(trace):
-        parents = [previous[lane] for lane in {op.lane, HOST} if lane in previous]
-        if isinstance(op, Signal):
+        parents = [previous[lane] for lane in {op.lane, notes.HOST} if lane in previous]
+        if isinstance(op, notes.Signal):
             records[op.event] = position
-        elif isinstance(op, Await):
+        elif isinstance(op, notes.Await):
             parents.append(records[op.event])
         known = 0
         for parent in parents:
             known |= before[parent] | 1 << parent
         before.append(known)
-        if not isinstance(op, Allocation | Free):  # the host's, they order nothing on a lane
+        if not isinstance(op, notes.Allocation | notes.Free):  # the host's: no order
             previous[op.lane] = position
     return before
 
 
-def unordered_conflicts(trace: Sequence[Note]) -> list[str]:
+def unordered_conflicts(trace: Sequence[notes.Note]) -> list[str]:
     """Operations that conflict with an earlier one of the host's order and may overtake it."""
     before = ancestors(trace)
     accesses: dict[int, int] = {}
     writes: dict[int, int] = {}
-    freed: dict[Place, int] = dict.fromkeys(PLACES, 0)  # accesses of buffers that were freed
+    freed: dict[notes.Place, int] = dict.fromkeys(notes.PLACES, 0)  # accesses of freed buffers
     inherited: dict[int, int] = {}
-    home: dict[int, Place] = {}
+    home: dict[int, notes.Place] = {}
     found = []
     for position, op in enumerate(trace):
-        if isinstance(op, Allocation):
+        if isinstance(op, notes.Allocation):
             home[op.number] = op.lane
             inherited[op.number] = freed[op.lane]
-        if isinstance(op, Free) and home[op.number] is not HOST:
+        if isinstance(op, notes.Free) and home[op.number] is not notes.HOST:
             freed[home[op.number]] |= accesses.get(op.number, 0)
-        if not isinstance(op, Operation):
+        if not isinstance(op, notes.Operation):
             continue
         read, written = ([buffer.number for buffer in some] for some in (op.reads, op.writes))
         needed = 0

@@ -9,20 +9,7 @@ from itertools import groupby
 import pytest
 import torch
 
-from fsdp2.core.layout.layout import (
-    COLLECTIVE_ALIGN_BYTES,
-    ROWS,
-    SLOT_ALIGN_BYTES,
-    Cut,
-    GroupLayout,
-    ParamShape,
-    Segment,
-    Slot,
-    Transport,
-    build_layout,
-    default_cut,
-    pick_transport,
-)
+from fsdp2.core.layout import layout as layouts
 from tests.common import cuts
 
 pytestmark = pytest.mark.alone
@@ -33,19 +20,19 @@ RANDOM_GROUPS = 400
 
 def _param(
     shape: tuple[int, ...],
-    cut: int | Cut = 0,
+    cut: int | layouts.Cut = 0,
     shard: torch.dtype = F32,
     full: torch.dtype | None = None,
-) -> ParamShape:
+) -> layouts.ParamShape:
     full = full or shard
-    return ParamShape(f"p{shape}", shape, cuts.as_cut(cut), shard, full)
+    return layouts.ParamShape(f"p{shape}", shape, cuts.as_cut(cut), shard, full)
 
 
-def _slot(shape: tuple[int, ...], cut: int | Cut, world_size: int) -> Slot:
-    return Slot(0, shape, cuts.as_cut(cut), world_size, 0, 0)
+def _slot(shape: tuple[int, ...], cut: int | layouts.Cut, world_size: int) -> layouts.Slot:
+    return layouts.Slot(0, shape, cuts.as_cut(cut), world_size, 0, 0)
 
 
-def _only_segment(layout: GroupLayout) -> Segment:
+def _only_segment(layout: layouts.GroupLayout) -> layouts.Segment:
     (segment,) = layout.segments
     return segment
 
@@ -71,37 +58,39 @@ def _only_segment(layout: GroupLayout) -> Segment:
     ],
 )
 def test_default_cut(shape: tuple[int, ...], ranks: int, dim: int) -> None:
-    assert default_cut(shape, ranks, 4) == Cut(dim)
+    assert layouts.default_cut(shape, ranks, 4) == layouts.Cut(dim)
 
 
 @pytest.mark.parametrize(
     ("shape", "ranks", "dims", "cut"),
     [
-        ((128, 5760, 2880), 128, (0, 1), Cut(0)),  # no padding
-        ((128, 5760, 2880), 96, (0, 1), Cut(1)),  # 50 %, none
-        ((128, 5760, 2880), 256, (0, 1), Cut(1, 128)),  # 100 %, 2.2 %; none and no copies
-        ((256, 5760, 2880), 768, (0, 1), Cut(1, 256)),
-        ((384, 5760, 2880), 256, (0, 1), Cut(1)),  # 33 %, 2.2 %; none, but copies too
-        ((128, 5760, 2880), 1024, (0, 1), Cut(1, 128)),  # 700 %, 7 %; none
-        ((128, 2880, 2880), 1024, (0, 2), Cut(2, 128)),
-        ((128, 2880, 2880), 1024, (1, 2), Cut(1)),  # 7 % either: dim 0 is not named
-        ((128, 2880, 2880), 1024, (2,), Cut(2)),
-        ((128, 5761, 1), 1024, (0, 1), Cut(1, 128)),  # 720 of 8 pieces and one more: 0.1 %
-        ((128, 3, 2880), 1024, (0, 1), Cut(1, 128)),  # 700 %, 34,033 %; 167 %
-        ((128, 3, 2880), 1024, (0, 1, 2), Cut(2, 128)),
-        ((3, 1_000_000), 1024, (0, 1), Cut(1)),  # 3 and 1024 share no divisor
-        ((2, 1024), 1024, (0, 1), Cut(0)),  # 51,100 %, but 1 MiB and no more
-        ((4, 262_144), 2, (1, 0), Cut(1)),
+        ((128, 5760, 2880), 128, (0, 1), layouts.Cut(0)),  # no padding
+        ((128, 5760, 2880), 96, (0, 1), layouts.Cut(1)),  # 50 %, none
+        ((128, 5760, 2880), 256, (0, 1), layouts.Cut(1, 128)),  # 100 %, 2.2 %; none and no copies
+        ((256, 5760, 2880), 768, (0, 1), layouts.Cut(1, 256)),
+        ((384, 5760, 2880), 256, (0, 1), layouts.Cut(1)),  # 33 %, 2.2 %; none, but copies too
+        ((128, 5760, 2880), 1024, (0, 1), layouts.Cut(1, 128)),  # 700 %, 7 %; none
+        ((128, 2880, 2880), 1024, (0, 2), layouts.Cut(2, 128)),
+        ((128, 2880, 2880), 1024, (1, 2), layouts.Cut(1)),  # 7 % either: dim 0 is not named
+        ((128, 2880, 2880), 1024, (2,), layouts.Cut(2)),
+        ((128, 5761, 1), 1024, (0, 1), layouts.Cut(1, 128)),  # 720 of 8 pieces and one more: 0.1 %
+        ((128, 3, 2880), 1024, (0, 1), layouts.Cut(1, 128)),  # 700 %, 34,033 %; 167 %
+        ((128, 3, 2880), 1024, (0, 1, 2), layouts.Cut(2, 128)),
+        ((3, 1_000_000), 1024, (0, 1), layouts.Cut(1)),  # 3 and 1024 share no divisor
+        ((2, 1024), 1024, (0, 1), layouts.Cut(0)),  # 51,100 %, but 1 MiB and no more
+        ((4, 262_144), 2, (1, 0), layouts.Cut(1)),
     ],
 )
-def test_named_dims(shape: tuple[int, ...], ranks: int, dims: tuple[int, ...], cut: Cut) -> None:
-    assert default_cut(shape, ranks, 1, dims) == cut
+def test_named_dims(
+    shape: tuple[int, ...], ranks: int, dims: tuple[int, ...], cut: layouts.Cut
+) -> None:
+    assert layouts.default_cut(shape, ranks, 1, dims) == cut
 
 
 def test_bands_are_cut_like_parameters_of_their_own() -> None:
     """What each rank of a band holds is what it would hold of the band alone."""
     whole = torch.arange(4 * 5 * 3).view(4, 5, 3)
-    slot = _slot((4, 5, 3), Cut(1, 2), 6)
+    slot = _slot((4, 5, 3), layouts.Cut(1, 2), 6)
     alone = _slot((2, 5, 3), 1, 3)
     for rank in range(6):
         band = whole.narrow(0, rank // 3 * 2, 2)
@@ -115,18 +104,18 @@ def test_bands_are_cut_like_parameters_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("shape", "cut", "ranks", "in_order"),
     [
-        ((7, 3), ROWS, 4, True),  # padding at the end alone
-        ((7, 4), Cut(1), 4, False),
-        ((1, 8), Cut(1), 4, True),
-        ((1, 7), Cut(1), 4, False),  # a piece is short
-        ((2, 8, 3), Cut(1, 2), 4, True),
-        ((2, 7, 3), Cut(1, 2), 4, False),
-        ((4, 8, 3), Cut(1, 2), 4, False),  # two rows a band
-        ((2, 8, 4), Cut(2, 2), 4, False),
-        ((2, 1, 4), Cut(2, 2), 4, True),
+        ((7, 3), layouts.ROWS, 4, True),  # padding at the end alone
+        ((7, 4), layouts.Cut(1), 4, False),
+        ((1, 8), layouts.Cut(1), 4, True),
+        ((1, 7), layouts.Cut(1), 4, False),  # a piece is short
+        ((2, 8, 3), layouts.Cut(1, 2), 4, True),
+        ((2, 7, 3), layouts.Cut(1, 2), 4, False),
+        ((4, 8, 3), layouts.Cut(1, 2), 4, False),  # two rows a band
+        ((2, 8, 4), layouts.Cut(2, 2), 4, False),
+        ((2, 1, 4), layouts.Cut(2, 2), 4, True),
     ],
 )
-def test_in_order(shape: tuple[int, ...], cut: Cut, ranks: int, in_order: bool) -> None:
+def test_in_order(shape: tuple[int, ...], cut: layouts.Cut, ranks: int, in_order: bool) -> None:
     assert _slot(shape, cut, ranks).in_order is in_order
     whole = torch.arange(1, math.prod(shape) + 1).view(shape)
     pieces = [_slot(shape, cut, ranks).part(whole, rank).flatten() for rank in range(ranks)]
@@ -170,62 +159,68 @@ def test_shard_blocks_cover_the_ranks_that_hold_rows(length: int, world_size: in
 @pytest.mark.parametrize(
     ("param", "world_size", "transport"),
     [
-        (_param((8, 8)), 1, Transport.LOCAL),
-        (_param((3, 5), 1), 1, Transport.LOCAL),
-        (_param((0, 4)), 1, Transport.LOCAL),
-        (_param((8, 8)), 4, Transport.COALESCED),
-        (_param((5, 4)), 4, Transport.COALESCED),  # uneven: only padding after the last row
-        (_param((1, 4)), 4, Transport.COALESCED),  # fewer rows than ranks
-        (_param((4,)), 4, Transport.PACKED),  # 4 bytes a rank
-        (_param((16,)), 4, Transport.COALESCED),  # 16 bytes a rank
-        (_param((20,)), 4, Transport.PACKED),  # 20 bytes a rank
-        (_param((8, 8), 1), 4, Transport.PACKED),  # not dim 0
-        (_param((1, 16), 1), 4, Transport.COALESCED),  # but its pieces follow one another
-        (_param((2, 8), Cut(1, 2)), 4, Transport.COALESCED),
-        (_param((2, 4), Cut(1, 2)), 4, Transport.PACKED),  # 8 bytes a rank
-        (_param((4, 8), Cut(1, 2)), 4, Transport.PACKED),  # two rows a band
-        (_param((0, 8)), 4, Transport.PACKED),
-        (_param((8, 0)), 4, Transport.PACKED),
+        (_param((8, 8)), 1, layouts.Transport.LOCAL),
+        (_param((3, 5), 1), 1, layouts.Transport.LOCAL),
+        (_param((0, 4)), 1, layouts.Transport.LOCAL),
+        (_param((8, 8)), 4, layouts.Transport.COALESCED),
+        (_param((5, 4)), 4, layouts.Transport.COALESCED),  # uneven: only padding after the last row
+        (_param((1, 4)), 4, layouts.Transport.COALESCED),  # fewer rows than ranks
+        (_param((4,)), 4, layouts.Transport.PACKED),  # 4 bytes a rank
+        (_param((16,)), 4, layouts.Transport.COALESCED),  # 16 bytes a rank
+        (_param((20,)), 4, layouts.Transport.PACKED),  # 20 bytes a rank
+        (_param((8, 8), 1), 4, layouts.Transport.PACKED),  # not dim 0
+        (_param((1, 16), 1), 4, layouts.Transport.COALESCED),  # but its pieces follow one another
+        (_param((2, 8), layouts.Cut(1, 2)), 4, layouts.Transport.COALESCED),
+        (_param((2, 4), layouts.Cut(1, 2)), 4, layouts.Transport.PACKED),  # 8 bytes a rank
+        (_param((4, 8), layouts.Cut(1, 2)), 4, layouts.Transport.PACKED),  # two rows a band
+        (_param((0, 8)), 4, layouts.Transport.PACKED),
+        (_param((8, 0)), 4, layouts.Transport.PACKED),
     ],
 )
-def test_transport(param: ParamShape, world_size: int, transport: Transport) -> None:
-    assert pick_transport(param, world_size, coalesces=True) is transport
+def test_transport(
+    param: layouts.ParamShape, world_size: int, transport: layouts.Transport
+) -> None:
+    assert layouts.pick_transport(param, world_size, coalesces=True) is transport
     if world_size > 1:
-        assert pick_transport(param, world_size, coalesces=False) is Transport.PACKED
+        assert (
+            layouts.pick_transport(param, world_size, coalesces=False) is layouts.Transport.PACKED
+        )
 
 
 @pytest.mark.parametrize(
     ("shard", "full", "transport"),
     [
-        (F32, F32, Transport.COALESCED),  # 4 elements a rank: 16 bytes
-        (F64, F64, Transport.COALESCED),
-        (F32, BF16, Transport.PACKED),  # 16 bytes as a shard, 8 on the wire
-        (BF16, F32, Transport.PACKED),
-        (BF16, BF16, Transport.PACKED),
+        (F32, F32, layouts.Transport.COALESCED),  # 4 elements a rank: 16 bytes
+        (F64, F64, layouts.Transport.COALESCED),
+        (F32, BF16, layouts.Transport.PACKED),  # 16 bytes as a shard, 8 on the wire
+        (BF16, F32, layouts.Transport.PACKED),
+        (BF16, BF16, layouts.Transport.PACKED),
     ],
 )
 def test_sixteen_bytes_in_both_dtypes(
-    shard: torch.dtype, full: torch.dtype, transport: Transport
+    shard: torch.dtype, full: torch.dtype, transport: layouts.Transport
 ) -> None:
-    assert pick_transport(_param((16,), 0, shard, full), 4, coalesces=True) is transport
+    assert layouts.pick_transport(_param((16,), 0, shard, full), 4, coalesces=True) is transport
 
 
 # ---- one group
 
 
 def test_coalesced_slots_are_parameter_major_and_aligned() -> None:
-    segment = _only_segment(build_layout([_param((8, 4)), _param((3, 4))], 2, coalesces=True))
-    assert segment.transport is Transport.COALESCED
+    segment = _only_segment(
+        layouts.build_layout([_param((8, 4)), _param((3, 4))], 2, coalesces=True)
+    )
+    assert segment.transport is layouts.Transport.COALESCED
     assert [slot.shard_offset for slot in segment.slots] == [0, 16]
-    assert [slot.full_offset for slot in segment.slots] == [0, SLOT_ALIGN_BYTES // 4]
+    assert [slot.full_offset for slot in segment.slots] == [0, layouts.SLOT_ALIGN_BYTES // 4]
     assert (segment.shard_numel, segment.tail) == (24, 0)
-    assert segment.full_numel == 2 * SLOT_ALIGN_BYTES // 4
+    assert segment.full_numel == 2 * layouts.SLOT_ALIGN_BYTES // 4
 
 
 def test_packed_order_and_single_tail() -> None:
     shapes = [((3,), 0), ((4, 8), 1), ((8, 4), 0), ((2, 3), 1), ((5,), 0), ((16,), 0)]
     params = [_param(shape, dim) for shape, dim in shapes]
-    segment = _only_segment(build_layout(params, 2, coalesces=False))
+    segment = _only_segment(layouts.build_layout(params, 2, coalesces=False))
     # Dim 0 before dim 1; within each, those of whole 16 bytes before the others.
     assert [slot.index for slot in segment.slots] == [2, 5, 0, 4, 1, 3]
     offset = 0
@@ -234,7 +229,7 @@ def test_packed_order_and_single_tail() -> None:
         offset += slot.shard_numel
     assert offset == 16 + 8 + 2 + 3 + 16 + 4
     assert segment.tail == 3
-    assert segment.shard_numel * 4 % COLLECTIVE_ALIGN_BYTES == 0
+    assert segment.shard_numel * 4 % layouts.COLLECTIVE_ALIGN_BYTES == 0
 
 
 def test_segments_by_transport_and_dtypes() -> None:
@@ -245,30 +240,32 @@ def test_segments_by_transport_and_dtypes() -> None:
         _param((8, 16), 0, F32, BF16),
         _param((8, 8), 0, F32),
     ]
-    layout = build_layout(params, 2, coalesces=True)
+    layout = layouts.build_layout(params, 2, coalesces=True)
     found = [
         (s.transport, s.shard_dtype, s.full_dtype, [slot.index for slot in s.slots])
         for s in layout.segments
     ]
     assert found == [
-        (Transport.COALESCED, F32, BF16, [0, 3]),
-        (Transport.COALESCED, U8, U8, [1]),
-        (Transport.PACKED, F32, BF16, [2]),
-        (Transport.COALESCED, F32, F32, [4]),
+        (layouts.Transport.COALESCED, F32, BF16, [0, 3]),
+        (layouts.Transport.COALESCED, U8, U8, [1]),
+        (layouts.Transport.PACKED, F32, BF16, [2]),
+        (layouts.Transport.COALESCED, F32, F32, [4]),
     ]
     _check_disjoint(layout)
 
 
 def test_world_size_one_needs_no_gathered_buffer() -> None:
-    layout = build_layout([_param((3, 5)), _param((7,), 0)], 1, coalesces=True)
+    layout = layouts.build_layout([_param((3, 5)), _param((7,), 0)], 1, coalesces=True)
     segment = _only_segment(layout)
-    assert segment.transport is Transport.LOCAL
+    assert segment.transport is layouts.Transport.LOCAL
     assert layout.full_bytes == 0
-    assert all(slot.shard_offset * 4 % SLOT_ALIGN_BYTES == 0 for slot in segment.slots)
+    assert all(slot.shard_offset * 4 % layouts.SLOT_ALIGN_BYTES == 0 for slot in segment.slots)
 
 
 def test_world_size_one_casts_slot_for_slot() -> None:
-    layout = build_layout([_param((3, 5), 0, F32, BF16), _param((7,), 0, F32, BF16)], 1, True)
+    layout = layouts.build_layout(
+        [_param((3, 5), 0, F32, BF16), _param((7,), 0, F32, BF16)], 1, True
+    )
     segment = _only_segment(layout)
     assert segment.full_numel == segment.shard_numel
     assert [s.full_offset for s in segment.slots] == [s.shard_offset for s in segment.slots]
@@ -285,8 +282,8 @@ def test_world_size_one_casts_slot_for_slot() -> None:
         ([_param((0, 4))], 4, 0),
     ],
 )
-def test_padding_bytes(params: list[ParamShape], world_size: int, padding: int) -> None:
-    layout = build_layout(params, world_size, coalesces=True)
+def test_padding_bytes(params: list[layouts.ParamShape], world_size: int, padding: int) -> None:
+    layout = layouts.build_layout(params, world_size, coalesces=True)
     assert layout.payload_bytes == sum(4 * math.prod(p.shape) for p in params)
     assert layout.padding_bytes == padding
 
@@ -294,7 +291,7 @@ def test_padding_bytes(params: list[ParamShape], world_size: int, padding: int) 
 # ---- brute force
 
 
-def _random_group(rng: random.Random) -> tuple[list[ParamShape], int, bool]:
+def _random_group(rng: random.Random) -> tuple[list[layouts.ParamShape], int, bool]:
     world_size = rng.choice((1, 2, 3, 4, 8))
     params = []
     for _ in range(rng.randint(1, 6)):
@@ -306,7 +303,7 @@ def _random_group(rng: random.Random) -> tuple[list[ParamShape], int, bool]:
     return params, world_size, rng.random() < 0.5
 
 
-def _numbered(params: list[ParamShape]) -> list[torch.Tensor]:
+def _numbered(params: list[layouts.ParamShape]) -> list[torch.Tensor]:
     """Parameters whose elements are all different, counted from 1; 0 is padding."""
     start = 1
     tensors = []
@@ -317,7 +314,7 @@ def _numbered(params: list[ParamShape]) -> list[torch.Tensor]:
     return tensors
 
 
-def _shard(segment: Segment, wholes: list[torch.Tensor], rank: int) -> torch.Tensor:
+def _shard(segment: layouts.Segment, wholes: list[torch.Tensor], rank: int) -> torch.Tensor:
     """One rank's part of the flat shard."""
     flat = torch.zeros(segment.shard_numel, dtype=torch.long)
     for slot in segment.slots:
@@ -328,7 +325,7 @@ def _shard(segment: Segment, wholes: list[torch.Tensor], rank: int) -> torch.Ten
     return flat
 
 
-def _gather(segment: Segment, shards: list[torch.Tensor]) -> torch.Tensor:
+def _gather(segment: layouts.Segment, shards: list[torch.Tensor]) -> torch.Tensor:
     """What the segment's transport leaves in the gathered buffer."""
     full = torch.full((segment.full_numel,), -1)
     for slot in segment.slots:
@@ -349,17 +346,17 @@ def _gather(segment: Segment, shards: list[torch.Tensor]) -> torch.Tensor:
     return full
 
 
-def _check_disjoint(layout: GroupLayout) -> None:
+def _check_disjoint(layout: layouts.GroupLayout) -> None:
     """No two parameters share a byte, and each lies inside its buffer, aligned."""
     shard_end = full_end = 0
     for segment in layout.segments:
         shard_size, full_size = segment.shard_dtype.itemsize, segment.full_dtype.itemsize
         assert segment.shard_byte_offset >= shard_end
         assert segment.full_byte_offset >= full_end
-        assert segment.shard_byte_offset % COLLECTIVE_ALIGN_BYTES == 0
-        assert segment.full_byte_offset % SLOT_ALIGN_BYTES == 0
+        assert segment.shard_byte_offset % layouts.COLLECTIVE_ALIGN_BYTES == 0
+        assert segment.full_byte_offset % layouts.SLOT_ALIGN_BYTES == 0
         for size in (shard_size, full_size):
-            assert segment.shard_numel * size % COLLECTIVE_ALIGN_BYTES == 0
+            assert segment.shard_numel * size % layouts.COLLECTIVE_ALIGN_BYTES == 0
         shard_end = segment.shard_byte_offset + segment.shard_numel * shard_size
         full_end = segment.full_byte_offset + segment.full_numel * full_size
         offset = 0
@@ -372,21 +369,23 @@ def _check_disjoint(layout: GroupLayout) -> None:
         offset = 0
         for slot in segment.slots:
             assert slot.full_offset >= offset
-            assert slot.full_offset * full_size % SLOT_ALIGN_BYTES == 0
+            assert slot.full_offset * full_size % layouts.SLOT_ALIGN_BYTES == 0
             offset = slot.full_offset + slot.full_numel
         assert offset <= segment.full_numel
     assert shard_end <= layout.shard_bytes
     assert full_end <= layout.full_bytes
 
 
-def _check_members(layout: GroupLayout, params: list[ParamShape], coalesces: bool) -> None:
+def _check_members(
+    layout: layouts.GroupLayout, params: list[layouts.ParamShape], coalesces: bool
+) -> None:
     """Every parameter has one slot, in a segment of its transport and dtypes."""
     indices = [slot.index for segment in layout.segments for slot in segment.slots]
     assert sorted(indices) == list(range(len(params)))
     for segment in layout.segments:
         for slot in segment.slots:
             param = params[slot.index]
-            assert pick_transport(param, layout.world_size, coalesces) is segment.transport
+            assert layouts.pick_transport(param, layout.world_size, coalesces) is segment.transport
             assert (param.shard_dtype, param.full_dtype) == (
                 segment.shard_dtype,
                 segment.full_dtype,
@@ -400,13 +399,13 @@ def test_random_groups_are_recovered_exactly(block: int) -> None:
     count = RANDOM_GROUPS // 4
     for seed in range(block * count, (block + 1) * count):
         params, world_size, coalesces = _random_group(random.Random(seed))
-        layout = build_layout(params, world_size, coalesces)
+        layout = layouts.build_layout(params, world_size, coalesces)
         _check_disjoint(layout)
         _check_members(layout, params, coalesces)
         wholes = _numbered(params)
         for segment in layout.segments:
             shards = [_shard(segment, wholes, rank) for rank in range(world_size)]
-            local = segment.transport is Transport.LOCAL
+            local = segment.transport is layouts.Transport.LOCAL
             full = shards[0] if local else _gather(segment, shards)
             for slot in segment.slots:
                 start = slot.shard_offset if local else slot.full_offset
