@@ -271,10 +271,9 @@ def _gradients(model: nn.Module) -> list[Tensor]:
     params = dict(model.named_parameters())
     inputs = next(_inputs(model))
     found = [*torch.autograd.grad(_loss(model(inputs)), [*params.values()])]
-    doubled = {name: 2 * param.detach() for name, param in params.items()}
-    wanted = [value.requires_grad_() for value in doubled.values()]
+    doubled = {name: (2 * param.detach()).requires_grad_() for name, param in params.items()}
     output = torch.func.functional_call(model, doubled, (inputs,))
-    found += torch.autograd.grad(_loss(output), wanted)
+    found += torch.autograd.grad(_loss(output), [*doubled.values()])
     for _ in range(2):
         _loss(model(inputs)).backward()
     hook = model.head.weight.register_hook(lambda gradient: 3 * gradient)

@@ -249,6 +249,21 @@ def test_other_dtypes_after_the_call() -> None:
     assert all(param.grad.dtype is torch.float64 for param in model.parameters())
 
 
+def test_groups_enter_a_graph_in_place_of_parameters() -> None:
+    """As a row and a handle each: torch guards and saves no single parameter."""
+    given: list[int] = []
+
+    def note(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        given.append(len(inputs))
+        return placement.compile_graphs(graph, inputs, **EAGERLY)
+
+    model = _sharded(blocks=3)
+    fsdp2.graph_mode(model, compile={"backend": note})
+    with compiling.fresh_dynamo():
+        model(torch.randn(2, models.DIM)).sum().backward()
+    assert given == [1 + 2 * (3 + 1)]
+
+
 def test_changes_compile_anew() -> None:
     """Of the layout, of dtypes, and of what trains: once each. The root's forward is compiled."""
     model = _sharded()
