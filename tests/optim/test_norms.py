@@ -14,8 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import tensor as dtensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
@@ -34,7 +41,7 @@ HALF = parity.Tolerance(
 NORMS = (2.0, 1.0, math.inf, 3.0)
 SMALLEST = (-math.inf, -2.0)  # of which the smallest elements count most
 
-Spread = Sequence[dtensors.Placement]
+Spread = Sequence[Placement]
 
 
 def trained(
@@ -51,7 +58,7 @@ def trained(
 
 
 def parameter(
-    seed: int, shape: tuple[int, ...], mesh: DeviceMesh | None, *spread: dtensors.Placement
+    seed: int, shape: tuple[int, ...], mesh: DeviceMesh | None, *spread: Placement
 ) -> Any:
     """A parameter with a gradient, both from a seed; and the same without sharding."""
     generator = torch.Generator().manual_seed(seed)
@@ -67,19 +74,19 @@ def parameter(
     return sharded, plain
 
 
-def part(whole: Tensor, mesh: DeviceMesh, spread: Spread) -> dtensors.DTensor:
+def part(whole: Tensor, mesh: DeviceMesh, spread: Spread) -> DTensor:
     """This rank's part of a tensor that every rank has; no communication."""
-    return dtensors.distribute_tensor(whole, mesh, spread, src_data_rank=None)
+    return distribute_tensor(whole, mesh, spread, src_data_rank=None)
 
 
 def grads_of(params: Sequence[nn.Parameter]) -> list[Tensor]:
     """This rank's local gradients."""
-    return [p.grad.to_local() if isinstance(p.grad, dtensors.DTensor) else p.grad for p in params]
+    return [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params]
 
 
 def local_of(whole: Tensor, like: Tensor) -> Tensor:
     """This rank's rows of `whole`, as `like` is spread."""
-    if not isinstance(like, dtensors.DTensor):
+    if not isinstance(like, DTensor):
         return whole
     return part(whole, like.device_mesh, like.placements).to_local()
 
@@ -124,7 +131,7 @@ def test_a_sharded_model(whose: str, foreach: bool | None) -> None:
         )
         model, plain = trained(parity.OURS, build, outputs), trained(None, build, outputs)
         actual = clip(model.parameters(), 0.1, norm_type, foreach=foreach)
-        if isinstance(actual, dtensors.DTensor):
+        if isinstance(actual, DTensor):
             actual = actual.full_tensor()
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
         assert expected > 0.1, "clipping had something to do"
@@ -178,11 +185,7 @@ def test_a_model_on_any_mesh(name: str) -> None:
 def _replicas() -> list[tuple[nn.Parameter, nn.Parameter]]:
     """HSDP's placements: reduced over the shard dim alone, equal to the bit on all replicas."""
     mesh = meshes.hsdp_mesh(2, 2)
-    return [
-        parameter(i, (5, 3), mesh, dtensors.Replicate(), dtensors.Shard(i % 2)) for i in range(4)
-    ]
-        parameter(i, (5, 3), mesh, dtensors.Replicate(), dtensors.Shard(i % 2)) for i in range(4)
-    ]
+    return [parameter(i, (5, 3), mesh, Replicate(), Shard(i % 2)) for i in range(4)]
 
 
 def _experts() -> list[tuple[nn.Parameter, nn.Parameter]]:
@@ -190,10 +193,10 @@ def _experts() -> list[tuple[nn.Parameter, nn.Parameter]]:
     dense = meshes.mesh("dp", shape=(4,))
     sparse = meshes.mesh("ep", "efsdp", shape=(2, 2))
     return [
-        parameter(0, (4, 6, 3), sparse, dtensors.Shard(0), dtensors.Shard(1)),
-        parameter(1, (7, 3), dense, dtensors.Shard(0)),
-        parameter(2, (4, 5, 2), sparse, dtensors.Shard(0), dtensors.Shard(1)),
-        parameter(3, (3,), dense, dtensors.Replicate()),
+        parameter(0, (4, 6, 3), sparse, Shard(0), Shard(1)),
+        parameter(1, (7, 3), dense, Shard(0)),
+        parameter(2, (4, 5, 2), sparse, Shard(0), Shard(1)),
+        parameter(3, (3,), dense, Replicate()),
         parameter(4, (3,), None),
     ]
 
@@ -202,8 +205,8 @@ def _experts_alone() -> list[tuple[nn.Parameter, nn.Parameter]]:
     """A 2-D mesh without a dense one: one collective a dim."""
     sparse = meshes.mesh("ep", "efsdp", shape=(2, 2))
     return [
-        parameter(0, (4, 6, 3), sparse, dtensors.Shard(0), dtensors.Shard(1)),
-        parameter(1, (6, 3), sparse, dtensors.Shard(0), dtensors.Shard(0)),
+        parameter(0, (4, 6, 3), sparse, Shard(0), Shard(1)),
+        parameter(1, (6, 3), sparse, Shard(0), Shard(0)),
     ]
 
 
@@ -211,11 +214,11 @@ def _sub_meshes() -> list[tuple[nn.Parameter, nn.Parameter]]:
     """Tensor parallel and not, some on both dims, some on one; equal groups are joined."""
     mesh = meshes.mesh("shard", "tp", shape=(2, 2))
     return [
-        parameter(0, (6, 4), mesh, dtensors.Shard(1), dtensors.Shard(0)),
-        parameter(1, (6, 4), mesh["shard"], dtensors.Shard(0)),
-        parameter(2, (5,), mesh, dtensors.Shard(0), dtensors.Replicate()),
-        parameter(3, (5, 2), mesh["tp"], dtensors.Shard(0)),
-        parameter(4, (5, 2), mesh, dtensors.Replicate(), dtensors.Replicate()),
+        parameter(0, (6, 4), mesh, Shard(1), Shard(0)),
+        parameter(1, (6, 4), mesh["shard"], Shard(0)),
+        parameter(2, (5,), mesh, Shard(0), Replicate()),
+        parameter(3, (5, 2), mesh["tp"], Shard(0)),
+        parameter(4, (5, 2), mesh, Replicate(), Replicate()),
         parameter(5, (5, 2), None),
     ]
 
@@ -248,15 +251,15 @@ def test_tensor_parallel_gradients_spread_unlike_their_parameters() -> None:
     """A row-wise embedding's gradient is whole where the parameter is sharded: counted once."""
     mesh = meshes.mesh("shard", "tp", shape=(2, 2))
     for norm_type in NORMS:
-        sharded, plain = parameter(0, (6, 4), mesh, dtensors.Replicate(), dtensors.Shard(0))
-        sharded.grad = part(plain.grad, mesh, [dtensors.Replicate(), dtensors.Replicate()])
-        other = parameter(1, (6, 4), mesh, dtensors.Shard(0), dtensors.Shard(1))
+        sharded, plain = parameter(0, (6, 4), mesh, Replicate(), Shard(0))
+        sharded.grad = part(plain.grad, mesh, [Replicate(), Replicate()])
+        other = parameter(1, (6, 4), mesh, Shard(0), Shard(1))
         if norm_type == 2.0:
             model = nn.Sequential(nn.Embedding(8, 4))
-            layout = RowwiseParallel(input_layouts=dtensors.Replicate())
+            layout = RowwiseParallel(input_layouts=Replicate())
             parallelize_module(model, mesh["tp"], {"0": layout})
             model(torch.arange(8)).sum().backward()
-            assert model[0].weight.grad.placements == (dtensors.Replicate(),), "as torch does"
+            assert model[0].weight.grad.placements == (Replicate(),), "as torch does"
             parity.assert_close(
                 fsdp2.optim.get_total_norm([p.grad for p in model.parameters()]),
                 fsdp2.clip_grad_norm_(model.parameters(), 1.0),
@@ -277,10 +280,10 @@ def test_gradients_may_be_missing_on_some_ranks() -> None:
     dense = meshes.mesh("dp", shape=(4,))
     mesh = meshes.mesh("shard", "tp", shape=(2, 2))
     pairs = [
-        parameter(0, (6, 4), mesh, dtensors.Shard(1), dtensors.Shard(0)),
-        parameter(1, (8, 4), dense, dtensors.Shard(0)),
-        parameter(2, (6, 4), mesh["tp"], dtensors.Shard(0)),
-        parameter(3, (6, 4), mesh, dtensors.Shard(0), dtensors.Replicate()),
+        parameter(0, (6, 4), mesh, Shard(1), Shard(0)),
+        parameter(1, (8, 4), dense, Shard(0)),
+        parameter(2, (6, 4), mesh["tp"], Shard(0)),
+        parameter(3, (6, 4), mesh, Shard(0), Replicate()),
     ]
     sharded = [s for s, _ in pairs]
     rank = dist.get_rank()
@@ -326,7 +329,7 @@ def test_torchs_functions_while_installed(foreach: bool | None) -> None:
             rows = [param.to_local().numel() for param in model.parameters()]
             assert dist.get_rank() == 0 or 0 in rows
             actual = early(model.parameters(), 0.1, norm_type, foreach=foreach)
-            assert isinstance(actual, dtensors.DTensor)  # as torch's
+            assert isinstance(actual, DTensor)  # as torch's
             expected = early(plain.parameters(), 0.1, norm_type)
             parity.assert_close(actual.full_tensor(), expected, SUMMED, f"norm {norm_type}")
             parity.assert_close(
@@ -343,11 +346,11 @@ def test_torchs_functions_while_installed(foreach: bool | None) -> None:
                 parity.full_grads(model), parity.full_grads(plain), SUMMED, f"scaled by {norm_type}"
             )
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        sharded, _ = parameter(0, (1, 3), mesh, dtensors.Shard(0))
+        sharded, _ = parameter(0, (1, 3), mesh, Shard(0))
         sharded.grad.mul_(math.nan)
         assert early(sharded, 1.0, math.inf).full_tensor().isnan()
         assert early(sharded, 1.0, -math.inf).full_tensor().isnan()
-        partial = dtensors.DTensor.from_local(torch.ones(2), mesh, [dtensors.Partial()])
+        partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
         assert float(torch.nn.utils.get_total_norm([partial])) > 0  # torch adds it up
     finally:
         fsdp2.uninstall()
@@ -363,8 +366,8 @@ def test_one_bad_value_on_one_rank(bad: float) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for norm_type in NORMS:
         for where in range(dist.get_world_size()):
-            sharded, _ = parameter(0, (8, 2), mesh, dtensors.Shard(0))
-            other, _ = parameter(1, (8, 2), mesh, dtensors.Shard(0))
+            sharded, _ = parameter(0, (8, 2), mesh, Shard(0))
+            other, _ = parameter(1, (8, 2), mesh, Shard(0))
             if dist.get_rank() == where:
                 sharded.grad.to_local()[0, 0] = bad
             before = [grad.clone() for grad in grads_of([sharded, other])]
@@ -385,8 +388,8 @@ def test_dtypes(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     whole = (torch.randn(64, 8, generator=generator) * 1e4).to(dtype)
     for foreach in (True, False):
-        param = nn.Parameter(part(torch.zeros(64, 8, dtype=dtype), mesh, [dtensors.Shard(0)]))
-        param.grad = part(whole, mesh, [dtensors.Shard(0)])
+        param = nn.Parameter(part(torch.zeros(64, 8, dtype=dtype), mesh, [Shard(0)]))
+        param.grad = part(whole, mesh, [Shard(0)])
         norm = fsdp2.clip_grad_norm_(param, 1e4, foreach=foreach)
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         expected = torch.linalg.vector_norm(whole.to(wide))
@@ -404,8 +407,8 @@ def test_dtypes_together() -> None:
     params, plain = [], []
     for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
         whole = torch.randn(6, 3, generator=torch.Generator().manual_seed(i)).to(dtype)
-        param = nn.Parameter(part(whole, mesh, [dtensors.Shard(0)]))
-        param.grad = part(whole, mesh, [dtensors.Shard(0)])
+        param = nn.Parameter(part(whole, mesh, [Shard(0)]))
+        param.grad = part(whole, mesh, [Shard(0)])
         params.append(param)
         plain.append(whole.double())
     norm = fsdp2.clip_grad_norm_(params, 1.0)
@@ -420,7 +423,7 @@ def test_dtypes_together() -> None:
 @workers.ranks(2)
 def test_arguments() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded, plain = parameter(0, (8, 2), mesh, dtensors.Shard(0))
+    sharded, plain = parameter(0, (8, 2), mesh, Shard(0))
     for invalid in (0, math.nan):
         with pytest.raises(ValueError, match="norm_type"):
             fsdp2.clip_grad_norm_(sharded, 1.0, invalid)
