@@ -33,7 +33,8 @@ Place = ModuleEntry | None
 
 
 class Edge:
-    """All groups of a model. They enter again as they are while their parameters stay.
+    """All groups of a model. Rows enter again as they are while parameters stay; handles are new:
+    their graph holds a node per parameter, and `.to()` refuses to swap one that was frozen since.
 
     Args:
         groups: each group, and the places of its parameters.
@@ -42,30 +43,24 @@ class Edge:
     def __init__(self, groups: Sequence[tuple[Exchange, Sequence[Place]]]) -> None:
         self._groups = groups
         self._entries: list[_Entry] = []
-        self._given: list[Given | None] = []
 
     def enter(self) -> list[Given | None]:
         """The tensors that a forward takes in place of each group's parameters; ``None``: it takes
         these as they are, because they are no DTensors as the group has them.
         """
         with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
-            before = self._entries
-            if before:
-                self._entries = [entry.again() for entry in before]
-                if all(map(operator.is_, self._entries, before)):
-                    return self._given
-            else:
-                self._entries = [_Entry(*group) for group in self._groups]
+            again = [entry.again() for entry in self._entries]
+            self._entries = again or [_Entry(*group) for group in self._groups]
             trained = [entry for entry in self._entries if entry.rows and entry.trained]
             with torch.inference_mode(False), torch.enable_grad():
                 values = [value for entry in trained for value in entry.values]
                 handles = iter(_Handles.apply(trained, *values) if trained else ())
-            self._given = []
+            found: list[Given | None] = []
             for entry in self._entries:
                 count = len(entry.exchange.reductions(entry.trained)) if entry in trained else 0
                 entered = " ".join(map(str, entry.trained)), [*entry.rows, *islice(handles, count)]
-                self._given.append(entered if entry.rows else None)
-        return self._given
+                found.append(entered if entry.rows else None)
+        return found
 
 
 class _Entry:

@@ -17,6 +17,7 @@ Anything else that is registered is used as it is: parameters that you have gath
 
 from __future__ import annotations
 
+import gc
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -175,7 +177,10 @@ class GraphUnit:
         try:
             for unit in units:
                 unit._given = [next(given) for _ in unit._exchanges]
+            graphs = counters["stats"]["unique_graphs"]
             output = self._compiled(*args, **kwargs)
+            if counters["stats"]["unique_graphs"] != graphs:
+                gc.collect()  # dynamo leaves cycles with the handles, which `.to()` trips over
             for unit in units:
                 unit._check_found()
         finally:

@@ -277,10 +277,10 @@ def test_changes_compile_anew() -> None:
         assert [step(), step()] == [1, 0]
         model.blocks[0].requires_grad_(False)
         assert [step(), step()] == [1, 0]
+        model.blocks[1].requires_grad_(False)
         model.to(torch.float64)
         assert [step(torch.float64), step(torch.float64)] == [1, 0]
-    found = {param.grad.dtype for param in model.parameters() if param.requires_grad}
-    assert found == {torch.float64}
+    assert {p.grad.dtype for p in model.parameters() if p.requires_grad} == {torch.float64}
 
 
 def test_a_graph_of_another_layout_is_not_used() -> None:
