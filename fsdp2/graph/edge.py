@@ -30,6 +30,8 @@ Given = tuple[str, list[Tensor]]
 handles."""
 Place = ModuleEntry | None
 """The first module and name that a parameter is registered under, if there are any."""
+Group = tuple[Exchange, Sequence[Place]]
+_requires_grad, _version = map(operator.attrgetter, ("requires_grad", "_version"))
 
 
 class Edge:
@@ -40,76 +42,106 @@ class Edge:
         groups: each group, and the places of its parameters.
     """
 
-    def __init__(self, groups: Sequence[tuple[Exchange, Sequence[Place]]]) -> None:
+    def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
-        self._entries: list[_Entry] = []
+        self._members = [
+            (param, place)
+            for exchange, places in groups
+            for param, place in zip(exchange.group.params, places, strict=True)
+        ]
+        self._entries: list[Entry] = []
+        self._trained: list[Entry] = []
+        self._values: list[DTensor] = []
+        self._objects: list[object] = []
+        self._facts: list[object] = []
+        """What all these depend on; empty: they depend on more."""
 
-    def enter(self) -> list[Given | None]:
-        """The tensors that a forward takes in place of each group's parameters; ``None``: it takes
-        these as they are, because they are no DTensors as the group has them.
+    def enter(self) -> list[tuple[Given | None, Sequence[object]]]:
+        """The tensors that a forward takes in place of each group's parameters, and what its graph
+        should find; ``None``: it takes parameters as they are, because they are no DTensors as the
+        group has them.
         """
         with DisableTorchFunctionSubclass():  # which every look at a DTensor would ask for
-            again = [entry.again() for entry in self._entries]
-            self._entries = again or [_Entry(*group) for group in self._groups]
-            trained = [entry for entry in self._entries if entry.rows and entry.trained]
-            with torch.inference_mode(False), torch.enable_grad():
-                values = [value for entry in trained for value in entry.values]
-                handles = iter(_Handles.apply(trained, *values) if trained else ())
-            found: list[Given | None] = []
+            found = [
+                param.sharded if place is None else place[0]._parameters[place[1]]
+                for param, place in self._members
+            ]
+            registered = cast(list[DTensor], found)
+            if not self._stay(registered):
+                self._look(registered)
             for entry in self._entries:
-                count = len(entry.exchange.reductions(entry.trained)) if entry in trained else 0
-                entered = " ".join(map(str, entry.trained)), [*entry.rows, *islice(handles, count)]
-                found.append(entered if entry.rows else None)
-        return found
+                entry.follow()
+            with torch.inference_mode(False), torch.enable_grad():
+                handles = iter(_Handles.apply(self._trained, *self._values) if self._values else ())
+        return [
+            ((entry.text, [*entry.rows, *islice(handles, entry.handles)]), entry.expected)
+            if entry.rows
+            else (None, entry.expected)
+            for entry in self._entries
+        ]
+
+    def _look(self, registered: Sequence[DTensor]) -> None:
+        """Look at all parameters anew."""
+        left = iter(registered)
+        self._entries = [
+            Entry(exchange, [*islice(left, len(places))]) for exchange, places in self._groups
+        ]
+        self._trained = [entry for entry in self._entries if entry.handles]
+        self._values = [value for entry in self._trained for value in entry.values]
+        found = self._depends_on(registered) if all(e.in_place for e in self._entries) else ([], [])
+        self._objects, self._facts = found
+
+    def _stay(self, registered: Sequence[DTensor]) -> bool:
+        known = self._objects  # the first are what was registered
+        if not known or not all(map(operator.is_, registered, known)):
+            return False
+        objects, facts = self._depends_on(registered)
+        return facts == self._facts and all(map(operator.is_, objects, known))
+
+    def _depends_on(self, registered: Sequence[DTensor]) -> tuple[list[object], list[object]]:
+        shards = cast(list[Tensor], locals_of(registered))
+        objects: list[object] = [*registered, *shards]
+        for exchange, _ in self._groups:
+            group = exchange.group
+            objects += group.layout, group.options, group.shard
+        return objects, [*map(Tensor.data_ptr, shards), *map(_requires_grad, registered)]
 
 
-class _Entry:
-    """A group that enters, with what is registered as its parameters."""
+class Entry:
+    """A group that enters.
 
-    def __init__(self, exchange: Exchange, places: Sequence[Place]) -> None:
-        self.exchange, self._places = exchange, places
-        self._registered, self._flags = self._look()
-        self.trained = tuple(index for index, flag in enumerate(self._flags) if flag)
-        self.values = [self._registered[index] for index in self.trained]
+    Args:
+        exchange: the group.
+        registered: what is registered as its parameters.
+    """
+
+    def __init__(self, exchange: Exchange, registered: list[DTensor]) -> None:
+        self.exchange = exchange
+        flags = [value is not None and value.requires_grad for value in registered]
+        self.trained = tuple(index for index, flag in enumerate(flags) if flag)
+        self.values = [registered[index] for index in self.trained]
         own: list[Tensor] = [param.sharded for param in exchange.group.params]
-        self._owned = all(map(operator.is_, self._registered, own))
+        self._owned = all(map(operator.is_, registered, own))
         self.rows: list[Tensor] = []
         self._shards: list[Tensor] = []
-        if self._owned or all(map(_alike, self._registered, own)):
-            self._shards = self._local_shards()
+        if self._owned or all(map(_alike, registered, own)):
+            self._shards = cast(list[Tensor], locals_of(registered))
+            if exchange.permuted:
+                pairs = zip(exchange.group.params, self._shards, strict=True)
+                self._shards = [param.laid_out(shard) for param, shard in pairs]
             self.rows = exchange.rows(self._shards)
-        self._versions = [shard._version for shard in self._shards]
+        self.in_place = self.rows is exchange.own_rows
+        self.handles = len(exchange.reductions(self.trained)) if self.rows and self.trained else 0
+        self.text = " ".join(map(str, self.trained))
+        self.expected = [*self.rows[:1], *registered] if self.rows else []
+        self._versions = [*map(_version, self._shards)]
 
-    def again(self) -> _Entry:
-        """The same for another forward, or a new one."""
-        registered, flags = self._look()
-        if flags == self._flags and all(map(operator.is_, registered, self._registered)):
-            if not self.rows:
-                return self
-            shards = self._local_shards()
-            if self.exchange.rows(shards) is self.rows:
-                versions = [shard._version for shard in shards]
-                if versions != self._versions:
-                    self._versions = versions
-                    # A former forward's backward, which would gather the new values, raises.
-                    torch.autograd.graph.increment_version(self.rows)
-                return self
-        return _Entry(self.exchange, self._places)
-
-    def _look(self) -> tuple[list[DTensor], list[bool]]:
-        registered = [
-            param.sharded if place is None else place[0]._parameters[place[1]]
-            for place, param in zip(self._places, self.exchange.group.params, strict=True)
-        ]
-        found = cast(list[DTensor], registered)
-        return found, [value is not None and value.requires_grad for value in found]
-
-    def _local_shards(self) -> list[Tensor]:
-        shards = cast(list[Tensor], locals_of(self._registered))
-        if self.exchange.permuted:
-            pairs = zip(self.exchange.group.params, shards, strict=True)
-            shards = [param.laid_out(shard) for param, shard in pairs]
-        return shards
+    def follow(self) -> None:
+        """Let a former forward's backward raise, which would gather the values that came since."""
+        versions = [*map(_version, self._shards)]
+        if versions != self._versions:
+            self._versions = versions
+            torch.autograd.graph.increment_version(self.rows)
 
     def check(self) -> None:
         """Raise if a backward would gather other values than the last forward did."""
@@ -140,7 +172,7 @@ class _Handles(torch.autograd.Function):
     """Handles of entries. The gradients of these become gradients of DTensors."""
 
     @staticmethod
-    def forward(ctx: Any, entries: Sequence[_Entry], *given: DTensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, entries: Sequence[Entry], *given: DTensor) -> tuple[Tensor, ...]:
         ctx.entries, ctx.specs = entries, [value._spec for value in given]
         ctx.set_materialize_grads(False)
         return tuple(

@@ -10,15 +10,17 @@ Either is the other's derivative. The loss is the mean over ranks: the derivativ
 the average that training takes; the derivative of that average is ``unshard``, without a division,
 because the next derivative averages again.
 
-Graphs that compute in between (`fsdp2.graph.placement`) have them in parts. Functions of torch
+Graphs that compute in between (`fsdp2.graph.placement`) launch a collective in one place and wait
+for it in another, mostly where the next one is launched: one operator does both. Functions of torch
 stand around the collectives (`fsdp2.graph.rows`), which a compiler fuses:
 
-    unshard    sent ── start_unshard ── end_unshard ── whole    the first launches, the second waits
-    reduce     joined ── start_reduce ── end_reduce ── divided
+    unshard    sent ── all_gather ····· all_gather of the next unit ── whole
+    reduce     joined ── reduce_scatter ····· reduce_scatter of the next unit ── divided
 
-A graph cannot hold a group: it holds the group's key, under which `Exchange` has it. A collective
-takes an output of the one before it: a compiler orders operators by what they read and write, and
-ranks with shards of other sizes could get another order.
+A graph cannot hold a group: it holds the group's key, under which `Exchange` has it. A compiler
+orders operators by what they read and write, and uses memory again that none reads any more. So a
+collective takes an output of the one before it: ranks with shards of other sizes could get another
+order. What waits also takes what the collective reads, which nobody may write until then.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,10 +55,10 @@ from fsdp2.graph.rows import GatheredRows, ReducedRows
 
 _numbers = itertools.count()
 _exchanges: weakref.WeakValueDictionary[str, Exchange] = weakref.WeakValueDictionary()
-_running: dict[int, tuple[Work, str, str]] = {}
-"""Collectives that were launched and not waited for, by the address of an output."""
+_running: dict[int, list[Callable[[], None]]] = {}
+"""How to wait for collectives that were launched, by the address of an output."""
 
-_PLACED = 3
+_PLACED = 4
 """Raise it when `fsdp2.graph.placement` or `rows` writes other graphs: torch keeps them on disk."""
 
 
@@ -101,6 +104,8 @@ class Exchange:
         self._planned_for, self._shard = (layout, group.options), None
         self._seen: tuple[Sequence[Tensor], list[int]] = (), []
         """Shards that lay in place when they were looked at, and where."""
+        self.own_rows: list[Tensor] = []
+        """The group's memory, when shards were seen in it."""
         self._planned.clear()
         collectives = group.collectives
         self.gathers = [GatheredRows(segment, collectives.size) for segment in layout.segments]
@@ -130,13 +135,13 @@ class Exchange:
         self._plan()
         addresses = [*map(Tensor.data_ptr, shards)]
         if addresses == self._seen[1] and all(map(operator.is_, shards, self._seen[0])):
-            return self._rows
+            return self.own_rows
         if not self._lie_in_place(shards):
             self.follow()
             if not self._lie_in_place(shards):
                 return [rows.packed(shards) for rows in self.gathers]
         self._seen = shards, addresses
-        return self._rows
+        return self.own_rows
 
     def sent(self, given: Sequence[Tensor]) -> list[Tensor]:
         """The inputs of all-gathers, of each segment."""
@@ -146,13 +151,15 @@ class Exchange:
         """The same of shards that lie anywhere."""
         return self.sent([rows.packed(shards) for rows in self.gathers])
 
-    def start_unshard(self, sent: Sequence[Tensor]) -> list[Tensor]:
-        """Launch the all-gathers; returns the output of each segment, flat."""
-        outputs = []
+    def outputs(self, sent: Sequence[Tensor]) -> list[Tensor]:
+        """Memory for the output of each segment's all-gather, flat."""
+        pairs = zip(self.gathers, sent, strict=True)
+        return [row.new_empty(rows.numel) for rows, row in pairs]
+
+    def all_gather(self, sent: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Launch the all-gathers."""
         launches: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
-        for number, (rows, row) in enumerate(zip(self.gathers, sent, strict=True)):
-            output = row.new_empty(rows.numel)
-            outputs.append(output)
+        for number, (rows, row, output) in enumerate(zip(self.gathers, sent, outputs, strict=True)):
             address, held = self._held[number]
             written = rows.pieces(output)
             read = held if row.data_ptr() == address else rows.shards(row)
@@ -166,8 +173,8 @@ class Exchange:
                 pairs[0].extend(written)
                 pairs[1].extend(read)
         for written, read in launches.values():
+            _running[written[0].data_ptr()] = []
             self._launch("all-gather", run_all_gather, written, read)
-        return outputs
 
     def _lie_in_place(self, shards: Sequence[Tensor]) -> bool:
         """Whether shards are those of the group, in its memory."""
@@ -175,10 +182,10 @@ class Exchange:
         assert memory is not None
         if self._shard is not memory:
             self._shard = memory
-            self._rows = [rows.row_in(memory) for rows in self.gathers]
+            self.own_rows = [rows.row_in(memory) for rows in self.gathers]
             self._held = [
                 (row.data_ptr(), rows.shards(row))
-                for rows, row in zip(self.gathers, self._rows, strict=True)
+                for rows, row in zip(self.gathers, self.own_rows, strict=True)
             ]
             begin = memory.storage.data_ptr()
             self._addresses = [(-1, torch.uint8)] * len(self.slots)
@@ -220,8 +227,15 @@ class Exchange:
         given = dict(zip(trained, gradients, strict=True))
         return [found for rows in self.reductions(trained) for found in rows.joined(given)]
 
-    def start_reduce(self, joined: Sequence[Tensor], trained: Sequence[int]) -> list[Tensor]:
-        """Launch the reduce-scatters; returns this rank's sums, flat, of each reduction."""
+    def sums(self, joined: Sequence[Tensor], trained: Sequence[int]) -> list[Tensor]:
+        """Memory for this rank's sums of each reduction, flat."""
+        planned = self.reductions(trained)
+        return [joined[0].new_empty(rows.width, dtype=rows.spec.reduce_dtype) for rows in planned]
+
+    def reduce_scatter(
+        self, joined: Sequence[Tensor], sums: Sequence[Tensor], trained: Sequence[int]
+    ) -> None:
+        """Launch the reduce-scatters; who waits for them adds the sums of replicas."""
         if not (self.unit.sync and self.unit.all_reduce):
             raise coded(
                 ShardingStateError,
@@ -230,30 +244,29 @@ class Exchange:
                 f"graph mode cannot; call set_requires_gradient_sync(True), or add up .grad of "
                 f"several backwards",
             )
-        found, begin = [], 0
-        for rows in self.reductions(trained):
+        replicas, begin = self.group.replicas, 0
+        for own, rows in zip(sums, self.reductions(trained), strict=True):
             read = [*joined[begin : begin + len(rows.outputs)]]
             begin += len(rows.outputs)
-            sums = read[0].new_empty(rows.width)
-            found.append(sums)
-            written = [*sums.split_with_sizes(rows.outputs)]
+            if not rows.width:
+                continue
+            written = [*own.split_with_sizes(rows.outputs)]
+            _running[own.data_ptr()] = waits = []
             if rows.ranks == 1:
-                for own, gradient in zip(written, read, strict=True):
-                    own.copy_(gradient)
-            elif rows.width:
+                for piece, gradient in zip(written, read, strict=True):
+                    piece.copy_(gradient)
+            else:
                 how = rows.division.kind.op
                 self._launch("reduce-scatter", run_reduce_scatter, written, read, how)
-        return found
+            if replicas is not None and replicas.size > 1:
+                waits.append(partial(self._add_replicas, own, rows))
 
-    def end_reduce(self, sums: Sequence[Tensor], trained: Sequence[int]) -> None:
-        """Wait for the sums, and add those of replicas."""
+    def _add_replicas(self, own: Tensor, rows: ReducedRows) -> None:
         replicas = self.group.replicas
-        for own, rows in zip(sums, self.reductions(trained), strict=True):
-            wait_for(own)
-            if replicas is not None and replicas.size > 1 and rows.width:
-                work = replicas.all_reduce(_real(own), rows.division.replicas)
-                if work is not None:
-                    work.wait()
+        assert replicas is not None
+        work = replicas.all_reduce(_real(own), rows.division.replicas)
+        if work is not None:
+            work.wait()
 
     def divided(self, sums: Sequence[Tensor], trained: Sequence[int]) -> list[Tensor]:
         """The gradients of shards in what reductions have left, flat."""
@@ -315,18 +328,20 @@ class Exchange:
         except RuntimeError as error:
             raise communication_error(name, self.unit.title, error) from error
         if work is not None:
-            _running[address] = work, name, self.unit.title
+            _running[address].append(partial(self._wait, work, name))
 
-
-def wait_for(output: Tensor) -> None:
-    """Wait for the collective that writes an output, if one runs."""
-    started = _running.pop(output.data_ptr(), None)
-    if started is not None:
-        work, name, title = started
+    def _wait(self, work: Work, name: str) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            raise communication_error(name, title, error) from error
+            raise communication_error(name, self.unit.title, error) from error
+
+
+def wait_for(outputs: Sequence[Tensor]) -> None:
+    """Wait for the collectives that write these outputs."""
+    for output in outputs:
+        for wait in _running.pop(output.data_ptr(), ()):
+            wait()
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -369,21 +384,40 @@ def _unshard(given: list[Tensor], key: str, trained: list[int], flat: bool) -> l
     found = exchange(key)
     rows = given[: len(found.gathers)] if flat else found.rows(given)
     _check_key(found, key)  # before anything is launched
-    outputs = found.start_unshard(found.sent(rows))
-    _end_unshard(outputs, key)
+    sent = found.sent(rows)
+    outputs = found.outputs(sent)
+    found.all_gather(sent, outputs)
+    wait_for(outputs)
     return found.whole(outputs)
-
-
-def _end_unshard(outputs: list[Tensor], key: str) -> None:
-    for output in outputs:
-        wait_for(output)
 
 
 def _reduce(gradients: list[Tensor], key: str, trained: list[int], flat: bool) -> list[Tensor]:
     found = exchange(key)
-    sums = found.start_reduce(found.joined(gradients, trained), trained)
-    found.end_reduce(sums, trained)
+    joined = found.joined(gradients, trained)
+    sums = found.sums(joined, trained)
+    found.reduce_scatter(joined, sums, trained)
+    wait_for(sums)
     return found.divided(sums, trained) if flat else found.divided_parts(sums, trained)
+
+
+def _all_gather(
+    ended: list[Tensor], _: object, outputs: list[Tensor], sent: list[Tensor], key: str, __: object
+) -> None:
+    wait_for(ended)
+    exchange(key).all_gather(sent, outputs)
+
+
+def _reduce_scatter(
+    ended: list[Tensor],
+    _: object,
+    sums: list[Tensor],
+    joined: list[Tensor],
+    key: str,
+    trained: list[int],
+    __: object,
+) -> None:
+    wait_for(ended)
+    exchange(key).reduce_scatter(joined, sums, trained)
 
 
 def _like_parameters(given: list[Tensor], key: str, trained: list[int], flat: bool) -> list[Tensor]:
@@ -400,18 +434,6 @@ def _like_parameters(given: list[Tensor], key: str, trained: list[int], flat: bo
                     f"{given[slot.index].dtype} now; call graph_mode again before you compile",
                 )
     return [given[0].new_empty(slot.shape, dtype=dtype) for slot, dtype in found.slots]
-
-
-def _like_outputs(sent: list[Tensor], key: str, after: Tensor | None) -> list[Tensor]:
-    pairs = zip(sent, exchange(key).gathers, strict=True)
-    return [row.new_empty(rows.numel) for row, rows in pairs]
-
-
-def _like_sums(
-    joined: list[Tensor], key: str, trained: list[int], after: Tensor | None
-) -> list[Tensor]:
-    found = exchange(key).reductions(trained)
-    return [joined[0].new_empty(rows.width, dtype=rows.spec.reduce_dtype) for rows in found]
 
 
 def _like_gradients(
@@ -431,21 +453,16 @@ _OPERATORS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
         _unshard,
         _like_parameters,
     ),
-    "start_unshard(Tensor[] given, str key, Tensor? after) -> Tensor[]": (
-        lambda sent, key, _: exchange(key).start_unshard(sent),
-        _like_outputs,
-    ),
-    "end_unshard(Tensor(a!)[] given, str key) -> ()": (_end_unshard, lambda *_: None),
     "reduce(Tensor[] given, str key, int[] trained, bool flat) -> Tensor[]": (
         _reduce,
         _like_gradients,
     ),
-    "start_reduce(Tensor[] given, str key, int[] trained, Tensor? after) -> Tensor[]": (
-        lambda joined, key, trained, _: exchange(key).start_reduce(joined, trained),
-        _like_sums,
-    ),
-    "end_reduce(Tensor(a!)[] given, str key, int[] trained, Tensor? after) -> ()": (
-        lambda sums, key, trained, _: exchange(key).end_reduce(sums, trained),
+    "all_gather(Tensor(a!)[] ended, Tensor[] held, Tensor(b!)[] outputs, Tensor[] sent, "
+    "str key, Tensor? after) -> ()": (_all_gather, lambda *_: None),
+    "reduce_scatter(Tensor(a!)[] ended, Tensor[] held, Tensor(b!)[] sums, Tensor[] joined, "
+    "str key, int[] trained, Tensor? after) -> ()": (_reduce_scatter, lambda *_: None),
+    "wait(Tensor(a!)[] ended, Tensor[] held, Tensor? after) -> ()": (
+        lambda ended, *_: wait_for(ended),
         lambda *_: None,
     ),
 }

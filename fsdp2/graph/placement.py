@@ -1,14 +1,15 @@
 """The places at which a compiled graph launches collectives and waits: the engine's rule.
 
-    unit            0        1        2             traced       unshard_k | compute_k
-    launched   0    1        2                      placed       start_k+1 behind end_k
-    waited     0    1        2                                   end_k where unshard_k was
+    unit            0        1        2           traced    unshard k, compute k
+    launched   0    1        2                    placed    wait for k, launch k + 1, compute k
+    waited     0    1        2
 
     gather k + 1 is launched when gather k has ended, before unit k computes (decision 23)
     reduction k is waited for before reduction k + 1 is launched, the last one at the graph's end
 
-At most two units are gathered then: the one that computes, and the next. A start moves
-with what it reads: views of inputs, which compute nothing.
+At most two units are gathered then: the one that computes, and the next. A launch moves with what
+it reads: views and casts of inputs. One operator waits and launches, as far as both are in one
+place: a call of an operator takes 5 us.
 
 The backend "fsdp2" of ``torch.compile`` does this, and then what Inductor does;
 ``options={"compiler": "aot_eager"}`` runs the graphs as they are.
@@ -17,7 +18,6 @@ The backend "fsdp2" of ``torch.compile`` does this, and then what Inductor does;
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -56,52 +56,100 @@ def place(graph: fx.Graph, decompositions: Decompositions | None = None) -> None
     ops = torch.ops.fsdp2
     gathers = [node for node in graph.nodes if node.target is ops.unshard.default]
     reductions = [node for node in graph.nodes if node.target is ops.reduce.default]
-    previous = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    first = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    wait: fx.Node | None = None
     for node in gathers:
         given, key, _, flat = node.args
         group = exchange(key)
         read = [*given[: len(group.gathers)]] if flat else [*given]
         sent = inline(node, group.sent if flat else group.packed, read)
-        start = _insert(graph, node, ops.start_unshard.default, (sent, key, None))
-        outputs = _items(graph, start)
-        end = _insert(graph, node, ops.end_unshard.default, (outputs, key))
+        outputs = inline(node, group.outputs, sent)
+        start = _insert(node, ops.all_gather.default, ([], [], outputs, sent, key, None))
+        _launch_early(start, first, wait)
+        wait = _insert(node, ops.wait.default, (outputs, sent, None))
         _replace(graph, node, inline(node, group.whole, outputs))
-        _move_behind(previous, start)
-        for output in reversed(outputs):
-            start.append(output)
-        previous = end
-    sums: list[fx.Node] = []
+    wait = None
     for node in reductions:
         gradients, key, trained, flat = node.args
         group = exchange(key)
         joined = inline(node, partial(group.joined, trained=trained), gradients)
-        start = _insert(graph, node, ops.start_reduce.default, (joined, key, trained, None))
-        _move_readers(start, sums)
-        sums = _items(graph, start)
-        _insert(graph, node, ops.end_reduce.default, (sums, key, trained, None))
+        sums = inline(node, partial(group.sums, trained=trained), joined)
+        given = [], [], sums, joined, key, trained, None
+        start = _insert(node, ops.reduce_scatter.default, given)
+        _wait_late(wait, start)
+        wait = _insert(node, ops.wait.default, (sums, joined, None))
         left = group.divided if flat else group.divided_parts
         _replace(graph, node, inline(node, partial(left, trained=trained), sums))
-    _move_readers(graph.output_node(), sums)
+    _wait_late(wait, graph.output_node())
     _chain(graph)
     graph.lint()
+
+
+def _launch_early(start: fx.Node, first: fx.Node, wait: fx.Node | None) -> None:
+    """Move a launch, with what it reads, to the wait for the collective before it.
+
+    Args:
+        start: the launch.
+        first: what it stands behind if there is none.
+        wait: that wait.
+    """
+    place = wait or first
+    needed = _needed(start, place)
+    ended = set(cast(Sequence[fx.Node], wait.args[0]) if wait else ())
+    if wait is None or any(ended.intersection(node.all_input_nodes) for node in needed):
+        for node in reversed(needed):
+            place.append(node)
+    else:
+        for node in needed:
+            wait.prepend(node)
+        _join(wait, start)
+
+
+def _wait_late(wait: fx.Node | None, place: fx.Node) -> None:
+    """Let the next launch wait for a reduction, or the graph's end.
+
+    The wait stays if a collective in between reads the sums: a derivative of a derivative.
+    """
+    if wait is None:
+        return
+    sums = cast(Sequence[fx.Node], wait.args[0])
+    readers, node = dict.fromkeys(sums), wait.next
+    while node is not place:
+        if any(read in readers for read in node.all_input_nodes):
+            if node.target in _COLLECTIVES:
+                return
+            readers[node] = None
+        node = node.next
+    moved = [*readers][len(sums) :]
+    if place.op == "output":
+        for node in (wait, *moved):
+            place.prepend(node)
+    elif not any(read in readers for read in place.all_input_nodes):
+        for node in reversed(moved):
+            place.append(node)
+        _join(wait, place)
+
+
+def _join(wait: fx.Node, start: fx.Node) -> None:
+    """Let one operator wait and launch."""
+    start.args = (*wait.args[:2], *start.args[2:])
+    wait.graph.erase_node(wait)
 
 
 def _chain(graph: fx.Graph) -> None:
     """Let each collective read what the one before it writes."""
     before: fx.Node | None = None
-    for node in [node for node in graph.nodes if node.target in _CHAINED]:
-        node.args = (*node.args[:-1], before)
-        before = node.args[0][0] if node.target is _END_REDUCE else _items(graph, node)[0]
+    for node in graph.nodes:
+        if node.target in _COLLECTIVES:
+            node.args = (*node.args[:-1], before)
+            before = node.args[0 if node.target is torch.ops.fsdp2.wait.default else 2][0]
 
 
-def _insert(graph: fx.Graph, at: fx.Node, target: OpOverload, args: tuple[Any, ...]) -> fx.Node:
-    """A call of an operator in front of a node, with what it would return as its value."""
-    with graph.inserting_before(at):
-        node = graph.call_function(target, args)
-    values = fx.map_arg(args, lambda arg: arg.meta["val"])
-    node.meta["stack_trace"] = at.meta.get("stack_trace")
-    with _mode_of(values[0]):
-        node.meta["val"] = target(*values)
+def _insert(at: fx.Node, target: OpOverload, args: tuple[Any, ...]) -> fx.Node:
+    """A call of an operator that returns nothing, in front of a node."""
+    with at.graph.inserting_before(at):
+        node = at.graph.call_function(target, args)
+    node.meta.update(val=None, stack_trace=at.meta.get("stack_trace"))
     return node
 
 
@@ -134,60 +182,23 @@ def _mode_of(values: Sequence[object]) -> FakeTensorMode:
     return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
 
-def _items(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
-    """The tensors that an operator returns."""
-    found = [user for user in node.users if user.target is operator.getitem]
-    if not found:
-        with graph.inserting_after(node):
-            for index in reversed(range(len(node.meta["val"]))):
-                item = graph.call_function(operator.getitem, (node, index))
-                item.meta["val"] = node.meta["val"][index]
-                found.insert(0, item)
-    return found
-
-
-def _move_behind(place: fx.Node, node: fx.Node) -> None:
-    """Move a node, and what it reads, to the position behind another."""
+def _needed(node: fx.Node, place: fx.Node) -> list[fx.Node]:
+    """A node, and what it reads that comes behind another, in the order of the graph."""
     order = {found: number for number, found in enumerate(node.graph.nodes)}
-    needed: list[fx.Node] = []
+    needed: set[fx.Node] = set()
 
     def need(found: fx.Node) -> None:
         if found not in needed and order[found] > order[place]:
+            needed.add(found)
             for read in found.all_input_nodes:
                 need(read)
-            needed.append(found)
 
     need(node)
-    for found in reversed(needed):
-        place.append(found)
+    return sorted(needed, key=order.__getitem__)
 
 
-def _move_readers(place: fx.Node, sums: Sequence[fx.Node]) -> None:
-    """Let the end of a reduction come in front of a node, with what becomes of its results.
-
-    It stays if another collective reads them: a derivative of a derivative.
-    """
-    last = place.graph.output_node()
-    found: dict[fx.Node, None] = {}
-    for node in place.graph.nodes:
-        if node is not last and any(read in found or read in sums for read in node.all_input_nodes):
-            if node.target in _COLLECTIVES:
-                return
-            found[node] = None
-    for node in found:
-        place.prepend(node)
-
-
-_START_UNSHARD, _START_REDUCE, _END_REDUCE = (
-    getattr(torch.ops.fsdp2, name).default
-    for name in ("start_unshard", "start_reduce", "end_reduce")
-)
-_CHAINED = {_START_UNSHARD, _START_REDUCE, _END_REDUCE}
 _COLLECTIVES = {
-    torch.ops.fsdp2.unshard.default,
-    torch.ops.fsdp2.reduce.default,
-    _START_UNSHARD,
-    _START_REDUCE,
+    getattr(torch.ops.fsdp2, name).default for name in ("all_gather", "reduce_scatter", "wait")
 }
 _COPIES = torch.ops.aten.split_with_sizes_copy.default
 _DECOMPOSED = {_COPIES: get_decompositions([_COPIES])[_COPIES]}

@@ -118,6 +118,7 @@ class GraphUnit:
         self._edge: Edge | None = None
         self._found: tuple[object, ...] = ()
         self._given: list[Given | None] = [None] * len(self._exchanges)
+        self._expected: list[object] = []
         self._patched: object = None
         """The forward that somebody had set on the root, as accelerate does."""
         self._forward: Callable[..., object] = record.modules[0].forward
@@ -173,10 +174,12 @@ class GraphUnit:
         if self._edge is None or torch.compiler.is_compiling():
             return self.run(*args, **kwargs)
         units = [self, *self._inner]
-        given = iter(self._edge.enter())
+        entries = iter(self._edge.enter())
         try:
             for unit in units:
-                unit._given = [next(given) for _ in unit._exchanges]
+                found = [next(entries) for _ in unit._exchanges]
+                unit._given = [given for given, _ in found]
+                unit._expected = [one for _, expected in found for one in expected]
             graphs = counters["stats"]["unique_graphs"]
             output = self._compiled(*args, **kwargs)
             if counters["stats"]["unique_graphs"] != graphs:
@@ -190,19 +193,14 @@ class GraphUnit:
 
     def _check_found(self) -> None:
         """Raise if the graph gathered shards where its forward had other parameters."""
-        if self._found:
-            expected: list[object] = []
-            for number, given in enumerate(self._given):
-                if given is not None:
-                    expected += given[1][:1] + self._registered(number, self._places[number])
-            if not all(map(operator.is_, self._found, itertools.cycle(expected))):
-                raise coded(
-                    ShardingStateError,
-                    "graph-mode-replaced",
-                    f"the compiled forward replaces parameters of unit '{self.unit.title}' while "
-                    f"it runs, as torch.func.functional_call does; call functional_call around the "
-                    f"model, or graph_mode(model) without compile",
-                )
+        if not all(map(operator.is_, self._found, itertools.cycle(self._expected))):
+            raise coded(
+                ShardingStateError,
+                "graph-mode-replaced",
+                f"the compiled forward replaces parameters of unit '{self.unit.title}' while "
+                f"it runs, as torch.func.functional_call does; call functional_call around the "
+                f"model, or graph_mode(model) without compile",
+            )
 
     def run(self, *args: object, **kwargs: object) -> object:
         """The same, eagerly or traced."""
@@ -250,7 +248,11 @@ class GraphUnit:
         kept: dict[int, Kept] = {}
         for number, exchange in enumerate(self._exchanges):
             places = self._traced_places(number) if compiling else self._places[number]
-            found, given = self._registered(number, places), self._given[number]
+            given = self._given[number]
+            found: list[Any] = [  # its own where none is registered
+                entries[0][0]._parameters[entries[0][1]] if entries else param.sharded
+                for entries, param in zip(places, self._params[number], strict=True)
+            ]
             shards: list[Tensor] = []
             forms = self._other_forms(number)
             if given is not None:  # dynamo looks at nothing of what is found, and guards nothing
@@ -289,13 +291,6 @@ class GraphUnit:
             self._held = (*self._held, (places, found))
         if kept:
             self._save_none_of(kept)
-
-    def _registered(self, number: int, places: Sequence[Sequence[ModuleEntry]]) -> list[Any]:
-        """The registered parameters of a group; its own where none is registered."""
-        return [
-            entries[0][0]._parameters[entries[0][1]] if entries else param.sharded
-            for entries, param in zip(places, self._params[number], strict=True)
-        ]
 
     @_constant
     def _other_forms(self, number: int) -> tuple[int, ...]:

@@ -17,12 +17,18 @@ from torch.func import functional_call
 
 import fsdp2
 from fsdp2.graph import operators, placement
+from fsdp2.graph.operators import Exchange
 from fsdp2.testing.null_group import CallLog, null_world
 from tests.common import compiling, models
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
 
+LAUNCHES = {
+    torch.ops.fsdp2.all_gather.default: "unshard",
+    torch.ops.fsdp2.reduce_scatter.default: "reduce",
+}
+WAIT = torch.ops.fsdp2.wait.default
 EAGERLY: dict[str, Any] = {"options": {"compiler": "aot_eager"}}
 
 
@@ -49,10 +55,17 @@ def _graphs(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
         place(graph)
         _assert_chained(graph)
         steps: list[str] = []
+        launched: dict[str, str] = {}
         for node in graph.nodes:
             name = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
-            if "fsdp2" in str(node.target):
-                steps.append(f"{name} {node.args[1].partition('#')[0].removeprefix('blocks.')}")
+            if node.target in LAUNCHES:
+                if node.args[0]:
+                    steps.append(f"end {launched[str(node.args[0])]}")
+                unit = node.args[4].partition("#")[0].removeprefix("blocks.")
+                launched[str(node.args[2])] = f"{LAUNCHES[node.target]} {unit}"
+                steps.append(f"start {LAUNCHES[node.target]} {unit}")
+            elif node.target is WAIT:
+                steps.append(f"end {launched[str(node.args[0])]}")
             elif name.endswith("mm") and steps[-1:] != ["compute"]:
                 steps.append("compute")
         found.append(steps)
@@ -65,46 +78,47 @@ def _graphs(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[str]
 
 
 def _assert_chained(graph: fx.Graph) -> None:
-    """Each collective reads what the one before it writes, so that compilers keep the order."""
-    names = ("start_unshard", "start_reduce", "end_reduce")
-    targets = [getattr(torch.ops.fsdp2, name).default for name in names]
-    found = [node for node in graph.nodes if node.target in targets]
-    for before, node in zip([None, *found], found, strict=False):
-        read: Any = node.args[-1]
-        if before is None or read is None:
-            assert read is before
-        elif "end_reduce" in str(before.target):
-            assert read is before.args[0][0]  # which it changes
-        else:
-            assert read.args == (before, 0)
+    """Each collective reads what the one before it writes, so that compilers keep the order; what
+    waits reads what the collective reads, so that they keep its memory."""
+    before: Any = None
+    read: dict[str, object] = {}
+    for node in graph.nodes:
+        if node.target in LAUNCHES or node.target is WAIT:
+            assert node.args[-1] is before
+            ended, held = node.args[:2]
+            assert held == (read.pop(str(ended)) if ended else [])
+            if node.target in LAUNCHES:
+                ended, read[str(node.args[2])] = node.args[2:4]
+            before = ended[0]
+    assert not read
 
 
 FORWARD = """
-start_unshard (root)
-end_unshard (root)
-start_unshard 0
-end_unshard 0
-start_unshard 1
-end_unshard 1
-start_unshard 2
-end_unshard 2
+start unshard (root)
+end unshard (root)
+start unshard 0
+end unshard 0
+start unshard 1
+end unshard 1
+start unshard 2
+end unshard 2
 """
 
 BACKWARD = """
-start_unshard 2
-end_unshard 2
-start_unshard 1
-start_reduce 2
-end_unshard 1
-start_unshard 0
-end_reduce 2
-start_reduce 1
-end_unshard 0
-end_reduce 1
-start_reduce 0
-end_reduce 0
-start_reduce (root)
-end_reduce (root)
+start unshard 2
+end unshard 2
+start unshard 1
+start reduce 2
+end unshard 1
+start unshard 0
+end reduce 2
+start reduce 1
+end unshard 0
+end reduce 1
+start reduce 0
+end reduce 0
+start reduce (root)
+end reduce (root)
 """
 
 
@@ -114,8 +128,8 @@ def _collectives(steps: list[str]) -> list[str]:
 
 def _behind_compute(steps: list[str]) -> list[str]:
     """Collectives that run while something is computed."""
-    starts = {s.removeprefix("start_"): at for at, s in enumerate(steps) if s.startswith("start")}
-    ends = {s.removeprefix("end_"): at for at, s in enumerate(steps) if s.startswith("end")}
+    starts = {s.removeprefix("start "): at for at, s in enumerate(steps) if s.startswith("start")}
+    ends = {s.removeprefix("end "): at for at, s in enumerate(steps) if s.startswith("end")}
     return [name for name in starts if "compute" in steps[starts[name] : ends[name]]]
 
 
@@ -137,16 +151,15 @@ def test_at_most_two_blocks_are_gathered(monkeypatch: pytest.MonkeyPatch, pack_b
     """Besides the root: outputs of all-gathers that are alive when one is launched."""
     alive: set[int] = set()
     peaks: list[int] = []
-    start = operators.Exchange.start_unshard
+    launch = Exchange.all_gather
 
-    def note(self: Any, shards: list[Tensor]) -> list[Tensor]:
-        outputs = start(self, shards)
+    def note(self: Exchange, sent: list[Tensor], outputs: list[Tensor]) -> None:
+        launch(self, sent, outputs)
         if "root" not in self.key:
             number = next(numbers)
             alive.add(number)
             weakref.finalize(outputs[0].untyped_storage(), alive.discard, number)
             peaks.append(len(alive))
-        return outputs
 
     numbers = itertools.count()
     model = _sharded(6)
@@ -154,11 +167,45 @@ def test_at_most_two_blocks_are_gathered(monkeypatch: pytest.MonkeyPatch, pack_b
     fsdp2.graph_mode(model, compile=EAGERLY)
     with compiling.fresh_dynamo():
         for _ in range(2):
-            monkeypatch.setattr(operators.Exchange, "start_unshard", note)
+            monkeypatch.setattr(Exchange, "all_gather", note)
             model(torch.randn(2, models.DIM)).sum().backward()
     assert max(peaks) == 2
     assert len(peaks) == 2 * 2 * 6
     assert not alive
+
+
+@pytest.mark.extended
+def test_memory_that_a_running_collective_reads_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inductor gives a buffer to the next value as soon as nothing in the graph reads it."""
+    from torch._inductor.codegen.wrapper import AllocateLine
+
+    class Running:
+        def __init__(self, _: object, written: Any, read: Any, *__: object, **___: object) -> None:
+            written, read = (one if isinstance(one, list) else [one] for one in (written, read))
+            for tensor in written:
+                tensor.uniform_()
+            self._read = [(tensor, tensor.clone()) for tensor in read]
+
+        def wait(self) -> None:
+            for now, launched in self._read:
+                assert torch.equal(now, launched)
+            waited.append(len(self._read))
+
+    waited: list[int] = []
+    monkeypatch.setattr(operators, "run_all_gather", Running)
+    monkeypatch.setattr(operators, "run_reduce_scatter", Running)
+    monkeypatch.setattr(AllocateLine, "should_reuse_buffer", lambda *_: True)
+    for dtype in (torch.float32, torch.bfloat16):
+        policy = fsdp2.MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)
+        model = _sharded(mp_policy=policy)
+        model.set_tuning(pack_below=0)
+        fsdp2.graph_mode(model, compile=True)
+        waited.clear()
+        with compiling.fresh_dynamo(), torch._inductor.config.patch(fx_graph_cache=False):
+            model(torch.randn(2, models.DIM)).sum().backward()
+        assert len(waited) == 4 + 3 + 4
 
 
 @pytest.mark.parametrize("pack_below", [0, 1 << 40], ids=["coalesced", "packed"])
@@ -190,18 +237,16 @@ def test_what_stays_gathered_is_not_gathered_again(monkeypatch: pytest.MonkeyPat
 
 def test_eager_backward_gathers_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each unit but the root, once; and nothing of it is left afterwards."""
-    from fsdp2.graph.operators import Exchange
-
     model = _sharded()
     fsdp2.graph_mode(model)
     seen: list[str] = []
-    start = Exchange.start_unshard
+    launch = Exchange.all_gather
 
-    def note(self: Exchange, shards: list[Tensor]) -> list[Tensor]:
+    def note(self: Exchange, *given: list[Tensor]) -> None:
         seen.append(self.unit.title)
-        return start(self, shards)
+        launch(self, *given)
 
-    monkeypatch.setattr(Exchange, "start_unshard", note)
+    monkeypatch.setattr(Exchange, "all_gather", note)
     blocks = [f"blocks.{i}" for i in range(3)]
     for _ in range(2):
         model(torch.randn(2, models.DIM)).sum().backward()
