@@ -506,20 +506,19 @@ def placed_graphs(blocks: int) -> list[list[Span]]:
 
     def note(graph: Any) -> None:
         place(graph)
-        spans, begun, at, block = list[Span](), dict[tuple[str, str], float](), 0.0, ""
+        spans, begun, at, block = list[Span](), dict[str, tuple[str, str, float]](), 0.0, ""
         for node in graph.nodes:
-            step = re.match(r"(fsdp2|aten)\.(start_|end_|mm)(\w*)", str(node.target))
-            kind, name = step.groups()[1:] if step else ("", "")
+            step = re.match(r"(fsdp2|aten)\.(all_gather|reduce_scatter|wait|mm)", str(node.target))
+            kind = step[2] if step else ""
             if kind == "mm":
                 spans.append(("compute", block, at, at := at + 1))
-            elif kind:
-                owner = node.args[1].partition("#")[0].removeprefix("blocks.")
-                if kind == "start_":
-                    begun[name, owner], block = at, block or owner
-                else:  # what nothing hides is drawn short
-                    start = begun[name, owner]
-                    spans.append((name, owner, start, at := max(at, start + 0.6)))
-                    block = owner if name == "unshard" else block
+            elif kind and node.args[0]:  # what nothing hides is drawn short
+                name, owner, start = begun.pop(str(node.args[0]))
+                spans.append((name, owner, start, at := max(at, start + 0.6)))
+                block = owner if name == "all_gather" else block
+            if kind in ("all_gather", "reduce_scatter"):
+                owner = node.args[4].partition("#")[0].removeprefix("blocks.")
+                begun[str(node.args[2])], block = (kind, owner, at), block or owner
         found.append(spans)
 
     place = placement.place
@@ -535,7 +534,7 @@ def placed_graphs(blocks: int) -> list[list[Span]]:
 
 def graph_mode_graphs() -> Figure:
     """Where the graphs of four blocks launch collectives and wait for them."""
-    rows = {"unshard": "all-gather", "compute": "compute", "reduce": "reduce-scatter"}
+    rows = {"all_gather": "all-gather", "compute": "compute", "reduce_scatter": "reduce-scatter"}
     figure = _titled("Graph mode: the graphs of blocks 0 to 3, in their order", 7.6, 2.9)
     graphs = zip(figure.subplots(2), placed_graphs(4), ("forward", "backward"), strict=True)
     for axes, spans, title in graphs:

@@ -70,7 +70,8 @@ def graph_mode(
     arguments: dict[str, Any] = {"backend": "fsdp2", "fullgraph": True}
     arguments |= {} if isinstance(compile, bool) else compile
     compiler = functools.partial(torch.compile, **arguments)
-    compiler(model.forward)  # for its errors: it compiles when it is called
+    if compile:
+        compiler(model.forward)  # for its errors: it compiles when it is called
     record = require_record(model)
     scheduler = record.scheduler or start(record)
     records = [below for below in records_below(model) if isinstance(below, UnitHooks)]
