@@ -39,7 +39,6 @@ from fsdp2.core.device.collectives import (
     largest_over,
     run_all_gather,
     run_barrier,
-    run_reduce_scatter,
 )
 from fsdp2.core.device.kernels import FusedKernels, Kernels, Stage, Tensors, kernels_for, rehearsing
 from fsdp2.core.device.process_groups import (

@@ -48,8 +48,6 @@ from fsdp2.core.facts import (
     communication_error,
     gradients_of,
     reduction_spec,
-    run_all_gather,
-    run_reduce_scatter,
 )
 from fsdp2.graph.rows import GatheredRows, ReducedRows
 
@@ -174,7 +172,7 @@ class Exchange:
                 pairs[1].extend(read)
         for written, read in launches.values():
             _running[written[0].data_ptr()] = []
-            self._launch("all-gather", run_all_gather, written, read)
+            self._launch("all-gather", self.group.collectives.gather_behind, written, read)
 
     def _lie_in_place(self, shards: Sequence[Tensor]) -> bool:
         """Whether shards are those of the group, in its memory."""
@@ -257,7 +255,8 @@ class Exchange:
                     piece.copy_(gradient)
             else:
                 how = rows.division.kind.op
-                self._launch("reduce-scatter", run_reduce_scatter, written, read, how)
+                launch = self.group.collectives.scatter_behind
+                self._launch("reduce-scatter", launch, written, read, how)
             if replicas is not None and replicas.size > 1:
                 waits.append(partial(self._add_replicas, own, rows))
 
@@ -322,9 +321,8 @@ class Exchange:
         address = written[0].data_ptr()
         if written[0].is_complex():
             written, read = [*map(_real, written)], [*map(_real, read)]
-        given = (written, read) if len(written) > 1 else (written[0], read[0])
         try:
-            work = collective(self.group.collectives.group, *given, *how, behind=True)
+            work = collective(self.unit.title, written, read, *how)
         except RuntimeError as error:
             raise communication_error(name, self.unit.title, error) from error
         if work is not None:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2.core.errors import coded
-from fsdp2.core.facts import Counts, Unit, local_of, record_of
+from fsdp2.core.facts import Counts, Unit, functions_of_shards, local_of, record_of
 from fsdp2.interop import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2.optim.norms import clip_grad_norm_
 from fsdp2.planning.reasons import explaining
@@ -152,9 +152,18 @@ def _check(settings: Settings) -> None:
             )
 
 
-def _check_units(subject: Subject, settings: Settings, found: Iterable[str]) -> None:
-    """Names that no unit has would silently have no effect."""
+def _check_units(subject: Subject, settings: Settings, found: Mapping[str, nn.Module]) -> None:
+    """Names that no unit has would silently have no effect, and operators of graphs no cost."""
     units = set(found)
+    records = filter(None, map(record_of, found.values()))
+    groups = [group for record in records for group in record.unit.own_groups]
+    if any(param in functions_of_shards for group in groups for param in group.params):
+        raise coded(
+            ValueError,
+            "plan-graph-mode",
+            "shard=… of plan() calls graph_mode, whose operators plan() does not run; leave it out "
+            "there: a compiled graph launches, waits and frees as hooks do",
+        )
     lost = [name for name in settings.kept if name not in units]
     if lost:
         raise coded(

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, cast
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -190,14 +190,27 @@ class Tracer:
         moved: Sequence[torch.Tensor],
         group: ProcessGroup,
         launch: Callable[[], Work | None],
+        behind: bool = False,
     ) -> Work | None:
-        """Run a collective: over when its lane comes to its end, or when the host has waited."""
+        """Run a collective: over when its lane comes to its end, or when somebody has waited.
+
+        ``behind``: on a stream of the backend's; it runs from here until compute has waited.
+        """
         lane = LANE_OF_COLLECTIVE[name]
-        start = self.clock.stamp(lane)
+        clocked = Lane.COMPUTE if behind else lane
+        start = self.clock.stamp(clocked)
         work = launch()
-        self.ran(lane, name, start, self.clock.stamp(lane), moved, group)
+        self.ran(lane, name, start, self.clock.stamp(clocked), moved, group)
         times = self._of_slices[-1]
-        return None if work is None else Awaited(self, work, lane, name, times)
+        at_once = not behind and lane is not Lane.ALL_GATHER
+        return None if work is None else Awaited(self, work, lane, name, times, at_once)
+
+    def of_graph(self, unit: str) -> AbstractContextManager[None]:
+        """A graph launches a collective of a unit inside. Its units have no phases."""
+        if self._stepped:
+            self.iteration += 1
+            self._stepped = False
+        return replaced(self, unit=unit)
 
     @contextlib.contextmanager
     def hosting(self, operation: str, unit: str, word: str, lane: Lane) -> Iterator[None]:
@@ -290,13 +303,13 @@ class Tracer:
 
     def awaited(
         self, on: Position, label: str, wait: Callable[[], object], since: Stamp | None
-    ) -> float:
+    ) -> Stamp:
         """The host waits for a collective, and compute is idle; returns when it continued."""
         if not self._hosts:  # else compute's slice has ended
             self.close()
-        start = self.clock.host() if since is None else since
+        start = self.clock.stamp(Lane.COMPUTE) if since is None else since
         wait()
-        end = self.clock.host()
+        end = self.clock.stamp(Lane.COMPUTE)
         self._waited(Lane.COMPUTE, on, label, start, end)
         if not self._hosts:
             self._mark = end
@@ -369,19 +382,26 @@ def _optimizers() -> Iterator[torch.optim.Optimizer]:
 class Awaited:
     """A collective for whose end the host waits, as on the CPU; its slice has these ``times``.
 
-    For a reduction it waits at once, and the launch is part of that: a backend may block in either.
+    For a reduction of hooks it waits ``at_once``, and the launch is part of that: a backend may
+    block in either.
     """
 
     def __init__(
-        self, tracer: Tracer, work: Work, lane: Lane, name: str, times: list[Stamp]
+        self,
+        tracer: Tracer,
+        work: Work,
+        lane: Lane,
+        name: str,
+        times: list[Stamp],
+        at_once: bool,
     ) -> None:
         self._tracer, self._work, self._lane, self._times = tracer, work, lane, times
-        self._at_once = lane is not Lane.ALL_GATHER
+        self._at_once = at_once
         self._label = f"the host waits for the {name}"
         self._position = tracer.position(lane)
         self._over: float | None = None
         future = getattr(work, "get_future", None)
-        if future is not None:
+        if future is not None and tracer.clock.events is None:
             with contextlib.suppress(RuntimeError):  # a backend may have none
                 future().add_done_callback(self._done)
 
@@ -395,6 +415,6 @@ class Awaited:
             return
         since = self._times[0] if self._at_once else None
         end = self._tracer.awaited(self._position, self._label, self._work.wait, since)
-        self._times[1] = end if self._over is None else min(self._over, end)
+        self._times[1] = end if self._over is None else min(self._over, cast(float, end))
         if self._at_once:
             self._tracer.lane = self._lane

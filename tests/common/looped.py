@@ -54,6 +54,17 @@ class LoopedCollectives(GroupCollectives):
 
         return reduce_scatter_many
 
+    def gather_behind(self, unit: str, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        self.bind_all_gather_many(outputs, inputs)()
+
+    def scatter_behind(
+        self, unit: str, outputs: list[Tensor], inputs: list[Tensor], op: Any
+    ) -> None:
+        for output, input_ in zip(outputs, inputs, strict=True):
+            work = super().scatter_behind(unit, [output], [input_], op)
+            if work is not None:
+                work.wait()
+
 
 @contextmanager
 def coalescing(pack_below: int = 0) -> Iterator[None]:

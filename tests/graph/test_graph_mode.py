@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -20,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2.graph import operators
+from fsdp2.tracing.timeline import COLLECTIVES
 from tests.common import compiling, models, parity
 from tests.common.looped import coalescing
 from tests.common.workers import ranks
@@ -84,25 +87,6 @@ def _coalesced(pack_below: int, **arguments: Any) -> nn.Module:
     kinds = {kind for r in fsdp2.report(model).groups for kind in r.transport.split("+")}
     assert kinds == {"coalesced", "packed"}
     return model
-
-
-def _looped(collective: Callable[..., Any]) -> Callable[..., None]:
-    """A collective of a list as one of each tensor: gloo has no coalesced ones."""
-
-    def run(group: Any, written: Any, read: Any, *how: object, behind: bool) -> None:
-        lists = [[found] if isinstance(found, Tensor) else found for found in (written, read)]
-        for pair in zip(*lists, strict=True):
-            work = collective(group, *pair, *how, behind=behind)
-            if work is not None:
-                work.wait()
-
-    return run
-
-
-@pytest.fixture(autouse=True)
-def _lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("run_all_gather", "run_reduce_scatter"):
-        monkeypatch.setattr(operators, name, _looped(getattr(operators, name)))
 
 
 def _channels_last() -> nn.Module:
@@ -230,6 +214,32 @@ def test_inductor() -> None:
     for one, other in zip(found, expected, strict=True):
         # AdamW divides by the gradient's size: a rounding of a small one is 0.01 of a step.
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@ranks(2)
+@pytest.mark.parametrize("compile", [False, EAGERLY], ids=["eager", "compiled"])
+def test_a_trace_shows_the_collectives(tmp_path: Path, compile: Any) -> None:
+    """Each runs until compute has waited, in the order of hooks, with the bytes of hooks."""
+    found = []
+    for mode in (False, True):
+        model = _of_blocks(models.Transformer)
+        fsdp2.graph_mode(model, mode, compile=compile)
+        optimizer = torch.optim.SGD(model.parameters())
+        with compiling.fresh_dynamo(), fsdp2.trace(tmp_path / "{rank}.json") as trace:
+            for inputs in islice(_inputs(model), 2):
+                model(inputs).sum().backward()
+                optimizer.step()
+        assert trace.timeline is not None
+        sent = [each for each in trace.timeline.slices if each.operation in COLLECTIVES]
+        for kind in COLLECTIVES[:2]:
+            ends = [(each.start, each.end) for each in sent if each.operation == kind]
+            assert all(one[1] <= other[0] for one, other in pairwise(ends))
+            waits = [each for each in trace.timeline.waits if each.operation == kind]
+            assert len(waits) == len(ends)
+        found.append(
+            Counter((s.operation, s.unit, s.bytes, s.dtype, s.group, s.iteration) for s in sent)
+        )
+    assert found[0] == found[1]
 
 
 @ranks(2)

@@ -16,7 +16,8 @@ from torch._dynamo.utils import counters
 from torch.func import functional_call
 
 import fsdp2
-from fsdp2.graph import operators, placement
+from fsdp2.core.device.collectives import GroupCollectives
+from fsdp2.graph import placement
 from fsdp2.graph.operators import Exchange
 from fsdp2.testing.null_group import CallLog, null_world
 from tests.common import compiling, models
@@ -182,8 +183,7 @@ def test_memory_that_a_running_collective_reads_is_not_used_again(
     from torch._inductor.codegen.wrapper import AllocateLine
 
     class Running:
-        def __init__(self, _: object, written: Any, read: Any, *__: object, **___: object) -> None:
-            written, read = (one if isinstance(one, list) else [one] for one in (written, read))
+        def __init__(self, _: object, written: Any, read: Any, *__: object) -> None:
             for tensor in written:
                 tensor.uniform_()
             self._read = [(tensor, tensor.clone()) for tensor in read]
@@ -194,8 +194,8 @@ def test_memory_that_a_running_collective_reads_is_not_used_again(
             waited.append(len(self._read))
 
     waited: list[int] = []
-    monkeypatch.setattr(operators, "run_all_gather", Running)
-    monkeypatch.setattr(operators, "run_reduce_scatter", Running)
+    for name in ("gather_behind", "scatter_behind"):
+        monkeypatch.setattr(GroupCollectives, name, lambda _, *given: Running(*given))
     monkeypatch.setattr(AllocateLine, "should_reuse_buffer", lambda *_: True)
     for dtype in (torch.float32, torch.bfloat16):
         policy = fsdp2.MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)

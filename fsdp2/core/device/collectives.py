@@ -75,36 +75,25 @@ class ReduceKind:
         self.all_reduce_options.asyncOp = False
 
 
-Flat = torch.Tensor | list[torch.Tensor]
-"""A flat tensor; or several, which one launch sends."""
-
-
 def run_all_gather(
-    group: dist.ProcessGroup, output: Flat, input_: Flat, behind: bool = False
+    group: dist.ProcessGroup, output: torch.Tensor, input_: torch.Tensor
 ) -> dist.Work | None:
-    """An all-gather of each flat tensor over ``group``, for collectives in separate memory.
-
-    ``behind``: on a stream of the backend's, for which ``wait()`` lets the current one wait.
-    """
-    options = _GATHER_BEHIND if behind else _GATHER_OPTIONS
-    names = _GATHER_MANY if isinstance(output, list) else _GATHER
-    work: dist.Work | None = _method(group, names)(output, input_, options)
+    """An all-gather of a flat tensor over ``group``, for collectives in separate memory."""
+    work: dist.Work | None = _method(group, _GATHER)(output, input_, _GATHER_OPTIONS)
     return work
 
 
 def run_reduce_scatter(
     group: dist.ProcessGroup,
-    output: Flat,
-    input_: Flat,
+    output: torch.Tensor,
+    input_: torch.Tensor,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-    behind: bool = False,
 ) -> dist.Work | None:
-    """A reduce-scatter of each flat tensor over ``group``; ``behind`` as for `run_all_gather`."""
+    """A reduce-scatter of a flat tensor over ``group``, for collectives in separate memory."""
     options = ReduceScatterOptions()
     options.reduceOp = op  # type: ignore[assignment]  # either kind, says c10d's code
-    options.asyncOp = behind
-    names = _SCATTER_MANY if isinstance(output, list) else _SCATTER
-    work: dist.Work | None = _method(group, names)(output, input_, options)
+    options.asyncOp = False
+    work: dist.Work | None = _method(group, _SCATTER)(output, input_, options)
     return work
 
 
@@ -163,6 +152,30 @@ class GroupCollectives:
         """
         launch = functools.partial(self._gather_many, outputs, inputs, _GATHER_OPTIONS)
         return self._bound(launch)
+
+    def gather_behind(
+        self, unit: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> Work | None:
+        """``all_gather`` of each pair in one launch, for a unit of a graph: on a stream of the
+        backend's, for which ``wait()`` lets the current one wait.
+        """
+        if len(outputs) == 1:
+            return self._gather(outputs[0], inputs[0], _GATHER_BEHIND)
+        return self._gather_many(outputs, inputs, _GATHER_BEHIND)
+
+    def scatter_behind(
+        self,
+        unit: str,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    ) -> Work | None:
+        """Reduce-scatters, in the same way."""
+        options = ReduceScatterOptions()
+        options.reduceOp = op  # type: ignore[assignment]  # either kind, says c10d's code
+        if len(outputs) == 1:
+            return self._scatter(outputs[0], inputs[0], options)
+        return self._scatter_many(outputs, inputs, options)
 
     def bind_all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
         """A launch that gives each rank its row of ``input_`` and takes one of each; [size, n]."""
@@ -255,6 +268,7 @@ class SoloCollectives:
 
     over = all_gather = bind_all_gather = bind_all_gather_many = _refuse
     bind_reduce_scatter = bind_reduce_scatter_many = bind_all_to_all = _refuse
+    gather_behind = scatter_behind = _refuse
     custom_all_gather = custom_reduce_scatter = all_reduce = exchange = largest = _refuse
 
 
@@ -265,10 +279,13 @@ class ComplexCollectives:
         self._real = collectives
         self.size, self.rank, self.group = collectives.size, collectives.rank, collectives.group
         self.coalesces, self.premultiplies = collectives.coalesces, collectives.premultiplies
-        # Without conversion: users' collectives get complex tensors, the others only integers.
+        # Without conversion: users' collectives get complex tensors, the others only integers, and
+        # graphs convert.
         self.custom_all_gather = collectives.custom_all_gather
         self.custom_reduce_scatter = collectives.custom_reduce_scatter
         self.exchange, self.largest = collectives.exchange, collectives.largest
+        self.gather_behind = collectives.gather_behind
+        self.scatter_behind = collectives.scatter_behind
         self.over = collectives.over
 
     def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Work | None:
