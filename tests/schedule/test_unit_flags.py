@@ -13,7 +13,6 @@ from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPoli
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather.keeping import SmallerGroup
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.states import GroupState
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice
 from fsdp2.tracing.record.notes import HOST, operations
@@ -226,28 +225,6 @@ def test_mirror_is_there_only_while_it_is_read(
     assert sim.device.races == []
 
 
-# ---- smaller groups after forward
-
-
-@pytest.mark.parametrize("precision", [None, MixedPrecisionPolicy(torch.bfloat16)])
-@pytest.mark.parametrize("coalesces", [True, False])
-def test_smaller_rows_are_there_between_forward_and_backward(
-    coalesces: bool, precision: MixedPrecisionPolicy | None
-) -> None:
-    sim = schedules.warm(
-        schedules.chain("a", "b"), world_size=4, smaller=2, precision=precision, coalesces=coalesces
-    )
-    sim.forward()
-    assert [group.state for group in schedules.groups(sim)] == [GroupState.RESHARDED] * 2
-    assert all(group.bound.smaller._rows.allocated for group in schedules.groups(sim))
-    sim.backward()
-    assert [group.state for group in schedules.groups(sim)] == [GroupState.SHARDED] * 2
-    assert not any(group.bound.smaller._rows.allocated for group in schedules.groups(sim))
-    sim.forward(expects_backward=False)
-    assert [group.state for group in schedules.groups(sim)] == [GroupState.SHARDED] * 2
-    assert sim.device.races == []
-
-
 # ---- windows of reductions
 
 
@@ -273,19 +250,3 @@ def test_groups_of_a_unit_count_as_one_in_the_window() -> None:
         watch.check_trace()
         assert watch.problems == [], f"seed {seed}"
         assert most <= 1
-
-
-def test_retracing_follows_the_flag() -> None:
-    """The mode may be switched between iterations."""
-    sim = schedules.warm(schedules.chain("a", "b"))
-    scheduler = sim.scheduler
-    for unused in (False, True, False):
-        for unit in scheduler.units:
-            unit.change(reduce_unused=unused)
-        scheduler.refresh()
-        retracing = scheduler.iteration.retracing
-        assert (retracing is not None) is unused
-        scheduler.refresh()
-        assert scheduler.iteration.retracing is retracing
-        sim.iteration()
-    assert sim.device.races == []
