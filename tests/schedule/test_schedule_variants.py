@@ -48,9 +48,7 @@ all_reduce:
 
 
 def test_partial_sums() -> None:
-    sim = schedules.warm(
-        schedules.leaf("root"), copies=2, precision=MixedPrecisionPolicy(torch.bfloat16)
-    )
+    sim = schedules.warm(schedules.leaf("root"), copies=2)
     (unit,) = sim.scheduler.units
 
     def accumulate() -> None:
@@ -67,33 +65,26 @@ compute:
   backward root
   gradient root
   free root
-  copy root
   alloc root
   forward root                after reduce_scatter root, all_gather root
   backward root
   gradient root
   free root
-  copy root
   alloc root
   forward root                after add root, all_gather root
   backward root
   gradient root
   free root
-  copy root
   step root                   after reduce_scatter root, all_reduce root
-copy_in:
-  copy root                   after compute step root
-  copy root                   after compute copy root
-  copy root                   after compute copy root
 all_gather:
-  all_gather root             after copy root
-  all_gather root             after copy root
-  all_gather root             after copy root
+  all_gather root             after compute step root
+  all_gather root             after compute gradient root
+  all_gather root             after compute gradient root
 reduce:
-  reduce_scatter root         after compute copy root
-  reduce_scatter root         after compute copy root
+  reduce_scatter root         after compute gradient root
+  reduce_scatter root         after compute gradient root
   add root
-  reduce_scatter root         after compute copy root
+  reduce_scatter root         after compute gradient root
 all_reduce:
   add root                    after reduce_scatter root
   all_reduce root""",
