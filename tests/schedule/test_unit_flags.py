@@ -93,20 +93,6 @@ def test_a_unit_without_parameters_that_was_called_on_its_own_before() -> None:
         assert sim.device.races == []
 
 
-@pytest.mark.parametrize("offload", [None, CPUOffloadPolicy()])
-def test_partial_sums_cost_one_reduction_a_backward(offload: CPUOffloadPolicy | None) -> None:
-    sim = schedules.warm(schedules.chain("a", "b"), copies=2, offload=offload)
-    counts = _reductions(sim)
-    units = sim.scheduler.units
-    for all_reduce in (False, False, True):
-        for unit in units:
-            unit.all_reduce = all_reduce
-        sim.iteration(step=False)
-        assert all((param.gradient is not None) == all_reduce for param in _params(sim))
-    assert counts == {"a": 3, "b": 3}
-    assert sim.device.races == []
-
-
 def test_waiting_partial_sums_are_reduced_without_new_gradients() -> None:
     root = schedules.chain("a", "b")
     sim = schedules.warm(root, copies=2)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2.core.modules.registry import require_record
 from fsdp2.core.progress import Counts
 from fsdp2.errors import ShardingStateError
 
@@ -59,23 +60,26 @@ def test_a_units_own_stores_are_no_registrations(mesh: DeviceMesh, reshard: bool
 
 @pytest.mark.parametrize("sync", [(True,), (True, True), (False, True)], ids=str)
 @pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)])
 def test_one_ranks_gradients_have_no_graph(
-    mesh: DeviceMesh, sync: tuple[bool, ...], last: bool
+    mesh: DeviceMesh, sync: tuple[bool, ...], last: bool, policy: MixedPrecisionPolicy | None
 ) -> None:
-    """They are autograd's own tensors, but not its history: as on several ranks."""
-    linear = fully_shard(nn.Linear(3, 7, bias=False), mesh=mesh)
+    """They are autograd's own tensors, or sums of their casts, but not its history."""
+    linear = fully_shard(nn.Linear(3, 7, bias=False), mesh=mesh, mp_policy=policy)
+    (param,) = require_record(linear).unit.own_groups[0].params
     for number, value in enumerate(sync):
         linear.set_requires_gradient_sync(value)
         create_graph = last or number < len(sync) - 1
         linear(torch.ones(1, 3)).sin().sum().backward(create_graph=create_graph)
+        summed = param.accumulated
+        assert summed is None or summed.grad_fn is None, "nobody can reach its graph"
     linear.reshard()  # a graph that was recorded last holds the gathered form
     grad = linear.weight.grad
     assert isinstance(grad, DTensor)
     assert not grad._local_tensor.requires_grad
     plain = linear.weight.full_tensor().detach()
-    assert torch.allclose(
-        grad.to_local(), len(sync) * plain.sum(1, keepdim=True).cos().expand(7, 3)
-    )
+    expected = len(sync) * plain.sum(1, keepdim=True).cos().expand(7, 3)
+    assert torch.allclose(grad.to_local(), expected, rtol=1e-5 if policy is None else 2**-5)
 
 
 @pytest.mark.parametrize(
