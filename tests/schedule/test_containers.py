@@ -98,34 +98,60 @@ def _tensor(value: float = 1.0) -> torch.Tensor:
     return torch.full((1,), value, dtype=torch.float32, requires_grad=True)
 
 
-def _packed() -> PackedSequence:
-    return pack_padded_sequence(torch.randn(2, 2, 1, requires_grad=True), torch.tensor([2, 1]))
+class Registered:
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
+
+pytree.register_pytree_node(
+    Registered, lambda each: ([each.value], None), lambda items, _: Registered(next(iter(items)))
+)
 
 CONTAINERS: dict[str, Callable[[Any, Any], Any]] = {
     "tuple": lambda a, b: (a, b),
     "tuple subclass": lambda a, b: Point((a, b)),
     "named tuple": Pair,
     "list": lambda a, b: [a, b],
+    "set": lambda a, b: {a, b, "text"},
+    "frozenset": lambda a, b: frozenset([a, b, "text"]),
+    "deque": lambda a, b: deque([a, b]),
     "dict": lambda a, b: {"a": a, "b": b},
     "ordered dict": lambda a, b: OrderedDict([("b", a), ("a", b)]),
     "default dict": lambda a, b: defaultdict(list, {1: a, 2: b}),
     "locked dict": lambda a, b: Locked(a=a, b=b),
+    "user dict": lambda a, b: UserDict(first=a, second=b),
+    "namespace": lambda a, b: SimpleNamespace(first=a, second=b),
     "dataclass": Plain,
     "frozen dataclass": Frozen,
     "slotted dataclass": Slotted,
     "half slotted dataclass": HalfSlotted,
+    "registered": lambda a, b: Registered((a, b)),
     "nested": lambda a, b: [Pair(({"x": a},), 3), Frozen(None, Plain([b]))],
+    "nested, of others": lambda a, b: SimpleNamespace(first=[Registered(UserDict(value=(a, b)))]),
 }
 
 
-@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
-def test_walk_and_replacement_agree(make: Callable[[Any, Any], Any]) -> None:
-    a, b = _tensor(1), _tensor(2)
-    value = make(a, b)
+def found_in(value: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tensors with and without gradient, in order."""
     found: list[torch.Tensor] = []
-    grad_tensors(value, found)
-    assert [id(t) for t in found] == [id(a), id(b)]
+    others: list[torch.Tensor] = []
+    grad_tensors(value, found, others)
+    return found, others
+
+
+def values(tensors: list[torch.Tensor]) -> list[float]:
+    return sorted(tensor.item() for tensor in tensors)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
+def test_walk_and_replacement_agree(make: Callable[[Any, Any], Any], grad: bool) -> None:
+    value = make(*(_tensor(number).detach().requires_grad_(grad) for number in (1, 2)))
+    found = found_in(value)[not grad]
+    assert not found_in(value)[grad]
+    assert values(found) == [1, 2]
+    if not isinstance(value, (set, frozenset)):  # which have an order of their own
+        assert [tensor.item() for tensor in found] == [1, 2]
 
     seen: list[torch.Tensor] = []
 
@@ -134,23 +160,19 @@ def test_walk_and_replacement_agree(make: Callable[[Any, Any], Any]) -> None:
         return tensor * 2
 
     mapped = map_tensors(double, value)
-    assert [id(t) for t in seen] == [id(a), id(b)]
+    assert [*map(id, seen)] == [*map(id, found)]
     assert type(mapped) is type(value)
-    after: list[torch.Tensor] = []
-    grad_tensors(mapped, after)
-    assert [t.item() for t in after] == [2, 4]
-    before: list[torch.Tensor] = []
-    grad_tensors(value, before)
-    assert [id(t) for t in before] == [id(a), id(b)]  # the original is what it was
+    assert values(found_in(mapped)[not grad]) == [2, 4]
+    # The original is what it was.
+    assert [*map(id, found_in(value)[not grad])] == [*map(id, found)]
+    assert map_tensors(lambda tensor: tensor, value) is value
 
 
 @pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
 def test_container_without_tensors_is_the_same_object(make: Callable[[Any, Any], Any]) -> None:
     value = make("text", None)
     assert map_tensors(lambda tensor: tensor * 2, value) is value
-    found: list[torch.Tensor] = []
-    grad_tensors(value, found)
-    assert found == []
+    assert found_in(value) == ([], [])
 
 
 def test_only_the_changed_branch_is_rebuilt() -> None:
@@ -163,32 +185,15 @@ def test_only_the_changed_branch_is_rebuilt() -> None:
     assert changed[0].item() == 1
 
 
-def test_tensors_without_grad_are_not_found_but_mapped() -> None:
+def test_tensors_without_grad_need_not_be_found() -> None:
     found: list[torch.Tensor] = []
     grad_tensors((torch.ones(1), torch.ones(1, dtype=torch.long)), found)
     assert found == []
-    assert map_tensors(lambda t: t * 2, (torch.ones(1),))[0].item() == 2
-
-
-@pytest.mark.parametrize("kind", [set, frozenset])
-def test_sets(kind: Callable[[Any], Any]) -> None:
-    a, b = _tensor(1), _tensor(2)
-    value = kind([a, b, "text"])
-    found: list[torch.Tensor] = []
-    grad_tensors(value, found)
-    order = [id(item) for item in value if isinstance(item, torch.Tensor)]
-    assert [id(t) for t in found] == order
-    mapped = map_tensors(lambda t: t * 2, value)
-    assert type(mapped) is kind
-    assert sorted(t.item() for t in mapped if isinstance(t, torch.Tensor)) == [2, 4]
-    assert map_tensors(lambda t: t, value) is value
 
 
 def test_packed_sequence() -> None:
-    packed = _packed()
-    found: list[torch.Tensor] = []
-    grad_tensors(packed, found)
-    assert [id(t) for t in found] == [id(packed.data)]
+    packed = pack_padded_sequence(torch.randn(2, 2, 1, requires_grad=True), torch.tensor([2, 1]))
+    assert [*map(id, found_in(packed)[0])] == [id(packed.data)]
     mapped = map_tensors(lambda t: t * 2 if t.requires_grad else t, packed)
     assert type(mapped) is PackedSequence
     assert torch.equal(mapped.data, packed.data * 2)
@@ -207,9 +212,7 @@ def test_dataclass_is_not_initialised_again() -> None:
 @pytest.mark.parametrize("kind", [Partial, SlottedPartial])
 def test_field_that_was_never_set(kind: Callable[[Any], Any]) -> None:
     value = kind(_tensor(3))
-    found: list[torch.Tensor] = []
-    grad_tensors(value, found)
-    assert len(found) == 1
+    assert len(found_in(value)[0]) == 1
     mapped = map_tensors(lambda t: t + 1, value)
     assert mapped.first.item() == 4
     assert not hasattr(mapped, "late")
@@ -220,45 +223,3 @@ def test_dataclass_keeps_what_did_not_change() -> None:
     mapped = map_tensors(lambda t: t + 1, HalfSlotted(kept, _tensor(3)))
     assert mapped.first is kept
     assert mapped.second.item() == 4
-
-
-class Registered:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-pytree.register_pytree_node(
-    Registered, lambda each: ([each.value], None), lambda items, _: Registered(next(iter(items)))
-)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda value: UserDict(first=value, second=None),
-        lambda value: SimpleNamespace(first=value, second=None),
-        lambda value: deque([value, None]),
-        Registered,
-        lambda value: SimpleNamespace(first=[Registered(UserDict(value=(value,)))]),
-    ],
-)
-def test_other_containers(make: Callable[[Any], Any]) -> None:
-    marked, plain = torch.ones(2, requires_grad=True), torch.ones(2)
-    for tensor in (marked, plain):
-        found: list[torch.Tensor] = []
-        others: list[torch.Tensor] = []
-        box = make(tensor)
-        grad_tensors(box, found, others)
-        assert [*map(id, found + others)] == [id(tensor)]
-        assert bool(found) is tensor.requires_grad
-        assert map_tensors(lambda each: each, box) is box
-        new = map_tensors(lambda each: each + 1, box)
-        assert type(new) is type(box)
-        found.clear()
-        others.clear()
-        grad_tensors(new, found, others)
-        assert torch.equal((found + others)[0], tensor + 1)
-        found.clear()
-        others.clear()
-        grad_tensors(box, found, others)
-        assert (found + others)[0] is tensor  # the caller's is as it was

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import methodcaller
 from typing import Any
 from unittest import mock
 
@@ -20,31 +21,21 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2 import FSDPMeshInfo, MixedPrecisionPolicy, ShardPlacementResult, share_comm_ctx
 from fsdp2.core.modules.registry import require_record
-from tests.common import meshes, parity
-from tests.common import models as common_models
+from tests.common import meshes, models, parity, running
 from tests.common.backends import packs
 from tests.common.workers import ranks
 
 VOCAB = 13
 STEPS = 3
 
-mlp = partial(common_models.seeded, common_models.MLP)
-mlp_batches = partial(parity.regression_batches, common_models.DIM, 4, steps=STEPS)
+mlp_batches = partial(parity.regression_batches, models.DIM, 4, steps=STEPS)
 Change = Callable[[Any], object]
 
 
 def _train(api: Any, change: Change = lambda model: None, **arguments: Any) -> Any:
-    model = parity.shard(api, mlp(), **arguments)
+    model = parity.shard(api, running.mlp(), **arguments)
     change(model)
     return parity.train_sharded(model, parity.adamw, parity.regression_loss, mlp_batches())
-
-
-def _check(change: Change, *methods: str, **arguments: Any) -> None:
-    """A change that alters no result; the same with torch's, where it has the methods."""
-    ours = _train(parity.OURS, change, **arguments)
-    parity.assert_equal(ours, _train(parity.OURS, **arguments), "unchanged")
-    if all(hasattr(parity.TORCH.FSDPModule, method) for method in methods):
-        parity.assert_like_torch(ours, _train(parity.TORCH, change, **arguments))
 
 
 def _one() -> tuple[Tensor, Tensor]:
@@ -62,7 +53,7 @@ def _gathers(run: Callable[[], Any]) -> int:
 
 
 def _language_model(api: Any, **settings: Any) -> Any:
-    model: Any = common_models.seeded(partial(common_models.Transformer, vocab=VOCAB))
+    model: Any = models.seeded(partial(models.Transformer, vocab=VOCAB))
     model.embed.is_unit = True
     return parity.shard(api, model, **settings)
 
@@ -102,8 +93,8 @@ def test_embedding_that_is_recomputed(reentrant: bool) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed = nn.Embedding(VOCAB, common_models.DIM)
-            self.head = nn.Linear(common_models.DIM, VOCAB)
+            self.embed = nn.Embedding(VOCAB, models.DIM)
+            self.head = nn.Linear(models.DIM, VOCAB)
 
         def forward(self, ids: Tensor, start: Tensor) -> Tensor:
             def embed(ids: Tensor, start: Tensor) -> Tensor:
@@ -112,13 +103,13 @@ def test_embedding_that_is_recomputed(reentrant: bool) -> None:
             return self.head(checkpoint(embed, ids, start, use_reentrant=reentrant))
 
     def train(gathers: bool) -> Any:
-        model: Any = common_models.seeded(Checkpointed)
+        model: Any = models.seeded(Checkpointed)
         fsdp2.fully_shard(model.embed)
         fsdp2.fully_shard(model)
         model.embed.set_unshard_in_backward(gathers)
         results = []
         for ids in parity.language_batches(VOCAB, steps=STEPS):
-            start = torch.zeros(common_models.DIM, requires_grad=True)
+            start = torch.zeros(models.DIM, requires_grad=True)
             model.zero_grad()
             model(parity.my_part(ids), start).square().mean().backward()
             results.append([parity.full_grads(model), start.grad])
@@ -130,7 +121,7 @@ def test_embedding_that_is_recomputed(reentrant: bool) -> None:
 @ranks(2)
 def test_linear_that_is_not_gathered_in_backward() -> None:
     """Wrong, and said so before freed memory is read; nothing is left behind after a reset."""
-    model: Any = parity.shard(parity.OURS, mlp())
+    model: Any = parity.shard(parity.OURS, running.mlp())
     model.layers[1].set_unshard_in_backward(False)
     loss = parity.regression_loss(model, _one())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -139,7 +130,7 @@ def test_linear_that_is_not_gathered_in_backward() -> None:
     model.zero_grad()
     model.layers[1].set_unshard_in_backward(True)
     parity.regression_loss(model, _one()).backward()
-    plain = parity.shard(parity.OURS, mlp())
+    plain = parity.shard(parity.OURS, running.mlp())
     parity.regression_loss(plain, _one()).backward()
     parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
@@ -152,9 +143,7 @@ class TwoMeshes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Linear(common_models.DIM, common_models.DIM) for _ in range(4)
-        )
+        self.layers = nn.ModuleList(nn.Linear(models.DIM, models.DIM) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -168,7 +157,7 @@ def test_prefetch_of_units_with_several_groups() -> None:
     wide = init_device_mesh("cpu", (4,))
 
     def train(ahead: int) -> Any:
-        model: Any = common_models.seeded(TwoMeshes)
+        model: Any = models.seeded(TwoMeshes)
 
         def place(param: nn.Parameter) -> ShardPlacementResult | None:
             if param.ndim > 1:
@@ -191,7 +180,7 @@ def test_prefetch_of_units_with_several_groups() -> None:
             counts.append(_gathers(lambda: value.append(parity.regression_loss(model, part))))
             return value[0]
 
-        batches = parity.regression_batches(common_models.DIM, common_models.DIM, steps=STEPS)
+        batches = parity.regression_batches(models.DIM, models.DIM, steps=STEPS)
         steps = parity.train_sharded(model, parity.adamw, loss, batches)
         assert all(isinstance(param, DTensor) for param in model.parameters())
         return steps, counts
@@ -202,39 +191,13 @@ def test_prefetch_of_units_with_several_groups() -> None:
         parity.assert_equal(train(ahead), expected)
 
 
-@ranks(2)
-def test_a_guess_of_the_scheduler_that_a_user_asks_for() -> None:
-    """`unshard()` of what is gathered ahead already: it may not be freed as unused."""
-    model: Any = parity.shard(parity.OURS, mlp())
-    model(_one()[0])  # teaches the order
-    block = model.layers[1]
-
-    class EarlyExitError(Exception):
-        pass
-
-    def ask(*_: Any) -> None:
-        assert require_record(block).unit.is_gathered
-        block.unshard()
-
-    hook = model.layers[0].register_forward_hook(ask)
-    with (
-        torch.no_grad(),
-        mock.patch.object(common_models.MLP, "forward", lambda self, x: self.layers[0](x)),
-    ):
-        model(_one()[0])
-    hook.remove()
-    assert not isinstance(block.weight, DTensor)
-    block.reshard()
-    assert isinstance(block.weight, DTensor)
-
-
 @packs
 @ranks(2)
 def test_is_last_backward_and_what_is_gathered_for_the_next() -> None:
     """Two forwards, two backwards: the first leaves a unit gathered for the second."""
 
     def count(last: bool) -> list[int]:
-        model: Any = mlp()
+        model: Any = running.mlp()
         model.head.is_unit = True
         parity.shard(parity.OURS, model)
         counts = []
@@ -253,24 +216,30 @@ def test_is_last_backward_and_what_is_gathered_for_the_next() -> None:
     assert count(last=True) == [5, 4]
 
 
-# -- reductions -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("buffers", [2, 5])
-@ranks(2)
-def test_reduce_scatter_max_input_buffers(buffers: int) -> None:
-    _check(
-        lambda model: model.set_reduce_scatter_max_input_buffers(buffers),
-        "set_reduce_scatter_max_input_buffers",
-    )
+# -- what alters no result ------------------------------------------------------------------------
 
 
 @ranks(2)
-def test_separate_reduce_scatter_group() -> None:
-    _check(
-        lambda model: model.set_separate_reduce_scatter_group(),
-        "set_separate_reduce_scatter_group",
-    )
+def test_a_control_that_alters_no_result() -> None:
+    """The same with torch's, where it has the method."""
+    usual = {frees: _train(parity.OURS, reshard_after_forward=frees) for frees in (None, True)}
+    for method, arguments, frees in (
+        ("set_reduce_scatter_max_input_buffers", [2], None),
+        ("set_reduce_scatter_max_input_buffers", [5], None),
+        ("set_separate_reduce_scatter_group", [], None),
+        ("set_keep_unsharded_storage", [True], True),
+    ):
+
+        def train(
+            api: Any, method: str = method, arguments: Any = arguments, frees: Any = frees
+        ) -> Any:
+            change = methodcaller(method, *arguments)
+            return _train(api, change, reshard_after_forward=frees)
+
+        ours = train(parity.OURS)
+        parity.assert_equal(ours, usual[frees], method)
+        if hasattr(parity.TORCH.FSDPModule, method):
+            parity.assert_like_torch(ours, train(parity.TORCH))
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -278,12 +247,7 @@ def test_separate_reduce_scatter_group() -> None:
 
 @ranks(2)
 def test_kept_storage_has_the_same_address() -> None:
-    _check(
-        lambda model: model.set_keep_unsharded_storage(True),
-        "set_keep_unsharded_storage",
-        reshard_after_forward=True,
-    )
-    model: Any = parity.shard(parity.OURS, mlp(), reshard_after_forward=True)
+    model: Any = parity.shard(parity.OURS, running.mlp(), reshard_after_forward=True)
     addresses: dict[str, set[int]] = {}
 
     def note(name: str, module: nn.Module, args: Any) -> None:
@@ -324,7 +288,7 @@ def test_kept_storage_has_the_same_address() -> None:
 @ranks(2)
 def test_post_optim_event() -> None:
     """On the CPU there is nothing to wait for; the event is let go after one forward."""
-    model: Any = parity.shard(parity.OURS, mlp())
+    model: Any = parity.shard(parity.OURS, running.mlp())
     optimizer = parity.adamw(model.parameters())
     event = object()
     for _ in range(2):
@@ -346,19 +310,17 @@ def test_share_comm_ctx() -> None:
     """Two roots that are trained in turn, as the stages of a pipeline on one rank."""
 
     def train(api: Any, share: bool) -> Any:
-        models: Any = [
-            parity.shard(api, common_models.seeded(common_models.MLP, seed)) for seed in range(2)
-        ]
+        roots: Any = [parity.shard(api, models.seeded(models.MLP, seed)) for seed in range(2)]
         if share:
-            api.share_comm_ctx(models)
-        optimizers = [parity.adamw(model.parameters()) for model in models]
+            api.share_comm_ctx(roots)
+        optimizers = [parity.adamw(model.parameters()) for model in roots]
         for batch in mlp_batches():
-            losses = [parity.regression_loss(model, parity.my_part(batch)) for model in models]
+            losses = [parity.regression_loss(model, parity.my_part(batch)) for model in roots]
             for loss, optimizer in zip(losses, optimizers, strict=True):
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        return [parity.full_params(model) for model in models]
+        return [parity.full_params(model) for model in roots]
 
     ours = train(parity.OURS, True)
     parity.assert_equal(ours, train(parity.OURS, False))
@@ -374,7 +336,7 @@ def test_share_comm_ctx() -> None:
 @ranks(2)
 def test_settings_in_a_report() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    model: Any = common_models.seeded(common_models.MLP)
+    model: Any = models.seeded(models.MLP)
     for layer in model.layers:
         fsdp2.fully_shard(layer, mp_policy=policy)
     fsdp2.fully_shard(model)

@@ -339,6 +339,17 @@ def _positions(passed: dict[str, int]) -> list[tuple[str, int]]:
     return [(place, n) for place, n in found if n < passed.get(place, 0)]
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@_without_collector()
 def _try_all(build: Callable[[], Any], accumulates: bool) -> None:
     memory = Memory()
     with _armed_calls(), memory.watched():
@@ -387,24 +398,13 @@ def _nothing_left(model: Any, twin: Any, memory: Memory, where: str) -> None:
         time.sleep(0.001)
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 @ranks(2, timeout=120)
 @pytest.mark.parametrize(
     "setting",
     [pytest.param(s, marks=[] if s in DEFAULT else [pytest.mark.extended]) for s in SETTINGS],
 )
 def test_an_exception_on_all_ranks(setting: str) -> None:
-    with _without_collector():
-        _try_all(SETTINGS[setting], accumulates=False)
+    _try_all(SETTINGS[setting], accumulates=False)
 
 
 @ranks(2, timeout=120)
@@ -417,13 +417,11 @@ def test_an_exception_on_all_ranks(setting: str) -> None:
     ],
 )
 def test_an_exception_while_gradients_accumulate(setting: str) -> None:
-    with _without_collector():
-        _try_all(SETTINGS[setting], accumulates=True)
+    _try_all(SETTINGS[setting], accumulates=True)
 
 
 @pytest.mark.extended
 @ranks(4, timeout=120)
 @pytest.mark.parametrize("setting", list(ON_FOUR))
 def test_an_exception_on_a_mesh(setting: str) -> None:
-    with _without_collector():
-        _try_all(ON_FOUR[setting], accumulates="HSDP" in setting)
+    _try_all(ON_FOUR[setting], accumulates="HSDP" in setting)

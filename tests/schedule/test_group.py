@@ -12,10 +12,9 @@ from fsdp2.core.gather.keeping import SmallerGroup
 from fsdp2.core.progress import Counts
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.states import GroupState
-from fsdp2.core.schedule.unit import Unit, free_if_outdated
+from fsdp2.core.schedule.unit import free_if_outdated
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice, VirtualTensor
-from tests.common.observing import observe
 
 pytestmark = pytest.mark.alone
 
@@ -107,21 +106,6 @@ def test_every_move(state: GroupState, action: str) -> None:
         assert group.state is target
     assert group.is_unsharded == (group.state is GroupState.UNSHARDED)
     assert device.races == []
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_each_move_is_made_once(world_size: int) -> None:
-    unit = Unit("block", [_group(world_size)[0]])
-    heard: list[tuple[str, str]] = []
-    observe([unit], lambda *what: heard.append(what))
-    (group,) = unit.groups
-    group.bind()
-    group.start_unshard()
-    group.finish_unshard()
-    group.reshard()
-    group.reshard()
-    names = ["all_gather", "finish", "reshard"] if world_size > 1 else ["finish", "reshard"]
-    assert heard == [(name, "block") for name in names]
 
 
 def test_parameters_of_before_a_step_are_out_of_date() -> None:

@@ -85,19 +85,17 @@ def _meshes() -> Node:
     )
 
 
+def _chain() -> Node:
+    return schedules.chain("a", "b")
+
+
 SETTINGS: dict[str, tuple[Callable[[], Node], dict[str, Any]]] = {
-    "plain": (lambda: schedules.chain("a", "b"), {}),
-    "mixed": (lambda: schedules.chain("a", "b"), {"precision": BF16}),
-    "packed": (lambda: schedules.chain("a", "b"), {"precision": BF16, "coalesces": False}),
-    "replicas": (lambda: schedules.chain("a", "b"), {"copies": 2}),
-    "offload": (
-        lambda: schedules.chain("a", "b"),
-        {"offload": CPUOffloadPolicy(pin_memory=True), "precision": BF16},
-    ),
-    "smaller": (
-        lambda: schedules.chain("a", "b", reshard_after_forward=True),
-        {"smaller": 2, "world_size": 4},
-    ),
+    "plain": (_chain, {}),
+    "mixed": (_chain, {"precision": BF16}),
+    "packed": (_chain, {"precision": BF16, "coalesces": False}),
+    "replicas": (_chain, {"copies": 2}),
+    "offload": (_chain, {"offload": CPUOffloadPolicy(pin_memory=True), "precision": BF16}),
+    "smaller": (_chain, {"smaller": 2, "world_size": 4}),
     "nested": (_nested, {}),
     "meshes": (_meshes, {"world_size": 4, "precision": BF16, "coalesces": False}),
 }

@@ -16,7 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
 from fsdp2.core.device.buffers import FlatBuffer, TransientBuffer
-from fsdp2.core.modules.registry import record_of, records_below
+from fsdp2.core.modules.registry import records_below, require_record
+from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.testing.null_group import null_world
 from tests.common import tensors
 from tests.common.errors import raises
@@ -29,7 +30,7 @@ class BoomError(Exception):
     """What the tests below throw."""
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _two_ranks() -> Iterator[None]:
     with null_world(2):
         yield
@@ -37,12 +38,17 @@ def _two_ranks() -> Iterator[None]:
 
 @pytest.fixture
 def _no_collector() -> Iterator[None]:
-    with null_world(2):
-        _trained()  # what torch imports at first use keeps the frames that used it in cycles
+    _trained()  # what torch imports at first use keeps the frames that used it in cycles
     gc.collect()
     gc.disable()
     yield
     gc.enable()
+
+
+def _scheduler(model: nn.Module) -> Scheduler:
+    scheduler = require_record(model).scheduler
+    assert scheduler is not None
+    return scheduler
 
 
 def _blocks(number: int = 3) -> Any:
@@ -144,30 +150,19 @@ MODELS: dict[str, Callable[[], Any]] = {
     "placed by a function that knows the model": _placed,
     "while a profiler ran": _profiled,
     "ignored parameters": _ignoring,
+    "extended parameters": lambda: _trained(
+        model=tensors.extend(_blocks(), tensors.Bf16Weight), mesh=init_device_mesh("cpu", (1,))
+    ),
     "after an exception in forward": lambda: _failed("forward"),
     "after an exception in backward": lambda: _failed("backward"),
     "after an exception in a list": lambda: _failed("list"),
 }
 
 
-@pytest.mark.usefixtures("_no_collector", "_two_ranks")
+@pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS.keys())
 def test_a_deleted_model_is_gone(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules, hooks, units, groups, parameters and both kinds of memory; none waits in a cycle."""
-    _check_gone(build, monkeypatch)
-
-
-@pytest.mark.usefixtures("_no_collector")
-def test_a_deleted_model_with_extended_parameters_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    with null_world(1):
-        mesh = init_device_mesh("cpu", (1,))
-        _check_gone(
-            lambda: _trained(model=tensors.extend(_blocks(), tensors.Bf16Weight), mesh=mesh),
-            monkeypatch,
-        )
-
-
-def _check_gone(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     storages: list[Any] = []
 
     def watch(kind: type) -> None:
@@ -199,7 +194,7 @@ def _check_gone(build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> No
     assert [reference() for reference in storages if reference() is not None] == []
 
 
-@pytest.mark.usefixtures("_no_collector", "_two_ranks")
+@pytest.mark.usefixtures("_no_collector")
 def test_whole_parameters_are_gone_though_shard_placement_fn_knows_them() -> None:
     """As where experts are told apart by a set of their parameters."""
     model = _blocks()
@@ -212,7 +207,7 @@ def test_whole_parameters_are_gone_though_shard_placement_fn_knows_them() -> Non
     assert [reference() for reference in whole] == [None] * len(whole)
 
 
-@pytest.mark.usefixtures("_no_collector", "_two_ranks")
+@pytest.mark.usefixtures("_no_collector")
 def test_a_model_deleted_between_forward_and_backward_still_trains_its_parameters() -> None:
     model = _trained()
     params = list(model.parameters())
@@ -224,7 +219,6 @@ def test_a_model_deleted_between_forward_and_backward_still_trains_its_parameter
     assert all(param.grad is not None for param in params)
 
 
-@pytest.mark.usefixtures("_two_ranks")
 def test_hooks_do_not_pile_up_on_a_parameter_that_a_unit_returns() -> None:
     class Prompt(nn.Module):
         def __init__(self, param: nn.Parameter) -> None:
@@ -247,7 +241,6 @@ def test_hooks_do_not_pile_up_on_a_parameter_that_a_unit_returns() -> None:
 # -- after an exception ---------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_two_ranks")
 def test_a_part_that_was_called_alone_and_raised() -> None:
     """The forward of the whole model afterwards is not inside the part's."""
     model = _trained()
@@ -255,20 +248,18 @@ def test_a_part_that_was_called_alone_and_raised() -> None:
     with pytest.raises(BoomError):
         model[1](_x())
     hook.remove()
-    before = record_of(model).scheduler.resets  # type: ignore[union-attr]  # it is sharded
+    scheduler = _scheduler(model)
+    before = scheduler.resets
     model(_x()).sum().backward()
-    scheduler = record_of(model).scheduler  # type: ignore[union-attr]
-    assert scheduler is not None
     assert scheduler.resets == before + 1
     assert scheduler.iteration.forward_root is None
     assert not any(unit.is_gathered for unit in scheduler.units)
 
 
-@pytest.mark.usefixtures("_two_ranks")
 def test_a_list_starts_anew_after_an_exception() -> None:
     """Of [a, b] a had run. Where b comes first the next time, it is not the last."""
     model = _list()
-    unit = record_of(model[0]).unit  # type: ignore[union-attr]  # it is sharded
+    unit = require_record(model[0]).unit
     hook = model[1].register_forward_pre_hook(_boom)
     with pytest.raises(BoomError):
         model(_x())
@@ -281,14 +272,13 @@ def test_a_list_starts_anew_after_an_exception() -> None:
     assert not unit.is_gathered
 
 
-@pytest.mark.usefixtures("_two_ranks")
 def test_an_optimizer_step_that_raises_outdates_gathered_parameters() -> None:
     """It may have changed some of them."""
     model = _trained(reshard_after_forward=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.zero_grad()
     model[0].unshard()
-    (group,) = record_of(model[0]).unit.own_groups  # type: ignore[union-attr]  # it is sharded
+    (group,) = require_record(model[0]).unit.own_groups
     assert group.is_unsharded
 
     def closure() -> float:
@@ -297,12 +287,11 @@ def test_an_optimizer_step_that_raises_outdates_gathered_parameters() -> None:
     with pytest.raises(BoomError):
         optimizer.step(closure)
     gathers: list[str] = []
-    observe([record_of(model[0]).unit], lambda operation, _: gathers.append(operation))
+    observe([require_record(model[0]).unit], lambda operation, _: gathers.append(operation))
     model(_x())
     assert gathers[:2] == ["reshard", "all_gather"]
 
 
-@pytest.mark.usefixtures("_two_ranks")
 def test_finalize_that_raises_is_known_to_have_been_interrupted() -> None:
     model = _trained()
     model.set_manual_backward_finalization(True)
@@ -313,18 +302,15 @@ def test_finalize_that_raises_is_known_to_have_been_interrupted() -> None:
     with pytest.raises(BoomError):
         model.finalize_backward()
     hook.remove()
-    scheduler = record_of(model).scheduler  # type: ignore[union-attr]  # it is sharded
-    assert scheduler is not None
-    before = scheduler.resets
+    before = _scheduler(model).resets
     model(_x())
-    assert scheduler.resets == before + 1
+    assert _scheduler(model).resets == before + 1
 
 
-@pytest.mark.usefixtures("_two_ranks")
 def test_an_interrupted_move_into_a_new_flat_shard_is_done_again() -> None:
     """Parameters that had moved are not in the shard that the group still gathers."""
     model = _trained()
-    (group,) = record_of(model[1]).unit.own_groups  # type: ignore[union-attr]  # it is sharded
+    (group,) = require_record(model[1]).unit.own_groups
     weight, bias = group.params
     with torch.no_grad():
         weight.sharded._local_tensor = torch.full_like(weight.sharded._local_tensor, 7.0)
@@ -346,10 +332,9 @@ def test_an_interrupted_move_into_a_new_flat_shard_is_done_again() -> None:
     assert start.eq(7.0).all()
 
 
-@pytest.mark.usefixtures("_two_ranks")
 def test_a_load_that_raises_half_way_is_followed_as_far_as_it_came() -> None:
     model = _trained()
-    (group,) = record_of(model[1]).unit.own_groups  # type: ignore[union-attr]  # it is sharded
+    (group,) = require_record(model[1]).unit.own_groups
     state = model.state_dict()
     fits, plain = torch.full_like(state["1.0.weight"], 7.0), torch.ones(8)
     with pytest.raises(fsdp2.errors.ShardingStateError, match=r"1\.0\.bias.*was replaced"):
@@ -361,7 +346,6 @@ def test_a_load_that_raises_half_way_is_followed_as_far_as_it_came() -> None:
     assert isinstance(model[1][0].bias, DTensor)
 
 
-@pytest.mark.usefixtures("_two_ranks")
 @pytest.mark.parametrize("again", ["reset", "forward"])
 def test_a_backward_after_one_that_raised_is_not_half_done(again: str) -> None:
     """It would end before it reduced anything."""

@@ -187,21 +187,15 @@ def test_training(arguments: dict[str, Any]) -> None:
     over()
 
 
-def test_accumulation_unused_parameters_and_kept_gradients() -> None:
+def test_accumulation_unused_parameters_kept_gradients_and_prefetch_on_request() -> None:
     model = build()
     model.set_reduce_scatter_unused_params(True)
     model.set_tuning(keep_gradients=True)
-    for number in range(6):
+    for number in range(12):
         model.set_requires_gradient_sync(number % 3 == 2)
-        step(model)
-    over()
-
-
-def test_prefetch_on_request() -> None:
-    model = build()
-    model.set_modules_to_forward_prefetch(list(model.blocks))
-    model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
-    for _ in range(3):
+        if number == 6:
+            model.set_modules_to_forward_prefetch(list(model.blocks))
+            model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
         step(model)
     over()
 

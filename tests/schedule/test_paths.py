@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,14 +26,6 @@ pytestmark = pytest.mark.alone
 
 ROOT = Path(fsdp2.__file__).parent
 HELPERS = {"testing", "paper"}  # where the null process group is
-
-
-class Walk(NamedTuple):
-    """What is asked of a part of the step."""
-
-    calls: int
-    moves: int
-    files: int
 
 
 class Block(nn.Module):
@@ -82,33 +73,27 @@ def stops(run: Callable[[], None]) -> list[tuple[str, str]]:
     return found
 
 
-def part(found: list[tuple[str, str]], begins: str, number: int, *ends: str) -> Walk:
+def part(found: list[tuple[str, str]], begins: str, number: int, *ends: str) -> dict[str, int]:
     """The path from the ``number``-th call of ``begins`` to the next of ``ends``."""
     starts = [i for i, (_, name) in enumerate(found) if name == begins]
     start = starts[number]
     stop = next((i for i in range(start + 1, len(found)) if found[i][1] in ends), len(found))
     files = [file for file, _ in found[start:stop]]
     moves = sum(a != b for a, b in itertools.pairwise(files))
-    return Walk(len(files), moves, len(set(files)))
+    return {"calls": len(files), "moves": moves, "files": len(set(files))}
 
 
-def test_from_the_gradient_of_an_input_to_grad(step: Callable[[], None]) -> None:
-    """The backward of the second unit is left: its gradients are reduced and delivered."""
-    leave = part(stops(step), "exit_backward", 1, "_on_output_grad", "_end_backward")
-    upper_bounds.hold("leave backward", **leave._asdict())
+PARTS = {
+    # The backward of the second unit is left: its gradients are reduced and delivered.
+    "leave backward": ("exit_backward", 1, "_on_output_grad", "_end_backward"),
+    # The second unit's forward begins: it waits for its gather and launches the next one's.
+    "pre-forward": ("pre_forward", 2, "post_forward"),
+    "post-forward": ("post_forward", 1, "pre_forward"),
+    "enter backward": ("_on_output_grad", 2, "exit_backward"),
+}
 
 
-def test_a_gather_and_its_use(step: Callable[[], None]) -> None:
-    """The second unit's forward begins: it waits for its gather and launches the next one's."""
-    begin = part(stops(step), "pre_forward", 2, "post_forward")
-    upper_bounds.hold("pre-forward", **begin._asdict())
-
-
-def test_the_end_of_a_forward(step: Callable[[], None]) -> None:
-    end = part(stops(step), "post_forward", 1, "pre_forward")
-    upper_bounds.hold("post-forward", **end._asdict())
-
-
-def test_the_begin_of_a_backward(step: Callable[[], None]) -> None:
-    enter = part(stops(step), "_on_output_grad", 2, "exit_backward")
-    upper_bounds.hold("enter backward", **enter._asdict())
+def test_parts_of_a_step(step: Callable[[], None]) -> None:
+    found = stops(step)
+    for name, (begins, number, *ends) in PARTS.items():
+        upper_bounds.hold(name, **part(found, begins, number, *ends))

@@ -5,17 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fsdp2.core.schedule.scheduler import Scheduler
-from fsdp2.core.schedule.unit import MOVES, Phase, Unit, watching
-from fsdp2.testing.simulation import CheckedUnit, check_move
+from fsdp2.core.schedule.unit import Unit
 from tests.common import schedules
 
 pytestmark = pytest.mark.alone
-
-
-def test_a_simulation_checks_its_units() -> None:
-    assert {type(unit) for unit in schedules.warm(schedules.chain("a", "b")).scheduler.units} == {
-        CheckedUnit
-    }
 
 
 def test_finishing_a_unit_that_was_not_entered_is_refused() -> None:
@@ -35,18 +28,3 @@ def test_a_schedule_that_enters_a_unit_twice_is_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Scheduler, "enter_forward", twice)
     with pytest.raises(AssertionError, match="unit 'root' cannot go from forward to forward"):
         sim.iteration()
-
-
-@pytest.mark.parametrize("before", Phase)
-@pytest.mark.parametrize("after", Phase)
-def test_moves(before: Phase, after: Phase) -> None:
-    unit = Unit("block", [])
-    unit.phase = before
-    with watching(check_move):
-        if after in MOVES[before]:
-            unit.phase = after
-            assert unit.phase is after
-        else:
-            with pytest.raises(AssertionError, match="cannot go from"):
-                unit.phase = after
-            assert unit.phase is before

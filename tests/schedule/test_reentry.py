@@ -1,10 +1,11 @@
-"""Modules inside each other in unusual ways: nested calls, outputs of children, derivatives.
+"""Modules inside each other in unusual ways: nested calls, outputs of children.
 
 Equality is exact: on two ranks ours does the arithmetic of the reference, rank by rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,19 +14,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2 import fully_shard
 from tests.common import models, parity
 from tests.common.errors import raises
+from tests.common.models import DIM
 from tests.common.workers import ranks
+
+
+def both(build: Callable[[], nn.Module], **arguments: Any) -> tuple[Any, nn.Module]:
+    """A sharded model, its units those that say so, and a plain one."""
+    return parity.shard(parity.OURS, models.seeded(build), **arguments), models.seeded(build)
 
 
 class _Head(nn.Module):
     """Returns what its child returned: the same tensor."""
 
+    is_unit = True
+
     def __init__(self, out: int) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(models.DIM))
-        self.linear = nn.Linear(models.DIM, out)
+        self.scale, self.linear = nn.Parameter(torch.ones(DIM)), nn.Linear(DIM, out)
+        self.linear.is_unit = True
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x * self.scale)
@@ -34,8 +42,9 @@ class _Head(nn.Module):
 class _TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = nn.Linear(models.DIM, models.DIM)
-        self.first, self.second = _Head(2 * models.DIM), _Head(3 * models.DIM)
+        self.trunk = nn.Linear(DIM, DIM)
+        self.trunk.is_unit = True
+        self.first, self.second = _Head(2 * DIM), _Head(3 * DIM)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.trunk(x)
@@ -46,13 +55,10 @@ class _TwoHeads(nn.Module):
 @pytest.mark.parametrize("differ", [False, True])
 def test_units_that_return_what_a_child_returns(differ: bool) -> None:
     """With zeros for unused parameters, whichever outputs the ranks use."""
-    model, plain = models.seeded(_TwoHeads), models.seeded(_TwoHeads)
-    for unit in (model.trunk, model.first.linear, model.first, model.second.linear, model.second):
-        fully_shard(unit, mesh=parity.world_mesh())
-    fully_shard(model, mesh=parity.world_mesh())
+    model, plain = both(_TwoHeads)
     model.set_reduce_scatter_unused_params(True)
     used = [0, 1 if differ else 0]
-    x = torch.ones(2, models.DIM)
+    x = torch.ones(2, DIM)
     model(x)[used[dist.get_rank()]].sum().backward()
     for output in used:
         (plain(x)[output].sum() / 2).backward()
@@ -68,18 +74,14 @@ class _Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (
-            nn.Linear(models.DIM, models.DIM),
-            nn.Linear(models.DIM, models.DIM),
-        )
-        self.bias = nn.Parameter(torch.ones(models.DIM))
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.first.is_unit = True
+        self.bias = nn.Parameter(torch.ones(DIM))
 
     def forward(self, x: Tensor, how: str = "") -> Tensor:
-        if how == "no_grad":
-            with torch.no_grad():
+        if how:
+            with torch.set_grad_enabled(how == "grad"):
                 x = x + self(x)
-        elif how == "grad":
-            x = x + self(x)
         return self.second(torch.tanh(self.first(x))) + self.bias
 
     def generate(self, x: Tensor) -> Tensor:
@@ -88,149 +90,85 @@ class _Nested(nn.Module):
         return x
 
 
-def _nested(**arguments: Any) -> Any:
-    model: Any = models.seeded(_Nested)
-    fully_shard(model.first, mesh=parity.world_mesh(), **arguments)
-    fully_shard(model, mesh=parity.world_mesh(), **arguments)
-    return model
-
-
 @ranks(2)
 @pytest.mark.parametrize("how", ["no_grad", "grad"])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_a_model_that_calls_itself(how: str, reshard_after_forward: bool) -> None:
     """What backwards without sync left is still there; gradients are those without sharding."""
-    model, plain = _nested(reshard_after_forward=reshard_after_forward), models.seeded(_Nested)
+    model, plain = both(_Nested, reshard_after_forward=reshard_after_forward)
     for sync, batch in ((False, 1.0), (True, 2.0), (True, 3.0)):
         model.set_requires_gradient_sync(sync)
-        x = torch.full((2, models.DIM), batch, requires_grad=True)
+        x = torch.full((2, DIM), batch, requires_grad=True)
         mine, theirs = model(x, how), plain(x, how)
         parity.assert_equal(mine.detach(), theirs.detach())
         mine.sum().backward()
         theirs.sum().backward()
     model.reshard()
-    grads = {name: param.grad for name, param in plain.named_parameters()}
-    parity.assert_equal(parity.full_grads(model), grads)
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
 @ranks(2)
 def test_a_method_that_calls_the_model() -> None:
     """`generate` between two micro-batches: their gradients are not lost."""
-    grads = []
-    for generates in (False, True):
-        model = _nested()
-        fsdp2.register_fsdp_forward_method(model, "generate")
-        for sync in (False, True):
-            model.set_requires_gradient_sync(sync)
-            model(torch.ones(2, models.DIM)).sum().backward()
-            if generates:
-                with torch.no_grad():
-                    found = model.generate(torch.ones(2, models.DIM))
-                parity.assert_equal(
-                    found, models.seeded(_Nested).generate(torch.ones(2, models.DIM)).detach()
-                )
-        model.reshard()
-        grads.append(parity.full_grads(model))
-    parity.assert_equal(grads[1], grads[0])
+    model, plain = both(_Nested)
+    fsdp2.register_fsdp_forward_method(model, "generate")
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        for each in (model, plain):
+            each(torch.ones(2, DIM)).sum().backward()
+        with torch.no_grad():
+            found, expected = (each.generate(torch.ones(2, DIM)) for each in (model, plain))
+        parity.assert_equal(found, expected)
+    model.reshard()
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
-class _Fails(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(models.DIM, models.DIM)
+class _Fails(nn.Linear):
+    is_unit = True
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[0] == 3:
             raise MemoryError("three rows")
-        return self.linear(x)
+        return super().forward(x)
 
 
 @ranks(2)
 def test_an_exception_in_a_child_that_is_called_on_its_own() -> None:
     """The next call of another child begins a forward: parameters that were kept are not stale."""
-    model = models.seeded(lambda: nn.Sequential(_Fails(), nn.Linear(models.DIM, models.DIM)))
-    plain = models.seeded(lambda: nn.Sequential(_Fails(), nn.Linear(models.DIM, models.DIM)))
-    for unit in (*model, model):
-        fully_shard(unit, mesh=parity.world_mesh())
+    model, plain = both(lambda: nn.Sequential(_Fails(DIM, DIM), _Fails(DIM, DIM)))
     model.set_reshard_after_backward(False)
-    x = torch.ones(2, models.DIM)
+    x = torch.ones(2, DIM)
     steps = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    for each, optimizer in zip((model, plain), steps, strict=True):
-        each(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with pytest.raises(MemoryError):
-        model[0](torch.ones(3, models.DIM))
-    for _ in range(3):
+
+    def step(*called: Any) -> None:
         outputs = []
-        for each, optimizer in zip((model, plain), steps, strict=True):
-            outputs.append(each[1](x))
+        for each, optimizer in zip(called, steps, strict=True):
+            outputs.append(each(x))
             outputs[-1].sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         parity.assert_equal(outputs[0].detach(), outputs[1].detach())
 
-
-class _Readout(nn.Module):
-    """Differentiates, inside its forward, by what its inputs were made of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy, self.out = nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM)
-
-    def forward(self, x: Tensor, weights: Tensor | None, source: Any) -> Tensor:
-        energy = torch.tanh(self.energy(x if weights is None else x * weights))
-        (force,) = torch.autograd.grad(energy.sum(), source.positions, create_graph=True)
-        return self.out(energy) + force
-
-
-class _Forces(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.readout = nn.Linear(models.DIM, models.DIM), _Readout()
-
-    def forward(self, source: Any, two: bool) -> Tensor:
-        x = self.embed(source.positions)
-        return self.readout(x, x * 2 if two else None, source)
-
-
-class _Source:
-    """Not a container that inputs are looked for in."""
-
-    def __init__(self) -> None:
-        self.positions = torch.ones(4, models.DIM, requires_grad=True)
-
-
-@ranks(2)
-@pytest.mark.parametrize("two", [False, True], ids=["one input", "two inputs"])
-@pytest.mark.parametrize("unused", [False, True])
-def test_a_derivative_inside_of_a_forward(unused: bool, two: bool) -> None:
-    model, plain = models.seeded(_Forces), models.seeded(_Forces)
-    for unit in (model.embed, model.readout, model):
-        fully_shard(unit, mesh=parity.world_mesh())
-    if unused:
-        model.set_reduce_scatter_unused_params(True)
-    for _ in range(2):
-        model(_Source(), two).sum().backward()
-        plain(_Source(), two).sum().backward()
-    grads = {name: param.grad for name, param in plain.named_parameters()}
-    parity.assert_equal(parity.full_grads(model), grads)
+    step(model, plain)
+    with pytest.raises(MemoryError):
+        model[0](torch.ones(3, DIM))
+    for _ in range(3):
+        step(model[1], plain[1])
 
 
 @ranks(2)
 def test_an_optimizer_made_before_parameters_were_taken_over() -> None:
     """It has stepped already: what it knows of its parameters is asked again."""
-    model: Any = models.seeded(lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM)))
-    fully_shard(model, mesh=parity.world_mesh())
+    model, _ = both(lambda: nn.Sequential(nn.Linear(DIM, DIM)))
     fsdp2.install()
     try:
-        model.append(nn.Linear(models.DIM, models.DIM))
+        model.append(nn.Linear(DIM, DIM))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.ones(2, models.DIM)).sum().backward()
+        model(torch.ones(2, DIM)).sum().backward()
         model.reshard()
         optimizer.step()
         model.shard_new_parameters()
-        model(torch.ones(2, models.DIM)).sum().backward()
+        model(torch.ones(2, DIM)).sum().backward()
         model.reshard()
         with raises("stale-optimizer"):
             optimizer.step()

@@ -37,9 +37,7 @@ reduce:
 
 
 def test_nested_blocks() -> None:
-    mid = Node(
-        "mid", [schedules.leaf("leaf"), schedules.leaf("twin")], [0, 1], shapes=schedules.SHAPES
-    )
+    mid = Node("mid", [schedules.leaf("leaf")], [0], shapes=schedules.SHAPES)
     sim = schedules.warm(
         Node("root", [mid, schedules.leaf("head")], [0, 1], shapes=schedules.SHAPES)
     )
@@ -52,13 +50,9 @@ compute:
   forward root                after all_gather root
   alloc leaf
   forward mid                 after all_gather mid
-  alloc twin
+  alloc head
   forward leaf                after all_gather leaf
   free leaf
-  forward mid
-  alloc head
-  forward twin                after all_gather twin
-  free twin
   forward mid
   free mid
   forward root
@@ -69,7 +63,6 @@ all_gather:
   all_gather root             after compute step head
   all_gather mid              after compute step head
   all_gather leaf             after compute forward root
-  all_gather twin             after compute forward mid
   all_gather head             after compute forward mid""",
     )
     assert_expected_inline(
@@ -83,17 +76,12 @@ compute:
   gradient head
   free head
   backward root
-  alloc twin
-  backward mid                after all_gather mid
   alloc leaf
-  backward twin               after all_gather twin
-  gradient twin
-  free twin
-  backward mid                after reduce_scatter head
+  backward mid                after all_gather mid
   backward leaf               after all_gather leaf
   gradient leaf
   free leaf
-  backward mid                after reduce_scatter twin
+  backward mid                after reduce_scatter head
   gradient mid
   free mid
   backward root               after reduce_scatter leaf
@@ -103,18 +91,17 @@ compute:
 all_gather:
   all_gather head             after compute forward root
   all_gather mid              after compute backward root
-  all_gather twin             after compute backward root
-  all_gather leaf             after compute backward mid
+  all_gather leaf             after compute backward root
 reduce:
   reduce_scatter head         after compute gradient head
-  reduce_scatter twin         after compute gradient twin
   reduce_scatter leaf         after compute gradient leaf
   reduce_scatter mid          after compute gradient mid
   reduce_scatter root         after compute gradient root""",
     )
 
 
-def test_no_prefetch_where_no_order_is_known() -> None:
+def test_prefetch_in_the_order_of_the_last_forward() -> None:
+    """Whose first unit it was; nothing is gathered ahead where none is known."""
     mid = Node("mid", [schedules.leaf("a"), schedules.leaf("b")], [0, 1], shapes=schedules.SHAPES)
     sim = schedules.bound(Node("root", [mid], [0], shapes=schedules.SHAPES))
     assert_expected_inline(
@@ -137,12 +124,6 @@ all_gather:
   all_gather a                after compute forward mid
   all_gather b                after compute forward mid""",
     )
-
-
-def test_prefetch_in_the_order_of_the_last_forward() -> None:
-    mid = Node("mid", [schedules.leaf("a"), schedules.leaf("b")], [0, 1], shapes=schedules.SHAPES)
-    sim = schedules.bound(Node("root", [mid], [0], shapes=schedules.SHAPES))
-    sim.forward(start=mid)
     assert_expected_inline(
         schedules.emitted(sim, lambda: sim.forward(start=mid)),
         """\
@@ -165,9 +146,12 @@ all_gather:
     )
 
 
-def test_wrong_guess_makes_room_for_the_next() -> None:
+@pytest.mark.parametrize("explicit", [False, True])
+def test_wrong_guess_makes_room_for_the_next(explicit: bool) -> None:
     root = schedules.chain("a", "b", "c", "d")
     sim = schedules.warm(root)
+    if explicit:
+        schedules.unit_of(sim, "c").forward_prefetch = [schedules.unit_of(sim, "d")]
     root.calls = [0, 2, 3]
     assert_expected_inline(
         schedules.emitted(sim, sim.forward),
@@ -196,175 +180,31 @@ all_gather:
     )
 
 
-def test_guess_that_was_only_early_is_used() -> None:
-    root = schedules.chain("a", "b", "x")
-    root.calls = [0, 1]
-    sim = schedules.warm(root)
-    root.calls = [0, 2, 1]  # what follows x is not known, so that b need not make room
-    assert_expected_inline(
-        schedules.emitted(sim, sim.forward),
-        """\
-compute:
-  forward root
-  alloc a
-  alloc b
-  forward a                   after all_gather a
-  free a
-  forward root
-  alloc x
-  forward x                   after all_gather x
-  free x
-  forward root
-  forward b                   after all_gather b
-  free b
-  forward root
-all_gather:
-  all_gather a                after compute forward root
-  all_gather b                after compute forward root
-  all_gather x                after compute forward root""",
-    )
-
-
-def test_last_wrong_guess_is_freed_at_the_loss() -> None:
-    root = schedules.chain("a", "b", "c")
-    sim = schedules.warm(root)
-    root.calls = [0, 2]
-    assert_expected_inline(
-        schedules.emitted(sim, sim.forward),
-        """\
-compute:
-  forward root
-  alloc a
-  alloc b
-  forward a                   after all_gather a
-  free a
-  forward root
-  alloc c
-  forward c                   after all_gather c
-  free c
-  forward root
-  free b                      after all_gather b
-all_gather:
-  all_gather a                after compute forward root
-  all_gather b                after compute forward root
-  all_gather c                after compute forward root""",
-    )
-
-
-def test_explicit_forward_prefetch() -> None:
-    sim = schedules.warm(schedules.chain("a", "b", "c"))
-    _, a, b, c = sim.scheduler.units
-    a.forward_prefetch = [b, c]
-    assert_expected_inline(
-        schedules.emitted(sim, sim.forward),
-        """\
-compute:
-  forward root
-  alloc a
-  alloc b
-  alloc c
-  forward a                   after all_gather a
-  free a
-  forward root
-  forward b                   after all_gather b
-  free b
-  forward root
-  forward c                   after all_gather c
-  free c
-  forward root
-all_gather:
-  all_gather a                after compute forward root
-  all_gather b                after compute forward root
-  all_gather c                after compute forward root""",
-    )
-
-
-def test_explicit_prefetch_of_a_unit_without_parameters() -> None:
+def test_explicit_prefetch() -> None:
     """As with torch's FSDP2: the root's list counts, whatever it owns."""
-    sim = schedules.warm(schedules.chain("a", "b"))
-    root, a, b = sim.scheduler.units
-    root.forward_prefetch, root.backward_prefetch = [a, b], [b, a]
+    sim = schedules.warm(schedules.chain("a", "b", "c"))
+    root, a, b, c = sim.scheduler.units
+    root.forward_prefetch, a.forward_prefetch = [a], [b, c]
+    root.backward_prefetch, c.backward_prefetch = [c], [b, a]
     assert_expected_inline(
         schedules.emitted(sim, sim.iteration),
         """\
 compute:
   alloc a
-  alloc b
   forward root
+  alloc b
+  alloc c
   forward a                   after all_gather a
   free a
   forward root
   forward b                   after all_gather b
   free b
   forward root
-  alloc b
-  alloc a
-  backward root
-  backward b                  after all_gather b
-  gradient b
-  free b
-  backward root
-  backward a                  after all_gather a
-  gradient a
-  free a
-  backward root               after reduce_scatter b
-  step a                      after reduce_scatter a
-  step b
-all_gather:
-  all_gather a                after compute step b
-  all_gather b                after compute step b
-  all_gather b                after compute forward root
-  all_gather a                after compute forward root
-reduce:
-  reduce_scatter b            after compute gradient b
-  reduce_scatter a            after compute gradient a""",
-    )
-
-
-def test_explicit_prefetch_takes_the_place_of_a_wrong_guess() -> None:
-    root = schedules.chain("a", "b", "c", "d")
-    sim = schedules.warm(root)
-    _, _, _, c, d = sim.scheduler.units
-    c.forward_prefetch = [d]
-    root.calls = [0, 2, 3]
-    assert_expected_inline(
-        schedules.emitted(sim, sim.forward),
-        """\
-compute:
-  forward root
-  alloc a
-  alloc b
-  forward a                   after all_gather a
-  free a
-  forward root
-  alloc c
-  free b                      after all_gather c, all_gather b
-  alloc d
-  forward c
+  forward c                   after all_gather c
   free c
   forward root
-  forward d                   after all_gather d
-  free d
-  forward root
-all_gather:
-  all_gather a                after compute forward root
-  all_gather b                after compute forward root
-  all_gather c                after compute forward root
-  all_gather d                after compute forward root""",
-    )
-
-
-def test_explicit_backward_prefetch() -> None:
-    sim = schedules.warm(schedules.chain("a", "b", "c"))
-    _, a, b, c = sim.scheduler.units
-    c.backward_prefetch = [b, a]
-    sim.forward()
-    assert_expected_inline(
-        schedules.emitted(sim, sim.backward),
-        """\
-compute:
-  backward root
   alloc c
+  backward root
   alloc b
   alloc a
   backward c                  after all_gather c
@@ -379,9 +219,14 @@ compute:
   gradient a
   free a
   backward root               after reduce_scatter b
-  end                         after reduce_scatter a
+  step a                      after reduce_scatter a
+  step b
+  step c
 all_gather:
-  all_gather c                after compute backward root
+  all_gather a                after compute step c
+  all_gather b                after compute forward root
+  all_gather c                after compute forward root
+  all_gather c                after compute forward root
   all_gather b                after compute backward root
   all_gather a                after compute backward root
 reduce:
@@ -392,141 +237,99 @@ reduce:
 
 
 def test_reshard_after_forward() -> None:
-    root = Node(
-        "root", [schedules.leaf("a")], [0], shapes=schedules.SHAPES, reshard_after_forward=True
-    )
-    sim = schedules.warm(root)
+    sim = schedules.warm(schedules.leaf("root", reshard_after_forward=True))
     assert_expected_inline(
         schedules.emitted(sim, sim.iteration),
         """\
 compute:
   alloc root
-  alloc a
   forward root                after all_gather root
-  forward a                   after all_gather a
-  free a
-  forward root
   free root
   alloc root
-  alloc a
   backward root               after all_gather root
-  backward a                  after all_gather a
-  gradient a
-  free a
-  backward root
   gradient root
   free root
-  step root                   after reduce_scatter a, reduce_scatter root
-  step a
+  step root                   after reduce_scatter root
 all_gather:
-  all_gather root             after compute step a
-  all_gather a                after compute step a
+  all_gather root             after compute step root
   all_gather root             after compute forward root
-  all_gather a                after compute forward root
 reduce:
-  reduce_scatter a            after compute gradient a
   reduce_scatter root         after compute gradient root""",
     )
 
 
 def test_no_reshard_after_forward() -> None:
-    sim = schedules.warm(schedules.chain("a", "b", reshard_after_forward=False))
+    sim = schedules.warm(schedules.chain("a", reshard_after_forward=False))
     assert_expected_inline(
         schedules.emitted(sim, sim.iteration),
         """\
 compute:
   forward root
   alloc a
-  alloc b
   forward a                   after all_gather a
   forward root
-  forward b                   after all_gather b
-  forward root
-  backward root
-  backward b
-  gradient b
-  free b
   backward root
   backward a
   gradient a
   free a
-  backward root               after reduce_scatter b
+  backward root
   step a                      after reduce_scatter a
-  step b
 all_gather:
   all_gather a                after compute forward root
-  all_gather b                after compute forward root
 reduce:
-  reduce_scatter b            after compute gradient b
   reduce_scatter a            after compute gradient a""",
     )
 
 
 def test_accumulation() -> None:
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    sim = schedules.warm(schedules.chain("a", "b"), precision=precision)
-    sim.forward()
-    for unit in sim.scheduler.units:
-        unit.sync = False
+    sim = schedules.warm(schedules.chain("a"), precision=precision)
+
+    def backward(sync: bool) -> str:
+        sim.forward()
+        for unit in sim.scheduler.units:
+            unit.sync = sync
+        return schedules.emitted(sim, sim.backward)
+
     assert_expected_inline(
-        schedules.emitted(sim, sim.backward),
+        backward(sync=False),
         """\
 compute:
   backward root
-  alloc b
   alloc a
-  backward b                  after all_gather b
-  gradient b
-  copy b
-  free b
-  backward root
   backward a                  after all_gather a
   gradient a
   copy a
   free a
   backward root
 copy_in:
-  copy b                      after compute backward root
   copy a                      after compute backward root
 all_gather:
-  all_gather b                after copy b
   all_gather a                after copy a""",
     )
-    sim.forward()
-    for unit in sim.scheduler.units:
-        unit.sync = True
     assert_expected_inline(
-        schedules.emitted(sim, sim.backward),
+        backward(sync=True),
         """\
 compute:
   backward root
-  alloc b
   alloc a
-  backward b                  after all_gather b
-  gradient b
-  free b
-  copy b
-  backward root
   backward a                  after all_gather a
   gradient a
   free a
-  copy a                      after reduce_scatter b
+  copy a
   backward root
   end                         after reduce_scatter a
 copy_in:
-  copy b                      after compute backward root
   copy a                      after compute backward root
 all_gather:
-  all_gather b                after copy b
   all_gather a                after copy a
 reduce:
-  reduce_scatter b            after compute copy b
   reduce_scatter a            after compute copy a""",
     )
 
 
 def test_no_reshard_after_backward() -> None:
-    sim = schedules.warm(schedules.chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a"))
     for unit in sim.scheduler.units:
         unit.reshard_after_backward = False
     for _ in range(2):  # the second forward finds something to use again
@@ -538,73 +341,57 @@ def test_no_reshard_after_backward() -> None:
         """\
 compute:
   backward root
-  fingerprint b
-  alloc b
-  fingerprint a               after all_gather b
+  fingerprint a
   alloc a
-  backward b
-  gradient b
-  backward root
   backward a                  after all_gather a
   gradient a
-  backward root               after reduce_scatter b
+  backward root
   end                         after reduce_scatter a
 all_gather:
-  all_gather b                after compute fingerprint b
   all_gather a                after compute fingerprint a
 reduce:
-  reduce_scatter b            after compute gradient b
   reduce_scatter a            after compute gradient a""",
     )
+    # nothing to gather
     assert_expected_inline(
         schedules.emitted(sim, sim.forward),
         """\
 compute:
   fingerprint a
-  fingerprint b
   forward root
   forward a
   free a
-  forward root
-  forward b
-  free b
   forward root""",
-    )  # nothing to gather
-
-
-def test_steps_that_use_nothing_again_take_no_fingerprints() -> None:
-    sim = schedules.warm(schedules.chain("a", "b"))
-    for unit in sim.scheduler.units:
-        unit.reshard_after_backward = False
-    sim.iteration()
-    emitted = schedules.emitted(sim, sim.iteration)
-    assert "all_gather b" in emitted
-    assert "fingerprint" not in emitted
+    )
 
 
 def test_kept_parameters_are_gathered_again_after_a_step() -> None:
-    sim = schedules.warm(schedules.chain("a", "b"))
+    """Steps that use nothing again take no fingerprints."""
+    sim = schedules.warm(schedules.chain("a"))
     for unit in sim.scheduler.units:
         unit.reshard_after_backward = False
     sim.iteration()
     assert_expected_inline(
-        schedules.emitted(sim, sim.forward),
+        schedules.emitted(sim, sim.iteration),
         """\
 compute:
   free a
-  free b
   forward root
   alloc a
-  alloc b
   forward a                   after all_gather a
   free a
   forward root
-  forward b                   after all_gather b
-  free b
-  forward root
+  backward root
+  alloc a
+  backward a                  after all_gather a
+  gradient a
+  backward root
+  step a                      after reduce_scatter a
 all_gather:
   all_gather a                after compute forward root
-  all_gather b                after compute forward root""",
+  all_gather a                after compute backward root
+reduce:
+  reduce_scatter a            after compute gradient a""",
     )
 
 
@@ -641,78 +428,19 @@ compute:
 
 def test_world_size_one_with_casts() -> None:
     precision = MixedPrecisionPolicy(torch.bfloat16)
-    sim = schedules.warm(schedules.chain("a", "b"), world_size=1, precision=precision)
+    sim = schedules.warm(schedules.leaf("root"), world_size=1, precision=precision)
     assert_expected_inline(
         schedules.emitted(sim, sim.iteration),
         """\
 compute:
-  forward root
-  alloc a
-  copy a
-  forward a
-  free a
-  forward root
-  alloc b
-  copy b
-  forward b
-  free b
+  alloc root
+  copy root
   forward root
   backward root
-  alloc b
-  copy b
-  backward b
-  gradient b
-  free b
-  copy b
-  backward root
-  alloc a
-  copy a
-  backward a
-  gradient a
-  free a
-  copy a
-  backward root
-  step a
-  step b""",
-    )
-
-
-def test_coalesced_without_casts() -> None:
-    sim = schedules.warm(schedules.chain("a", "b"), coalesces=True)
-    assert_expected_inline(
-        schedules.emitted(sim, sim.iteration),
-        """\
-compute:
-  forward root
-  alloc a
-  alloc b
-  forward a                   after all_gather a
-  free a
-  forward root
-  forward b                   after all_gather b
-  free b
-  forward root
-  backward root
-  alloc b
-  alloc a
-  backward b                  after all_gather b
-  gradient b
-  free b
-  backward root
-  backward a                  after all_gather a
-  gradient a
-  free a
-  backward root               after reduce_scatter b
-  step a                      after reduce_scatter a
-  step b
-all_gather:
-  all_gather a                after compute forward root
-  all_gather b                after compute forward root
-  all_gather b                after compute backward root
-  all_gather a                after compute backward root
-reduce:
-  reduce_scatter b            after compute gradient b
-  reduce_scatter a            after compute gradient a""",
+  gradient root
+  free root
+  copy root
+  step root""",
     )
 
 
@@ -721,21 +449,11 @@ def test_packed_with_casts() -> None:
     leaves = [Node(name, shapes=schedules.SHAPES * 2) for name in ("a", "b")]
     root = Node("root", leaves, [0, 1], shapes=())
     sim = schedules.warm(root, coalesces=False, precision=precision)
+    sim.forward()
     assert_expected_inline(
-        schedules.emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.backward),
         """\
 compute:
-  forward root
-  alloc a
-  copy_out a                  after all_gather a
-  forward a
-  free a
-  forward root
-  alloc b
-  copy_out b                  after all_gather b
-  forward b
-  free b
-  forward root
   backward root
   alloc b
   copy_out b                  after all_gather b
@@ -751,16 +469,11 @@ compute:
   free a
   chunk_cat a                 after copy b
   backward root
-  step a                      after copy a
-  step b
+  end                         after copy a
 copy_in:
-  copy a                      after compute forward root
-  copy b                      after compute copy_out a
   copy b                      after compute backward root
   copy a                      after compute copy_out b
 all_gather:
-  all_gather a                after copy a
-  all_gather b                after copy b
   all_gather b                after copy b
   all_gather a                after copy a
 reduce:
@@ -776,7 +489,7 @@ def test_packed_with_casts_of_one_parameter_a_unit() -> None:
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     sim = schedules.warm(schedules.chain("a", "b"), coalesces=False, precision=precision)
     assert_expected_inline(
-        schedules.emitted(sim, sim.iteration),
+        schedules.emitted(sim, sim.forward),
         """\
 compute:
   forward root
@@ -788,36 +501,12 @@ compute:
   forward b                   after all_gather b
   free b
   forward root
-  backward root
-  alloc b
-  alloc a
-  backward b                  after all_gather b
-  gradient b
-  free b
-  chunk_cat b
-  backward root
-  backward a                  after all_gather a
-  gradient a
-  free a
-  chunk_cat a                 after copy b
-  backward root
-  step a                      after copy a
-  step b
 copy_in:
   copy a                      after compute forward root
   copy b                      after compute forward root
-  copy b                      after compute backward root
-  copy a                      after compute backward root
 all_gather:
   all_gather a                after copy a
-  all_gather b                after copy b
-  all_gather b                after copy b
-  all_gather a                after copy a
-reduce:
-  reduce_scatter b            after compute chunk_cat b
-  copy b
-  reduce_scatter a            after compute chunk_cat a
-  copy a""",
+  all_gather b                after copy b""",
     )
 
 
@@ -860,104 +549,9 @@ reduce:
     )
 
 
-def test_not_the_last_backward_keeps_what_was_gathered_ahead() -> None:
-    sim = schedules.warm(schedules.chain("a", "b"))
-    sim.forward()
-    sim.forward()
-    sim.scheduler.is_last_backward = False
-    assert_expected_inline(
-        schedules.emitted(sim, sim.backward),
-        """\
-compute:
-  backward root
-  alloc b
-  alloc a
-  backward b                  after all_gather b
-  gradient b
-  free b
-  backward root
-  alloc b
-  backward a                  after all_gather a
-  gradient a
-  free a
-  backward root               after reduce_scatter b
-all_gather:
-  all_gather b                after compute backward root
-  all_gather a                after compute backward root
-  all_gather b                after compute backward root
-reduce:
-  reduce_scatter b            after compute gradient b
-  reduce_scatter a            after compute gradient a""",
-    )
-    sim.scheduler.is_last_backward = True
-    assert_expected_inline(
-        schedules.emitted(sim, sim.backward),
-        """\
-compute:
-  backward root
-  alloc a
-  backward b                  after all_gather b
-  gradient b
-  free b
-  backward root               after reduce_scatter a
-  backward a                  after all_gather a
-  gradient a
-  free a
-  backward root               after add b
-  end                         after add a
-all_gather:
-  all_gather a                after compute backward root
-reduce:
-  reduce_scatter b            after compute gradient b
-  add b
-  reduce_scatter a            after compute gradient a
-  add a""",
-    )
-
-
-def test_not_the_last_backward_leaves_units_alone_whose_backward_is_to_come() -> None:
-    root = schedules.chain("a", "b", reshard_after_forward=False)
-    root.calls = [0]
-    sim = schedules.warm(root)
-    for _ in range(2):  # the second one finds something to use again
-        sim.forward()
-    sim.backward(2)
-    sim.optimizer_step()
-    sim.forward()
-    root.calls = [1]
-    sim.forward()
-    sim.scheduler.is_last_backward = False
-    assert_expected_inline(
-        schedules.emitted(sim, sim.backward),
-        """\
-compute:
-  backward root
-  backward b
-  gradient b
-  free b
-  backward root
-reduce:
-  reduce_scatter b            after compute gradient b""",
-    )  # a stays
-    sim.scheduler.is_last_backward = True
-    assert_expected_inline(
-        schedules.emitted(sim, sim.backward),
-        """\
-compute:
-  backward root
-  backward a
-  gradient a
-  free a
-  backward root               after reduce_scatter b
-  end                         after reduce_scatter a
-reduce:
-  reduce_scatter a            after compute gradient a""",
-    )
-
-
 def test_unit_called_twice_in_a_row() -> None:
     root = schedules.chain("a", "b")
-    root.calls = [0, 0, 1, 1]
+    root.calls = [0, 0, 1]
     sim = schedules.warm(root)
     assert_expected_inline(
         schedules.emitted(sim, sim.iteration),
@@ -972,16 +566,12 @@ compute:
   free a
   forward root
   forward b                   after all_gather b
-  forward root
-  forward b
   free b
   forward root
   backward root
   alloc b
-  backward b                  after all_gather b
-  backward root
   alloc a
-  backward b
+  backward b                  after all_gather b
   gradient b
   free b
   backward root
@@ -1005,44 +595,23 @@ reduce:
 
 
 def test_unit_of_empty_parameters() -> None:
-    empty = Node("empty", shapes=((0, 8),))
-    sim = schedules.warm(Node("root", [schedules.leaf("a"), empty], [0, 1], shapes=()))
+    """Only memory of no bytes."""
+    sim = schedules.warm(Node("root", shapes=((0, 8),)))
     assert_expected_inline(
         schedules.emitted(sim, sim.iteration),
         """\
 compute:
-  forward root
-  alloc a
-  forward a                   after all_gather a
-  free a
-  forward root
-  alloc empty
-  forward empty
-  free empty
+  alloc root
   forward root
   backward root
-  alloc empty
-  alloc a
-  backward empty
   gradient
-  free empty
-  backward root
-  backward a                  after all_gather a
-  gradient a
-  free a
-  backward root               after reduce_scatter a
-  step a                      after reduce_scatter a
-  step
-all_gather:
-  all_gather a                after compute forward root
-  all_gather a                after compute backward root
-reduce:
-  reduce_scatter a            after compute gradient, compute gradient a""",
-    )  # only memory of no bytes
+  free root
+  step""",
+    )
 
 
 def test_step_in_backward_after_gradients_that_were_left() -> None:
-    sim = schedules.warm(schedules.chain("a", "b"))
+    sim = schedules.warm(schedules.chain("a"))
     sim.iteration(step=False)
     sim.step_in_backward()
     sim.forward()
@@ -1051,48 +620,16 @@ def test_step_in_backward_after_gradients_that_were_left() -> None:
         """\
 compute:
   backward root
-  alloc b
   alloc a
-  backward b                  after all_gather b
-  gradient b
-  free b
-  backward root
   backward a                  after all_gather a
   gradient a
   free a
-  backward root               after step b
+  backward root
   end                         after step a
 all_gather:
-  all_gather b                after compute backward root
   all_gather a                after compute backward root
 reduce:
-  reduce_scatter b            after compute gradient b
-  add b
-  step b
   reduce_scatter a            after compute gradient a
   add a
   step a""",
-    )
-
-
-def test_second_backward_adds_to_the_gradient() -> None:
-    sim = schedules.warm(schedules.chain("a"))
-    sim.iteration(step=False)
-    sim.forward()
-    assert_expected_inline(
-        schedules.emitted(sim, sim.backward),
-        """\
-compute:
-  backward root
-  alloc a
-  backward a                  after all_gather a
-  gradient a
-  free a
-  backward root
-  end                         after add a
-all_gather:
-  all_gather a                after compute backward root
-reduce:
-  reduce_scatter a            after compute gradient a
-  add a""",
     )

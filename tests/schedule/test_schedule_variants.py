@@ -48,9 +48,7 @@ all_reduce:
 
 
 def test_partial_sums() -> None:
-    sim = schedules.warm(
-        schedules.leaf("root"), copies=2, precision=MixedPrecisionPolicy(torch.bfloat16)
-    )
+    sim = schedules.warm(schedules.leaf("root"), copies=2)
     (unit,) = sim.scheduler.units
 
     def accumulate() -> None:
@@ -67,33 +65,26 @@ compute:
   backward root
   gradient root
   free root
-  copy root
   alloc root
   forward root                after reduce_scatter root, all_gather root
   backward root
   gradient root
   free root
-  copy root
   alloc root
   forward root                after add root, all_gather root
   backward root
   gradient root
   free root
-  copy root
   step root                   after reduce_scatter root, all_reduce root
-copy_in:
-  copy root                   after compute step root
-  copy root                   after compute copy root
-  copy root                   after compute copy root
 all_gather:
-  all_gather root             after copy root
-  all_gather root             after copy root
-  all_gather root             after copy root
+  all_gather root             after compute step root
+  all_gather root             after compute gradient root
+  all_gather root             after compute gradient root
 reduce:
-  reduce_scatter root         after compute copy root
-  reduce_scatter root         after compute copy root
+  reduce_scatter root         after compute gradient root
+  reduce_scatter root         after compute gradient root
   add root
-  reduce_scatter root         after compute copy root
+  reduce_scatter root         after compute gradient root
 all_reduce:
   add root                    after reduce_scatter root
   all_reduce root""",
@@ -119,50 +110,34 @@ all_reduce:
 
 
 def test_offload() -> None:
-    sim = schedules.warm(schedules.chain("a", "b"), offload=CPUOffloadPolicy())
+    sim = schedules.warm(schedules.chain("a"), offload=CPUOffloadPolicy())
     assert_expected_inline(
         schedules.emitted(sim, sim.iteration),
         """\
 compute:
   forward root
   alloc a
-  alloc b
   forward a                   after all_gather a
   free a
   forward root
-  forward b                   after all_gather b
-  free b
-  forward root
   backward root
-  alloc b
   alloc a
-  backward b                  after all_gather b
-  gradient b
-  free b
-  backward root
   backward a                  after all_gather a
   gradient a
   free a
-  backward root               after to_host b
+  backward root
   end                         after to_host a
 copy_in:
   load a                      after compute forward root
-  load b                      after compute forward root
-  load b                      after compute backward root
   load a                      after compute backward root
 all_gather:
   all_gather a                after load a
-  all_gather b                after load b
-  all_gather b                after load b
   all_gather a                after load a
 reduce:
-  reduce_scatter b            after compute gradient b
-  to_host b
   reduce_scatter a            after compute gradient a
   to_host a
 host:
-  step a                      after load a, load b, to_host b, to_host a
-  step b""",
+  step a                      after load a, to_host a""",
     )
 
 
@@ -221,50 +196,32 @@ host:
 
 
 def test_smaller_group_after_forward() -> None:
-    root = schedules.chain("a", "b")
-    sim = schedules.warm(
-        root, world_size=4, smaller=2, precision=MixedPrecisionPolicy(torch.bfloat16)
-    )
+    precision = MixedPrecisionPolicy(torch.bfloat16)
+    sim = schedules.warm(schedules.chain("a"), world_size=4, smaller=2, precision=precision)
     assert_expected_inline(
         schedules.emitted(sim, sim.iteration),
         """\
 compute:
   forward root
   alloc a
-  alloc b
   forward a                   after all_gather a
   copy a
   free a
   forward root
-  forward b                   after all_gather b
-  copy b
-  free b
-  forward root
   backward root
-  alloc b
   alloc a
-  backward b                  after all_gather b
-  gradient b
-  free b
-  copy b
-  backward root
   backward a                  after all_gather a
   gradient a
   free a
-  copy a                      after reduce_scatter b
+  copy a
   backward root
   step a                      after reduce_scatter a
-  step b
 copy_in:
   copy a                      after compute forward root
-  copy b                      after compute forward root
 all_gather:
   all_gather a                after copy a
-  all_gather b                after copy b
-  all_gather b                after compute backward root
   all_gather a                after compute backward root
 reduce:
-  reduce_scatter b            after compute copy b
   reduce_scatter a            after compute copy a""",
     )
 
@@ -323,7 +280,7 @@ reduce:
 
 
 def test_two_input_buffers() -> None:
-    sim = schedules.warm(schedules.chain("a", "b", "c"))
+    sim = schedules.warm(schedules.chain("a", "b"))
     sim.scheduler.units[1].input_buffers = 2
     sim.scheduler.refresh()
     sim.forward()
@@ -332,12 +289,7 @@ def test_two_input_buffers() -> None:
         """\
 compute:
   backward root
-  alloc c
   alloc b
-  backward c                  after all_gather c
-  gradient c
-  free c
-  backward root
   alloc a
   backward b                  after all_gather b
   gradient b
@@ -346,14 +298,12 @@ compute:
   backward a                  after all_gather a
   gradient a
   free a
-  backward root               after reduce_scatter c
+  backward root
   end                         after reduce_scatter b, reduce_scatter a
 all_gather:
-  all_gather c                after compute backward root
   all_gather b                after compute backward root
   all_gather a                after compute backward root
 reduce:
-  reduce_scatter c            after compute gradient c
   reduce_scatter b            after compute gradient b
   reduce_scatter a            after compute gradient a""",
     )
@@ -429,20 +379,6 @@ all_gather:
 reduce:
   reduce_scatter root         after compute gradient root""",
     )
-
-
-@pytest.mark.parametrize("copies", [1, 2])
-def test_a_step_in_hooks_between_two_backwards(copies: int) -> None:
-    """Two forwards, a backward each: the second gathers what a hook of the first has written."""
-    sim = schedules.warm(schedules.chain("a", "b"), copies=copies)
-    sim.step_in_backward()
-    sim.forward()
-    sim.forward()
-    sim.scheduler.is_last_backward = False
-    sim.backward()
-    sim.scheduler.is_last_backward = True
-    sim.backward()
-    assert sim.device.races == []
 
 
 def test_optimizer_on_another_stream() -> None:

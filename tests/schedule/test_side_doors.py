@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,18 +18,28 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import fully_shard
-from tests.common import models, parity
+from tests.common import models, parity, running
 from tests.common.errors import raises
+from tests.common.models import DIM
 from tests.common.workers import ranks
+
+
+def linear(out: int = DIM) -> nn.Linear:
+    return nn.Linear(DIM, out)
+
+
+def ones() -> Tensor:
+    return torch.ones(2, DIM)
 
 
 class Router(nn.Module):
     """Keeps a value of its forward, made before its output or after it."""
 
+    is_unit = True
+
     def __init__(self, late: bool = False) -> None:
         super().__init__()
-        self.gate, self.expert = nn.Linear(models.DIM, 3), nn.Linear(models.DIM, models.DIM)
+        self.gate, self.expert = linear(3), linear()
         self.late = late
         self.aux: Any = None
 
@@ -46,9 +57,9 @@ class Routed(nn.Module):
 
     def __init__(self, late: bool = False, checkpoints: bool = False) -> None:
         super().__init__()
-        self.stem = nn.Linear(models.DIM, models.DIM)
+        self.stem = linear()
         self.blocks = nn.ModuleList(Router(late) for _ in range(3))
-        self.head = nn.Linear(models.DIM, 2)
+        self.head = linear(2)
         self.checkpoints = checkpoints
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,96 +69,49 @@ class Routed(nn.Module):
         return self.head(x)
 
 
-def sharded(model: nn.Module, **arguments: Any) -> Any:
-    root = arguments.pop("root", {})
-    for block in getattr(model, "blocks", ()):
-        fully_shard(block, mesh=parity.world_mesh(), **arguments)
-    return fully_shard(model, mesh=parity.world_mesh(), **{**arguments, **root})
+def output(model: Any, x: Tensor) -> Tensor:
+    found: Tensor = model(x).square().mean()
+    return found
 
 
-def compare(
-    build: Callable[[], nn.Module],
-    loss: Callable[[Any, Tensor], Tensor],
-    steps: int = 3,
-    prepare: Callable[[Any], object] = lambda model: None,
-    **arguments: Any,
-) -> Any:
-    """Gradients of ``steps`` iterations, against the unsharded model; nothing stays gathered."""
-    model, plain = models.seeded(build), models.seeded(build)
-    prepare(model), prepare(plain)
-    model = sharded(model, **arguments)
-    world = dist.get_world_size()
-    for step in range(steps):
-        batches = [torch.full((2, models.DIM), 0.1 + rank + step) for rank in range(world)]
-        loss(model, batches[dist.get_rank()].clone()).backward()
-        for batch in batches:
-            (loss(plain, batch) / world).backward()
-        parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
-        model.zero_grad(), plain.zero_grad()
-    assert not any(unit_is_gathered(block) for block in getattr(model, "blocks", ()))
-    return model
-
-
-def unit_is_gathered(module: nn.Module) -> bool:
-    return any(not hasattr(param, "to_local") for param in module.parameters())
+def own_aux(model: Any, x: Tensor) -> Tensor:
+    model(x)
+    aux: Tensor = model.aux
+    return aux
 
 
 def aux_only(model: Any, x: Tensor) -> Tensor:
     model(x)
-    return model.blocks[1].aux
+    aux: Tensor = model.blocks[1].aux
+    return aux
 
 
 def all_aux(model: Any, x: Tensor) -> Tensor:
     model(x)
-    return sum(block.aux for block in model.blocks)
+    return torch.stack([block.aux for block in model.blocks]).sum()
 
 
 def aux_too(model: Any, x: Tensor) -> Tensor:
-    return model(x).sum() + model.blocks[2].aux
-
-
-class Late(Routed):
-    def __init__(self) -> None:
-        super().__init__(late=True)
-
-
-class Checkpointed(Routed):
-    def __init__(self) -> None:
-        super().__init__(checkpoints=True)
-
-
-@ranks(2)
-@pytest.mark.parametrize("build", [Routed, Late])
-@pytest.mark.parametrize("loss", [aux_only, all_aux, aux_too])
-def test_values_kept_on_modules(build: Any, loss: Any) -> None:
-    compare(build, loss)
-
-
-@ranks(2)
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_a_root_that_is_entered_by_nothing_else(reshard_after_forward: bool) -> None:
-    """Where it stays gathered, nothing breaks; yet somebody must reduce its gradients."""
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        model(x)
-        return model.aux
-
-    compare(Router, loss, root={"reshard_after_forward": reshard_after_forward})
+    total: Tensor = model(x).sum() + model.blocks[2].aux
+    return total
 
 
 class Features(nn.Module):
-    """Frozen layers, of which hooks take what they are given and what they return."""
+    """Frozen layers; hooks take what a layer of the first two blocks is given, or returns."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int, inputs: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(models.DIM, models.DIM), nn.Tanh(), nn.Linear(models.DIM, models.DIM)
-            )
-            for _ in range(3)
-        )
+        blocks = [nn.Sequential(linear(), nn.Tanh(), linear()) for _ in range(3)]
+        self.blocks = nn.ModuleList(blocks)
         self.taken: list[Tensor] = []
         self.requires_grad_(False)
+        for block in blocks:
+            block.is_unit = True
+        for block in blocks[:2]:
+            if inputs:
+                block[index].register_forward_pre_hook(lambda _, args: self.taken.append(args[0]))
+            else:
+                block[index].register_forward_hook(lambda *given: self.taken.append(given[2]))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -158,42 +122,24 @@ class Features(nn.Module):
 class Perceptual(nn.Module):
     """A model that is trained by what frozen layers make of its output."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int, inputs: bool) -> None:
         super().__init__()
-        self.model, self.judge = nn.Linear(models.DIM, models.DIM), Features()
-        self.blocks = self.judge.blocks
+        self.model, self.judge = linear(), Features(index, inputs)
 
     def forward(self, x: Tensor) -> Tensor:
         self.judge.taken.clear()
         self.judge(self.model(x))
-        return sum(taken.square().mean() for taken in self.judge.taken)
-
-
-def take(index: int, inputs: bool) -> Callable[[Any], None]:
-    def prepare(model: Perceptual) -> None:
-        taken = model.judge.taken
-        for block in model.judge.blocks[:2]:
-            if inputs:
-                block[index].register_forward_pre_hook(lambda _, args: taken.append(args[0]))
-            else:
-                block[index].register_forward_hook(lambda _, args, output: taken.append(output))
-
-    return prepare
-
-
-@ranks(2)
-@pytest.mark.parametrize("inputs", [False, True])
-@pytest.mark.parametrize("index", [0, 2])
-def test_features_that_hooks_take(index: int, inputs: bool) -> None:
-    compare(Perceptual, lambda model, x: model(x), prepare=take(index, inputs))
+        return torch.stack(self.judge.taken)
 
 
 class Attention(nn.Module):
     """A block that appends keys to a cache, or keeps them, and reads what is there."""
 
+    is_unit = True
+
     def __init__(self) -> None:
         super().__init__()
-        self.key, self.value = nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM)
+        self.key, self.value = linear(), linear()
         self.kept: list[Tensor] = []
 
     def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
@@ -206,7 +152,7 @@ class Attention(nn.Module):
 class Cached(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Linear(models.DIM, models.DIM)
+        self.embed = linear()
         self.blocks = nn.ModuleList(Attention() for _ in range(2))
 
     def forward(self, x: Tensor, caches: list[list[Tensor]] | None = None) -> Tensor:
@@ -216,56 +162,43 @@ class Cached(nn.Module):
         return x
 
 
-@ranks(2)
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_cache_with_gradient(given: bool, keeps: bool) -> None:
-    """Only the last output is used: the first forward's units are entered by their keys alone."""
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        caches: Any = [[] for _ in model.blocks]
-        for block in model.blocks:
-            block.kept.clear()
-        for part in (x, x.flip(1), x / 2):
-            y = model(part, caches) if given else model(part)
-        assert [len(c) for c in (caches if given else [b.kept for b in model.blocks])] == [3, 3]
-        return y.square().mean()
-
-    compare(Cached, loss, reshard_after_forward=not keeps)
+def last_output(given: bool, model: Any, x: Tensor) -> Tensor:
+    """The first forward's units are entered by their keys alone."""
+    caches: Any = [[] for _ in model.blocks]
+    for block in model.blocks:
+        block.kept.clear()
+    for part in (x, x.flip(1), x / 2):
+        y = model(part, caches) if given else model(part)
+    assert [len(c) for c in (caches if given else [b.kept for b in model.blocks])] == [3, 3]
+    return y.square().mean()
 
 
 class Appends(nn.Module):
+    is_unit = True
+
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(models.DIM, models.DIM)
+        self.linear = linear()
 
-    def forward(self, x: Tensor, cache: Any) -> Tensor:
+    def forward(self, x: Tensor, cache: Any) -> None:
         values = cache if isinstance(cache, list) else cache.value
         values.append(torch.tanh(self.linear(values[-1] + x)))
-        return values[-1]
 
 
 class Appending(nn.Module):
-    def __init__(self) -> None:
+    """The only input with gradients is in a cache."""
+
+    def __init__(self, boxed: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Appends() for _ in range(3))
+        self.boxed = boxed
 
-    def forward(self, x: Tensor, cache: Any) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        values: Any = [torch.ones(2, DIM, requires_grad=True) * 2]
         for block in self.blocks:
-            block(x, cache)
-        values = cache if isinstance(cache, list) else cache.value
+            block(x, SimpleNamespace(value=values) if self.boxed else values)
         assert len(values) == 4
         return torch.stack(values)
-
-
-@ranks(2)
-@pytest.mark.parametrize("boxed", [False, True])
-def test_a_cache_in_the_only_input_with_gradients(boxed: bool) -> None:
-    def loss(model: Any, x: Tensor) -> Tensor:
-        cache: Any = [torch.ones(2, models.DIM, requires_grad=True) * 2]
-        return model(x, SimpleNamespace(value=cache) if boxed else cache).square().mean()
-
-    compare(Appending, loss)
 
 
 class Plain:
@@ -300,12 +233,14 @@ def unboxed(box: Any) -> Tensor:
 
 
 class Boxing(nn.Module):
+    is_unit = True
+
     def __init__(self, box: Callable[[Any], Any]) -> None:
         super().__init__()
-        self.linear, self.box = nn.Linear(models.DIM, models.DIM), box
+        self.linear, self.box = linear(), box
 
     def forward(self, x: Any) -> Any:
-        return self.box(torch.tanh(self.linear(x if isinstance(x, Tensor) else unboxed(x))))
+        return self.box(torch.tanh(self.linear(unboxed(x))))
 
 
 class Boxes(nn.Module):
@@ -319,54 +254,167 @@ class Boxes(nn.Module):
         return unboxed(x)
 
 
+class Recursive(nn.Module):
+    """A unit below the root that calls itself; some of these calls raise."""
+
+    is_unit = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        if depth == 3:
+            raise ValueError("too deep")
+        x = torch.tanh(self.first(x))
+        if depth:
+            try:
+                x = x + self(x, 3)
+            except ValueError:
+                x = x + self(x, depth - 1)
+        return self.second(x)
+
+
+class Readout(nn.Module):
+    """Differentiates, inside its forward, by what its inputs were made of."""
+
+    is_unit = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy, self.out = linear(), linear()
+
+    def forward(self, x: Tensor, weights: Tensor | None, source: Any) -> Tensor:
+        energy = torch.tanh(self.energy(x if weights is None else x * weights))
+        (force,) = torch.autograd.grad(energy.sum(), source.positions, create_graph=True)
+        return self.out(energy) + force
+
+
+class Forces(nn.Module):
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.embed, self.readout, self.inputs = linear(), Readout(), inputs
+        self.embed.is_unit = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        source = Plain(x.requires_grad_())  # not a container that inputs are looked for in
+        x = self.embed(source.value)
+        source.positions = source.value
+        return self.readout(x, x * 2 if self.inputs == 2 else None, source)
+
+
+# ---- all of them, in one way
+
+
+class Case(NamedTuple):
+    """How a model is built, what is differentiated, and arguments for `parity.shard`."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[Any, Tensor], Tensor] = output
+    arguments: dict[str, Any] = {}  # noqa: RUF012  # nobody writes it
+    unused: bool = False  # whether units that get no gradients count, with zeros
+
+
+LATE, CHECKPOINTED = partial(Routed, late=True), partial(Routed, checkpoints=True)
+KEPT, FREED = ({"reshard_after_forward": frees} for frees in (False, True))
+
+CASES = {
+    "a value of one block": Case(Routed, aux_only),
+    "values of all blocks": Case(Routed, all_aux),
+    "a value of the last block, and the output": Case(Routed, aux_too),
+    "a later value of one block": Case(LATE, aux_only),
+    "later values of all blocks": Case(LATE, all_aux),
+    "a later value of the last block, and the output": Case(LATE, aux_too),
+    "checkpointed blocks, values of all": Case(CHECKPOINTED, all_aux),
+    "checkpointed blocks, a value, and the output": Case(CHECKPOINTED, aux_too),
+    "a root entered by nothing else": Case(Router, own_aux, {"root": FREED}),
+    # Nothing breaks; yet somebody must reduce its gradients.
+    "a root that stays gathered": Case(Router, own_aux, {"root": KEPT}),
+    **{
+        f"features that hooks take: {'inputs' if inputs else 'outputs'} of layer {index}": Case(
+            partial(Perceptual, index, inputs)
+        )
+        for index in (0, 2)
+        for inputs in (False, True)
+    },
+    "a cache that is given": Case(Cached, partial(last_output, True), FREED),
+    "a cache that is kept": Case(Cached, partial(last_output, False), FREED),
+    "a cache that is given, gathered blocks": Case(Cached, partial(last_output, True), KEPT),
+    "a cache that is kept, gathered blocks": Case(Cached, partial(last_output, False), KEPT),
+    "the only gradients in a list": Case(partial(Appending, False)),
+    "the only gradients in a box": Case(partial(Appending, True)),
+    **{f"box: {name}": Case(partial(Boxes, box)) for name, box in BOXES.items()},
+    "units that call themselves": Case(lambda: nn.Sequential(Recursive(), Recursive())),
+    "a derivative inside of a forward, one input": Case(partial(Forces, 1)),
+    "a derivative inside of a forward, two inputs": Case(partial(Forces, 2)),
+    "a derivative of one input, with zeros": Case(partial(Forces, 1), unused=True),
+    "a derivative of two inputs, with zeros": Case(partial(Forces, 2), unused=True),
+}
+
+
+def compare(name: str, case: Case, steps: int = 2) -> Any:
+    """Gradients of some iterations, against the unsharded model; nothing stays gathered."""
+    print("case:", name)  # in the report of a failure
+    model, plain = sharded(case.build, **case.arguments), models.seeded(case.build)
+    model.set_reduce_scatter_unused_params(case.unused)
+    world = dist.get_world_size()
+    for step in range(steps):
+        batches = [torch.full((2, DIM), 0.1 + rank + step) for rank in range(world)]
+        case.loss(model, batches[dist.get_rank()].clone()).backward()
+        for batch in batches:
+            (case.loss(plain, batch) / world).backward()
+        parity.assert_equal(parity.full_grads(model), parity.full_grads(plain), name)
+        model.zero_grad(), plain.zero_grad()
+    assert all(running.is_sharded(unit) for unit in models.units(model)), name
+    return model
+
+
+def sharded(build: Callable[[], nn.Module], **arguments: Any) -> Any:
+    return parity.shard(parity.OURS, models.seeded(build), **arguments)
+
+
 @ranks(2)
-@pytest.mark.parametrize("name", BOXES)
-def test_containers(name: str) -> None:
-    compare(lambda: Boxes(BOXES[name]), lambda model, x: model(x).square().mean())
+def test_gradients_are_those_of_the_plain_model() -> None:
+    for name, case in CASES.items():
+        compare(name, case)
+
+
+# ---- one by one
 
 
 @ranks(2)
 def test_a_door_that_opens_later_is_named() -> None:
     """The first iterations came in by outputs alone; what is run again works."""
-    model = compare(Routed, aux_too)
+    model = compare("outputs alone", Case(Routed, aux_too))
     with raises("entered-by-a-side-door") as error:
-        aux_only(model, torch.ones(2, models.DIM)).backward()
+        aux_only(model, ones()).backward()
     assert "unit 'blocks.1' through a tensor" in str(error.value)
     assert "parameter 'blocks.1.gate.weight'" in str(error.value)
     model.zero_grad()
-    aux_only(model, torch.ones(2, models.DIM)).backward()
+    aux_only(model, ones()).backward()
     plain = models.seeded(Routed)
-    aux_only(plain, torch.ones(2, models.DIM)).backward()
+    aux_only(plain, ones()).backward()
     parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
 @ranks(2)
 def test_a_door_to_a_gathered_root_that_opens_later() -> None:
     """Nothing is freed, so nothing breaks: gradients are reduced when the backward is over."""
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        return model(x).sum()
-
-    def aux(model: Any, x: Tensor) -> Tensor:
-        model(x)
-        return model.aux
-
-    model = compare(Router, loss)
-    model(torch.ones(2, models.DIM))
+    model = compare("outputs alone", Case(Router))
+    model(ones())
     torch.ones(1, requires_grad=True).sum().backward()  # another backward in between
     plain = models.seeded(Router)
-    x = torch.ones(2, models.DIM)
-    aux(model, x).backward()
-    aux(plain, x).backward()
+    for each in (model, plain):
+        own_aux(each, ones()).backward()
     parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
 @ranks(2)
 def test_derivatives_and_graphs_that_are_kept() -> None:
-    model, plain = sharded(models.seeded(Routed)), models.seeded(Routed)
+    model, plain = sharded(Routed), models.seeded(Routed)
     grads: Any = []
     for each in (model, plain):
-        x = torch.ones(2, models.DIM, requires_grad=True)
+        x = torch.ones(2, DIM, requires_grad=True)
         total = all_aux(each, x)
         (by_input,) = torch.autograd.grad(total, x, retain_graph=True)
         total.backward(retain_graph=True)
@@ -378,12 +426,12 @@ def test_derivatives_and_graphs_that_are_kept() -> None:
 @ranks(2)
 @pytest.mark.parametrize("sync", [False, True])
 def test_micro_batches_and_zeros_for_what_is_unused(sync: bool) -> None:
-    model, plain = sharded(models.seeded(Routed)), models.seeded(Routed)
+    model, plain = sharded(Routed), models.seeded(Routed)
     model.set_reduce_scatter_unused_params(True)
     for number, loss in enumerate((all_aux, aux_only, aux_too)):
         model.set_requires_gradient_sync(sync or number == 2)
         for each in (model, plain):
-            loss(each, torch.full((2, models.DIM), 1.0 + number)).backward()
+            loss(each, torch.full((2, DIM), 1.0 + number)).backward()
     zeros = {name: torch.zeros_like(param) for name, param in plain.named_parameters()}
     expected = {
         name: zeros[name] if g is None else g for name, g in parity.full_grads(plain).items()
@@ -393,21 +441,13 @@ def test_micro_batches_and_zeros_for_what_is_unused(sync: bool) -> None:
 
 @ranks(2)
 def test_several_forwards_and_a_backward_for_each() -> None:
-    model, plain = sharded(models.seeded(Routed)), models.seeded(Routed)
+    model, plain = sharded(Routed), models.seeded(Routed)
     for _ in range(2):
         for each in (model, plain):
-            totals = [
-                all_aux(each, torch.full((2, models.DIM), value)) for value in (1.0, 2.0, 3.0)
-            ]
+            totals = [all_aux(each, torch.full((2, DIM), value)) for value in (1.0, 2.0, 3.0)]
             for total in totals:
                 total.backward()
     parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
-
-
-@ranks(2)
-def test_checkpointed_blocks() -> None:
-    compare(Checkpointed, aux_too)
-    compare(Checkpointed, all_aux)
 
 
 class Reads(torch.autograd.Function):
@@ -426,7 +466,9 @@ class Reads(torch.autograd.Function):
 class Reading(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(models.DIM, models.DIM) for _ in range(3))
+        self.blocks = nn.ModuleList(linear() for _ in range(3))
+        for block in self.blocks:
+            block.is_unit = True
 
     def forward(self, x: Tensor) -> Tensor:
         x = Reads.apply(self.blocks[1](self.blocks[0](x)), self.blocks[0])
@@ -435,55 +477,18 @@ class Reading(nn.Module):
 
 @ranks(2)
 def test_a_sharded_parameter_in_backward_is_named() -> None:
-    model = sharded(models.seeded(Reading))
+    model = sharded(Reading)
     model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1]])
     with raises("used-outside") as error:
-        model(torch.ones(2, models.DIM)).sum().backward()
+        model(ones()).sum().backward()
     assert str(error.value).startswith("parameter 'blocks.0.weight' was used outside")
-
-
-class Recursive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (
-            nn.Linear(models.DIM, models.DIM),
-            nn.Linear(models.DIM, models.DIM),
-        )
-
-    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-        if depth == 3:
-            raise ValueError("too deep")
-        x = torch.tanh(self.first(x))
-        if depth:
-            try:
-                x = x + self(x, 3)
-            except ValueError:
-                x = x + self(x, depth - 1)
-        return self.second(x)
-
-
-class Recursives(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Recursive() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@ranks(2)
-def test_a_unit_below_the_root_that_calls_itself() -> None:
-    compare(Recursives, lambda model, x: model(x).square().mean())
 
 
 @ranks(2)
 def test_a_cache_of_the_iteration_before() -> None:
     """torch's FSDP2 fails in the same place, with its storage's words."""
-    model = sharded(models.seeded(Cached))
-    x = torch.ones(2, models.DIM)
-    model(x).square().mean().backward(retain_graph=True)
+    model = sharded(Cached)
+    output(model, ones()).backward(retain_graph=True)
     with raises("entered-by-a-side-door") as error:
-        model(x).square().mean().backward()
+        output(model, ones()).backward()
     assert str(error.value).startswith("backward reached unit 'blocks.1' through a tensor")

@@ -95,8 +95,12 @@ def gather_and_free(group: ParamGroup) -> None:
 # ---- one gather
 
 
-def test_a_gather_is_one_collective_one_allocation_and_one_free(log: CallLog) -> None:
-    group = group_of(build("fsdp2")[0].blocks[0])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_gather_is_one_collective_one_allocation_and_one_free(
+    log: CallLog, precision: str
+) -> None:
+    """And no kernel, or one that casts shards into their places, where dtypes differ."""
+    group = group_of(build("fsdp2", precision)[0].blocks[0])
     log.clear()
     python, built_in = called(lambda: gather_and_free(group))
     assert [(call.name, call.tensors) for call in log] == [
@@ -108,20 +112,8 @@ def test_a_gather_is_one_collective_one_allocation_and_one_free(log: CallLog) ->
         == python["fsdp2.core.device.buffers.release"]
         == 1
     )
-
-
-def test_a_gather_launches_no_kernel_where_dtypes_agree(log: CallLog) -> None:
-    group = group_of(build("fsdp2")[0].blocks[0])
-    assert operators(lambda: gather_and_free(group)) == {}
-
-
-def test_a_gather_launches_one_cast_where_they_differ(log: CallLog) -> None:
-    group = group_of(build("fsdp2", "mixed")[0].blocks[0])
-    log.clear()
-    assert operators(lambda: gather_and_free(group)) == {"aten._foreach_copy_.default": 1}
-    assert log.counts() == {"all_gather_single_coalesced": 1}
-    # gathered parameters: shards are cast into their places there
-    assert called(lambda: gather_and_free(group))[1][RESIZE] == 2
+    cast = {"aten._foreach_copy_.default": 1} if precision == "mixed" else {}
+    assert operators(lambda: gather_and_free(group)) == cast
 
 
 # ---- large and small parameters in a unit
@@ -180,7 +172,10 @@ def test_small_parameters_go_along_in_one_buffer(log: CallLog, precision: str, c
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_collectives_of_a_step(log: CallLog, blocks: int, precision: str) -> None:
+def test_collectives_memory_and_casts_of_a_step(log: CallLog, blocks: int, precision: str) -> None:
+    """In mixed precision the shard is cast with each gather, the gradients with the reduction, and
+    the model's input. Each is read and written once: fp32 shards to bf16, bf16 gradients to fp32.
+    """
     step = build("fsdp2", precision, blocks)[1]
     log.clear()
     step()
@@ -190,14 +185,19 @@ def test_collectives_of_a_step(log: CallLog, blocks: int, precision: str) -> Non
     }
     tensors = {(call.name.split("_")[0], call.tensors) for call in log}
     assert tensors == {("all", 2 * PARAMS), ("reduce", 2 * (PARAMS + 1))}  # and who had a gradient
-
-
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_memory_of_a_step(log: CallLog, blocks: int) -> None:
-    step = build("fsdp2", blocks=blocks)[1]
-    assert called(step)[1][RESIZE] == 2 * GATHERS * blocks
-    # and the reduced gradients
-    assert operators(step)["aten.empty.memory_format"] == blocks
+    buffers = GATHERS + (precision == "mixed")  # in which gradients are staged for the cast
+    assert called(step)[1][RESIZE] == 2 * buffers * blocks
+    copies = {name: n for name, n in operators(step).items() if any(c in name for c in COPIES)}
+    if precision == "fp32":
+        assert copies == copied_bytes(step) == {}
+        return
+    assert copies == {
+        "aten._foreach_copy_.default": (GATHERS + 1) * blocks,
+        "aten._to_copy.default": 2,  # forward and backward
+    }
+    numel = blocks * PARAMS * 16 * 16
+    gathered, reduced = GATHERS * numel // 8, numel
+    assert copied_bytes(step) == {"_foreach_copy_": (4 + 2) * (gathered + reduced)}
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
@@ -214,32 +214,6 @@ def test_no_kernel_copies_where_dtypes_agree(log: CallLog, blocks: int) -> None:
         "aten.split_with_sizes.default": blocks,  # into the rows of each parameter
         "aten.alias.default": 1,  # its backward runs nothing
     }
-    assert not any(part in name for name in operators(step) for part in COPIES)
-
-
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_kernels_that_cast_in_mixed_precision(log: CallLog, blocks: int) -> None:
-    """The shard's cast with each gather, the gradients' with the reduction, the model's input."""
-    step = build("fsdp2", "mixed", blocks)[1]
-    copies = {
-        name: count
-        for name, count in operators(step).items()
-        if any(part in name for part in COPIES)
-    }
-    assert copies == {
-        "aten._foreach_copy_.default": (GATHERS + 1) * blocks,
-        "aten._to_copy.default": 2,  # forward and backward
-    }
-
-
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_bytes_that_kernels_copy(log: CallLog, blocks: int) -> None:
-    """None, or fp32 shards to bf16 and bf16 gradients to fp32: each is read and written once."""
-    assert copied_bytes(build("fsdp2", blocks=blocks)[1]) == {}
-    numel = blocks * PARAMS * 16 * 16
-    gathered, reduced = GATHERS * numel // 8, numel
-    casts = {"_foreach_copy_": (4 + 2) * (gathered + reduced)}
-    assert copied_bytes(build("fsdp2", "mixed", blocks)[1]) == casts
 
 
 @pytest.mark.parametrize(("precision", "casts"), [("fp32", 0), ("mixed", 3)])
@@ -285,21 +259,15 @@ def test_a_step_marks_no_range_walks_no_tree_and_dispatches_no_dtensor(
     assert [name for name in found.counts if name.startswith("profiler")] == []
 
 
-def test_those_counts_see_what_torchs_step_does(log: CallLog) -> None:
+def test_those_counts_see_what_torchs_step_does_and_pytrees_and_dtensors(log: CallLog) -> None:
     step = build("torch")[1]
     python, _ = called(step)
     seen = {prefix for prefix in UNASKED for name in python if name.startswith(prefix)}
     assert {"torch.autograd.profiler", "torch.distributed.", "torch._dynamo"} <= seen
     assert any(name.startswith("profiler") for name in operators(step))
-
-
-def test_those_counts_see_pytrees_and_dtensors(log: CallLog) -> None:
-    model, _ = build("fsdp2")
-    weight = next(model.parameters())
-    assert any(
-        name.startswith("torch.utils._pytree")
-        for name in called(lambda: torch.utils._pytree.tree_leaves([1]))[0]
-    )
+    walk, _ = called(lambda: torch.utils._pytree.tree_leaves([1]))
+    assert any(name.startswith("torch.utils._pytree") for name in walk)
+    weight = next(build("fsdp2")[0].parameters())
     with Operators() as found, torch.no_grad():
         weight * 2
     assert found.on_dtensors > 0

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import fully_shard
-from fsdp2.core.modules.registry import record_of
+from fsdp2.core.modules.registry import record_of, require_record
 from fsdp2.core.schedule.group import ROUTE
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import Phase, Unit, watching
@@ -50,23 +50,21 @@ def backward(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def _unit(module: nn.Module) -> Unit:
-    record = record_of(module)
-    assert record is not None
-    return record.unit
+    return require_record(module).unit
 
 
 def _scheduler(module: nn.Module) -> Scheduler:
-    record = record_of(module)
-    assert record is not None
-    assert record.scheduler is not None
-    return record.scheduler
+    scheduler = require_record(module).scheduler
+    assert scheduler is not None
+    return scheduler
 
 
-def _sharded(model: nn.Sequential) -> Any:
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    return model
+def _has_gradients(model: nn.Module) -> bool:
+    return all(param.grad is not None for param in model.parameters())
+
+
+def _two_layers() -> Any:
+    return fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))))
 
 
 def test_a_unit_without_parameters_leaves_its_inputs_alone() -> None:
@@ -89,20 +87,10 @@ def test_a_unit_without_parameters_leaves_its_inputs_alone() -> None:
     assert leaf.grad is not None
 
 
-def test_flags_outlive_a_unit_that_is_added() -> None:
-    model = _sharded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    model.set_is_last_backward(False)
-    before = _scheduler(model)
-    model.append(fully_shard(nn.Linear(4, 4)))
-    model(torch.ones(2, 4))
-    assert _scheduler(model) is not before
-    assert not _scheduler(model).is_last_backward
-
-
 def test_forwards_without_a_backward_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at once: each might be the first of several whose losses are summed."""
     monkeypatch.setattr(Scheduler, "FORWARDS_REMEMBERED", 3)
-    model = _sharded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model = _two_layers()
     lengths = []
     for _ in range(12):
         model(torch.ones(2, 4))
@@ -110,7 +98,7 @@ def test_forwards_without_a_backward_are_forgotten(monkeypatch: pytest.MonkeyPat
     assert max(lengths) <= 3 + 2
     assert lengths[2] == 3
     model(torch.ones(2, 4)).sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
+    assert _has_gradients(model)
 
 
 def test_kept_memory_stays_where_another_way_to_gather_is_chosen() -> None:
@@ -127,32 +115,39 @@ def test_kept_memory_stays_where_another_way_to_gather_is_chosen() -> None:
 
 
 class FirstOf(nn.Module):
-    """Runs one of its two parts; the other may be gathered ahead."""
+    """Runs one of its two parts, or both; the other may be gathered ahead."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.second = fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))
+        self.both = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.first(x)
+        x = self.first(x)
+        return self.second(x) if self.both else x
 
 
+@pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("claims", [False, True])
-def test_what_a_user_gathers_is_no_guess_any_more(claims: bool) -> None:
-    """It was gathered on an explicit list for nothing, and stays only if it was asked for."""
-    model: Any = FirstOf()
-    for part in (model.first, model.second):
-        fully_shard(part)
-    fully_shard(model)
-    model.first.set_modules_to_forward_prefetch([model.second])
+def test_what_a_user_gathers_is_no_guess_any_more(claims: bool, explicit: bool) -> None:
+    """It was gathered for nothing, by the order before or on a list; it stays only on request."""
+    model: Any = fully_shard(FirstOf())
+    if explicit:
+        model.first.set_modules_to_forward_prefetch([model.second])
+    else:
+        model.both = True
+        model(torch.ones(2, 4))  # teaches the order
+        model.both = False
     handles = []
 
     def claim(*_: Any) -> None:
+        assert _unit(model.second).is_gathered
         if claims:
             handles.append(model.second.unshard(async_op=True))
 
     model.first.register_forward_hook(claim)
-    model(torch.ones(2, 4))
+    with torch.set_grad_enabled(explicit):
+        model(torch.ones(2, 4))
     assert _unit(model.second).is_gathered is claims
 
 
@@ -173,7 +168,7 @@ def test_a_list_that_ran_in_part_is_inside_the_root() -> None:
     fully_shard(model, reshard_after_forward=True)
     model.set_reduce_scatter_unused_params(True)
     model(torch.randn(2, 4)).sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
+    assert _has_gradients(model)
 
 
 def test_a_reset_forgets_how_far_a_backward_came() -> None:
@@ -203,7 +198,7 @@ def test_a_reset_forgets_how_far_a_backward_came() -> None:
         output.sum().backward()
     model.reset_iter_state()
     model(x).sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
+    assert _has_gradients(model)
 
 
 def test_a_derivative_inside_a_forward_skips_no_unit(backward: list[str]) -> None:
@@ -227,11 +222,11 @@ def test_a_derivative_inside_a_forward_skips_no_unit(backward: list[str]) -> Non
 
 def test_absent_gradients_that_count_from_a_backward_on() -> None:
     """What a forward has to note for that, this one did not."""
-    model = _sharded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model = _two_layers()
     loss = checkpoint(model, torch.randn(2, 4), use_reentrant=False).sum()
     model.set_reduce_scatter_unused_params(True)
     loss.backward()
-    assert all(param.grad is not None for param in model.parameters())
+    assert _has_gradients(model)
 
 
 # ---- where backward leaves a unit
@@ -281,27 +276,23 @@ def _chain(side: str, order: list[str], returns: Any = torch.mul) -> Chain:
     return model
 
 
-def test_an_input_without_older_uses_ends_the_unit_itself(backward: list[str]) -> None:
-    """No node is made for that; what uses the tensor later has its gradient earlier."""
-    model = _chain("none", backward)
-    assert model.second.seen is model.between
-    assert backward == ["second", "leaves second", "first"]
-    backward.clear()
-    model = _chain("after", backward)
-    assert model.second.seen is model.between
-    assert backward == ["side", "second", "leaves second", "first"]
-
-
-def test_an_input_with_older_uses_does_not_hold_the_unit_up(backward: list[str]) -> None:
-    model = _chain("before", backward)
-    assert model.second.seen is not model.between
-    assert backward == ["second", "leaves second", "side", "first"]
-
-
-def test_a_gradient_of_the_input_alone_ends_nothing(backward: list[str]) -> None:
-    model = _chain("alone", backward)
-    assert model.second.seen is model.between
-    assert backward == ["side", "first"]
+@pytest.mark.parametrize(
+    ("side", "order"),
+    [
+        ("none", ["second", "leaves second", "first"]),
+        # What uses the tensor later has its gradient earlier.
+        ("after", ["side", "second", "leaves second", "first"]),
+        ("alone", ["side", "first"]),
+        ("before", ["second", "leaves second", "side", "first"]),
+    ],
+)
+def test_an_input_ends_the_unit_itself_unless_it_has_older_uses(
+    side: str, order: list[str], backward: list[str]
+) -> None:
+    """For those a node is made, so that they do not hold the unit up."""
+    model = _chain(side, backward)
+    assert (model.second.seen is model.between) is (side != "before")
+    assert backward == order
 
 
 @pytest.mark.parametrize(
@@ -383,17 +374,20 @@ def test_a_graph_of_before_a_unit_was_added_is_left_by_the_new_scheduler(
         leave(self, unit)
 
     monkeypatch.setattr(Scheduler, "exit_backward", leaves)
-    model = _sharded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    model = _two_layers()
     loss = model(torch.ones(2, 4, requires_grad=True)).sum()
     before = _scheduler(model)
+    model.set_is_last_backward(False)
     model.append(fully_shard(nn.Linear(4, 4)))
     with torch.no_grad():
         model(torch.ones(2, 4))
     assert _scheduler(model) is not before
+    assert not _scheduler(model).is_last_backward, "flags outlive a unit that is added"
+    model.set_is_last_backward(True)
     loss.backward()
     assert left
     assert {*left} == {_scheduler(model)}
-    assert all(param.grad is not None for param in model[:2].parameters())
+    assert _has_gradients(model[:2])
     assert not any(_unit(layer).is_gathered for layer in (*model, model))
 
 

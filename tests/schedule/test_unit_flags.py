@@ -13,7 +13,6 @@ from fsdp2.core.config import CPUOffloadPolicy, GroupOptions, MixedPrecisionPoli
 from fsdp2.core.device.streams import Lane
 from fsdp2.core.gather.keeping import SmallerGroup
 from fsdp2.core.schedule.group import ParamGroup
-from fsdp2.core.schedule.states import GroupState
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualCollectives, VirtualDevice
 from fsdp2.tracing.record.notes import HOST, operations
@@ -92,20 +91,6 @@ def test_a_unit_without_parameters_that_was_called_on_its_own_before() -> None:
         sim.iteration()
         assert counts == {"a": 1, "b": 1, "c": 1}
         assert sim.device.races == []
-
-
-@pytest.mark.parametrize("offload", [None, CPUOffloadPolicy()])
-def test_partial_sums_cost_one_reduction_a_backward(offload: CPUOffloadPolicy | None) -> None:
-    sim = schedules.warm(schedules.chain("a", "b"), copies=2, offload=offload)
-    counts = _reductions(sim)
-    units = sim.scheduler.units
-    for all_reduce in (False, False, True):
-        for unit in units:
-            unit.all_reduce = all_reduce
-        sim.iteration(step=False)
-        assert all((param.gradient is not None) == all_reduce for param in _params(sim))
-    assert counts == {"a": 3, "b": 3}
-    assert sim.device.races == []
 
 
 def test_waiting_partial_sums_are_reduced_without_new_gradients() -> None:
@@ -226,28 +211,6 @@ def test_mirror_is_there_only_while_it_is_read(
     assert sim.device.races == []
 
 
-# ---- smaller groups after forward
-
-
-@pytest.mark.parametrize("precision", [None, MixedPrecisionPolicy(torch.bfloat16)])
-@pytest.mark.parametrize("coalesces", [True, False])
-def test_smaller_rows_are_there_between_forward_and_backward(
-    coalesces: bool, precision: MixedPrecisionPolicy | None
-) -> None:
-    sim = schedules.warm(
-        schedules.chain("a", "b"), world_size=4, smaller=2, precision=precision, coalesces=coalesces
-    )
-    sim.forward()
-    assert [group.state for group in schedules.groups(sim)] == [GroupState.RESHARDED] * 2
-    assert all(group.bound.smaller._rows.allocated for group in schedules.groups(sim))
-    sim.backward()
-    assert [group.state for group in schedules.groups(sim)] == [GroupState.SHARDED] * 2
-    assert not any(group.bound.smaller._rows.allocated for group in schedules.groups(sim))
-    sim.forward(expects_backward=False)
-    assert [group.state for group in schedules.groups(sim)] == [GroupState.SHARDED] * 2
-    assert sim.device.races == []
-
-
 # ---- windows of reductions
 
 
@@ -273,19 +236,3 @@ def test_groups_of_a_unit_count_as_one_in_the_window() -> None:
         watch.check_trace()
         assert watch.problems == [], f"seed {seed}"
         assert most <= 1
-
-
-def test_retracing_follows_the_flag() -> None:
-    """The mode may be switched between iterations."""
-    sim = schedules.warm(schedules.chain("a", "b"))
-    scheduler = sim.scheduler
-    for unused in (False, True, False):
-        for unit in scheduler.units:
-            unit.change(reduce_unused=unused)
-        scheduler.refresh()
-        retracing = scheduler.iteration.retracing
-        assert (retracing is not None) is unused
-        scheduler.refresh()
-        assert scheduler.iteration.retracing is retracing
-        sim.iteration()
-    assert sim.device.races == []

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2 import OffloadPolicy, fully_shard
+from fsdp2 import FSDPModule, OffloadPolicy, fully_shard
 from fsdp2.core.modules.registry import record_of
 from fsdp2.testing.null_group import init_null_group, null_mesh
+from tests.common import models, parity
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
@@ -65,3 +66,24 @@ def test_no_policy_means_the_default() -> None:
     assert group.options.precision == fsdp2.MixedPrecisionPolicy()
     assert group.offload is None
     assert model(torch.ones(2, 8)).dtype == torch.float32
+
+
+def test_classes_and_names() -> None:
+    """A sharded module is still what it was, and an FSDPModule; torch's own names fit."""
+    model = models.MLP()
+    before = [name for name, _ in model.named_parameters()]
+    parity.shard(fsdp2, model, mesh=null_mesh(4))
+    assert isinstance(model, models.MLP)
+    assert isinstance(model, FSDPModule)
+    assert isinstance(model.layers[0], nn.Linear)
+    assert isinstance(model.layers[0], FSDPModule)
+    assert type(model).__name__ == "FSDPMLP"
+    assert [name for name, _ in model.named_parameters()] == before
+    assert all(isinstance(param, nn.Parameter) for param in model.parameters())
+
+
+def test_fully_shard_returns_the_module() -> None:
+    linear = nn.Linear(4, 4)
+    assert fully_shard(linear) is linear
+    pair = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    assert fully_shard(pair) == pair

@@ -19,26 +19,16 @@ def test_default_policy_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
-)
-def test_any_floating_point_dtype(field: str, dtype: torch.dtype) -> None:
-    arguments: dict[str, Any] = {field: dtype}
-    assert getattr(MixedPrecisionPolicy(**arguments), field) is dtype
-
-
-@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
-@pytest.mark.parametrize("value", ["bfloat16", float, 16])
-def test_not_a_dtype(field: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=rf"{field}={value!r}.* is not a torch.dtype; pass "):
-        MixedPrecisionPolicy(**{field: value})
-
-
-@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
-@pytest.mark.parametrize("value", [torch.int32, torch.bool, torch.complex64])
-def test_not_a_floating_point_dtype(field: str, value: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=rf"{field}={value}\) is not a floating-point dtype"):
-        MixedPrecisionPolicy(**{field: value})
+def test_dtypes(field: str) -> None:
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn):
+        arguments: dict[str, Any] = {field: dtype}
+        assert getattr(MixedPrecisionPolicy(**arguments), field) is dtype
+    for value in ("bfloat16", float, 16):
+        with pytest.raises(TypeError, match=rf"{field}={value!r}.* is not a torch.dtype; pass "):
+            MixedPrecisionPolicy(**{field: value})
+    for value in (torch.int32, torch.bool, torch.complex64):
+        with pytest.raises(ValueError, match=rf"{field}={value}\) is not a floating-point dtype"):
+            MixedPrecisionPolicy(**{field: value})
 
 
 def test_state_errors_are_runtime_errors() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,29 @@ from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
 Change = Callable[[Any], Any]
+
+
+def _two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
+
+
+@contextmanager
+def _converting(swap: bool) -> Iterator[None]:
+    """Whether torch swaps parameters in conversions, or sets their data."""
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def _trains_like_plain(model: nn.Module) -> None:
+    batches = gradients.mlp_batches()
+    steps = parity.train_sharded(model, parity.adamw, parity.regression_loss, batches)
+    plain = parity.train_unsharded(
+        gradients.mlp(), parity.adamw, parity.regression_loss, batches, slices=True
+    )
+    parity.assert_equal(steps, plain, "unsharded")
 
 
 def reset_parameters(model: nn.Module) -> None:
@@ -129,13 +152,7 @@ def test_dtensors_put_in_place_of_parameters(after: str) -> None:
     model(gradients.part(0)[0]).sum().backward()
     model.zero_grad()
     assert all(param is put[name] for name, param in model.named_parameters())
-    steps = parity.train_sharded(
-        model, parity.adamw, parity.regression_loss, gradients.mlp_batches()
-    )
-    plain = parity.train_unsharded(
-        gradients.mlp(), parity.adamw, parity.regression_loss, gradients.mlp_batches(), slices=True
-    )
-    parity.assert_equal(steps, plain, "unsharded")
+    _trains_like_plain(model)
 
 
 # -- casts and moves ------------------------------------------------------------------------------
@@ -214,15 +231,12 @@ def _train(model: Any, dtype: torch.dtype, change: Change, when: str, slices: bo
 def test_casts_and_moves(cast: str, when: str, swap: bool) -> None:
     """Before the first iteration and after it, whichever way torch converts parameters."""
     change, dtype = CASTS[cast]
-    torch.__future__.set_swap_module_params_on_conversion(swap)
-    try:
+    with _converting(swap):
         ours = _train(
             parity.shard(parity.OURS, models.seeded(Nested4)), dtype, change, when, slices=False
         )
         plain_change = (lambda _: None) if cast in PLAIN else change
         plain = _train(models.seeded(Nested4), dtype, plain_change, when, slices=True)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
     assert {p.dtype for p in ours[-1][1]} == {dtype}
     if dtype in ROUNDED:
         parity.assert_close(ours, plain, ROUNDED[dtype], "unsharded")
@@ -242,11 +256,8 @@ class Nested4(models.Nested):
 @pytest.mark.parametrize("swap", [False, True], ids=["set", "swap"])
 def test_optimizer_steps_count_after_a_cast(swap: bool) -> None:
     """An optimizer of converted parameters still makes kept gathered parameters out of date."""
-    torch.__future__.set_swap_module_params_on_conversion(swap)
-    try:
+    with _converting(swap):
         model = parity.shard(parity.OURS, gradients.mlp()).double().float()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain = gradients.mlp()
     x = gradients.part(0)[0]
@@ -278,18 +289,9 @@ def test_loading_a_state_dict(when: str, assign: bool, swap: bool) -> None:
     if when == "gathered":
         with torch.no_grad():
             model(gradients.part(0)[0])
-    torch.__future__.set_swap_module_params_on_conversion(swap)
-    try:
+    with _converting(swap):
         model.load_state_dict(state, assign=assign)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    steps = parity.train_sharded(
-        model, parity.adamw, parity.regression_loss, gradients.mlp_batches()
-    )
-    plain = parity.train_unsharded(
-        gradients.mlp(), parity.adamw, parity.regression_loss, gradients.mlp_batches(), slices=True
-    )
-    parity.assert_equal(steps, plain, "unsharded")
+    _trains_like_plain(model)
     parity.assert_equal(
         parity.full_params(source), parity.full_params(gradients.mlp()), "the source"
     )
@@ -432,9 +434,7 @@ def test_a_parameter_added_to_the_root_while_it_is_gathered() -> None:
 @pytest.mark.parametrize("empty", [False, True], ids=["with parameters", "without"])
 def test_new_parameters_follow_what_methods_have_changed(empty: bool) -> None:
     """Also where the unit had no parameters to change it for."""
-    model: Any = models.seeded(
-        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
-    )
+    model: Any = models.seeded(_two_layers)
     fully_shard(model[0], mesh=parity.world_mesh())
     if empty:
         fully_shard(model[1], mesh=parity.world_mesh())
@@ -455,9 +455,7 @@ def test_new_parameters_follow_what_methods_have_changed(empty: bool) -> None:
     model.register_forward_pre_hook(lambda m, args: (args[0] * m.extra.mean(),))
     model(torch.ones(1, models.DIM)).sum().backward()
     assert len(seen) == len(groups)
-    plain = models.seeded(
-        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
-    )
+    plain = models.seeded(_two_layers)
     extra = torch.ones(6, requires_grad=True)
     plain(torch.ones(1, models.DIM) * extra.mean()).sum().backward()
     assert extra.grad is not None
@@ -469,9 +467,7 @@ def test_new_parameters_follow_what_methods_have_changed(empty: bool) -> None:
 @ranks(2)
 def test_a_part_called_before_the_root_is_part_of_its_backward() -> None:
     """Its calls were counted by a scheduler that the root's first forward replaced."""
-    model: Any = models.seeded(
-        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
-    )
+    model: Any = models.seeded(_two_layers)
     plain = copy.deepcopy(model)
     for module in (*model, model):
         fully_shard(module, mesh=parity.world_mesh())
@@ -520,10 +516,7 @@ def test_sharded_in_inference_mode(build: str, then: str) -> None:
             model(torch.ones(2, models.DIM, dtype=model[0].weight.dtype))
         return model
 
-    def build_two() -> Any:
-        return nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
-
-    pair = [made(build_two, shard) for shard in (False, True)]
+    pair = [made(_two_layers, shard) for shard in (False, True)]
     for model in pair:
         optimizer = torch.optim.AdamW(model.parameters(), 0.1)
         for _ in range(2):

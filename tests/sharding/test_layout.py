@@ -175,6 +175,11 @@ def test_shard_blocks_cover_the_ranks_that_hold_rows(length: int, world_size: in
         (_param((4, 8), layouts.Cut(1, 2)), 4, layouts.Transport.PACKED),  # two rows a band
         (_param((0, 8)), 4, layouts.Transport.PACKED),
         (_param((8, 0)), 4, layouts.Transport.PACKED),
+        # Sixteen bytes a rank in both dtypes, of the shard and on the wire.
+        (_param((16,), 0, F64), 4, layouts.Transport.COALESCED),
+        (_param((16,), 0, F32, BF16), 4, layouts.Transport.PACKED),
+        (_param((16,), 0, BF16, F32), 4, layouts.Transport.PACKED),
+        (_param((16,), 0, BF16), 4, layouts.Transport.PACKED),
     ],
 )
 def test_transport(
@@ -187,34 +192,7 @@ def test_transport(
         )
 
 
-@pytest.mark.parametrize(
-    ("shard", "full", "transport"),
-    [
-        (F32, F32, layouts.Transport.COALESCED),  # 4 elements a rank: 16 bytes
-        (F64, F64, layouts.Transport.COALESCED),
-        (F32, BF16, layouts.Transport.PACKED),  # 16 bytes as a shard, 8 on the wire
-        (BF16, F32, layouts.Transport.PACKED),
-        (BF16, BF16, layouts.Transport.PACKED),
-    ],
-)
-def test_sixteen_bytes_in_both_dtypes(
-    shard: torch.dtype, full: torch.dtype, transport: layouts.Transport
-) -> None:
-    assert layouts.pick_transport(_param((16,), 0, shard, full), 4, coalesces=True) is transport
-
-
 # ---- one group
-
-
-def test_coalesced_slots_are_parameter_major_and_aligned() -> None:
-    segment = _only_segment(
-        layouts.build_layout([_param((8, 4)), _param((3, 4))], 2, coalesces=True)
-    )
-    assert segment.transport is layouts.Transport.COALESCED
-    assert [slot.shard_offset for slot in segment.slots] == [0, 16]
-    assert [slot.full_offset for slot in segment.slots] == [0, layouts.SLOT_ALIGN_BYTES // 4]
-    assert (segment.shard_numel, segment.tail) == (24, 0)
-    assert segment.full_numel == 2 * layouts.SLOT_ALIGN_BYTES // 4
 
 
 def test_packed_order_and_single_tail() -> None:
@@ -254,22 +232,18 @@ def test_segments_by_transport_and_dtypes() -> None:
     _check_disjoint(layout)
 
 
-def test_world_size_one_needs_no_gathered_buffer() -> None:
-    layout = layouts.build_layout([_param((3, 5)), _param((7,), 0)], 1, coalesces=True)
+@pytest.mark.parametrize("full", [F32, BF16])
+def test_world_size_one_needs_a_gathered_buffer_for_casts_alone(full: torch.dtype) -> None:
+    """Slot for slot."""
+    params = [_param((3, 5), 0, F32, full), _param((7,), 0, F32, full)]
+    layout = layouts.build_layout(params, 1, coalesces=True)
     segment = _only_segment(layout)
     assert segment.transport is layouts.Transport.LOCAL
-    assert layout.full_bytes == 0
     assert all(slot.shard_offset * 4 % layouts.SLOT_ALIGN_BYTES == 0 for slot in segment.slots)
-
-
-def test_world_size_one_casts_slot_for_slot() -> None:
-    layout = layouts.build_layout(
-        [_param((3, 5), 0, F32, BF16), _param((7,), 0, F32, BF16)], 1, True
-    )
-    segment = _only_segment(layout)
-    assert segment.full_numel == segment.shard_numel
-    assert [s.full_offset for s in segment.slots] == [s.shard_offset for s in segment.slots]
-    assert layout.full_bytes * 2 == layout.shard_bytes
+    assert layout.full_bytes * 2 == (0 if full is F32 else layout.shard_bytes)
+    if full is BF16:
+        assert segment.full_numel == segment.shard_numel
+        assert [s.full_offset for s in segment.slots] == [s.shard_offset for s in segment.slots]
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,18 @@ def _train(api: Any, case: str) -> Any:
     )
 
 
+since_torchs = pytest.mark.skipif(
+    meshes.TORCH_VERSION < (2, 13), reason="torch has DataParallelMeshDims since 2.13"
+)
 DEFAULT = ("two shard dims", "replicate, tp")
+
+
+def _check(case: str) -> None:
+    ours = _train(parity.OURS, case)
+    expected = meshes.train_plain(
+        models.seeded(Net), meshes.micro_batches(models.DIM, models.DIM), parts=_part(case)[1]
+    )
+    parity.assert_close(ours, expected, parity.FP32, "unsharded")
 
 
 @ranks(4)
@@ -134,27 +145,17 @@ DEFAULT = ("two shard dims", "replicate, tp")
     "case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.extended]) for c in CASES]
 )
 def test_training(case: str) -> None:
-    ours = _train(parity.OURS, case)
-    expected = meshes.train_plain(
-        models.seeded(Net), meshes.micro_batches(models.DIM, models.DIM), parts=_part(case)[1]
-    )
-    parity.assert_close(ours, expected, parity.FP32, "unsharded")
+    _check(case)
 
 
 @ranks(8, timeout=400)  # DTensor tries all placements of each tensor on four mesh dims: slow
 @pytest.mark.parametrize("case", combinations.seldom(WIDE, extended=1))
 def test_training_on_eight_ranks(case: str) -> None:
-    ours = _train(parity.OURS, case)
-    expected = meshes.train_plain(
-        models.seeded(Net), meshes.micro_batches(models.DIM, models.DIM), parts=_part(case)[1]
-    )
-    parity.assert_close(ours, expected, parity.FP32, "unsharded")
+    _check(case)
 
 
 @ranks(4)
-@pytest.mark.skipif(
-    meshes.TORCH_VERSION < (2, 13), reason="torch has DataParallelMeshDims since 2.13"
-)
+@since_torchs
 @pytest.mark.parametrize("case", CASES)
 def test_placements_are_torchs(case: str) -> None:
     found = meshes.like_torch(lambda api: meshes.specs(_model(api, case)))
@@ -162,9 +163,7 @@ def test_placements_are_torchs(case: str) -> None:
 
 
 @ranks(4)
-@pytest.mark.skipif(
-    meshes.TORCH_VERSION < (2, 13), reason="torch has DataParallelMeshDims since 2.13"
-)
+@since_torchs
 @pytest.mark.parametrize("case", combinations.often(["shard, tp", "replicate, shard"]))
 def test_training_is_torchs(case: str) -> None:
     """Where every axis has two ranks, to the bit."""

@@ -187,6 +187,51 @@ def on(mesh: DeviceMesh, *placements: Placement) -> Any:
     return layer
 
 
+def run(model: Any) -> Any:
+    """The model, after a forward."""
+    model(x())
+    return model
+
+
+def after(change: Callable[[Any], object]) -> Any:
+    """A root and a unit below it that run after a change."""
+    model = pair()
+    change(model)
+    return run(model)
+
+
+def of_weight(weight: torch.Tensor) -> Any:
+    layer = linear()
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
+def parallel(dim: str, placement: Placement) -> tuple[Any, dict[str, Any]]:
+    """A weight on one dim of a mesh, which the other is to shard."""
+    mesh = full()
+    return on(mesh[dim], placement), {"mesh": mesh["dp"]}
+
+
+def on_two_meshes() -> Any:
+    """Its bias is on ranks of its own."""
+    info = FSDPMeshInfo(full()["tp"], shard_mesh_dim=0)
+
+    def choose(param: nn.Parameter) -> Any:
+        return ShardPlacementResult(None, info) if param.ndim == 1 else None
+
+    return sharded(shard_placement_fn=choose)
+
+
+class Gather(fsdp2.AllGather):
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+
+    def allocate(self, size: Any, **_: Any) -> torch.Tensor:
+        return torch.empty(*size, dtype=self.dtype)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
 def full() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
@@ -218,13 +263,31 @@ AT_FULLY_SHARD |= {
         {"reshard_after_forward": 2},
     ),
     "policy-type": lambda: (linear(), {"mp_policy": torch.bfloat16}),
+    "policy-override-value": lambda: (
+        linear(),
+        {
+            "mp_policy": MixedPrecisionPolicy(
+                torch.bfloat16, param_dtype_override_fn=lambda _: torch.float16
+            )
+        },
+    ),
     "offload-type": lambda: (linear(), {"offload_policy": "cpu"}),
     "ignored-type": lambda: (linear(), {"ignored_params": {"weight"}}),
     "placement-function": lambda: (linear(), {"shard_placement_fn": Shard(1)}),
     "placement-type": lambda: (linear(), {"shard_placement_fn": lambda _: Partial()}),
     "placement-empty": lambda: (linear(), {"shard_placement_fn": lambda _: ()}),
     "placement-dim": lambda: (linear(), {"shard_placement_fn": lambda _: Shard(2)}),
+    "placement-whole-extension": lambda: (
+        tensors.extend(linear(), tensors.Aliased),
+        {"shard_placement_fn": lambda _: Replicate()},
+    ),
     "lazy-parameter": lambda: (nn.LazyLinear(4), {}),
+    "scalar-parameter": lambda: (of_weight(torch.tensor(1.0)), {}),
+    "sparse-parameter": lambda: (of_weight(torch.eye(4).to_sparse()), {}),
+    "non-contiguous-parameter": lambda: (of_weight(torch.randn(4, 6).t()), {}),
+    "meta-and-real": lambda: (of_weight(torch.empty(4, 4, device="meta")), {}),
+    "partial-parameter": lambda: parallel("tp", Partial()),
+    "meshes-not-joined": lambda: parallel("dp", Replicate()),
     "renormalised": lambda: (nn.Sequential(nn.EmbeddingBag(8, 4, max_norm=1.0), linear()), {}),
     "plain-on-full-mesh": lambda: (
         linear(),
@@ -232,6 +295,10 @@ AT_FULLY_SHARD |= {
     ),
     "hooks-missing": lambda: (tensors.extend(linear(), NoPost), {}),
     "hooks-arguments": lambda: (tensors.extend(linear(), TwoArguments), {}),
+    "hooks-uneven": lambda: (
+        tensors.extend(nn.Linear(7, 8), tensors.Aliased),
+        {"shard_placement_fn": lambda param: Shard(param.ndim - 1)},
+    ),
     "hooks-unnamed-mesh": lambda: (
         tensors.extend(linear(), tensors.Aliased),
         {"mesh": init_device_mesh("cpu", (2, 2))},
@@ -251,6 +318,26 @@ MISUSES |= {
     "while-running": lambda: fully_shard(
         Calls(lambda model: model.set_manual_backward_finalization(True))
     )(x()),
+    "manual-below": lambda: after(lambda model: model[0].set_manual_backward_finalization(True)),
+    "added-parameter": lambda: after(lambda model: setattr(model[1], "adapter", linear())),
+    "replaced-parameter": lambda: after(
+        lambda model: setattr(model[0], "weight", nn.Parameter(torch.zeros(4, 4)))
+    ),
+    "made-of-sharded": lambda: after(lambda model: nn.utils.parametrizations.weight_norm(model[1])),
+    "in-backward-optimizers": lambda: after(
+        lambda model: _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    ),
+    "hooks-result": lambda: fully_shard(tensors.extend(linear(), NoTuple))(x()),
+    "not-root": lambda: run(pair())[0].finalize_backward(),
+    "reset-not-root": lambda: run(pair())[0].reset_iter_state(),
+    "not-manual": lambda: run(pair()).finalize_backward(),
+    "finalized-twice": lambda: _unawaited()[0].finalize_backward(),
+    "forward-before-wait": lambda: run(_unawaited()[0]),
+    "sparse-gradient": lambda: (
+        fully_shard(nn.Sequential(nn.Embedding(8, 4, sparse=True)))(torch.tensor([1, 2]))
+        .sum()
+        .backward()
+    ),
     "deep-copy": lambda: copy.deepcopy(sharded()),
     "pickle": lambda: torch.save(sharded(), io.BytesIO()),
     "repoint-type": lambda: fsdp2.optim.repoint_optimizer(linear()),
@@ -264,6 +351,7 @@ MISUSES |= {
     ),
     "assigned-does-not-fit": lambda: sharded().load_state_dict(linear().state_dict(), assign=True),
     "plain-state-dict": lambda: sharded().load_state_dict(linear().state_dict()),
+    "other-shapes": lambda: sharded().load_state_dict(fully_shard(nn.Linear(4, 8)).state_dict()),
     "other-names": lambda: pair().load_state_dict(sharded().state_dict()),
     "not-sharded": lambda: FSDPModule.reshard(linear()),
     "set-reshard-type": lambda: sharded().set_reshard_after_forward(2),
@@ -272,12 +360,23 @@ MISUSES |= {
     "input-buffers-value": lambda: sharded().set_reduce_scatter_max_input_buffers(0),
     "tuning-type": lambda: sharded().set_tuning(pack_below=1.5),
     "tuning-value": lambda: sharded().set_tuning(prefetch_window=0),
+    "prefetch-type": lambda: after(lambda model: model.set_modules_to_forward_prefetch(model[0])),
     "prefetch-plain": lambda: sharded().set_modules_to_backward_prefetch([linear()]),
     "forward-method": lambda: fsdp2.register_fsdp_forward_method(sharded(), "generate"),
     "share-plain": lambda: fsdp2.share_comm_ctx([linear()]),
     "reduce-hook-type": lambda: sharded().set_all_reduce_hook("mean"),
     "reduce-hook-stream": lambda: sharded(mesh=full()).set_all_reduce_hook(print, stream=object()),
+    "custom-allocation": lambda: after(
+        lambda model: model.set_custom_all_gather(Gather(torch.float64))
+    ),
+    "memory-beside-custom": lambda: after(
+        lambda model: (
+            model.set_custom_all_gather(Gather())
+            or model.set_allocate_memory_from_process_group_for_comm(True)
+        )
+    ),
     "custom-type": lambda: sharded().set_custom_all_gather(print),
+    "several-meshes": lambda: on_two_meshes().set_custom_all_gather(Gather()),
     "symmetric-backend": lambda: sharded().set_symm_mem_for_comm("NVSHMEM"),
     "symmetric-needs-nccl": lambda: sharded().set_symm_mem_for_comm(),
     "torchs-state": lambda: sharded()._get_fsdp_state()._reset_iter_state(),
@@ -305,18 +404,6 @@ def _() -> Any:
 # ---- at fully_shard: arguments
 
 
-@at_fully_shard("policy-override-value")
-def _() -> Any:
-    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda _: torch.float16)
-    return linear(), {"mp_policy": policy}
-
-
-@at_fully_shard("placement-whole-extension")
-def _() -> Any:
-    layer = tensors.extend(linear(), tensors.Aliased)
-    return layer, {"shard_placement_fn": lambda _: Replicate()}
-
-
 @at_fully_shard("placement-mesh")
 def _() -> Any:
     info = FSDPMeshInfo(full(), shard_mesh_dim=0, replicate_mesh_dim=1)
@@ -324,34 +411,6 @@ def _() -> Any:
 
 
 # ---- at fully_shard: parameters
-
-
-@at_fully_shard("scalar-parameter")
-def _() -> Any:
-    model = linear()
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    return model, {}
-
-
-@at_fully_shard("sparse-parameter")
-def _() -> Any:
-    model = linear()
-    model.weight = nn.Parameter(torch.eye(4).to_sparse())
-    return model, {}
-
-
-@at_fully_shard("non-contiguous-parameter")
-def _() -> Any:
-    model = nn.Linear(4, 6)
-    model.weight = nn.Parameter(torch.randn(4, 6).t())
-    return model, {}
-
-
-@at_fully_shard("meta-and-real")
-def _() -> Any:
-    model = linear()
-    model.bias = nn.Parameter(torch.empty(4, device="meta"))
-    return model, {}
 
 
 @at_fully_shard("child-after-parent")
@@ -375,24 +434,12 @@ def _() -> Any:
     return model, {}
 
 
-@at_fully_shard("partial-parameter")
-def _() -> Any:
-    mesh = full()
-    return on(mesh["tp"], Partial()), {"mesh": mesh["dp"]}
-
-
 @at_fully_shard("other-device-mesh")
 def _() -> Any:
     mesh = full()
     layer = on(mesh["tp"], Replicate())
     layer.weight._spec.mesh._device_type = "cuda"
     return layer, {"mesh": mesh["dp"]}
-
-
-@at_fully_shard("meshes-not-joined")
-def _() -> Any:
-    mesh = full()
-    return on(mesh["dp"], Replicate()), {"mesh": mesh["dp"]}
 
 
 @at_fully_shard("other-full-mesh")
@@ -416,15 +463,14 @@ class NoPost(tensors.Aliased):
     fsdp_post_all_gather = property()  # type: ignore[assignment]  # as if it were not there
 
 
+class NoTuple(tensors.Aliased):
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return self._data
+
+
 class TwoArguments(tensors.Aliased):
     def fsdp_pre_all_gather(self, mesh: Any, other: Any) -> Any:  # type: ignore[override]  # wrong
         return (self._data,), None
-
-
-@at_fully_shard("hooks-uneven")
-def _() -> Any:
-    layer = tensors.extend(nn.Linear(7, 8), tensors.Aliased)
-    return layer, {"shard_placement_fn": lambda param: Shard(param.ndim - 1)}
 
 
 # ---- at the first forward
@@ -479,13 +525,6 @@ def _() -> None:
     model(x())
 
 
-@misuse("manual-below")
-def _() -> None:
-    model = pair()
-    model[0].set_manual_backward_finalization(True)
-    model(x())
-
-
 @misuse("smaller-group-of-hooks")
 def _() -> None:
     model = nn.Sequential(linear(), linear())
@@ -507,27 +546,6 @@ def _() -> None:
 
 
 # ---- what is registered after fully_shard
-
-
-@misuse("added-parameter")
-def _() -> None:
-    model = pair()
-    model[1].adapter = linear()
-    model(x())
-
-
-@misuse("made-of-sharded")
-def _() -> None:
-    model = pair()
-    nn.utils.parametrizations.weight_norm(model[1])
-    model(x())
-
-
-@misuse("replaced-parameter")
-def _() -> None:
-    model = pair()
-    model[0].weight = nn.Parameter(torch.zeros(4, 4))
-    model(x())
 
 
 @misuse("tied-unregistered")
@@ -577,29 +595,6 @@ def _() -> None:
     fully_shard(model)(x())
 
 
-@misuse("hooks-result")
-def _() -> None:
-    class NoTuple(tensors.Aliased):
-        def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-            return self._data
-
-    model = fully_shard(tensors.extend(linear(), NoTuple))
-    model(x())
-
-
-@misuse("custom-allocation")
-def _() -> None:
-    class Wrong(fsdp2.AllGather):
-        def allocate(self, size: Any, **_: Any) -> torch.Tensor:
-            return torch.empty(*size, dtype=torch.float64)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    model = sharded()
-    model.set_custom_all_gather(Wrong())
-    model(x())
-
-
 @misuse("not-sharded-state")
 def _() -> None:
     group = record_of(sharded()).unit.own_groups[0]
@@ -639,20 +634,6 @@ def _() -> None:
 # ---- between iterations
 
 
-@misuse("not-root")
-def _() -> None:
-    model = pair()
-    model(x())
-    model[0].finalize_backward()
-
-
-@misuse("reset-not-root")
-def _() -> None:
-    model = pair()
-    model(x())
-    model[0].reset_iter_state()
-
-
 class Calls(nn.Module):
     """Calls something in its forward."""
 
@@ -665,30 +646,11 @@ class Calls(nn.Module):
         return self.linear(x)
 
 
-@misuse("not-manual")
-def _() -> None:
-    model = pair()
-    model(x())
-    model.finalize_backward()
-
-
 def _unawaited() -> tuple[Any, Any]:
     model = pair()
     model.set_manual_backward_finalization(True)
     model(x()).sum().backward()
     return model, model.finalize_backward(async_op=True)
-
-
-@misuse("finalized-twice")
-def _() -> None:
-    model, _ = _unawaited()
-    model.finalize_backward()
-
-
-@misuse("forward-before-wait")
-def _() -> None:
-    model, _ = _unawaited()
-    model(x())
 
 
 @misuse("captured-in-moving-memory")
@@ -773,12 +735,6 @@ def _clip(param: torch.Tensor, grad: torch.Tensor) -> None:
             fsdp2.clip_grad_norm_(owner, 1.0)
 
 
-@misuse("sparse-gradient")
-def _() -> None:
-    model = fully_shard(nn.Sequential(nn.Embedding(8, 4, sparse=True)))
-    model(torch.tensor([1, 2])).sum().backward()
-
-
 @misuse("norm-gradient-placements")
 def _() -> None:
     names = ("dp", f"of rank {dist.get_rank()}")  # torch caches meshes over worlds, by their names
@@ -788,58 +744,6 @@ def _() -> None:
     )
     param.grad = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0), Shard(1)], run_check=False)
     fsdp2.clip_grad_norm_(param, 1.0)
-
-
-# ---- state dicts
-
-
-@misuse("other-shapes")
-def _() -> None:
-    state = fully_shard(nn.Linear(4, 8)).state_dict()
-    sharded().load_state_dict(state)
-
-
-# ---- controls
-
-
-@misuse("prefetch-type")
-def _() -> None:
-    model = pair()
-    model.set_modules_to_forward_prefetch(model[0])
-
-
-# ---- communication
-
-
-class Gather(fsdp2.AllGather):
-    def allocate(self, size: Any, **_: Any) -> torch.Tensor:
-        return torch.empty(*size)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-@misuse("memory-beside-custom")
-def _() -> None:
-    model = sharded()
-    model.set_custom_all_gather(Gather())
-    model.set_allocate_memory_from_process_group_for_comm(True)
-
-
-@misuse("in-backward-optimizers")
-def _() -> None:
-    model = sharded()
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    model(x())
-
-
-@misuse("several-meshes")
-def _() -> None:
-    info = FSDPMeshInfo(full()["tp"], shard_mesh_dim=0)
-
-    def choose(param: nn.Parameter) -> Any:
-        return ShardPlacementResult(None, info) if param.ndim == 1 else None
-
-    sharded(shard_placement_fn=choose).set_custom_all_gather(Gather())
 
 
 # ---- interop
@@ -852,12 +756,7 @@ def _() -> None:
 
 @misuse("several-torch-groups")
 def _() -> None:
-    info = FSDPMeshInfo(full()["tp"], shard_mesh_dim=0)
-
-    def choose(param: nn.Parameter) -> Any:
-        return ShardPlacementResult(None, info) if param.ndim == 1 else None
-
-    state: Any = sharded(shard_placement_fn=choose)._get_fsdp_state()
+    state: Any = on_two_meshes()._get_fsdp_state()
     assert len(state._fsdp_param_groups) == 2
     assert not state._fsdp_param_group
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -48,6 +49,25 @@ def sent() -> Iterator[list[str]]:
     dist.destroy_process_group()
 
 
+Refused = Callable[[str, nn.Module], AbstractContextManager[None]]
+
+
+@pytest.fixture
+def refused(sent: list[str]) -> Refused:
+    """Whatever runs inside raises an error of the catalogue; nothing is changed or sent."""
+
+    @contextmanager
+    def look(entry: str, model: nn.Module) -> Iterator[None]:
+        before = _state(model)
+        sent.clear()
+        with raises(entry):
+            yield
+        assert _state(model) == before
+        assert sent == []
+
+    return look
+
+
 def _state(model: nn.Module) -> dict[str, Any]:
     """All that sharding changes: classes, what is registered, hooks, what modules keep, groups."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks", "_backward_hooks")
@@ -69,22 +89,14 @@ def _state(model: nn.Module) -> dict[str, Any]:
         ("wire-format-differences", {"differences": True}),
         ("wire-level-of-one", {"gather": "int8", "level": "between"}),
         ("wire-format-dtype", {"gather": "int8", "exact_below": 0}),
+        ("wire-argument", {"gathers": "int8"}),  # which the setter has not
     ],
 )
-def test_shard_model_with_a_format(entry: str, wire: Any, sent: list[str]) -> None:
+def test_shard_model_with_a_format(entry: str, wire: Any, refused: Refused) -> None:
     """The last parameter is of a dtype that no format takes."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
-    before = _state(model)
-    with raises(entry):
+    with refused(entry, model):
         fsdp2.shard_model(model, {nn.Linear}, wire=wire)
-    assert _state(model) == before
-    assert sent == []
-
-
-def test_arguments_that_the_setter_has_not(sent: list[str]) -> None:
-    with raises("wire-argument"):
-        fsdp2.shard_model(nn.Linear(4, 4), None, wire={"gathers": "int8"})  # type: ignore[typeddict-unknown-key]
-    assert sent == []
 
 
 def test_shard_model_calls_the_setter(sent: list[str]) -> None:
@@ -103,46 +115,37 @@ def test_shard_model_calls_the_setter(sent: list[str]) -> None:
 
 
 @pytest.mark.parametrize("entry", OF_A_MODULE)
-def test_shard_model(entry: str, sent: list[str]) -> None:
+def test_shard_model(entry: str, refused: Refused) -> None:
     """The last unit but one is wrong: those before it stay as they are."""
     target, arguments = AT_FULLY_SHARD[entry]()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), target, nn.Linear(4, 4))
-    before, units = _state(model), {model[0], model[1], model[3]}
+    units = {model[0], model[1], model[3]}
     options = {key: value for key, value in arguments.items() if key != "ignored_params"}
     policy = CustomPolicy(lambda m: (options or True) if m is target else m in units)
-    with raises(entry):
+    with refused(entry, model):
         fsdp2.shard_model(model, policy)
-    assert _state(model) == before
-    assert sent == []
 
 
-NEW: dict[str, Callable[[], nn.Module]] = {
-    entry: lambda entry=entry: AT_FULLY_SHARD[entry]()[0]
-    for entry in (
-        "scalar-parameter",
-        "lazy-parameter",
-        "sparse-parameter",
-        "non-contiguous-parameter",
-        "owner-gone",
-        "renormalised",
-        "shared-memory",
-        "hooks-missing",
-    )
-}
+NEW = (
+    "scalar-parameter",
+    "lazy-parameter",
+    "sparse-parameter",
+    "non-contiguous-parameter",
+    "owner-gone",
+    "renormalised",
+    "shared-memory",
+    "hooks-missing",
+)
 
 
 @pytest.mark.parametrize("entry", NEW)
-def test_shard_new_parameters(entry: str, sent: list[str]) -> None:
+def test_shard_new_parameters(entry: str, refused: Refused) -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4))
     fsdp2.fully_shard(model)
     model(torch.ones(1, 4))
-    model.append(NEW[entry]())
-    sent.clear()
-    before = _state(model)
-    with raises(entry):
+    model.append(AT_FULLY_SHARD[entry]()[0])
+    with refused(entry, model):
         model.shard_new_parameters()
-    assert _state(model) == before
-    assert sent == []
 
 
 # ---- wrappers, contexts and the planner
@@ -187,155 +190,6 @@ def test_each_error_of_a_call_is_tried_through_wrappers() -> None:
     assert tried | NOT_OF_WRAPPERS.keys() == AT_FULLY_SHARD.keys()
 
 
-def _around(target: nn.Module) -> nn.Sequential:
-    """A model with a unit before ``target`` that has memory, and one that is to get it."""
-    return nn.Sequential(
-        nn.Linear(4, 4), nn.Linear(4, 4, device="meta"), target, nn.BatchNorm1d(4), nn.Linear(4, 4)
-    )
-
-
-def _choosing(model: nn.Sequential, *more: nn.Module) -> Callable[..., bool]:
-    units = {model[0], model[1], model[4], *more}
-    return lambda module, recurse, nonwrapped_numel: recurse or module in units
-
-
-def _fsdp1(model: nn.Sequential, policy: Any, mesh: Any = None) -> None:
-    precision = fsdp1.MixedPrecision(
-        torch.bfloat16,
-        buffer_dtype=torch.bfloat16,
-        _module_classes_to_ignore=(nn.BatchNorm1d,),
-    )
-    fsdp1.FullyShardedDataParallel(
-        model,
-        auto_wrap_policy=policy,
-        mixed_precision=precision,
-        sync_module_states=True,
-        use_orig_params=True,
-        device_mesh=mesh,
-    )
-
-
-def _xla(model: nn.Sequential, policy: Any, mesh: Any = None) -> None:
-    XlaFullyShardedDataParallel(model, auto_wrap_policy=policy, compute_dtype=torch.bfloat16)
-
-
-def _as_planned(model: nn.Sequential, policy: Any, mesh: Any = None) -> None:
-    model[1].to_empty(device="cpu")
-    shard_as_planned(model, null_mesh((4,)), Settings((4,), checkpointing=True), policy)
-
-
-@pytest.mark.parametrize("is_chosen", [True, False], ids=["chosen", "left"])
-@pytest.mark.parametrize("shard", [_fsdp1, _xla], ids=["fsdp1", "xla"])
-@pytest.mark.parametrize("entry", OF_PARAMETERS)
-def test_wrappers(entry: str, shard: Callable[..., None], is_chosen: bool, sent: list[str]) -> None:
-    """The last but one of a policy's modules is wrong, or what is left for the model."""
-    target, _ = AT_FULLY_SHARD[entry]()
-    model = _around(target)
-    before = _state(model)
-    with raises(entry):
-        shard(model, _choosing(model, *[target] * is_chosen))
-    assert _state(model) == before
-    assert sent == []
-
-
-@pytest.mark.parametrize(
-    ("shard", "entry", "options"),
-    [
-        (_fsdp1, "fsdp1-member", {"sharding_strategy": "FULL"}),
-        (_fsdp1, "fsdp1-precision", {"mixed_precision": torch.bfloat16}),
-        (_fsdp1, "fsdp1-init-type", {"param_init_fn": 1}),
-        (_xla, "xla-bucket", {"reduce_scatter_bucket_size_mb": -1}),
-        (_xla, "xla-groups", {"sharding_groups": [[0, 1], [2]]}),
-    ],
-)
-def test_arguments_of_a_later_wrapper(
-    shard: Callable[..., None], entry: str, options: dict[str, Any], sent: list[str]
-) -> None:
-    model = _around(nn.Linear(4, 4))
-    units, before = {model[0], model[1], model[4]}, _state(model)
-    with raises(entry):
-        shard(model, CustomPolicy(lambda m: options if m is model[2] else m in units))
-    assert _state(model) == before
-    assert sent == []
-
-
-@pytest.mark.parametrize(
-    ("shard", "options"),
-    [
-        (fsdp1.FullyShardedDataParallel, {"mixed_precision": fsdp1.MixedPrecision(torch.bfloat16)}),
-        (XlaFullyShardedDataParallel, {"compute_dtype": torch.bfloat16}),
-    ],
-)
-def test_a_tie_of_two_wrappers_to_be(
-    shard: Callable[..., Any], options: dict[str, Any], sent: list[str]
-) -> None:
-    model, units = _tied()
-    before = _state(model)
-    policy = CustomPolicy(lambda m: options if m is model[0] else m in units)
-    with raises("tied-dtypes"):
-        shard(model, auto_wrap_policy=policy)
-    assert _state(model) == before
-    assert sent == []
-
-
-@pytest.mark.parametrize("shard", [_fsdp1, _xla], ids=["fsdp1", "xla"])
-def test_a_later_wrapper_cannot_be_initialised(shard: Callable[..., None], sent: list[str]) -> None:
-    model = _around(Head(nn.Parameter(torch.empty(4, 4, device="meta"))))
-    before = _state(model)
-    with raises("meta-no-reset"):
-        shard(model, _choosing(model, model[2]))
-    assert _state(model) == before
-    assert sent == []
-
-
-@pytest.mark.parametrize("shard", [_fsdp1, _xla], ids=["fsdp1", "xla"])
-def test_a_class_that_resists(shard: Callable[..., None], sent: list[str]) -> None:
-    model = _around(SealedLayer())
-    before = _state(model)
-    with raises("class-resists"):
-        shard(model, _choosing(model, model[2]))
-    assert _state(model) == before
-
-
-def test_xla_executes_what_was_put_off(sent: list[str]) -> None:
-    """Several wrappers that are to shard later: none of them does if one cannot."""
-    inner = [
-        XlaFullyShardedDataParallel(module, execute_sharding_on_init=False)
-        for module in (nn.Linear(4, 4), AT_FULLY_SHARD["scalar-parameter"]()[0])
-    ]
-    model = XlaFullyShardedDataParallel(nn.Sequential(*inner), execute_sharding_on_init=False)
-    before = _state(model)
-    with raises("scalar-parameter"):
-        model.execute_sharding()
-    assert _state(model) == before
-    assert sent == []
-
-
-@pytest.mark.parametrize("entry", OF_PARAMETERS)
-def test_as_planned(entry: str, sent: list[str]) -> None:
-    """The planner's calls: no forward is checkpointed either."""
-    target, _ = AT_FULLY_SHARD[entry]()
-    model = _around(target)
-    model[1].to_empty(device="cpu")
-    before = _state(model)
-    with raises(entry):
-        _as_planned(model, _choosing(model, target))
-    assert _state(model) == before
-    assert sent == []
-
-
-@pytest.mark.parametrize("entry", [entry for entry in NEW if entry != "owner-gone"])
-def test_deferred(entry: str, sent: list[str]) -> None:
-    """What is left for the end is planned, all of it, before one of them is sharded."""
-    models = nn.ModuleList()
-    with raises(entry), fsdp2.wrap.deferred(None, [nn.Conv1d]):
-        models.append(nn.Linear(4, 4))
-        models.append(AT_FULLY_SHARD[entry]()[0])
-        before = _state(models)
-    assert _state(models) == before
-    assert sent == []
-
-
 class Head(nn.Module):
     """Has a weight of its own, and a module that is a unit: so it stays one by itself."""
 
@@ -355,15 +209,129 @@ def _tied() -> tuple[Any, set[nn.Module]]:
     return nn.Sequential(first, nn.Linear(4, 4), head), {first, head, head.inner}
 
 
-def test_a_tie_of_two_units_to_be(sent: list[str]) -> None:
+def _around(target: nn.Module) -> nn.Sequential:
+    """A model with a unit before ``target`` that has memory, and one that is to get it."""
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.Linear(4, 4, device="meta"), target, nn.BatchNorm1d(4), nn.Linear(4, 4)
+    )
+
+
+def _choosing(model: nn.Sequential, *more: nn.Module) -> Callable[..., bool]:
+    units = {model[0], model[1], model[4], *more}
+    return lambda module, recurse, nonwrapped_numel: recurse or module in units
+
+
+def _fsdp1(model: nn.Sequential, policy: Any) -> None:
+    precision = fsdp1.MixedPrecision(
+        torch.bfloat16,
+        buffer_dtype=torch.bfloat16,
+        _module_classes_to_ignore=(nn.BatchNorm1d,),
+    )
+    fsdp1.FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=policy,
+        mixed_precision=precision,
+        sync_module_states=True,
+        use_orig_params=True,
+    )
+
+
+def _xla(model: nn.Sequential, policy: Any) -> None:
+    XlaFullyShardedDataParallel(model, auto_wrap_policy=policy, compute_dtype=torch.bfloat16)
+
+
+def _as_planned(model: nn.Sequential, policy: Any) -> None:
+    """The planner's calls: no forward is checkpointed either."""
+    shard_as_planned(model, null_mesh((4,)), Settings((4,), checkpointing=True), policy)
+
+
+LATE: dict[str, Callable[[], nn.Module]] = {
+    "meta-no-reset": lambda: Head(nn.Parameter(torch.empty(4, 4, device="meta"))),
+    "class-resists": SealedLayer,
+}
+"""What wrappers find after they have begun."""
+
+CALLS = [
+    *((shard, entry, True) for shard in (_fsdp1, _xla) for entry in (*OF_PARAMETERS, *LATE)),
+    *((shard, entry, False) for shard in (_fsdp1, _xla) for entry in OF_PARAMETERS),
+    *((_as_planned, entry, True) for entry in OF_PARAMETERS),
+]
+
+
+@pytest.mark.parametrize(("shard", "entry", "is_chosen"), CALLS)
+def test_wrappers_and_the_planner(
+    shard: Callable[..., None], entry: str, is_chosen: bool, refused: Refused
+) -> None:
+    """The last but one of a policy's modules is wrong, or what is left for the model."""
+    target = LATE[entry]() if entry in LATE else AT_FULLY_SHARD[entry]()[0]
+    model = _around(target)
+    if shard is _as_planned:
+        model[1].to_empty(device="cpu")
+    with refused(entry, model):
+        shard(model, _choosing(model, *[target] * is_chosen))
+
+
+@pytest.mark.parametrize(
+    ("shard", "entry", "options"),
+    [
+        (_fsdp1, "fsdp1-member", {"sharding_strategy": "FULL"}),
+        (_fsdp1, "fsdp1-precision", {"mixed_precision": torch.bfloat16}),
+        (_fsdp1, "fsdp1-init-type", {"param_init_fn": 1}),
+        (_xla, "xla-bucket", {"reduce_scatter_bucket_size_mb": -1}),
+        (_xla, "xla-groups", {"sharding_groups": [[0, 1], [2]]}),
+    ],
+)
+def test_arguments_of_a_later_wrapper(
+    shard: Callable[..., None], entry: str, options: dict[str, Any], refused: Refused
+) -> None:
+    model = _around(nn.Linear(4, 4))
+    units = {model[0], model[1], model[4]}
+    with refused(entry, model):
+        shard(model, CustomPolicy(lambda m: options if m is model[2] else m in units))
+
+
+BF16 = fsdp2.MixedPrecisionPolicy(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("shard", "options"),
+    [
+        (fsdp1.FullyShardedDataParallel, {"mixed_precision": fsdp1.MixedPrecision(torch.bfloat16)}),
+        (XlaFullyShardedDataParallel, {"compute_dtype": torch.bfloat16}),
+        (fsdp2.shard_model, {"mp_policy": BF16}),
+    ],
+)
+def test_a_tie_of_two_units_to_be(
+    shard: Callable[..., Any], options: dict[str, Any], refused: Refused
+) -> None:
     """The second unit has a parameter of the first, which is not sharded when that is found."""
     model, units = _tied()
-    before = _state(model)
-    mixed = {"mp_policy": fsdp2.MixedPrecisionPolicy(torch.bfloat16)}
-    policy = CustomPolicy(lambda m: mixed if m is model[0] else m in units)
-    with raises("tied-dtypes"):
-        fsdp2.shard_model(model, policy)
-    assert _state(model) == before
+    policy = CustomPolicy(lambda m: options if m is model[0] else m in units)
+    call = {"policy" if shard is fsdp2.shard_model else "auto_wrap_policy": policy}
+    with refused("tied-dtypes", model):
+        shard(model, **call)
+
+
+def test_xla_executes_what_was_put_off(refused: Refused) -> None:
+    """Several wrappers that are to shard later: none of them does if one cannot."""
+    inner = [
+        XlaFullyShardedDataParallel(module, execute_sharding_on_init=False)
+        for module in (nn.Linear(4, 4), AT_FULLY_SHARD["scalar-parameter"]()[0])
+    ]
+    model = XlaFullyShardedDataParallel(nn.Sequential(*inner), execute_sharding_on_init=False)
+    with refused("scalar-parameter", model):
+        model.execute_sharding()
+
+
+@pytest.mark.parametrize("entry", [entry for entry in NEW if entry != "owner-gone"])
+def test_deferred(entry: str, sent: list[str]) -> None:
+    """What is left for the end is planned, all of it, before one of them is sharded."""
+    models = nn.ModuleList()
+    with raises(entry), fsdp2.wrap.deferred(None, [nn.Conv1d]):
+        models.append(nn.Linear(4, 4))
+        models.append(AT_FULLY_SHARD[entry]()[0])
+        before = _state(models)
+    assert _state(models) == before
     assert sent == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,17 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.core.device.buffers import FlatBuffer
-from fsdp2.core.layout.layout import Cut, Slot
-from fsdp2.core.layout.mesh import MeshAxes
-from fsdp2.core.params.gradients import Gradients
-from fsdp2.core.params.param import ModuleEntry, PlannedParam, ShardedParam
+from fsdp2.core.modules.registry import require_record
 from fsdp2.core.progress import Counts
 from fsdp2.errors import ShardingStateError
-from fsdp2.sharding.meshes import resolve_axes
 
 pytestmark = pytest.mark.alone
 
@@ -33,43 +27,6 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
-
-
-@pytest.fixture
-def axis(mesh: DeviceMesh) -> MeshAxes:
-    return resolve_axes(mesh)
-
-
-def _linear(rows: int = 7) -> nn.Linear:
-    linear = nn.Linear(3, rows, bias=False)
-    with torch.no_grad():
-        linear.weight.copy_(torch.arange(rows * 3.0).view(rows, 3))
-    return linear
-
-
-def _adopted(
-    module: nn.Module,
-    axis: MeshAxes,
-    slots: list[ModuleEntry] | None = None,
-    dim: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-) -> tuple[ShardedParam, FlatBuffer, Slot]:
-    """A managed ``module.weight`` whose rows are in a flat buffer."""
-    axis = replace(axis, rank=rank, size=world_size)
-    weight = module.weight
-    assert isinstance(weight, nn.Parameter)
-    param = ShardedParam(
-        PlannedParam("block.weight", weight, slots or [(module, "weight")], axis, Cut(dim), None)
-    )
-    shape = tuple(weight.shape)
-    slot = Slot(0, shape, Cut(dim), world_size, 0, 0)
-    buffer = FlatBuffer(slot.shard_numel * 4, CPU)
-    param.adopt(slot, buffer.view(weight.dtype, 0, slot.local_shape(rank)))
-    return param, buffer, slot
-
-
-# ---- the sharded form
 
 
 class Noting(nn.Linear):
@@ -98,127 +55,66 @@ def test_a_units_own_stores_are_no_registrations(mesh: DeviceMesh, reshard: bool
         model(torch.ones(1, 3))
 
 
-def test_unusable_on_meta_until_it_has_memory(axis: MeshAxes) -> None:
-    with torch.device("meta"):
-        linear = nn.Linear(3, 7, bias=False)
-    weight = linear.weight
-    assert isinstance(weight, nn.Parameter)
-    param = ShardedParam(
-        PlannedParam("block.weight", weight, [(linear, "weight")], axis, Cut(0), None)
-    )
-    assert param.is_meta
-    slot = Slot(0, (7, 3), Cut(0), 1, 0, 0)
-    param.adopt(slot, FlatBuffer(84, torch.device("meta")).view(torch.float32, 0, (7, 3)))
-    with pytest.raises(ShardingStateError, match=r"'block.weight' is still on the meta device; "):
-        param.check_usable(CPU)
-    linear.to_empty(device="cpu")
-    param.follow_registered()
-    assert not param.is_meta
-    param.check_usable(CPU)
-
-
 # ---- gradients
-
-
-def _with_unsharded(axis: MeshAxes, dtype: torch.dtype = torch.float32) -> ShardedParam:
-    param, _, _ = _adopted(_linear(), axis)
-    param.materialize(torch.zeros(7, 3, dtype=dtype))
-    return param
-
-
-def _leave(param: ShardedParam, value: float) -> None:
-    """What autograd does: make ``.grad``, or add to it."""
-    unsharded = param.unsharded
-    assert unsharded is not None
-    grad = torch.full_like(unsharded, value)
-    unsharded.grad = grad if unsharded.grad is None else unsharded.grad + grad
-
-
-def test_low_precision_gradients_are_summed_in_the_reduce_dtype(axis: MeshAxes) -> None:
-    param = _with_unsharded(axis, torch.bfloat16)
-    for _ in range(3):
-        _leave(param, 1.0)
-        param.accumulate(torch.float32)
-        _leave(param, 1 / 256)  # 1 + 1/256 is not a bf16 number
-        param.accumulate(torch.float32)
-        assert param.unsharded is not None
-        assert param.unsharded.grad is None
-    _leave(param, 1 / 256)
-    (grad,) = Gradients([param]).take(False)
-    assert grad is not None
-    assert grad.dtype is torch.float32
-    assert grad.eq(3 + 4 / 256).all()
-    assert param.accumulated is None
-
-
-def test_sums_over_backwards_record_no_graph(axis: MeshAxes) -> None:
-    """Gradients of a backward with ``create_graph=True`` have one, which nobody can reach there."""
-    param = _with_unsharded(axis, torch.bfloat16)
-    assert param.unsharded is not None
-    for _ in range(2):
-        param.unsharded.sin().sum().backward(create_graph=True)
-        param.accumulate(torch.float32)
-        assert param.accumulated is not None
-        assert param.accumulated.grad_fn is None
-    (grad,) = Gradients([param]).take(True)
-    assert grad is not None
-    assert grad.eq(2).all()
 
 
 @pytest.mark.parametrize("sync", [(True,), (True, True), (False, True)], ids=str)
 @pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(torch.bfloat16, torch.float32)])
 def test_one_ranks_gradients_have_no_graph(
-    mesh: DeviceMesh, sync: tuple[bool, ...], last: bool
+    mesh: DeviceMesh, sync: tuple[bool, ...], last: bool, policy: MixedPrecisionPolicy | None
 ) -> None:
-    """They are autograd's own tensors, but not its history: as on several ranks."""
-    linear = fully_shard(nn.Linear(3, 7, bias=False), mesh=mesh)
+    """They are autograd's own tensors, or sums of their casts, but not its history."""
+    linear = fully_shard(nn.Linear(3, 7, bias=False), mesh=mesh, mp_policy=policy)
+    (param,) = require_record(linear).unit.own_groups[0].params
     for number, value in enumerate(sync):
         linear.set_requires_gradient_sync(value)
         create_graph = last or number < len(sync) - 1
         linear(torch.ones(1, 3)).sin().sum().backward(create_graph=create_graph)
+        summed = param.accumulated
+        assert summed is None or summed.grad_fn is None, "nobody can reach its graph"
     linear.reshard()  # a graph that was recorded last holds the gathered form
     grad = linear.weight.grad
     assert isinstance(grad, DTensor)
     assert not grad._local_tensor.requires_grad
     plain = linear.weight.full_tensor().detach()
-    assert torch.allclose(
-        grad.to_local(), len(sync) * plain.sum(1, keepdim=True).cos().expand(7, 3)
-    )
+    expected = len(sync) * plain.sum(1, keepdim=True).cos().expand(7, 3)
+    assert torch.allclose(grad.to_local(), expected, rtol=1e-5 if policy is None else 2**-5)
 
 
-def test_delivered_rows_become_grad_and_later_ones_are_added_by_the_caller(
-    axis: MeshAxes,
+@pytest.mark.parametrize(
+    ("compute", "reduce"),
+    [
+        (None, None),
+        (None, torch.float32),
+        (None, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+    ],
+)
+def test_one_rank_accumulates_in_the_reduce_dtype_or_that_of_the_shard(
+    mesh: DeviceMesh, compute: torch.dtype | None, reduce: torch.dtype | None
 ) -> None:
-    param = _with_unsharded(axis)
-    seen: list[Any] = []
-    param.sharded.register_post_accumulate_grad_hook(seen.append)
-    rows = torch.ones(7, 3)
-    assert Gradients([param]).deliver([rows], [True]) == []
-    grad = param.sharded.grad
-    assert isinstance(grad, DTensor)
-    assert grad.placements == (Shard(0),)
-    assert grad._local_tensor is rows
-    assert len(seen) == 1
-    more = torch.ones(7, 3)
-    ((waiting, there, addend),) = Gradients([param]).deliver([more], [True])
-    assert waiting is param
-    assert there is rows
-    assert addend is more
-    assert len(seen) == 1  # the caller adds first, then runs the hooks
-    param.run_hooks()
-    assert [id(seen_param) for seen_param in seen] == [id(param.sharded)] * 2
-
-
-@pytest.mark.parametrize("reduce", [None, torch.float32, torch.bfloat16])
-def test_one_rank_accumulates_in_the_dtype_of_the_shard(
-    mesh: DeviceMesh, reduce: torch.dtype | None
-) -> None:
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce)
+    policy = MixedPrecisionPolicy(compute, reduce)
     linear = fully_shard(nn.Linear(3, 7, bias=False), mesh=mesh, mp_policy=policy)
-    for value, sync in ((1.0, False), (1 / 256, False), (1 / 256, True)):
+    for value, sync in ((1.0, False), (1 / 1024, False), (1 / 1024, True)):
         linear.set_requires_gradient_sync(sync)
         linear(torch.full((1, 3), value)).sum().backward()
     grad = linear.weight.grad
     assert isinstance(grad, DTensor)
     assert grad.dtype is torch.float32
-    assert grad.to_local().eq(1 + 2 / 256).all()  # in bf16 the sum would stay 1
+    assert grad.to_local().eq(1 + 2 / 1024).all()  # in bf16 the sum would stay 1
+
+
+def test_hooks_run_once_the_sum_is_there(mesh: DeviceMesh) -> None:
+    linear = fully_shard(nn.Linear(3, 7, bias=False), mesh=mesh)
+    seen: list[float] = []
+    linear.weight.register_post_accumulate_grad_hook(
+        lambda param: seen.append(param.grad.to_local()[0, 0].item())
+    )
+    rows = []
+    for _ in range(3):
+        linear(torch.ones(1, 3)).sum().backward()
+        linear.reshard()
+        rows.append(linear.weight.grad.to_local().data_ptr())
+    assert seen == [1.0, 2.0, 3.0]
+    assert len({*rows}) == 1, "added in place"

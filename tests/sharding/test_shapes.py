@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,45 +30,13 @@ def _rows(rows: int) -> list[int]:
     return [max(0, min(chunk, rows - rank * chunk)) for rank in range(size)]
 
 
-# -- dim 0 ----------------------------------------------------------------------------------------
+# -- models ---------------------------------------------------------------------------------------
 
 
-@workers.ranks(2, 4)
-def test_odd_rows_are_chunked_and_come_back_whole() -> None:
-    plain = models.seeded(models.OddMLP)
-    model = parity.shard(parity.OURS, models.seeded(models.OddMLP))
-    rank = dist.get_rank()
-    for (name, whole), param in zip(plain.named_parameters(), model.parameters(), strict=True):
-        assert isinstance(param, nn.Parameter), name
-        assert isinstance(param.data, DTensor), name
-        assert param.placements == (Shard(0),), name
-        assert param.shape == whole.shape, name
-        assert param.stride() == whole.stride(), name
-        assert param.device_mesh == parity.world_mesh(), name
-        local = param.to_local()
-        rows = _rows(whole.shape[0])
-        assert local.shape == (rows[rank], *whole.shape[1:]), name
-        start = sum(rows[:rank])
-        parity.assert_equal(local.detach(), whole.detach()[start : start + rows[rank]], name)
-        parity.assert_equal(parity.full(param), whole.detach(), name)
-
-
-@workers.ranks(2, extended=(4,))
-@combinations.each_once(rows=[1, 3, 5, 7], reshard_after_forward=[True, False])
-def test_training_with_odd_rows(rows: int, reshard_after_forward: bool) -> None:
-    """Groups whose every dim 0 is `rows`: with 4 ranks, some ranks hold nothing of them."""
-    model = partial(models.seeded, partial(models.OddMLP, dims=(rows, rows)))
-    batches = parity.regression_batches(models.DIM, rows, steps=STEPS)
-    parity.check_training(model, batches, reshard_after_forward=reshard_after_forward)
-
-
-@workers.ranks(4)
-def test_every_parameter_smaller_than_the_world() -> None:
-    """The whole model holds four numbers, none of them on rank 3."""
-    model = partial(models.seeded, partial(nn.Linear, 3, 1))
-    parity.check_training(model, parity.regression_batches(3, 1, steps=STEPS))
-    local = [param.to_local().numel() for param in parity.shard(parity.OURS, model()).parameters()]
-    assert local == ([3, 1] if dist.get_rank() == 0 else [0, 0])
+def _linear(inputs: int = models.DIM, outputs: int = models.DIM) -> nn.Module:
+    layer = nn.Linear(inputs, outputs)
+    layer.is_unit = True
+    return layer
 
 
 class _WithNothing(nn.Module):
@@ -88,124 +57,31 @@ class _WithNothing(nn.Module):
         return self.head(x)
 
 
-@workers.ranks(4, extended=(2,))
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_zero_element_parameters_train(reshard_after_forward: bool) -> None:
-    """torch's FSDP2 breaks in backward here, so the unsharded model is the only judge."""
-    batches = parity.regression_batches(models.DIM, 2, steps=STEPS)
-    parity.check_training(
-        partial(models.seeded, _WithNothing),
-        batches,
-        torch_too=False,
-        reshard_after_forward=reshard_after_forward,
-    )
+class _Empty(nn.Module):
+    """A group of nothing but parameters without elements."""
+
+    is_unit = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, models.DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x @ self.nothing.T) @ self.nothing
 
 
-@workers.ranks(2)
-def test_a_group_of_nothing_but_zero_element_parameters() -> None:
-    class Empty(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.nothing = nn.Parameter(torch.empty(0, models.DIM))
-            self.is_unit = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + (x @ self.nothing.T) @ self.nothing
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(models.DIM, models.DIM), Empty(), nn.Linear(models.DIM, 2))
-
-    parity.check_training(
-        partial(models.seeded, build),
-        parity.regression_batches(models.DIM, 2, steps=STEPS),
-        torch_too=False,
-    )
+def _around_nothing() -> nn.Module:
+    return nn.Sequential(nn.Linear(models.DIM, models.DIM), _Empty(), nn.Linear(models.DIM, 2))
 
 
-# -- other dims -----------------------------------------------------------------------------------
+def _of_columns(columns: int) -> nn.Module:
+    return nn.Sequential(_linear(columns), nn.Tanh(), nn.Linear(models.DIM, 3))
 
 
-def _matrices_on_dim_1(param: nn.Parameter) -> Shard | None:
-    return Shard(1) if param.ndim > 1 else None
-
-
-def _matrices_on_last_dim(param: nn.Parameter) -> Shard | None:
-    return Shard(-1) if param.ndim > 1 else None
-
-
-@workers.ranks(4, extended=(2,))
-@combinations.each_once(
-    placement=[_matrices_on_dim_1, _matrices_on_last_dim], mixed={"fp32": False, "mixed": True}
-)
-def test_shard_dim_1_even(placement: Any, mixed: bool) -> None:
-    arguments = {"mixed": mixed, "shard_placement_fn": placement}
-    model = parity.shard(parity.OURS, models.seeded(models.MLP), **arguments)
-    weight = model.layers[0].weight
-    assert weight.placements == (Shard(1),)
-    assert weight.to_local().shape == (models.DIM, models.DIM // dist.get_world_size())
-    assert model.layers[0].bias.placements == (Shard(0),)
-    parity.check_training(
-        partial(models.seeded, models.MLP),
-        parity.regression_batches(models.DIM, 4, steps=STEPS),
-        **arguments,
-    )
-
-
-@workers.ranks(4, extended=(2,))
-@combinations.each_once(columns=[1, 3, 5, 7], reshard_after_forward=[True, False])
-def test_shard_dim_1_uneven(columns: int, reshard_after_forward: bool) -> None:
-    """torch's FSDP2 refuses this, so the unsharded model is the only judge."""
-
-    def build() -> nn.Module:
-        model = nn.Sequential(nn.Linear(columns, models.DIM), nn.Tanh(), nn.Linear(models.DIM, 3))
-        model[0].is_unit = True
-        return model
-
-    arguments = {
-        "shard_placement_fn": _matrices_on_dim_1,
-        "reshard_after_forward": reshard_after_forward,
-    }
-    model = parity.shard(parity.OURS, models.seeded(build), **arguments)
-    weight = model[0].weight
-    assert weight.placements == (Shard(1),)
-    assert weight.shape == (models.DIM, columns)
-    assert weight.to_local().shape == (models.DIM, _rows(columns)[dist.get_rank()])
-    parity.assert_equal(
-        parity.full(weight), models.seeded(build)[0].weight.detach(), "uneven columns"
-    )
-    parity.check_training(
-        partial(models.seeded, build),
-        parity.regression_batches(columns, 3, steps=STEPS),
-        torch_too=False,
-        **arguments,
-    )
-
-
-@workers.ranks(2)
-def test_convolution_sharded_on_a_middle_dim() -> None:
+def _convolution() -> nn.Module:
     """Three dims, the middle one uneven; the parameters of one group lie on different dims."""
-
-    def build() -> nn.Module:
-        return nn.Sequential(
-            nn.Unflatten(1, (3, models.DIM)), nn.Conv1d(3, 5, 3), nn.Flatten(), nn.LazyLinear(2)
-        )
-
-    def built() -> nn.Module:
-        model = build()
-        model(torch.zeros(1, 3 * models.DIM))  # gives the lazy layer its shape
-        return model
-
-    def placement(param: nn.Parameter) -> Shard | None:
-        return Shard(1) if param.ndim == 3 else None
-
-    model = parity.shard(parity.OURS, models.seeded(built), shard_placement_fn=placement)
-    assert model[1].weight.to_local().shape == (5, _rows(3)[dist.get_rank()], 3)
-    parity.check_training(
-        partial(models.seeded, built),
-        parity.regression_batches(3 * models.DIM, 2, steps=STEPS),
-        torch_too=False,
-        shard_placement_fn=placement,
-    )
+    layers = nn.Unflatten(1, (3, models.DIM)), nn.Conv1d(3, 5, 3), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(5 * (models.DIM - 2), 2))
 
 
 class _Experts(nn.Module):
@@ -231,6 +107,119 @@ def _with_experts() -> nn.Module:
     return nn.Sequential(nn.Linear(models.DIM, models.DIM), _Experts(), nn.Linear(models.DIM, 2))
 
 
+def _called_by_two_names() -> nn.Module:
+    """A shared module, unlike a tied parameter, may be a unit of its own."""
+    layer = _linear()
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(models.DIM, 2))
+
+
+def _nothing_in_units() -> nn.Module:
+    model = nn.Sequential(_linear(), nn.GELU(), nn.Identity(), nn.Linear(models.DIM, 2))
+    model[1].is_unit = model[2].is_unit = True
+    return model
+
+
+def _nothing_of_its_own() -> nn.Module:
+    return nn.Sequential(_linear(), nn.Tanh(), _linear(outputs=2))
+
+
+# -- all of them, in one way ----------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A model, the widths of its inputs and outputs, and arguments for `parity.shard`."""
+
+    build: Callable[[], nn.Module]
+    inputs: int = models.DIM
+    outputs: int = 2
+    arguments: dict[str, Any] = {}  # noqa: RUF012  # nobody writes it
+    torch_too: bool = True
+
+
+def _matrices_on_dim_1(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.ndim > 1 else None
+
+
+def _matrices_on_last_dim(param: nn.Parameter) -> Shard | None:
+    return Shard(-1) if param.ndim > 1 else None
+
+
+KEPT, FREED = ({"reshard_after_forward": frees} for frees in (False, True))
+DIM_1: dict[str, Any] = {"shard_placement_fn": _matrices_on_dim_1}
+MIXED_ON_LAST: dict[str, Any] = {"shard_placement_fn": _matrices_on_last_dim, "mixed": True}
+
+ON_TWO = {
+    **{
+        f"groups whose every dim 0 is {rows}": Case(
+            partial(models.OddMLP, dims=(rows, rows)), outputs=rows, arguments=arguments
+        )
+        for rows, arguments in ((1, FREED), (3, KEPT), (5, FREED), (7, KEPT))
+    },
+    # torch's FSDP2 breaks in backward without elements, and refuses uneven shards on other dims.
+    "groups without elements": Case(_around_nothing, torch_too=False),
+    "a middle dim": Case(_convolution, 3 * models.DIM, arguments=DIM_1, torch_too=False),
+    "a module called by two names": Case(_called_by_two_names),
+    "units without parameters": Case(_nothing_in_units),
+    "a root without parameters": Case(_nothing_of_its_own),
+}
+ON_FOUR = {
+    "odd rows": Case(models.OddMLP, outputs=1),
+    # Four numbers, none of them on rank 3.
+    "every parameter smaller than the world": Case(partial(nn.Linear, 3, 1), 3, 1),
+    "parameters without elements": Case(_WithNothing, arguments=FREED, torch_too=False),
+    "parameters without elements, kept": Case(_WithNothing, arguments=KEPT, torch_too=False),
+    "dim 1": Case(models.MLP, outputs=4, arguments=DIM_1),
+    "the last dim, mixed": Case(models.MLP, outputs=4, arguments=MIXED_ON_LAST),
+    **{
+        f"{columns} columns on dim 1": Case(
+            partial(_of_columns, columns), columns, 3, DIM_1 | arguments, torch_too=False
+        )
+        for columns, arguments in ((1, FREED), (3, KEPT), (5, FREED), (7, KEPT))
+    },
+}
+
+
+@workers.ranks(2, 4)
+def test_parts_and_training() -> None:
+    cases = ON_TWO if dist.get_world_size() == 2 else ON_FOUR
+    for name, case in cases.items():
+        print("case:", name)  # in the report of a failure
+        build = partial(models.seeded, case.build)
+        _check_parts(name, build(), case.arguments)
+        parity.check_training(
+            build,
+            parity.regression_batches(case.inputs, case.outputs, steps=STEPS),
+            torch_too=case.torch_too,
+            **case.arguments,
+        )
+
+
+def _check_parts(case: str, plain: nn.Module, arguments: dict[str, Any]) -> None:
+    """Each rank holds the rows of torch's chunks, on the dim that was asked for."""
+    model = parity.shard(parity.OURS, copy.deepcopy(plain), **arguments)
+    rank = dist.get_rank()
+    for unit in models.units(model):
+        assert isinstance(unit, FSDPModule), case
+        unit.unshard()
+        unit.reshard()
+    placement = arguments.get("shard_placement_fn", lambda _: None)
+    for (key, whole), param in zip(plain.named_parameters(), model.parameters(), strict=True):
+        name = f"{case}: {key}"
+        dim = 0 if placement(whole) is None else placement(whole).dim % whole.ndim
+        assert isinstance(param, nn.Parameter), name
+        assert isinstance(param.data, DTensor), name
+        assert param.placements == (Shard(dim),), name
+        assert (param.shape, param.stride()) == (whole.shape, whole.stride()), name
+        assert param.device_mesh == parity.world_mesh(), name
+        rows = _rows(whole.shape[dim])
+        part = whole.detach().narrow(dim, sum(rows[:rank]), rows[rank])
+        parity.assert_equal(param.to_local().detach(), part, name)
+        parity.assert_equal(parity.full(param), whole.detach(), name)
+
+
+# -- the dim that pads least ----------------------------------------------------------------------
+
+
 @workers.ranks(2)
 def test_a_dim_that_would_pad_too_much_is_not_sharded() -> None:
     model = parity.shard(parity.OURS, models.seeded(_with_experts))
@@ -250,25 +239,23 @@ def _check_with_experts(**arguments: Any) -> None:
     parity.check_training(partial(models.seeded, _with_experts), batches, **arguments)
 
 
+OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+
+
 @workers.ranks(2)
-@pytest.mark.parametrize("how", combinations.often(["mixed", "fp32", "offloaded"]))
-def test_training_on_the_dim_that_pads_least(how: str) -> None:
-    offload = CPUOffloadPolicy(pin_memory=False)
-    _check_with_experts(
-        **{"fp32": {}, "mixed": {"mixed": True}, "offloaded": {"offload_policy": offload}}[how]
-    )
+@pytest.mark.parametrize("arguments", combinations.often([{"mixed": True}, {}, OFFLOADED]))
+def test_training_on_the_dim_that_pads_least(arguments: dict[str, Any]) -> None:
+    _check_with_experts(**arguments)
 
 
 @pytest.mark.extended
 @workers.ranks(4)
-def test_training_on_the_dim_that_pads_least_with_copies() -> None:
+def test_training_on_the_dim_that_pads_least_with_copies_or_a_smaller_group() -> None:
     _check_with_experts(mesh=mesh("replicate", "shard", shape=(2, 2)))
-
-
-@pytest.mark.extended
-@workers.ranks(4)
-def test_training_on_the_dim_that_pads_least_from_a_smaller_group() -> None:
     _check_with_experts(reshard_after_forward=2)
+
+
+# -- what is no tie, and no parameter -------------------------------------------------------------
 
 
 @workers.ranks(2)
@@ -284,47 +271,6 @@ def test_equal_parameters_that_are_not_tied_are_fine() -> None:
         model(torch.randn(2, models.DIM)).sum().backward()
         grads = [parity.full(layer.weight.grad) for layer in model]
         assert not torch.equal(*grads)
-
-
-# -- ties within a group, modules without parameters, buffers, ignored parameters -----------------
-
-
-def _called_by_two_names() -> nn.Module:
-    """A shared module, unlike a tied parameter, may be a unit of its own."""
-    layer = nn.Linear(models.DIM, models.DIM)
-    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(models.DIM, 2))
-
-
-def _nothing_in_units() -> nn.Module:
-    first, last = nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, 2)
-    return nn.Sequential(first, nn.GELU(), nn.Identity(), last)
-
-
-def _nothing_of_its_own() -> nn.Module:
-    first, last = nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, 2)
-    return nn.Sequential(first, nn.Tanh(), last)
-
-
-@workers.ranks(2)
-@pytest.mark.parametrize(
-    ("build", "units"),
-    [(_called_by_two_names, [0]), (_nothing_in_units, [1, 2]), (_nothing_of_its_own, [0, 2])],
-)
-def test_units_of_other_modules(build: Callable[[], Any], units: list[int]) -> None:
-    def marked() -> nn.Module:
-        model = build()
-        for unit in units:
-            model[unit].is_unit = True
-        return model
-
-    model = parity.shard(parity.OURS, models.seeded(marked))
-    for unit in units:
-        assert isinstance(model[unit], FSDPModule)
-        assert isinstance(model[unit], type(build()[unit]))
-        model[unit].unshard()
-        model[unit].reshard()
-    batches = parity.regression_batches(models.DIM, 2, steps=STEPS)
-    parity.check_training(partial(models.seeded, marked), batches)
 
 
 def _buffered() -> nn.Module:

@@ -206,6 +206,7 @@ def test_options_for_one_module() -> None:
     assert options_for(block, {Block}, options={"a": 1}) == {"a": 1}
     assert options_for(block, {nn.Linear}) is None
     assert options_for(block, None) is None
+    assert chosen_modules(block, None) == []
     assert options_for(nn.Linear(3, 2), ours.CustomPolicy(_by_name)) == {"size": 3}
     size = functools.partial(ours.size_based_auto_wrap_policy, min_num_params=9)
     assert options_for(nn.Linear(4, 2), size, options={"a": 1}) == {"a": 1}
