@@ -59,7 +59,7 @@ def states(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Te
 
 
 def left_of(folder: Path, *into: Any, **options: Any) -> checkpoint.Differences:
-    """What does not fit: it is refused; or left, where the rest is loaded."""
+    """The differences: a strict load refuses them, and another one loads the rest."""
     with raises("ckpt-differs"):
         checkpoint.load(folder, *into, **options)
     return checkpoint.load(folder, *into, strict=False, **options).left

@@ -167,12 +167,12 @@ def test_no_more_than_a_block_is_read_or_written_at_once(tmp_path: Path) -> None
 
 def test_shards_are_those_of_save_pretrained(tmp_path: Path) -> None:
     """A tensor of more than the limit has a file of its own; the index says where each is."""
-    sizes = {"a": 10, "b": 50, "c": 20, "d": 15, "e": 30, "f": 0}
+    sizes = {"a": 10, "b": 50, "c": 30, "d": 15, "e": 30, "f": 0}
     given = {name: _values((size,), torch.uint8) for name, size in sizes.items()}
     layout = _written(tmp_path, given, shard_bytes=40)
-    shards = [["b"], ["a", "c"], ["d"], ["e", "f"]]  # d and e are 45
+    shards = [["b"], ["a", "c"], ["d"], ["e", "f"]]  # a and c are 40, d and e 45
     content = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert content["metadata"] == {"total_size": 125}
+    assert content["metadata"] == {"total_size": 135}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-00004.safetensors"
         assert load_file(tmp_path / file).keys() == set(names)

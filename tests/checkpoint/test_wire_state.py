@@ -163,19 +163,6 @@ def test_padding_of_a_message_is_nobodys(tmp_path: Path) -> None:
     goes_on(tmp_path, made)
 
 
-@ranks(2)
-def test_without_residuals_the_run_is_another(tmp_path: Path) -> None:
-    """So that the test above tells anything."""
-    expected, _ = uninterrupted()
-    model = make()
-    optimizer = adam(model)
-    train(model, optimizer, range(HALF))
-    for value in fsdp2.checkpoint.WireState(model).state_dict().values():
-        value.to_local().zero_()
-    train(model, optimizer, range(HALF, 2 * HALF))
-    assert not all(map(torch.equal, weights(model), expected))
-
-
 @ranks(4)
 def test_each_replica_has_its_own(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
