@@ -120,11 +120,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "Checkpoints in object stores": ("checkpoint/test_checkpoint_urls",),
     "Export to and import from safetensors": ("checkpoint/test_pretrained",),
-    "State dicts, DCP": (
-        "checkpoint/test_dcp",
-        "state/test_state_dict",
-        "state/test_state_dict_options",
-    ),
+    "State dicts, DCP": ("state/test_state_dict", "state/test_state_dict_options"),
     "Preemption": ("checkpoint/test_preemption", "jobs/test_preempted"),
     "Replica groups that fail and heal": (
         "elastic/test_groups",

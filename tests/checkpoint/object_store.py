@@ -3,17 +3,20 @@
     url_of(tmp_path) + "/run"     objects://…/run, the same for all processes
 
 An object is a file of a folder, with its whole name as the file's. It is there when its writer is
-closed. `ObjectStore.before` is told of each put and each delete, and may raise.
+closed. Inside `refusing`, some puts and deletes fail.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 from urllib.parse import quote, unquote
 
 import fsspec
@@ -98,6 +101,18 @@ class ObjectStore(AbstractFileSystem):
     def _about(self, name: str, size: int | None) -> dict[str, Any]:
         kind = "directory" if size is None else "file"
         return {"name": name, "size": size or 0, "type": kind}
+
+
+@contextmanager
+def refusing(refuses: Callable[[str, str], bool]) -> Iterator[None]:
+    """Let those puts and deletes fail of which a function of kind and name says so."""
+
+    def before(kind: str, path: str) -> None:
+        if refuses(kind, path):
+            raise PermissionError(errno.EACCES, "Access Denied")
+
+    with mock.patch.object(ObjectStore, "before", staticmethod(before)):
+        yield
 
 
 fsspec.register_implementation("objects", ObjectStore, clobber=True)

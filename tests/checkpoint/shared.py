@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp2 import checkpoint
 from fsdp2.checkpoint import files
 
 EXTRA = {"schedule": [1, (2.5, None)], "table": torch.arange(4)}
@@ -44,9 +45,17 @@ def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
+def save_by(call: str, *args: Any, **options: Any) -> Any:
+    """`save`, or `async_save` and its result: where the step is."""
+    found = getattr(checkpoint, call)(*args, **options)
+    return found.result() if isinstance(found, checkpoint.Saving) else found
+
+
 def whole(value: Any) -> Tensor:
-    """A copy; a collective for a DTensor."""
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+    """A copy, without its classes; a collective for a DTensor."""
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    value = getattr(value, "_data", value).detach()
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value)
 
 
 def everything(model: Any, *optimizers: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ import hashlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -28,13 +27,12 @@ from fsdp2.checkpoint import files
 from fsdp2.core.device.channels import SideChannel
 from tests.checkpoint.shared import everything, train
 from tests.checkpoint.test_checkpoints import made
+from tests.common import jobs
 from tests.common.combinations import seldom
 
 pytestmark = pytest.mark.ranks
 
 RANKS, STEPS, POINTS = 4, 4, 50
-ROOT = Path(__file__).parents[2]
-TIMEOUT = 300  # seconds: a bound on hangs, not a measure
 
 
 class Killer:
@@ -91,21 +89,12 @@ def run_rank(rank: int, folder: Path, kill: str, attempt: str) -> None:
 def _run(folder: Path, kill: str, attempt: str) -> list[int]:
     """Exit codes; all end by themselves, whoever was killed."""
     command = [sys.executable, "-m", "tests.checkpoint.test_async_kills"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder), kill, attempt],
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for rank in range(RANKS)
-    ]
+    runs = [jobs.Run(*command, str(n), str(folder), kill, attempt) for n in range(RANKS)]
     try:
-        return [process.wait(TIMEOUT) for process in processes]
+        return [run.finish()[0] for run in runs]
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        for run in runs:
+            run.kill()
 
 
 def _ends(folder: Path, attempt: str) -> list[tuple[str, int]]:

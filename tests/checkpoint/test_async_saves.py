@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +21,6 @@ from fsdp2 import checkpoint
 from fsdp2.checkpoint import files, owning, staging
 from fsdp2.checkpoint import saving as saving_module
 from fsdp2.checkpoint.stores import saving_folder
-from fsdp2.core.device import channels
 from fsdp2.core.progress import ShardReaders
 from tests.checkpoint.shared import Failing, assert_same, everything, train
 from tests.checkpoint.test_checkpoints import IN, made
@@ -29,42 +30,33 @@ from tests.common.workers import ranks
 pytestmark = pytest.mark.ranks
 
 
-class Held:
-    """Copies wait until somebody waits for them: the first write has come."""
+@contextmanager
+def held() -> Iterator[tuple[list[str], threading.Event]]:
+    """Copies wait until somebody waits for them: the first write has come. The order of both."""
+    order: list[str] = []
+    asked = threading.Event()
+    copy, wait = staging.copy_rows, staging.Copy.wait
 
-    def __init__(self) -> None:
-        self.order: list[str] = []
-        self._asked = threading.Event()
-        self._copy, self._wait = staging.copy_rows, staging.Copy.wait
+    def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+        assert asked.wait(60)
+        order.append("copied")
+        copy(target, source)
 
-    def __enter__(self) -> Held:
-        def copy_rows(target: torch.Tensor, source: torch.Tensor) -> None:
-            assert self._asked.wait(60)
-            self.order.append("copied")
-            self._copy(target, source)
+    def waits(one: staging.Copy) -> None:
+        order.append("asked")
+        asked.set()
+        wait(one)
+        order.append("written")
 
-        def wait(copy: staging.Copy) -> None:
-            self.order.append("asked")
-            self.release()
-            self._wait(copy)
-            self.order.append("written")
-
-        self._patches = [
-            mock.patch.object(staging, "copy_rows", copy_rows),
-            mock.patch.object(staging.Copy, "wait", wait),
-            mock.patch.object(staging, "_AT_ONCE", 0),
-        ]
-        for patch in self._patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-        for patch in self._patches:
-            patch.stop()
-
-    def release(self) -> None:
-        self._asked.set()
+    with (
+        mock.patch.object(staging, "copy_rows", copy_rows),
+        mock.patch.object(staging.Copy, "wait", waits),
+        mock.patch.object(staging, "_AT_ONCE", 0),
+    ):
+        try:
+            yield order, asked
+        finally:
+            asked.set()
 
 
 def _threads() -> set[str]:
@@ -78,7 +70,7 @@ def test_what_is_saved_is_what_was_there(tmp_path: Path, flat: bool) -> None:
     model, optimizer = made(flat=flat)
     train(model, optimizer, seed=0, steps=1)
     before = everything(model, optimizer)
-    with Held() as held:
+    with held() as (order, _):
         extra = {"table": torch.zeros(3)}
         saving = checkpoint.async_save(tmp_path, model, optimizer, step=1, extra=extra)
         extra["table"] += 1
@@ -86,11 +78,11 @@ def test_what_is_saved_is_what_was_there(tmp_path: Path, flat: bool) -> None:
             saving.result(timeout=0)
         model(torch.randn(4, IN)).sum().backward()
         assert not saving.staged
-        assert held.order == []
+        assert order == []
         optimizer.param_groups[0]["lr"] = 7.0
         optimizer.step()
-        copied = held.order.index("written")
-        assert set(held.order[1:copied]) == {"copied"}
+        copied = order.index("written")
+        assert set(order[1:copied]) == {"copied"}
         assert saving.staged
     assert saving.result() == tmp_path / "step-00000001"
     assert saving.durable
@@ -108,10 +100,10 @@ def test_a_load_waits_for_the_copy(tmp_path: Path) -> None:
     model, _ = made()
     before = everything(model, torch.optim.SGD(model.parameters()))
     zeros = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
-    with Held() as held:
+    with held() as (order, _):
         saving = checkpoint.async_save(tmp_path, model, step=1)
         model.load_state_dict(zeros)
-        assert held.order[0] == "asked"
+        assert order[0] == "asked"
     saving.result()
     checkpoint.load(tmp_path, model)
     assert_same(everything(model, torch.optim.SGD(model.parameters())), before)
@@ -121,12 +113,12 @@ def test_a_load_waits_for_the_copy(tmp_path: Path) -> None:
 def test_a_write_that_does_not_wait_fails_the_save(tmp_path: Path) -> None:
     """On rank 1 alone; all raise, at the next save, and once."""
     model, _ = made()
-    with Held() as held:
+    with held() as (_, asked):
         saving = checkpoint.async_save(tmp_path, model, step=1)
         if dist.get_rank() == 1:
             with torch.no_grad():
                 next(model.parameters()).mul_(2)
-        held.release()
+        asked.set()
         with raises("ckpt-written-while-copied"):
             checkpoint.save(tmp_path, model, step=2)
     assert not saving.durable
@@ -225,94 +217,66 @@ def test_the_next_save_does_not_wait_and_the_third_does(tmp_path: Path, slow: in
         assert_same(everything(model, optimizer), before[step - 1])
 
 
-class Late:
-    """On one rank, a save that has failed is over when it is asked for; on the other at once."""
+@contextmanager
+def two_saves(
+    folder: Path, late: int, *failing: int
+) -> Iterator[tuple[nn.Module, checkpoint.Saving, checkpoint.Saving]]:
+    """Steps 1 and 2, of which some fail; the first is over before the call of the second.
 
-    def __init__(self, rank: int) -> None:
-        self._is_here = dist.get_rank() == rank
-        self._asked = threading.Event()
-        self._finish, self._wait = checkpoint.Saving._finish, checkpoint.Saving._wait
+    On the late rank, it is over when it is asked for.
+    """
+    model, _ = made()
+    is_late, asked = dist.get_rank() == late, threading.Event()
+    finish, wait = checkpoint.Saving._finish, checkpoint.Saving._wait
 
-    def __enter__(self) -> Late:
-        def finish(saving: checkpoint.Saving) -> None:
-            assert not self._is_here or self._asked.wait(60)
-            self._finish(saving)
+    def finishes(saving: checkpoint.Saving) -> None:
+        assert not is_late or asked.wait(60)
+        finish(saving)
 
-        def wait(saving: checkpoint.Saving, timeout: float | None = None) -> bool:
-            if threading.current_thread() is threading.main_thread():
-                self._asked.set()
-            return self._wait(saving, timeout)
+    def waits(saving: checkpoint.Saving, timeout: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            asked.set()
+        return wait(saving, timeout)
 
-        self._patches = [
-            mock.patch.object(checkpoint.Saving, "_finish", finish),
-            mock.patch.object(checkpoint.Saving, "_wait", wait),
-        ]
-        for patch in self._patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._asked.set()
-        for patch in self._patches:
-            patch.stop()
-
-    def let_end(self, saving: checkpoint.Saving) -> None:
-        """On the rank that is not late: return when it is over, which says nothing to the user."""
-        if not self._is_here:
-            assert saving._ended.wait(60)
+    with (
+        mock.patch.object(files, "DISK", full(*failing)),
+        mock.patch.object(checkpoint.Saving, "_finish", finishes),
+        mock.patch.object(checkpoint.Saving, "_wait", waits),
+    ):
+        try:
+            first = checkpoint.async_save(folder, model, step=1)
+            assert is_late or first._ended.wait(60)
+            yield model, first, checkpoint.async_save(folder, model, step=2)
+        finally:
+            asked.set()
 
 
 @pytest.mark.parametrize("late", [0, 1])
 @ranks(2)
 def test_a_failure_is_raised_alike_whoever_is_faster(tmp_path: Path, late: int) -> None:
-    """One rank knows that step 1 has failed when it calls for step 2, the other does not yet."""
-    model, _ = made()
-    with mock.patch.object(files, "DISK", full(1)):
-        with Late(late) as ends:
-            first = checkpoint.async_save(tmp_path, model, step=1)
-            ends.let_end(first)
-            second = checkpoint.async_save(tmp_path, model, step=2)
-            with raises("ckpt-before-failed"):
-                second.result()
-        assert second.result() == tmp_path / "step-00000002"
-        assert not first.durable
-        dist.barrier()
-        assert checkpoint.steps(tmp_path) == [2]
-        checkpoint.async_save(tmp_path, model, step=3).result()  # all know
-
-
-@pytest.mark.parametrize("late", [0, 1])
-@ranks(2)
-def test_the_call_after_the_next_raises(tmp_path: Path, late: int) -> None:
-    """If nobody has asked; it is not saved, and the call after it is."""
-    model, _ = made()
-    with mock.patch.object(files, "DISK", full(1)), Late(late) as ends:
-        first = checkpoint.async_save(tmp_path, model, step=1)
-        ends.let_end(first)
-        second = checkpoint.async_save(tmp_path, model, step=2)
+    """By the next save, or by the call after it, if nobody has asked; two are told together."""
+    with (
+        two_saves(tmp_path / "next", late, 1) as (model, first, second),
+        raises("ckpt-before-failed"),
+    ):
+        second.result()
+    assert second.result() == tmp_path / "next" / "step-00000002"
+    assert not first.durable
+    checkpoint.async_save(tmp_path / "next", model, step=3).result()  # all know
+    with two_saves(tmp_path / "after", late, 1) as (model, _, second):
         with raises("ckpt-rank-failed"):
-            checkpoint.async_save(tmp_path, model, step=3)
+            checkpoint.async_save(tmp_path / "after", model, step=3)
         assert second.durable
-        checkpoint.async_save(tmp_path, model, step=4).result()
-    dist.barrier()
-    assert checkpoint.steps(tmp_path) == [2, 4]
-    assert checkpoint.unfinished(tmp_path) == []
-
-
-@pytest.mark.parametrize("late", [0, 1])
-@ranks(2)
-def test_two_failures_are_told_together(tmp_path: Path, late: int) -> None:
-    model, _ = made()
-    with mock.patch.object(files, "DISK", full(1, 2)), Late(late) as ends:
-        ends.let_end(checkpoint.async_save(tmp_path, model, step=1))
-        second = checkpoint.async_save(tmp_path, model, step=2)
+        checkpoint.async_save(tmp_path / "after", model, step=4).result()
+    with two_saves(tmp_path / "both", late, 1, 2) as (_, _, second):
         with raises("ckpt-both-failed"):
             second.result()
         with raises("ckpt-rank-failed"):
             second.result()
     dist.barrier()
-    assert checkpoint.steps(tmp_path) == []
-    assert checkpoint.unfinished(tmp_path) == []
+    for name, there in (("next", [2, 3]), ("after", [2, 4]), ("both", [])):
+        assert checkpoint.steps(tmp_path / name) == there
+        assert checkpoint.unfinished(tmp_path / name) == []
 
 
 @ranks(2)
@@ -387,39 +351,54 @@ def test_one_job_at_a_time(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-00000001"]
 
 
-@ranks(2)
-def test_a_later_save_only_agrees(tmp_path: Path) -> None:
-    """No collective, no plan: this rank and rank 0 exchange one object each, in two messages."""
-    model, optimizer = made()
-    train(model, optimizer, seed=0, steps=1)
-    checkpoint.save(tmp_path, model, optimizer, step=1)
-    calls: list[str] = []
-    names = ("new_group", "all_gather_object", "barrier", "broadcast", "all_gather")
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Calls of torch's functions that communicate, by name."""
+    calls = Counter[str]()
+    collectives = ("all_gather_object", "new_group", "barrier", "broadcast", "all_gather")
 
-    def counted(owner: Any, name: str) -> Any:
+    def counting(owner: Any, name: str) -> Any:
         original = getattr(owner, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return original(*args, **kwargs)
+        def call(*args: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **options)
 
         return mock.patch.object(owner, name, call)
 
-    patches = [counted(channels.dist, name) for name in names]
-    patches += [counted(dist.ProcessGroup, name) for name in ("send", "recv")]
-    for patch in patches:
-        patch.start()
-    try:
-        checkpoint.async_save(tmp_path, model, optimizer, step=2).result()
-        assert sorted(calls) == ["recv"] * 2 + ["send"] * 2
-        if dist.get_rank() == 1:  # another layout, on this rank alone
-            model.register_buffer("more", torch.ones(2))
-        calls.clear()
-        checkpoint.save(tmp_path, model, optimizer, step=3)
-        assert sorted(calls) == ["recv"] * 6 + ["send"] * 6  # say so; all plan; write
-    finally:
-        for patch in patches:
-            patch.stop()
+    with ExitStack() as patches:
+        for name in (*collectives, "all_reduce"):
+            patches.enter_context(counting(dist, name))
+        for name in ("send", "recv"):
+            patches.enter_context(counting(dist.ProcessGroup, name))
+        yield calls
+
+
+@ranks(2)
+def test_a_later_save_only_agrees(tmp_path: Path) -> None:
+    """No collective, no plan: this rank and rank 0 exchange one object each, in two messages.
+
+    Also over a group of all, which has no side channel of its own.
+    """
+    model, optimizer = made()
+    train(model, optimizer, seed=0, steps=1)
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    groups = (None, dist.group.WORLD, model.first.weight.device_mesh.get_group())
+    for step, group in enumerate(groups, 2):
+        with counted() as calls:
+            checkpoint.async_save(
+                tmp_path, model, optimizer, step=step, process_group=group
+            ).result()
+        assert calls.keys() == {"recv", "send"}
+        assert calls.total() == 4 or group  # a group plans in its first save
+        with counted() as calls:
+            checkpoint.load(tmp_path, model, optimizer, process_group=group)
+        assert calls == {"all_gather_object": 3}
+    if dist.get_rank() == 1:  # another layout, on this rank alone
+        model.register_buffer("more", torch.ones(2))
+    with counted() as calls:
+        checkpoint.save(tmp_path, model, optimizer, step=5)
+    assert calls == {"recv": 6, "send": 6}  # say so; all plan; write
     dist.barrier()
     assert checkpoint.verify(tmp_path) == []
 
@@ -490,15 +469,3 @@ def test_a_snapshot_changes_nothing(tmp_path: Path) -> None:
     assert seen[-1].optimizer is not None
     assert "first.weight" in seen[-1].optimizer["state"]
     assert all(flat.dtype == torch.uint8 for flat in seen[-1].shards.values())
-
-
-def test_buffers_that_are_not_persistent(tmp_path: Path) -> None:
-    """Saved and loaded on request; a load without it does not mind them."""
-    model = nn.Linear(2, 2)
-    model.register_buffer("scratch", torch.arange(3.0), persistent=False)
-    checkpoint.save(tmp_path, model, step=1, buffers=True)
-    model.scratch += 1
-    checkpoint.load(tmp_path, model)
-    assert torch.equal(model.scratch, torch.arange(3.0) + 1)
-    checkpoint.load(tmp_path, model, buffers=True)
-    assert torch.equal(model.scratch, torch.arange(3.0))

@@ -318,36 +318,48 @@ def test_what_a_crash_leaves_is_loaded(
     assert {".saving-", ".removing-"} <= seen
 
 
-def _torn(ops: list[Op], whole: Tree) -> list[str]:
-    """Crashes of an export that leave another folder than the whole one, or none behind its end."""
-    found = []
-    for length in range(len(ops) + 1):
-        for tree in crashes(ops[:length]):
-            left = tree.get("out")
-            if left not in (None, whole) or (left is None and length == len(ops)):
-                found.append(f"{length}: {left}")
-    return found
-
-
-def test_an_export_is_whole_or_not_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["export", "steps", "dcp", "torch", "safetensors"])
+def test_what_is_exported_or_converted_is_whole_or_not_there(kind: str, tmp_path: Path) -> None:
     """After any crash; without one of the syncs, or with the rename earlier, it is torn by some."""
     recorder = Recorder(tmp_path)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    torch.save({"model": model.state_dict()}, tmp_path / "source.pt")
+    target = tmp_path / "out"
     with mock.patch.object(checkpoint.files, "DISK", recorder):
-        checkpoint.export(tmp_path / "out", model, shard_size=80)
+        if kind == "export":
+            checkpoint.export(target, model, shard_size=80)
+        else:
+            checkpoint.convert(tmp_path / "source.pt", target, to_kind=kind, step=1)
     ops = recorder.ops
-    whole = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert len(whole) == 3
-    assert _torn(ops, whole) == []
-    syncs = [place for place, op in enumerate(ops) if op[0] == "sync"]
-    assert len(syncs) == len(whole) + 2
-    for place in syncs:
-        assert _torn(ops[:place] + ops[place + 1 :], whole), ops[place]
-    rename = next(place for place, op in enumerate(ops) if op[0] == "rename")
+
+    def made(tree: Tree) -> Any:
+        return tree.get("out", {}).get(NAMES[0]) if kind == "steps" else tree.get("out")
+
+    def torn(ops: list[Op]) -> list[str]:
+        """Crashes that leave another one than the whole, or none behind the end."""
+        return [
+            f"{length}: {made(tree)}"
+            for length in range(len(ops) + 1)
+            for tree in crashes(ops[:length])
+            if made(tree) not in (None, whole) or (made(tree) is None and length == len(ops))
+        ]
+
+    (_, tree) = list(crashes(ops))[:2]
+    whole = made(tree)
+    place = target / NAMES[0] if kind == "steps" else target
+    parts = {path.name: path.read_bytes() for path in place.iterdir()} if place.is_dir() else {}
+    assert whole == (parts or place.read_bytes())
+    assert len(parts) == {"export": 3, "steps": 3, "dcp": 2}.get(kind, 0)
+    assert torn(ops) == []
+    syncs = [at for at, op in enumerate(ops) if op[0] == "sync"]
+    assert syncs
+    for at in syncs:
+        assert torn(ops[:at] + ops[at + 1 :]), ops[at]
+    rename = max(at for at, op in enumerate(ops) if op[0] == "rename")
     for earlier in (1, 2):
         moved = list(ops)
         moved.insert(rename - earlier, moved.pop(rename))
-        assert _torn(moved, whole), earlier
+        assert torn(moved), earlier
 
 
 def test_a_written_file_is_read_back() -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,20 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2 import checkpoint, fully_shard
-from tests.checkpoint.shared import assert_same, everything, train
-from tests.checkpoint.test_checkpoints import Net
+from fsdp2 import checkpoint
+from tests.checkpoint.shared import assert_same, everything, save_by, train
+from tests.checkpoint.test_checkpoints import made
 from tests.common import workers
 from tests.common.errors import raises
 from tests.common.workers import ranks
-
-
-def made(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = Net()
-    for unit in (model.first, model):
-        fully_shard(unit, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,22 +28,22 @@ def _its_ranks_end() -> Iterator[None]:
 
 
 def _trained(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, optimizer = made(mesh, seed)
+    model, optimizer = made(seed, mesh=mesh)
     train(model, optimizer, seed=seed, steps=2)
     return model, optimizer
 
 
 def _load(folder: Path, mesh: DeviceMesh) -> dict[str, Tensor]:
     """Into a model that was made of other numbers."""
-    model, optimizer = made(mesh, seed=50)
+    model, optimizer = made(mesh=mesh, seed=50)
     found = checkpoint.load(folder, model, optimizer, rng=True, process_group=mesh.get_group())
     assert found.rank_extra == mesh.get_local_rank()
     return everything(model, optimizer)
 
 
 @ranks(4)
-@pytest.mark.parametrize("beside", [False, True])
-def test_two_groups_save_and_load_at_the_same_time(tmp_path: Path, beside: bool) -> None:
+@pytest.mark.parametrize("call", ["save", "async_save"])
+def test_two_groups_save_and_load_at_the_same_time(tmp_path: Path, call: str) -> None:
     """Ranks 0 and 1 one model, ranks 2 and 3 another; nobody waits for the other group."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shard"))["shard"]
     group, number = mesh.get_group(), dist.get_rank() // 2
@@ -62,26 +51,14 @@ def test_two_groups_save_and_load_at_the_same_time(tmp_path: Path, beside: bool)
     run = tmp_path / f"run-{number}"
     for step in range(1, 4 + number):  # the second group saves once more
         train(model, optimizer, seed=step, steps=1)
-        if beside:
-            saving = checkpoint.async_save(
-                *(run, model, optimizer),
-                step=step,
-                keep=2,
-                rng=True,
-                rank_extra=mesh.get_local_rank(),
-                process_group=group,
-            )
-        else:
-            checkpoint.save(
-                *(run, model, optimizer),
-                step=step,
-                keep=2,
-                rng=True,
-                rank_extra=mesh.get_local_rank(),
-                process_group=group,
-            )
-    if beside:
-        saving.result()
+        save_by(
+            *(call, run, model, optimizer),
+            step=step,
+            keep=2,
+            rng=True,
+            rank_extra=mesh.get_local_rank(),
+            process_group=group,
+        )
     assert checkpoint.steps(run) == [2 + number, 3 + number]
     assert sorted(path.name for path in (run / f"step-{3 + number:08}").glob("*.distcp")) == [
         "__0_0.distcp",
@@ -132,10 +109,10 @@ def test_one_replica_saves_for_all(tmp_path: Path) -> None:
         )
     assert not list(tmp_path.glob("part-*/step-*"))
     dist.barrier()
-    other, its = made(mesh, seed=5)
+    other, its = made(mesh=mesh, seed=5)
     checkpoint.load(tmp_path, other, its)
     assert_same(everything(other, its), expected)
-    other, its = made(mesh, seed=6)
+    other, its = made(mesh=mesh, seed=6)
     checkpoint.load(tmp_path, other, its, process_group=replica)  # each replica by itself
     assert_same(everything(other, its), expected)
 
@@ -156,7 +133,7 @@ def test_one_rank_alone(tmp_path: Path) -> None:
 @ranks(3)
 def test_ranks_outside_are_refused(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("shard",))
-    model, _ = made(mesh, seed=1)
+    model, _ = made(mesh=mesh, seed=1)
     group = dist.new_group([0, 2])
     out, run = tmp_path / "out", tmp_path / "run"
     calls = (
@@ -183,46 +160,6 @@ def test_ranks_outside_are_refused(tmp_path: Path) -> None:
     assert torch.equal(before, model.state_dict()["first.weight"].full_tensor())
 
 
-@contextmanager
-def _counted() -> Iterator[dict[str, int]]:
-    """Calls of torch's functions that communicate, by name."""
-    found: dict[str, int] = {}
-    names = ("all_gather_object", "new_group", "barrier", "broadcast", "all_gather", "all_reduce")
-
-    def counting(name: str) -> mock._patch[object]:
-        original = getattr(dist, name)
-
-        def call(*args: object, **options: object) -> object:
-            found[name] = found.get(name, 0) + 1
-            return original(*args, **options)
-
-        return mock.patch.object(dist, name, call)
-
-    patches = [counting(name) for name in names]
-    for patch in patches:
-        patch.start()
-    try:
-        yield found
-    finally:
-        for patch in patches:
-            patch.stop()
-
-
-@ranks(2)
-def test_how_often_ranks_exchange(tmp_path: Path) -> None:
-    """Over all ranks, and over a group of all, which has no side channel of its own."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    model, optimizer = _trained(mesh, seed=1)
-    checkpoint.save(tmp_path, model, optimizer, step=1)
-    for step, group in enumerate((None, dist.group.WORLD, mesh.get_group()), 2):
-        with _counted() as found:
-            checkpoint.save(tmp_path, model, optimizer, step=step, process_group=group)
-        assert found == {}
-        with _counted() as found:
-            checkpoint.load(tmp_path, model, optimizer, process_group=group)
-        assert found == {"all_gather_object": 3}
-
-
 @ranks(4)
 def test_replicas_in_another_order(tmp_path: Path) -> None:
     """Only the ranks of a shard axis must be ascending."""
@@ -231,17 +168,17 @@ def test_replicas_in_another_order(tmp_path: Path) -> None:
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
     assert_same(everything(model, optimizer), everything(*_trained(line, seed=1)))
     checkpoint.save(tmp_path / "run", model, optimizer, step=1, rng=True)
-    other, its = made(line, seed=5)
+    other, its = made(mesh=line, seed=5)
     checkpoint.load(tmp_path / "run", other, its)
     assert_same(everything(other, its), everything(model, optimizer))
 
 
 @ranks(2)
-@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.async_save])
-def test_buffers_that_differ_between_ranks(tmp_path: Path, save: Any) -> None:
+@pytest.mark.parametrize("call", ["save", "async_save"])
+def test_buffers_that_differ_between_ranks(tmp_path: Path, call: str) -> None:
     """All come from the first rank, so that they belong together; and that is said, once."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    model, optimizer = made(mesh, seed=0)
+    model, optimizer = made(mesh=mesh, seed=0)
     train(model, optimizer, seed=dist.get_rank(), steps=1)
     model.register_buffer("late", torch.tensor([dist.get_rank() > 0]), persistent=False)
     first = {name: value.clone() for name, value in model.named_buffers()}
@@ -250,9 +187,7 @@ def test_buffers_that_differ_between_ranks(tmp_path: Path, save: Any) -> None:
     for step, others in enumerate([", and so do 2 more", None]):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            saving = save(tmp_path, model, optimizer, step=step, buffers=True)
-            if save is checkpoint.async_save:
-                saving.result()
+            save_by(call, tmp_path, model, optimizer, step=step, buffers=True)
         texts = [str(each.message) for each in caught if "buffer" in str(each.message)]
         expected = f"'norm.running_mean' of rank 0, which differs on rank 1{others}; make buffers"
         assert len(texts) == (1 if others and dist.get_rank() == 0 else 0)

@@ -180,22 +180,6 @@ def _torchs_fsdp2_loads(folder: Path) -> dict[str, Tensor]:
     return everything(model, optimizer)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("kind", ["dcp", "full.pt"])
-def test_torchs_fsdp2(kind: str, tmp_path: Path) -> None:
-    expected = run_on_ranks(2, _torchs_fsdp2, tmp_path)[0]
-    assert kind_of(tmp_path / kind) == {"full.pt": "torch"}.get(kind, kind)
-    checkpoint.convert(tmp_path / kind, tmp_path / "run", to_kind="steps", step=1)
-    for ranks in (2, 3):
-        for found in run_on_ranks(ranks, _loads, tmp_path / "run", "sharded"):
-            assert_same(found, expected)
-    with raises("ckpt-file-shards"):
-        checkpoint.convert(tmp_path / "rank1.pt", tmp_path / "run", step=2)
-    checkpoint.convert(tmp_path / "run", tmp_path / "plain", to_kind="dcp")
-    for found in run_on_ranks(2, _torchs_fsdp2_loads, tmp_path / "plain"):
-        assert_same(found, expected)
-
-
 def _fsdp1(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     policy = torchs.wrap.ModuleWrapPolicy({nn.Linear})
@@ -262,60 +246,32 @@ def _fsdp1_loads(folder: Path, kind: str) -> dict[str, Tensor]:
     return _fsdp1_whole(_fsdp1_state(model, optimizer, "full"))
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("kind", ["full.pt", "dcp"])
-def test_torchs_fsdp1(kind: str, tmp_path: Path) -> None:
-    """Its state dicts become steps, and steps its state dicts; optimizer included."""
-    expected = run_on_ranks(2, _fsdp1_saves, tmp_path)[0]
-    assert kind_of(tmp_path / kind) == {"full.pt": "torch"}.get(kind, kind)
-    checkpoint.convert(tmp_path / kind, tmp_path / "run", to_kind="steps", step=1)
+def _becomes_a_step_and_back(
+    folder: Path, kind: str, saves: Any, to_kind: str, loads: Any, *how: str
+) -> None:
+    """State dicts of torch's become steps, and steps its state dicts; optimizer included."""
+    expected = run_on_ranks(2, saves, folder)[0]
+    assert kind_of(folder / kind) == {"full.pt": "torch"}.get(kind, kind)
+    checkpoint.convert(folder / kind, folder / "run", to_kind="steps", step=1)
     for ranks in (2, 3):
-        for found in run_on_ranks(ranks, _loads, tmp_path / "run", "sharded"):
+        for found in run_on_ranks(ranks, _loads, folder / "run", "sharded"):
             assert_same(found, expected)
-    back, way = tmp_path / "back", "full" if kind == "full.pt" else "sharded"
-    checkpoint.convert(tmp_path / "run", back, to_kind="fsdp1" if way == "full" else "dcp")
-    for found in run_on_ranks(2, _fsdp1_loads, back, way):
-        assert_same(found, expected)
-
-
-def _ddp_saves(folder: Path) -> dict[str, Tensor]:
-    """Saves what the wrapper's state dict has, names of its optimizer, and a script's own names."""
-    model, optimizer = built("whole")
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    train(wrapped, optimizer, seed=0)
-    if dist.get_rank() == 0:
-        named = torch.optim.AdamW(wrapped.named_parameters(), lr=0.1)
-        named.load_state_dict(optimizer.state_dict())
-        state = {"model": wrapped.state_dict(), "optimizer": named.state_dict()}
-        torch.save(state, folder / "wrapped.pt")
-        names = dict(zip(("model", "optimizer"), get_state_dict(wrapped, optimizer), strict=True))
-        torch.save(names, folder / "names.pt")
-    return everything(model, optimizer)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(("file", "prefix"), [("wrapped.pt", "module."), ("names.pt", "")])
-def test_ddp(file: str, prefix: str, tmp_path: Path) -> None:
-    """With a buffer, and with names in the optimizer."""
-    expected = run_on_ranks(2, _ddp_saves, tmp_path)[0]
-    options = {"to_kind": "steps", "step": 1, "strip_prefix": prefix}
-    checkpoint.convert(tmp_path / file, tmp_path / "run", **options)
-    for found in run_on_ranks(3, _loads, tmp_path / "run", "sharded"):
+    checkpoint.convert(folder / "run", folder / "back", to_kind=to_kind)
+    for found in run_on_ranks(2, loads, folder / "back", *how):
         assert_same(found, expected)
 
 
 @pytest.mark.extended
-def test_a_full_optimizer_is_saved_by_one_process(tmp_path: Path) -> None:
-    """As the page about DDP does: what only numbers name is loaded, and saved as a step."""
-    model, optimizer = built("whole")
-    train(model, optimizer, seed=0)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a")
-    with raises("ckpt-optimizer-numbers"):
-        checkpoint.convert(tmp_path / "a", tmp_path / "run", to_kind="steps", step=1)
-    other, others = built("whole", seed=3)
-    content = torch.load(tmp_path / "a", weights_only=True)
-    other.load_state_dict(content["model"])
-    others.load_state_dict(content["optimizer"])
-    checkpoint.save(tmp_path / "run", other, others, step=1)
-    for found in run_on_ranks(3, _loads, tmp_path / "run", "sharded"):
-        assert_same(found, everything(model, optimizer))
+@pytest.mark.parametrize("kind", ["dcp", "full.pt"])
+def test_torchs_fsdp2(kind: str, tmp_path: Path) -> None:
+    _becomes_a_step_and_back(tmp_path, kind, _torchs_fsdp2, "dcp", _torchs_fsdp2_loads)
+    with raises("ckpt-file-shards"):
+        checkpoint.convert(tmp_path / "rank1.pt", tmp_path / "run", step=2)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("kind", "to_kind", "way"), [("full.pt", "fsdp1", "full"), ("dcp", "dcp", "sharded")]
+)
+def test_torchs_fsdp1(kind: str, to_kind: str, way: str, tmp_path: Path) -> None:
+    _becomes_a_step_and_back(tmp_path, kind, _fsdp1_saves, to_kind, _fsdp1_loads, way)

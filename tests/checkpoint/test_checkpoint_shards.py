@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from fsdp2 import CPUOffloadPolicy, checkpoint, fully_shard
 from fsdp2.examples.int8_all_gather import gather_in_int8
-from tests.checkpoint.shared import assert_same, weights
+from tests.checkpoint.shared import assert_same, everything, train, weights, whole
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
@@ -70,50 +70,27 @@ def made(kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(groups, lr=0.1)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    found: dict[str, Any] = dict(model.state_dict())
-    for name, param in model.named_parameters():
-        for key, value in optimizer.state.get(param, {}).items():
-            found[f"{name}:{key}"] = value
-    return {name: _plain(value) for name, value in found.items()}
-
-
-def _plain(value: Any) -> Tensor:
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    value = getattr(value, "_data", value).detach()
-    return torch.empty(value.shape, dtype=value.dtype).copy_(value)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(4)
 def test_there_and_back(tmp_path: Path, kind: str) -> None:
     """Saved at once and beside training; loaded into other values; exported and loaded."""
     model, optimizer = made(kind)
     for step in (1, 2):
-        train(model, optimizer, step)
+        train(model, optimizer, seed=step, steps=1)
         if step == 1:
             checkpoint.save(tmp_path / "run", model, optimizer, step=1)
         else:
             saving = checkpoint.async_save(tmp_path / "run", model, optimizer, step=2)
-        model.reshard()
-        expected = whole(model, optimizer)
+        expected = everything(model, optimizer)
         if step == 2:
-            train(model, optimizer, 3)
+            train(model, optimizer, seed=3, steps=1)
             saving.result()
-            model.reshard()
         other, others = made(kind, seed=step)
-        train(other, others, 9)
+        train(other, others, seed=9, steps=1)
         other.reshard()
         found = checkpoint.load(tmp_path / "run", other, others, step=step, verify=True)
         assert not found.left
-        assert_same(whole(other, others), expected)
+        assert_same(everything(other, others), expected)
     dist.barrier()
     if kind != "int8":
         _as_safetensors(tmp_path, kind, weights(expected))
@@ -126,9 +103,9 @@ def _as_safetensors(folder: Path, kind: str, expected: dict[str, Tensor]) -> Non
     checkpoint.export(folder / "out", model)
     checkpoint.export(folder / "step", folder / "run", step=2, names=_once)
     for out in ("out", "step"):
-        other, others = made(kind, seed=6)
+        other, _ = made(kind, seed=6)
         checkpoint.load_pretrained(other, folder / out)
-        assert_same(weights(whole(other, others)), expected)
+        assert_same(everything(other), expected)
 
 
 def _once(name: str) -> str | None:
@@ -165,5 +142,5 @@ def test_what_a_module_writes_beside_a_frozen_weight(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, model, step=1, trainable=True)
     assert not checkpoint.load(tmp_path, other).left
     for i, param in enumerate(other.parameters()):
-        same = torch.equal(_plain(param), _plain(list(model.parameters())[i]))
+        same = torch.equal(whole(param), whole(list(model.parameters())[i]))
         assert same == param.requires_grad

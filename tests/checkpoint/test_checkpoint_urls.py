@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import remote, saving
 from tests.checkpoint import object_store
-from tests.checkpoint.shared import EXTRA, assert_same, everything, train
+from tests.checkpoint.shared import EXTRA, assert_same, everything, save_by, train
 from tests.checkpoint.test_checkpoints import made
 from tests.common import workers
 from tests.common.errors import raises
@@ -69,17 +69,6 @@ def test_bits_between_numbers_of_ranks(tmp_path: Path) -> None:
     assert_same(everything(model, optimizer), everything(other, other_optimizer))
 
 
-class Refuses:
-    """Lets puts, or deletes, of names that have a part fail."""
-
-    def __init__(self, part: str, kinds: tuple[str, ...] = ("put",)) -> None:
-        self.part, self.kinds = part, kinds
-
-    def __call__(self, kind: str, path: str) -> None:
-        if kind in self.kinds and self.part in path:
-            raise PermissionError(13, "Access Denied")
-
-
 @pytest.mark.parametrize("call", ["save", "async_save"])
 @workers.ranks(2)
 def test_a_rank_whose_put_fails(tmp_path: Path, call: str) -> None:
@@ -91,17 +80,13 @@ def test_a_rank_whose_put_fails(tmp_path: Path, call: str) -> None:
     checkpoint.save(url, model, optimizer, step=1)
     train(model, optimizer, seed=1, steps=1)
 
-    def save(step: int) -> Any:
-        found = getattr(checkpoint, call)(url, model, optimizer, step=step, keep=2)
-        return found.result() if isinstance(found, checkpoint.Saving) else found
-
     for failing, part in ((0, "__0_"), (1, "__1_"), (0, ".metadata"), (0, "manifest.json")):
-        fault = Refuses(part if rank == failing else "nothing")
-        with (
-            mock.patch.object(object_store.ObjectStore, "before", fault),
-            raises("ckpt-rank-failed") as caught,
-        ):
-            save(2)
+
+        def fails(kind: str, path: str, of: tuple[int, str] = (failing, part)) -> bool:
+            return kind == "put" and rank == of[0] and of[1] in path
+
+        with object_store.refusing(fails), raises("ckpt-rank-failed") as caught:
+            save_by(call, url, model, optimizer, step=2, keep=2)
         sentences: list[Any] = [None, None]
         dist.all_gather_object(sentences, str(caught.value))
         assert len({*sentences}) == 1
@@ -113,7 +98,7 @@ def test_a_rank_whose_put_fails(tmp_path: Path, call: str) -> None:
             checkpoint.remove(url)
             assert checkpoint.unfinished(url) == []
         dist.barrier()
-    save(2)
+    save_by(call, url, model, optimizer, step=2, keep=2)
     assert checkpoint.steps(url) == [1, 2]
     assert checkpoint.verify(url) == []
 
@@ -153,7 +138,7 @@ def test_two_tries_do_not_mix(tmp_path: Path) -> None:
     assert checkpoint.unfinished(url) == []
     dist.barrier()
     with (
-        mock.patch.object(object_store.ObjectStore, "before", Refuses("", ("delete",))),
+        object_store.refusing(lambda kind, _: kind == "delete"),
         mock.patch.object(remote.RemoteAttempt, "commit", side_effect=OSError("killed")),
         raises("ckpt-rank-failed"),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import json
 import os
 import pickle
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2 import checkpoint, fully_shard
@@ -36,7 +37,16 @@ from fsdp2.core.device.channels import Members
 from fsdp2.core.errors import CheckpointError
 from fsdp2.optim import FlatOptimizer
 from fsdp2.tracing.summaries import amount
-from tests.checkpoint.shared import EXTRA, Evil, Failing, assert_same, everything, flip, train
+from tests.checkpoint.shared import (
+    EXTRA,
+    Evil,
+    Failing,
+    assert_same,
+    everything,
+    flip,
+    save_by,
+    train,
+)
 from tests.common import combinations, workers
 from tests.common.errors import raises
 
@@ -60,14 +70,13 @@ class Net(nn.Module):
 
 
 def made(
-    seed: int = 0, flat: bool = False, shape: tuple[int, ...] | None = None, **options: Any
+    seed: int = 0, flat: bool = False, mesh: DeviceMesh | None = None, **options: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Sharded where there are ranks."""
     torch.manual_seed(seed)
     model = Net(**options)
     if dist.is_initialized():
-        names = ("replicate", "shard")[-len(shape or (1,)) :]
-        mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
+        mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
         for unit in (model.first, model):
             fully_shard(unit, mesh=mesh)
     if flat:
@@ -88,13 +97,11 @@ def _saves(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
     return saved, everything(model, optimizer), drawn
 
 
-def _continues(
-    folder: Path, flat: bool, shape: tuple[int, ...] | None, rng: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
-    model, optimizer = made(seed=5, flat=flat, shape=shape)
+def _continues(folder: Path, flat: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    model, optimizer = made(seed=5, flat=flat)
     if not flat:  # into an optimizer that has a state of its own
         train(model, optimizer, seed=9, steps=1)
-    found = checkpoint.load(folder, model, optimizer, rng=rng)
+    found = checkpoint.load(folder, model, optimizer, rng=True)
     assert found.step == 2
     assert found.extra["schedule"] == [1, (2.5, None)]
     assert torch.equal(found.extra["table"], torch.arange(4))
@@ -117,7 +124,7 @@ def test_two_ranks_continue_as_if_never_interrupted(
 ) -> None:
     """Bit for bit, with the same random numbers; also in a `FlatOptimizer`."""
     folder, before = saved
-    after = workers.run_on_ranks(2, _continues, folder, flat, None, True)
+    after = workers.run_on_ranks(2, _continues, folder, flat)
     for (kept, came, drawn), (loaded, comes, draws) in zip(before, after, strict=True):
         assert_same(loaded, kept)
         assert_same(comes, came)
@@ -128,7 +135,7 @@ def test_two_ranks_continue_as_if_never_interrupted(
 def test_one_process_loads_what_two_ranks_saved(saved: tuple[Path, list[Any]]) -> None:
     """Neither sharded nor in a process group; and saves what it then loads."""
     folder, before = saved
-    loaded, _, _ = _continues(folder, False, None, True)
+    loaded, _, _ = _continues(folder, False)
     assert_same(loaded, before[0][0])
 
 
@@ -176,6 +183,17 @@ def test_keep(tmp_path: Path) -> None:
     assert checkpoint.remove(tmp_path, 7) == ["step-00000007"]
     assert checkpoint.unfinished(tmp_path) == []
     assert os.listdir(tmp_path) == ["step-00000020"]
+
+
+def test_buffers_that_are_not_persistent(tmp_path: Path) -> None:
+    """Saved and loaded on request; a load without it does not mind them."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("scratch", torch.arange(3.0), persistent=False)
+    checkpoint.save(tmp_path, model, step=1, buffers=True)
+    for asked in (False, True):
+        model.scratch += 1
+        checkpoint.load(tmp_path, model, buffers=asked)
+        assert torch.equal(model.scratch, torch.arange(3.0) + (not asked))
 
 
 def test_what_differs_is_listed_and_left(tmp_path: Path) -> None:
@@ -374,47 +392,29 @@ def test_a_save_after_one_that_failed_has_its_own_folder(tmp_path: Path) -> None
     assert checkpoint.verify(run) == []
 
 
-class FailsAt(files.Disk):
-    """Raises at one operation of this process; counts them."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.count = at, 0
-
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if name in ("at", "count") or name.startswith("_") or name == "start_writing":
-            return found
-
-        def call(*args: Any) -> Any:
-            self.count += 1
-            if self.count - 1 == self.at:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return found(*args)
-
-        return call
-
-
 @pytest.mark.parametrize("call", combinations.often(["async_save", "save"]))
 @workers.ranks(2)
 def test_wherever_the_disk_fails(tmp_path: Path, call: str) -> None:
     """At any operation of either rank: all raise, each step there is whole, and saving goes on."""
     model, _ = made()
     run, rank = tmp_path / "run", dist.get_rank()
+    operations = [name for name in vars(files.Disk) if name[0] != "_" and name != "start_writing"]
     checkpoint.save(run, model, step=1)
     for victim in (0, 1):
         for at in range(100):
-            disk = FailsAt(at if rank == victim else -1)
-            raised = None
-            with mock.patch.object(files, "DISK", disk):
+            number, raised = itertools.count(), None
+
+            def fails(*_: Any, at: int = at, number: Iterator[int] = number) -> bool:
+                return rank == victim and next(number) == at  # noqa: B023  # used here
+
+            with mock.patch.object(files, "DISK", Failing(errno.EIO, *operations, when=fails)):
                 try:
-                    saving = getattr(checkpoint, call)(run, model, step=2 + at, keep=2)
-                    if isinstance(saving, checkpoint.Saving):
-                        saving.result()
+                    save_by(call, run, model, step=2 + at, keep=2)
                 except CheckpointError as error:
                     raised = str(error)
             dist.barrier()
             told: list[Any] = [None, None]
-            dist.all_gather_object(told, (raised, disk.count > at >= 0))
+            dist.all_gather_object(told, (raised, next(number) > at))
             assert told[0][0] == told[1][0]
             assert checkpoint.verify(run) == []
             assert checkpoint.steps(run)

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,8 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import fsdp2
 from fsdp2 import checkpoint, errors, fully_shard
@@ -28,6 +25,7 @@ from fsdp2.checkpoint.state import held_by
 from fsdp2.command.checkpoint import main
 from tests.checkpoint.shared import Failing, assert_same, everything
 from tests.common.errors import raises
+from tests.common.observing import LargestMade
 from tests.common.tensors import Wrapped
 from tests.common.workers import ranks
 
@@ -269,18 +267,6 @@ def test_names_dtypes_and_shards(tmp_path: Path) -> None:
         assert torch.equal(value, like.to(value.dtype)), name
 
 
-@ranks(2)
-def test_a_saved_step(tmp_path: Path) -> None:
-    """Of two ranks, exported by both, and by one process without a process group (the command)."""
-    model = made("2 columns")
-    expected = everything(model)
-    checkpoint.save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()), step=3)
-    checkpoint.save(tmp_path / "run", made("2", seed=1), step=4)
-    checkpoint.export(tmp_path / "out", tmp_path / "run", step=3)
-    assert_same(load_file(tmp_path / "out" / "model.safetensors"), expected)
-    dist.barrier()
-
-
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = made("alone")
     run, out = str(tmp_path / "run"), tmp_path / "out"
@@ -301,24 +287,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 # ---- memory
 
 
-class Live(TorchDispatchMode):
-    """The largest tensor that is made inside, in bytes."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        known = {
-            leaf.untyped_storage()._cdata
-            for leaf in tree_leaves((args, kwargs))
-            if type(leaf) is Tensor
-        }
-        for leaf in tree_leaves(result):
-            if type(leaf) is Tensor and leaf.untyped_storage()._cdata not in known:
-                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
-        return result
-
-
 @ranks(2)
 def test_little_is_staged(tmp_path: Path) -> None:
     """A block at a time, of whatever size the model is, also where it is cast or cut in columns."""
@@ -327,62 +295,10 @@ def test_little_is_staged(tmp_path: Path) -> None:
         for number, place in enumerate((None, _columns)):
             model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
             fully_shard(model, shard_placement_fn=place)
-            with Live() as live:
+            with LargestMade() as largest:
                 checkpoint.export(tmp_path / f"{number}", model, dtype=torch.bfloat16)
-            assert 0 < live.largest <= block
+            assert 0 < largest.nbytes <= block
             checkpoint.load_pretrained(model, tmp_path / f"{number}")
-    dist.barrier()
-
-
-# ---- what it is for
-
-
-@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
-@pytest.mark.extended
-@ranks(2)
-def test_transformers_loads_it_and_is_loaded(tmp_path: Path) -> None:
-    """A tiny Llama with tied weights: the same bits by `from_pretrained`, and back, in shards."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
-
-    def built(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        return transformers.LlamaForCausalLM(config)
-
-    model = built(0)
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    first = dist.get_rank() == 0
-    if first:
-        model.save_pretrained(tmp_path / "theirs", max_shard_size="4KB")
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    found = checkpoint.export(tmp_path / "ours", model, shard_size="4KB")
-    if first:
-        config.save_pretrained(tmp_path / "ours")
-        theirs = {path.name for path in (tmp_path / "theirs").glob("*.safetensors")}
-        assert theirs == set(found.files)
-        for name in theirs:
-            ours = load_file(tmp_path / "ours" / name)
-            assert_same(ours, load_file(tmp_path / "theirs" / name))
-    dist.barrier()
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    assert_same(loaded.state_dict(), expected)
-    other = built(1)
-    for layer in other.model.layers:
-        fully_shard(layer)
-    fully_shard(other)
-    checkpoint.load_pretrained(other, tmp_path / "theirs")
-    assert_same(everything(other), expected)
     dist.barrier()
 
 

@@ -7,6 +7,7 @@ A save is recorded as puts and deletes. A crash keeps the first of them: after e
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import shutil
 import sys
@@ -26,7 +27,7 @@ from fsdp2.checkpoint import saving
 from fsdp2.command.checkpoint import main
 from fsdp2.core.errors import CheckpointError
 from tests.checkpoint import object_store
-from tests.checkpoint.shared import everything, trained
+from tests.checkpoint.shared import everything, save_by, trained
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
@@ -92,14 +93,6 @@ def test_all_calls(url: str) -> None:
     assert checkpoint.unfinished(url) == []
 
 
-def test_the_same_files_as_on_a_disk(url: str, tmp_path: Path) -> None:
-    model, optimizer = trained()
-    on_disk = checkpoint.save(tmp_path / "run", model, optimizer, step=1, extra=EXTRA)
-    on_store = checkpoint.save(url, model, optimizer, step=1, extra=EXTRA)
-    for name in ("__0_0.distcp", ".metadata"):
-        assert (on_store / name).read_bytes() == (on_disk / name).read_bytes()
-
-
 def test_dcp_alone_reads_it() -> None:
     model, optimizer = trained()
     path = checkpoint.save("memory://alone", model, optimizer, step=1)
@@ -134,11 +127,6 @@ def test_steps_are_copied_there_and_back(tmp_path: Path) -> None:
     assert checkpoint.unfinished(url) == []
     assert same(loaded(url, verify=True), expected)
     checkpoint.remove(url, 2)
-
-
-def test_pretrained_weights_are_on_a_disk(url: str) -> None:
-    with raises("ckpt-not-local"):
-        checkpoint.load_pretrained(trained()[0], f"{url}/hf")
 
 
 def test_a_file_url_is_a_disk(tmp_path: Path) -> None:
@@ -226,10 +214,8 @@ def _recorded(root: Path) -> tuple[list[Op], list[int], dict[int, dict[str, torc
         for step, keep in ((1, None), (2, 1), (3, 2)):
             model, optimizer = trained(seed=step)
             kept[step] = everything(model, optimizer)
-            save = checkpoint.async_save if step == 2 else checkpoint.save
-            found = save(url, model, optimizer, step=step, keep=keep)
-            if isinstance(found, checkpoint.Saving):
-                found.result()
+            call = "async_save" if step == 2 else "save"
+            save_by(call, url, model, optimizer, step=step, keep=keep)
             returned.append(len(ops))
     begin = f"{quote(str(root), safe='')}/"
     return [(kind, name.removeprefix(begin), data) for kind, name, data in ops], returned, kept
@@ -308,18 +294,6 @@ def test_what_a_crash_leaves_is_named_and_removed(tmp_path: Path) -> None:
         assert checkpoint.verify(url) == []
 
 
-class Fails:
-    """Raises before, or behind, one put or delete."""
-
-    def __init__(self, at: int, deletes: bool = False) -> None:
-        self.at, self.deletes, self.count = at, deletes, 0
-
-    def __call__(self, kind: str, path: str) -> None:
-        self.count += 1
-        if self.count == self.at or (self.deletes and kind == "delete"):
-            raise PermissionError(13, "Access Denied")
-
-
 @pytest.mark.parametrize("deletes", [False, True])
 def test_a_put_that_fails(tmp_path: Path, deletes: bool) -> None:
     """At any of them: one sentence, and the step before is whole; where deletes fail, too."""
@@ -328,10 +302,12 @@ def test_a_put_that_fails(tmp_path: Path, deletes: bool) -> None:
     checkpoint.save(url, model, optimizer, step=1)
     kept = everything(model, optimizer)
     for at in (1, 2, 3):
-        with (
-            mock.patch.object(object_store.ObjectStore, "before", Fails(at, deletes)),
-            raises("ckpt-rank-failed"),
-        ):
+        number = itertools.count(1)
+
+        def fails(kind: str, _: str, at: int = at, number: Iterator[int] = number) -> bool:
+            return next(number) == at or (deletes and kind == "delete")
+
+        with object_store.refusing(fails), raises("ckpt-rank-failed"):
             checkpoint.save(url, *trained(seed=2), step=1 + at)
         assert checkpoint.steps(url) == [1]
         assert checkpoint.verify(url) == []
@@ -339,33 +315,21 @@ def test_a_put_that_fails(tmp_path: Path, deletes: bool) -> None:
         assert len(checkpoint.remove(url)) == (at > 1 and (deletes or at == 3))
 
 
-class _AnswerLost:
-    """The manifest is put, and the store's answer is lost; deletes fail, or do not."""
+@pytest.mark.parametrize("deletes", [False, True])
+def test_a_manifest_that_is_put_without_an_answer(tmp_path: Path, deletes: bool) -> None:
+    """And the manifest cannot be deleted, or can: the step is there and whole, or not there."""
+    url = f"{object_store.url_of(tmp_path)}/{RUN}"
+    put = object_store.ObjectStore.pipe_file
 
-    def __init__(self, deletes: bool) -> None:
-        self.deletes, self.put = deletes, object_store.ObjectStore.pipe_file
-
-    def __call__(self, kind: str, path: str) -> None:
-        if self.deletes and kind == "delete":
-            raise ConnectionError("no answer")
-
-    def pipe_file(self, store: object_store.ObjectStore, path: str, value: bytes) -> None:
-        self.put(store, path, value)
+    def pipe_file(store: object_store.ObjectStore, path: str, value: bytes) -> None:
+        put(store, path, value)
         if path.endswith("manifest.json"):
             raise ConnectionError("no answer")
 
-
-@pytest.mark.parametrize("deletes", [False, True])
-def test_a_manifest_that_is_put_without_an_answer(tmp_path: Path, deletes: bool) -> None:
-    """The save fails; the step is not there, or it is there and whole."""
-    url = f"{object_store.url_of(tmp_path)}/{RUN}"
-    fault = _AnswerLost(deletes)
     model, optimizer = trained(seed=1)
     with (
-        mock.patch.object(object_store.ObjectStore, "before", fault),
-        mock.patch.object(
-            object_store.ObjectStore, "pipe_file", lambda *args: fault.pipe_file(*args)
-        ),
+        object_store.refusing(lambda kind, _: deletes and kind == "delete"),
+        mock.patch.object(object_store.ObjectStore, "pipe_file", pipe_file),
         raises("ckpt-rank-failed"),
     ):
         checkpoint.save(url, model, optimizer, step=1)
@@ -381,7 +345,7 @@ def test_old_steps_that_cannot_be_removed(tmp_path: Path) -> None:
     url = f"{object_store.url_of(tmp_path)}/{RUN}"
     checkpoint.save(url, *trained(seed=1), step=1)
     model, optimizer = trained(seed=2)
-    with mock.patch.object(object_store.ObjectStore, "before", Fails(0, deletes=True)):
+    with object_store.refusing(lambda kind, _: kind == "delete"):
         checkpoint.save(url, model, optimizer, step=2, keep=1)
     assert checkpoint.steps(url) == [1, 2]
     assert checkpoint.verify(url) == checkpoint.unfinished(url) == []

@@ -23,6 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import state
+from tests.checkpoint.shared import save_by
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
@@ -186,36 +187,34 @@ def test_what_no_load_would_restore_is_refused(tmp_path: Path, value: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("entry", "value"),
     [
-        *(torch.tensor([0.0, 2.0]).to_sparse(), torch.eye(2).to_sparse_csr()),
-        torch.quantize_per_tensor(torch.ones(2), 0.5, 1, torch.qint8),
+        ("ckpt-layout", torch.tensor([0.0, 2.0]).to_sparse()),
+        ("ckpt-layout", torch.eye(2).to_sparse_csr()),
+        ("ckpt-layout", torch.quantize_per_tensor(torch.ones(2), 0.5, 1, torch.qint8)),
+        ("ckpt-subclass", TwoTensor(torch.ones(2), torch.ones(2))),
     ],
+    ids=["COO", "CSR", "quantized", "subclass"],
 )
-def test_tensors_that_no_load_would_restore_are_refused(tmp_path: Path, value: Tensor) -> None:
-    """They would load into other elements, or other scales, without a word."""
+def test_tensors_that_no_load_would_restore_are_refused(
+    tmp_path: Path, entry: str, value: Tensor
+) -> None:
+    """They would load into other elements, or other scales, without a word.
+
+    A load has the parameter's rows for a state, and not the codes and scales of a subclass.
+    """
     model = Holds()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer.state[model.weight]["it"] = value
-    with raises("ckpt-layout") as caught:
+    with raises(entry) as caught:
         checkpoint.save(tmp_path, model, optimizer, step=1)
     assert "'optimizer.state.weight.it'" in str(caught.value)
-    with raises("ckpt-layout"):
-        checkpoint.save(tmp_path, model, step=1, states={"ema": {"it": value}})
-    model.register_buffer("it", value)
-    with raises("ckpt-layout"):
-        checkpoint.save(tmp_path, model, step=1)
-    assert checkpoint.steps(tmp_path) == []
-
-
-def test_states_in_tensor_subclasses_are_refused(tmp_path: Path) -> None:
-    """Codes and scales of low precision: a load has the parameter's rows to write into."""
-    model = Holds()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer.state[model.weight]["it"] = TwoTensor(torch.ones(2), torch.ones(2))
-    with raises("ckpt-subclass") as caught:
-        checkpoint.save(tmp_path, model, optimizer, step=1)
-    assert "'optimizer.state.weight.it'" in str(caught.value)
+    if entry == "ckpt-layout":
+        with raises(entry):
+            checkpoint.save(tmp_path, model, step=1, states={"ema": {"it": value}})
+        model.register_buffer("it", value)
+        with raises(entry):
+            checkpoint.save(tmp_path, model, step=1)
     assert checkpoint.steps(tmp_path) == []
 
 
@@ -235,12 +234,12 @@ class Recoded(TwoTensor):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-@pytest.mark.parametrize("save", [checkpoint.save, checkpoint.async_save])
-def test_codes_of_a_subclass_are_saved_as_they_are(tmp_path: Path, save: Any) -> None:
+@pytest.mark.parametrize("call", ["save", "async_save"])
+def test_codes_of_a_subclass_are_saved_as_they_are(tmp_path: Path, call: str) -> None:
     models = [nn.Module(), nn.Module()]
     for model, value in zip(models, (3.0, 0.0), strict=True):
         model.register_buffer("it", Recoded(torch.full((4, 2), value), torch.full((4, 2), value)))
-    getattr(save(tmp_path, models[0], step=1), "result", lambda: None)()
+    save_by(call, tmp_path, models[0], step=1)
     with torch.serialization.safe_globals([Recoded]):
         checkpoint.load(tmp_path, models[1])
     assert torch.equal(models[1].it.a, torch.full((4, 2), 3.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -78,11 +79,55 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 
 def uninterrupted(
-    mesh: DeviceMesh | None = None, **formats: Any
+    **formats: Any,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    model = make(mesh=mesh, **formats)
+    model = make(**formats)
     train(model, adam(model), range(2 * HALF))
     return weights(model), kept(model)
+
+
+def goes_on(
+    folder: Path,
+    made: Callable[[int], nn.Module],
+    before: int = HALF,
+    steps: Callable[..., None] = train,
+    by: str = "save",
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A run that is saved on its way, and one that takes it up, end alike; what was kept there."""
+    model, other = made(0), made(1)
+    optimizer, its = adam(model), adam(other)
+    steps(model, optimizer, range(before))
+    saved = kept(model)
+    assert saved
+    if by == "dcp":
+        dcp.save(_all_of(model, optimizer), checkpoint_id=folder)
+    else:
+        saving = getattr(checkpoint, by)(folder, model, optimizer, step=before)
+    steps(model, optimizer, range(before, 2 * HALF))  # which writes other residuals
+    if by == "async_save":
+        saving.result()
+    if by == "dcp":
+        state = _all_of(other, its)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(other, state["model"])
+        set_optimizer_state_dict(other, its, state["optimizer"])
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            checkpoint.load(folder, other, its)
+    assert same(kept(other), saved)
+    steps(other, its, range(before, 2 * HALF))
+    assert all(map(torch.equal, weights(other), weights(model)))
+    assert same(kept(other), kept(model))
+    return model, saved
+
+
+def _all_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "wire": fsdp2.checkpoint.WireState(model),
+    }
 
 
 @ranks(2)
@@ -92,63 +137,17 @@ def test_a_run_that_goes_on_is_one_that_was_not_stopped(
     tmp_path: Path, by: str, formats: dict[str, Any]
 ) -> None:
     expected, left = uninterrupted(**formats)
-    model = make(**formats)
-    optimizer = adam(model)
-    train(model, optimizer, range(HALF))
-    before = kept(model)
-    assert all(value.any() for value in before.values())
-    if by == "dcp":
-        dcp.save(_all_of(model, optimizer), checkpoint_id=tmp_path)
-    elif by == "save":
-        checkpoint.save(tmp_path, model, optimizer, step=HALF)
-    else:
-        saving = checkpoint.async_save(tmp_path, model, optimizer, step=HALF)
-        train(model, optimizer, range(HALF, 2 * HALF))  # which writes other residuals
-        saving.result()
-    other = make(seed=1, **formats)
-    its = adam(other)
-    if by == "dcp":
-        state = _all_of(other, its)
-        dcp.load(state, checkpoint_id=tmp_path)
-        set_model_state_dict(other, state["model"])
-        set_optimizer_state_dict(other, its, state["optimizer"])
-    else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            checkpoint.load(tmp_path, other, its)
-    assert same(kept(other), before)
-    train(other, its, range(HALF, 2 * HALF))
-    assert all(map(torch.equal, weights(other), expected))
-    assert same(kept(other), left)
+    model, saved = goes_on(tmp_path, lambda seed: make(seed, **formats), by=by)
+    assert all(value.any() for value in saved.values())
+    assert all(map(torch.equal, weights(model), expected))
+    assert same(kept(model), left)
 
 
 @ranks(2)
 def test_a_run_that_goes_on_before_a_gather(tmp_path: Path) -> None:
     """Weights have more bits than a gather brings: an exact one and a difference are not one."""
-
-    def half(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = make(seed, **BOTH, mp_policy=fsdp2.MixedPrecisionPolicy(torch.bfloat16))
-        return model, adam(model)
-
-    model, optimizer = half(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        checkpoint.save(tmp_path, model, optimizer, step=HALF)
-        other, its = half(1)
-        checkpoint.load(tmp_path, other, its)
-    assert all(map(torch.equal, weights(other), weights(model)))
-    for each, stepped in ((model, optimizer), (other, its)):
-        train(each, stepped, range(HALF, 2 * HALF))
-    assert all(map(torch.equal, weights(other), weights(model)))
-    assert same(kept(other), kept(model))
-
-
-def _all_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-        "wire": fsdp2.checkpoint.WireState(model),
-    }
+    half = fsdp2.MixedPrecisionPolicy(torch.bfloat16)
+    goes_on(tmp_path, lambda seed: make(seed, **BOTH, mp_policy=half), before=0)
 
 
 @ranks(2)
@@ -161,50 +160,19 @@ def test_padding_of_a_message_is_nobodys(tmp_path: Path) -> None:
         model.set_wire_format(**FED, exact_below=20)
         return model
 
-    model, other = made(0), made(1)
-    optimizer, its = adam(model), adam(other)
-    train(model, optimizer, range(HALF))
-    checkpoint.save(tmp_path, model, optimizer, step=HALF)
-    checkpoint.load(tmp_path, other, its)
-    for each, steps in ((model, optimizer), (other, its)):
-        train(each, steps, range(HALF, 2 * HALF))
-    assert all(map(torch.equal, weights(other), weights(model)))
-    assert same(kept(other), kept(model))
-
-
-@ranks(2)
-def test_without_residuals_the_run_is_another(tmp_path: Path) -> None:
-    """So that the test above tells anything."""
-    expected, _ = uninterrupted()
-    model = make()
-    optimizer = adam(model)
-    train(model, optimizer, range(HALF))
-    for value in fsdp2.checkpoint.WireState(model).state_dict().values():
-        value.to_local().zero_()
-    train(model, optimizer, range(HALF, 2 * HALF))
-    assert not all(map(torch.equal, weights(model), expected))
+    goes_on(tmp_path, made)
 
 
 @ranks(4)
 def test_each_replica_has_its_own(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    expected, left = uninterrupted(mesh)
-    model = make(mesh=mesh)
-    optimizer = adam(model)
-    train(model, optimizer, range(HALF))
-    checkpoint.save(tmp_path, model, optimizer, step=HALF)
+    model, _ = goes_on(tmp_path / "all", lambda seed: make(seed, mesh))
     replica = mesh["shard"].get_group()
     if dist.get_rank() < 2:  # which has no residuals of the other
-        checkpoint.save(tmp_path / "one", model, optimizer, step=HALF, process_group=replica)
+        checkpoint.save(tmp_path / "one", model, step=1, process_group=replica)
     dist.barrier()
-    other = make(seed=1, mesh=mesh)
-    its = adam(other)
-    checkpoint.load(tmp_path, other, its)
-    train(other, its, range(HALF, 2 * HALF))
-    assert all(map(torch.equal, weights(other), expected))
-    assert same(kept(other), left)
-    assert _warned(lambda: checkpoint.load(tmp_path / "one", other, its))
-    assert not any(value.any() for value in kept(other).values())
+    assert _warned(lambda: checkpoint.load(tmp_path / "one", model))
+    assert not any(value.any() for value in kept(model).values())
 
 
 def _warned(load: Any) -> bool:
@@ -361,20 +329,7 @@ def on_levels(seed: int, inside: int, arguments: dict[str, Any], *formats: Any) 
 def test_references_of_two_levels(
     tmp_path: Path, before: int, arguments: dict[str, Any], formats: list[Any]
 ) -> None:
-    model = on_levels(0, 2, arguments, *formats)
-    optimizer = adam(model)
-    train(model, optimizer, range(before))
-    checkpoint.save(tmp_path, model, optimizer, step=1)
-    saved = kept(model)
-    assert saved
-    other = on_levels(1, 2, arguments, *formats)
-    its = adam(other)
-    assert not _warned(lambda: checkpoint.load(tmp_path, other, its))
-    assert same(kept(other), saved)
-    for each, steps in ((model, optimizer), (other, its)):
-        train(each, steps, range(before, 2 * HALF))
-    assert all(map(torch.equal, weights(other), weights(model)))
-    assert same(kept(other), kept(model))
+    goes_on(tmp_path, lambda seed: on_levels(seed, 2, arguments, *formats), before)
 
 
 @ranks(4)
@@ -429,19 +384,7 @@ def test_ranks_of_tensor_parallelism_have_their_own(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    model = parallel(0)
-    optimizer = adam(model)
-    steps(model, optimizer, range(HALF))
-    checkpoint.save(tmp_path, model, optimizer, step=1)
-    before = kept(model)
-    steps(model, optimizer, range(HALF, 2 * HALF))
-    other = parallel(1)
-    its = adam(other)
-    checkpoint.load(tmp_path, other, its)
-    assert same(kept(other), before)
-    steps(other, its, range(HALF, 2 * HALF))
-    assert all(map(torch.equal, weights(other), weights(model)))
-    assert same(kept(other), kept(model))
+    goes_on(tmp_path, parallel, steps=steps)
 
 
 @ranks(4)
@@ -449,18 +392,12 @@ def test_uneven_tensor_parallelism(tmp_path: Path) -> None:
     """One of its ranks has fewer rows, and so smaller pieces to send."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
 
-    def made() -> nn.Module:
-        model = nn.Sequential(models.seeded(lambda: nn.Linear(12, 7, bias=False)))
+    def made(seed: int) -> nn.Module:
+        model = nn.Sequential(models.seeded(lambda: nn.Linear(12, 7, bias=False), seed=seed))
         parallelize_module(model, mesh["model"], {"0": ColwiseParallel(output_layouts=Shard(-1))})
         fsdp2.fully_shard(model, mesh=mesh["data"])
         model.set_wire_format(reduce="int4", feedback=True, exact_below=10)
         return model
 
-    model = made()
-    model(torch.randn(4, 12)).square().sum().backward()
-    before = kept(model)
-    assert all(value.any() for value in before.values())
-    checkpoint.save(tmp_path, model, step=1)
-    other = made()
-    assert not _warned(lambda: checkpoint.load(tmp_path, other))
-    assert same(kept(other), before)
+    _, saved = goes_on(tmp_path, made)
+    assert all(value.any() for value in saved.values())

@@ -1,4 +1,4 @@
-"""What parameter groups do, told as it happens: by an observer of them.
+"""Moves of parameter groups, told as they happen by an observer; and the memory that is made.
 
 group.start_unshard ──> ParamGroup.start_unshard, then heard("all_gather", name)
 """
@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import Observer
@@ -39,3 +43,23 @@ def observe(units: Iterable[Unit], heard: Callable[[str, str], object]) -> None:
     sees = {"start_unshard": gather, "finish_unshard": told("finish"), "reduce": told("reduce")}
     sees |= dict.fromkeys(("shard_smaller", "reshard", "abandon"), free)
     put_around(units, Observer(4, sees), True)
+
+
+class LargestMade(TorchDispatchMode):
+    """The bytes of the largest memory that an operator made inside."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = (
+            {
+                leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes()
+                for leaf in tree_leaves(each)
+                if type(leaf) is torch.Tensor and not leaf.is_meta
+            }
+            for each in ((args, kwargs), result)
+        )
+        new = (nbytes for key, nbytes in made.items() if key not in given)
+        self.nbytes = max(self.nbytes, *new, 0)
+        return result

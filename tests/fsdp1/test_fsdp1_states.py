@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 import fsdp2.fsdp1 as ours
@@ -27,6 +26,7 @@ from fsdp2.fsdp1 import FSDP, OptimStateKeyType, StateDictType
 from fsdp2.optim import FlatOptimizer
 from tests.common import models, parity
 from tests.common.errors import raises
+from tests.common.observing import LargestMade
 from tests.common.workers import ranks
 
 CPU = torch.device("cpu")
@@ -396,21 +396,6 @@ def test_replicas() -> None:
     found = FSDP.full_optim_state_dict(other, its, rank0_only=False)
     assert_same_states(found, expected, "scattered")
     parity.assert_equal(dict(other.state_dict()), dict(alone.state_dict()), "loaded")
-
-
-class LargestMade(TorchDispatchMode):
-    """The bytes of the largest tensor that an operator returned."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for made in result if isinstance(result, (list, tuple)) else [result]:
-            if type(made) is torch.Tensor and not made.is_meta:
-                self.nbytes = max(self.nbytes, made.nbytes)
-        return result
 
 
 @ranks(2)

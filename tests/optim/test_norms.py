@@ -115,6 +115,27 @@ def check(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]], **arguments: Any) 
     parity.assert_close(grads_of(sharded), clipped, CLOSE, f"gradients clipped by norm {p}")
 
 
+def assert_clips(
+    model: nn.Module,
+    plain: nn.Module,
+    norm_type: Any,
+    clip: Callable[..., Any],
+    foreach: bool | None = None,
+) -> Tensor:
+    """Clips a model as torch does the unsharded one; its norm."""
+    found = clip(model.parameters(), 0.1, norm_type, foreach=foreach)
+    actual = found.full_tensor() if isinstance(found, DTensor) else found
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+    assert expected > 0.1 or norm_type not in NORMS, "clipping had something to do"
+    parity.assert_close(actual, expected, SUMMED, f"norm {norm_type}")
+    assert_same_gradients(model, plain, f"clipped by norm {norm_type}")
+    return found
+
+
+def assert_same_gradients(model: nn.Module, plain: nn.Module, where: str) -> None:
+    parity.assert_close(parity.full_grads(model), parity.full_grads(plain), SUMMED, where)
+
+
 # -- one mesh -------------------------------------------------------------------------------------
 
 
@@ -130,18 +151,7 @@ def test_a_sharded_model(whose: str, foreach: bool | None) -> None:
             (models.MLP, 4) if whose == "torch" and norm_type == math.inf else (models.OddMLP, 1)
         )
         model, plain = trained(parity.OURS, build, outputs), trained(None, build, outputs)
-        actual = clip(model.parameters(), 0.1, norm_type, foreach=foreach)
-        if isinstance(actual, DTensor):
-            actual = actual.full_tensor()
-        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
-        assert expected > 0.1, "clipping had something to do"
-        parity.assert_close(actual, expected, SUMMED, f"norm {norm_type}")
-        parity.assert_close(
-            parity.full_grads(model),
-            parity.full_grads(plain),
-            SUMMED,
-            f"gradients, norm {norm_type}",
-        )
+        assert_clips(model, plain, norm_type, clip, foreach)
 
 
 @workers.ranks(2)
@@ -155,23 +165,18 @@ def test_small_gradients_are_left_alone() -> None:
 def _check_parallelism(name: str) -> None:
     parallelism, plain = parallelisms.PARALLELISMS[name], parallelisms.PARALLELISMS["plain"]
     (batch,) = parallelisms.ladder_batches(1)
+
+    def clip(*args: Any, foreach: Any) -> Tensor:
+        with parity.CountCollectives() as counter:
+            norm = fsdp2.clip_grad_norm_(*args, foreach=foreach)
+        assert counter.counts["all_reduce"] == counter.total == (2 if name == "tp" else 1)
+        return norm
+
     for norm_type in (2.0, 1.0, math.inf):
         model, whole = parallelism.shard(parity.OURS, parallelisms.ladder()), parallelisms.ladder()
         parity.regression_loss(model, parallelism.part(batch)).backward()
         parity.regression_loss(whole, plain.part(batch)).backward()
-        with parity.CountCollectives() as counter:
-            actual = fsdp2.clip_grad_norm_(model.parameters(), 0.1, norm_type)
-        assert counter.counts["all_reduce"] == counter.total == (2 if name == "tp" else 1)
-        expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1, norm_type)
-        assert expected > 0.1, "clipping had something to do"
-        parity.assert_close(actual, expected, SUMMED, f"norm {norm_type}")
-        assert_same_on_all_ranks(actual)
-        parity.assert_close(
-            parity.full_grads(model),
-            parity.full_grads(whole),
-            SUMMED,
-            f"clipped by norm {norm_type}",
-        )
+        assert_same_on_all_ranks(assert_clips(model, whole, norm_type, clip))
 
 
 @pytest.mark.parametrize("name", ["flat2", "hsdp", "tp"])
@@ -328,23 +333,13 @@ def test_torchs_functions_while_installed(foreach: bool | None) -> None:
             model, plain = trained(parity.OURS), trained(None)
             rows = [param.to_local().numel() for param in model.parameters()]
             assert dist.get_rank() == 0 or 0 in rows
-            actual = early(model.parameters(), 0.1, norm_type, foreach=foreach)
-            assert isinstance(actual, DTensor)  # as torch's
-            expected = early(plain.parameters(), 0.1, norm_type)
-            parity.assert_close(actual.full_tensor(), expected, SUMMED, f"norm {norm_type}")
-            parity.assert_close(
-                parity.full_grads(model),
-                parity.full_grads(plain),
-                SUMMED,
-                f"clipped by {norm_type}",
-            )
+            found = assert_clips(model, plain, norm_type, early, foreach)
+            assert isinstance(found, DTensor)  # as torch's
             grads = [param.grad for param in model.parameters()]
             norm = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1e-3, norm, foreach)
             torch.nn.utils.clip_grads_with_norm_(plain.parameters(), 1e-3, norm.full_tensor())
-            parity.assert_close(
-                parity.full_grads(model), parity.full_grads(plain), SUMMED, f"scaled by {norm_type}"
-            )
+            assert_same_gradients(model, plain, f"scaled by {norm_type}")
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         sharded, _ = parameter(0, (1, 3), mesh, Shard(0))
         sharded.grad.mul_(math.nan)

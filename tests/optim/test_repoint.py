@@ -26,6 +26,15 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def assert_trains(model: nn.Module, optimizer: torch.optim.Optimizer, begin: int = 0) -> None:
+    """With AdamW, from a step on as the unsharded model."""
+    batches = gradients.mlp_batches()
+    loss, make = parity.regression_loss, OPTIMIZERS["adamw"]
+    ours = parity.train_sharded(model, lambda _: optimizer, loss, batches[begin:])
+    plain = parity.train_unsharded(gradients.mlp(), make, loss, batches, slices=True)
+    parity.assert_equal(ours, plain[begin:], "unsharded")
+
+
 @ranks(2, extended=(4,))
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
@@ -194,8 +203,7 @@ def test_stepping_without_repointing_raises(stepped: bool) -> None:
 def test_after_loading_by_assignment() -> None:
     """`load_state_dict(assign=True)` replaces the parameters that an optimizer holds."""
     model = parity.shard(parity.OURS, gradients.mlp())
-    make = OPTIMIZERS["adamw"]
-    optimizer = make(model.parameters())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
     parity.regression_loss(model, gradients.part(0)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -206,13 +214,7 @@ def test_after_loading_by_assignment() -> None:
         optimizer.step()
     model.zero_grad()
     repoint_optimizer(optimizer)
-    ours = parity.train_sharded(
-        model, lambda _: optimizer, parity.regression_loss, gradients.mlp_batches()[1:]
-    )
-    plain = parity.train_unsharded(
-        gradients.mlp(), make, parity.regression_loss, gradients.mlp_batches(), slices=True
-    )
-    parity.assert_equal(ours, plain[1:], "unsharded")
+    assert_trains(model, optimizer, begin=1)
 
 
 @ranks(2)
@@ -223,17 +225,7 @@ def test_after_loading_by_assignment_what_it_holds() -> None:
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     model.load_state_dict({name: value.clone() for name, value in own.items()}, assign=True)
     model.load_state_dict(own, assign=True)
-    ours = parity.train_sharded(
-        model, lambda _: optimizer, parity.regression_loss, gradients.mlp_batches()
-    )
-    plain = parity.train_unsharded(
-        gradients.mlp(),
-        OPTIMIZERS["adamw"],
-        parity.regression_loss,
-        gradients.mlp_batches(),
-        slices=True,
-    )
-    parity.assert_equal(ours, plain, "unsharded")
+    assert_trains(model, optimizer)
 
 
 @ranks(2)
@@ -241,16 +233,9 @@ def test_an_optimizer_made_while_parameters_are_gathered() -> None:
     model = parity.shard(parity.OURS, gradients.mlp())
     with torch.no_grad():
         model(gradients.part(0)[0])
-    make = OPTIMIZERS["adamw"]
-    optimizer = make(model.parameters())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
     repoint_optimizer(optimizer)
-    ours = parity.train_sharded(
-        model, lambda _: optimizer, parity.regression_loss, gradients.mlp_batches()
-    )
-    plain = parity.train_unsharded(
-        gradients.mlp(), make, parity.regression_loss, gradients.mlp_batches(), slices=True
-    )
-    parity.assert_equal(ours, plain, "unsharded")
+    assert_trains(model, optimizer)
 
 
 @ranks(2)

@@ -5,11 +5,8 @@ Functions of fsdp2 that are called; those of torch differ from version to versio
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +15,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2.core.modules import optimizers
+from fsdp2.testing import counting
 from fsdp2.testing.null_group import null_mesh, null_world
 
 pytestmark = pytest.mark.alone
@@ -31,21 +29,10 @@ def _nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers.steps, "functions", [])
 
 
-def called(run: Callable[[], object]) -> Counter[str]:
+def called(run: Callable[[], object]) -> dict[str, int]:
     """Functions of fsdp2 that ``run`` calls, by module and name; comprehensions are none."""
-    counts: Counter[str] = Counter()
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        module = frame.f_globals.get("__name__", "")
-        if event == "call" and module.startswith("fsdp2.") and "<" not in frame.f_code.co_name:
-            counts[f"{module.removeprefix('fsdp2.')}.{frame.f_code.co_name}"] += 1
-
-    sys.setprofile(count)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return counts
+    own = {name: n for name, n in counting.called(run)[0].items() if name.startswith("fsdp2.")}
+    return {name.removeprefix("fsdp2."): n for name, n in own.items() if "<" not in name}
 
 
 def steady(units: int, make: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:

@@ -12,6 +12,7 @@ reports.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import random
 import sys
@@ -278,17 +279,19 @@ def run_lm(preset: str, recomputes: bool, settings: Settings) -> int:
         step()
     with torch.profiler.profile(profile_memory=True) as profiler:
         step()
+    dist.destroy_process_group()
+    return peak_of(profiler)
+
+
+def peak_of(profiler: Any) -> int:
+    """The most that was allocated at a time in what was profiled, beside what was there."""
     changes = [
         (event.start_ns(), event.nbytes())
         for event in profiler.profiler.kineto_results.events()
         if event.name() == "[memory]"
     ]
-    dist.destroy_process_group()
-    live = peak = 0
-    for _, nbytes in sorted(changes, key=lambda change: change[0]):
-        live += nbytes
-        peak = max(peak, live)
-    return peak
+    nbytes = (nbytes for _, nbytes in sorted(changes, key=lambda change: change[0]))
+    return max(itertools.accumulate(nbytes, initial=0))
 
 
 def main_of_train_lm() -> None:

@@ -15,6 +15,7 @@ from fsdp2.planning.memory import Ledger
 from fsdp2.tracing.record.notes import Operation
 from tests.common import workers
 from tests.common.models import seeded
+from tests.planning.planned_memory import peak_of
 
 pytestmark = pytest.mark.ranks
 
@@ -70,15 +71,7 @@ def seen() -> tuple[int, int]:
         model(torch.ones(4, DIM)).sum().backward()
         with torch.profiler.profile(profile_memory=True) as profiler:
             optimizer.step()
-    changes = [
-        (event.start_ns(), event.nbytes())
-        for event in profiler.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    ]
-    live = most = 0
-    for _, nbytes in sorted(changes, key=lambda change: change[0]):
-        live += nbytes
-        most = max(most, live)
+    most = peak_of(profiler)
     values = (value for kept in optimizer.state.values() for value in kept.values())
     return sum(local_of(value).nbytes for value in values if isinstance(value, Tensor)), most
 

@@ -21,30 +21,6 @@ from tests.common import models, parity, running
 from tests.common.workers import ranks
 
 
-@ranks(2)
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
-def test_state_dict_while_parameters_are_whole(reshard_after_forward: bool | None) -> None:
-    """state_dict() has the shards at any time; taking it in the middle of a step does no harm."""
-
-    def run(api: Any) -> Any:
-        model = parity.shard(api, running.mlp(), reshard_after_forward=reshard_after_forward)
-        loss = parity.regression_loss(model, parity.my_part(running.one_batch()))
-        assert not running.is_sharded(model)
-        state = model.state_dict()
-        assert all(isinstance(value, DTensor) for value in state.values())
-        loss.backward()
-        return [
-            {name: parity.full(value) for name, value in state.items()},
-            parity.full_grads(model),
-        ]
-
-    state, grads = parity.same_as_torch(run)
-    plain = running.mlp()
-    parity.regression_loss(plain, running.one_batch()).backward()
-    parity.assert_equal(state, dict(plain.state_dict()), "state dict")
-    parity.assert_close(grads, parity.full_grads(plain), parity.FP32, "unsharded")
-
-
 class Asks(nn.Module):
     """Calls ``ask`` in its forward, or in its backward, of ``rows``' gradient."""
 

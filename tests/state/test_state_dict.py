@@ -126,6 +126,20 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor
     }
 
 
+def _save(model: nn.Module, optimizer: Optimizer, path: Path) -> None:
+    model_state, optim_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=path)
+
+
+def _load(model: nn.Module, optimizer: Optimizer, path: Path) -> None:
+    model_state, optim_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optim": optim_state}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+    )
+
+
 def _write(api: str, name: str, path: Path) -> Any:
     parallelism = parallelisms.PARALLELISMS[name]
     model = parallelism.shard(parallelisms.APIS[api], parallelisms.ladder())
@@ -133,8 +147,7 @@ def _write(api: str, name: str, path: Path) -> Any:
     before = parallelisms.losses(
         model, optimizer, parallelism, parallelisms.ladder_batches(2 * HALF)[:HALF]
     )
-    model_state, optim_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=path)
+    _save(model, optimizer, path)
     return before, _state(model, optimizer)
 
 
@@ -142,12 +155,7 @@ def _read(api: str, name: str, path: Path) -> Any:
     parallelism = parallelisms.PARALLELISMS[name]
     model = parallelism.shard(parallelisms.APIS[api], parallelisms.ladder(seed=1))
     optimizer = parity.adamw(model.parameters())
-    model_state, optim_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optim": optim_state}
-    dcp.load(state, checkpoint_id=path)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
-    )
+    _load(model, optimizer, path)
     loaded = _state(model, optimizer)
     after = parallelisms.losses(
         model, optimizer, parallelism, parallelisms.ladder_batches(2 * HALF)[HALF:]
@@ -228,6 +236,24 @@ def test_a_checkpoint_moves(
     for after, state in read:
         parity.assert_equal(state, wrote[0][1], "what was loaded")
         parity.assert_close(after, expected[HALF:], parity.FP32, "losses after")
+
+
+@workers.ranks(2)
+def test_a_checkpoint_is_loaded_into_a_model_that_has_trained(tmp_path: Path) -> None:
+    """In place, between steps of a live model and optimizer, whose root is whole at the time."""
+    model, parallelism = world()
+    optimizer = parity.adamw(model.parameters())
+    batches = parallelisms.ladder_batches(2 * HALF)
+    parallelisms.losses(model, optimizer, parallelism, batches[:HALF])
+    _save(model, optimizer, tmp_path)
+    losses = parallelisms.losses(model, optimizer, parallelism, batches[HALF:])
+    expected = _state(model, optimizer)
+    with torch.no_grad():
+        model(parallelism.part(batches[0])[0])
+    _load(model, optimizer, tmp_path)
+    again = parallelisms.losses(model, optimizer, parallelism, batches[HALF:])
+    parity.assert_equal(again, losses, "the same steps again")
+    parity.assert_equal(_state(model, optimizer), expected, "the same end")
 
 
 # -- torch.save and deepcopy ----------------------------------------------------------------------

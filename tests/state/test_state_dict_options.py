@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from types import ModuleType
 from typing import Any
@@ -72,6 +73,17 @@ def on_rank_zero(state: dict[str, Any]) -> dict[str, Any]:
     return state if dist.get_rank() == 0 else {}
 
 
+def spread(check: Any) -> Any:
+    """Makes a test of a check by the name of a parallelism, on each that is in `SHARDED`."""
+
+    @functools.wraps(check)
+    def test(name: str) -> None:
+        workers.run_on_ranks(parallelisms.PARALLELISMS[name].ranks, test, name)
+
+    setattr(test, workers.RANK_BODY, check)
+    return pytest.mark.parametrize("name", SHARDED)(test)
+
+
 # -- get_ -----------------------------------------------------------------------------------------
 
 GETTERS = [
@@ -100,7 +112,8 @@ def _get(
     return found
 
 
-def _check_get(name: str) -> None:
+@spread
+def test_get(name: str) -> None:
     found = both(name, _get, GETTERS)
     for options, ((model, kinds), _) in zip(GETTERS, found, strict=True):
         full = options.get("full_state_dict", False)
@@ -111,11 +124,6 @@ def _check_get(name: str) -> None:
         assert any(kinds.values()) is not full
     (plain, _), _ = _get(parity.OURS, parallelisms.PARALLELISMS["plain"], [{}])[0]
     parity.assert_close(found[0][0][0], plain, parity.FP32, "unsharded")
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_get(name: str) -> None:
-    workers.run_on_ranks(parallelisms.PARALLELISMS[name].ranks, _check_get, name)
 
 
 def _get_submodules(api: ModuleType, parallelism: parallelisms.Parallelism) -> Any:
@@ -189,19 +197,16 @@ def _set(
     return loaded, after
 
 
-def _check_set(name: str) -> None:
+@spread
+def test_set(name: str) -> None:
+    """Tied weights stay tied; a rank's non-persistent buffers stay its own."""
     for options in SETTERS:
         both(name, _set, options, False)
     both(name, _set, {}, True)  # flat and full together, torch's function loads from nobody
 
 
-@pytest.mark.parametrize("name", SHARDED)
-def test_set(name: str) -> None:
-    """Tied weights stay tied; a rank's non-persistent buffers stay its own."""
-    workers.run_on_ranks(parallelisms.PARALLELISMS[name].ranks, _check_set, name)
-
-
-def _check_one_by_one(name: str) -> None:
+@spread
+def test_set_one_by_one(name: str) -> None:
     """Model and optimizer by their own functions."""
 
     def run(api: ModuleType, parallelism: parallelisms.Parallelism) -> Any:
@@ -219,11 +224,6 @@ def _check_one_by_one(name: str) -> None:
         )
 
     both(name, run)
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_set_one_by_one(name: str) -> None:
-    workers.run_on_ranks(parallelisms.PARALLELISMS[name].ranks, _check_one_by_one, name)
 
 
 @workers.ranks(2)
@@ -255,7 +255,8 @@ def test_strict(full: bool) -> None:
     assert missing == ([] if full else ["head.weight"])
 
 
-def _check_meta(name: str) -> None:
+@spread
+def test_broadcast_into_a_model_on_meta(name: str) -> None:
     """A model that only rank 0 has whole, into shards that have no memory yet."""
 
     def run(api: ModuleType, parallelism: parallelisms.Parallelism) -> Any:
@@ -284,11 +285,6 @@ def _check_meta(name: str) -> None:
         parallelisms.ladder_batches(2),
     )
     parity.assert_close(found, expected, parity.FP32, "unsharded")
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_broadcast_into_a_model_on_meta(name: str) -> None:
-    workers.run_on_ranks(parallelisms.PARALLELISMS[name].ranks, _check_meta, name)
 
 
 # -- names that a module changes ------------------------------------------------------------------

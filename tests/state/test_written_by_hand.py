@@ -21,6 +21,7 @@ from fsdp2.core.device.collectives import GroupCollectives
 from fsdp2.core.modules.registry import record_of
 from tests.common import combinations, gradients, models, parity, running
 from tests.common.errors import raises
+from tests.common.observing import observe
 from tests.common.workers import ranks
 
 # -- ways to write: each doubles all parameters ---------------------------------------------------
@@ -153,6 +154,13 @@ def _assert_same(model: nn.Module, plain: nn.Module, way: str = "") -> None:
     parity.assert_equal(parity.full_params(model), dict(plain.named_parameters()), way)
 
 
+def _double(way: Way, params: Sequence[nn.Parameter], plain: nn.Module) -> None:
+    """Write parameters of a sharded model, and all of the plain one."""
+    with torch.no_grad():
+        way(params)
+        way(list(plain.parameters()))
+
+
 def _evaluate(model: nn.Module) -> None:
     with torch.no_grad():
         model(_x())
@@ -218,9 +226,7 @@ def test_the_next_forward_sees_a_write(
             before(model)
             params = of_model()
             assert all(isinstance(p, DTensor) for p in params)
-            with torch.no_grad():
-                way(params)
-                way(list(plain.parameters()))
+            _double(way, params, plain)
             _assert_same(model, plain, name)
             with torch.no_grad():  # numbers stay what they are to the bit
                 torch._foreach_mul_(held, 0.5)
@@ -314,9 +320,7 @@ def test_unsharded_parameters_are_written() -> None:
     model, plain = _pair()
     parity.regression_loss(model, gradients.part(0))
     model.reshard()
-    with torch.no_grad():
-        _mul(list(model.parameters()))
-        _mul(list(plain.parameters()))
+    _double(_mul, list(model.parameters()), plain)
     _assert_same(model, plain)
 
 
@@ -336,9 +340,7 @@ def test_numpy_of_an_unsharded_parameter() -> None:
         for _ in range(2):
             _compute(model, dist.get_rank())
             gradients.assert_like_unsharded(parity.full_grads(model), plain, _compute)
-            with torch.no_grad():
-                _mul(list(model.parameters()))
-                _mul(list(plain.parameters()))
+            _double(_mul, list(model.parameters()), plain)
             model.zero_grad()
     _assert_same(model, plain)
 
@@ -372,9 +374,7 @@ def test_written_after_a_forward_that_has_no_backward(name: str) -> None:
     model, plain = _pair()
     held = list(model.parameters())
     model(_x())
-    with torch.no_grad():
-        way(held)
-        way(list(plain.parameters()))
+    _double(way, held, plain)
     _assert_same(model, plain, name)
 
 
@@ -396,16 +396,12 @@ def test_checked_writes(name: str) -> None:
             loss.backward()
         model.reset_iter_state()
         model(_x())
-        with torch.no_grad():
-            way(held)
-            way(list(plain.parameters()))
+        _double(way, held, plain)
         _assert_same(model, plain, name)  # gathered again
         every = [model, *models.units(model)]
         for module in every:
             module.unshard()
-        with torch.no_grad():
-            way(held)
-            way(list(plain.parameters()))
+        _double(way, held, plain)
         with raises("written-sharded"):
             model(_x())
         for module in every:
@@ -437,8 +433,6 @@ def test_a_question_that_nobody_answers(
 
 def _counting(model: Any) -> list[str]:
     """The gathers of all units from now on."""
-    from tests.common.observing import observe
-
     gathers: list[str] = []
     scheduler: Any = record_of(model).scheduler  # type: ignore[union-attr]  # it is sharded
     observe(scheduler.units, lambda what, _: gathers.append(what))
@@ -465,9 +459,7 @@ def test_units_that_a_user_has_unsharded_stay(
         for module in every:
             module.reshard()
         assert all(map(running.is_sharded, every))
-    with torch.no_grad():
-        _mul(list(model.parameters()))
-        _mul(list(plain.parameters()))
+    _double(_mul, list(model.parameters()), plain)
     _assert_same(model, plain)
     assert "all_gather" in gathers
 
@@ -510,9 +502,7 @@ def test_a_user_unshards_and_writes_shards() -> None:
         elif write is not None:
             model(_x())
         if write is not None:
-            with torch.no_grad():
-                write(shards)
-                write(list(plain.parameters()))
+            _double(write, shards, plain)
         unit.reshard()
         _assert_same(model, plain)
     unit.unshard()

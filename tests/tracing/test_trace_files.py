@@ -88,7 +88,6 @@ def test_a_lane_is_a_thread_and_a_slice_an_event(tmp_path: Path) -> None:
 
 def test_the_peak_is_the_first_moment_of_most_memory() -> None:
     peak = example().peak
-    assert peak is not None
     assert (peak.time, peak.total, peak.running) == (4.5, 40, ("forward a", "reduce-scatter a"))
     assert Timeline().peak is None
 

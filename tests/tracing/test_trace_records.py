@@ -82,7 +82,6 @@ def traced(path: Path, steps: int = 2, **options: Any) -> Timeline:
     with fsdp2.trace(path, title="a run") as trace:
         for _ in range(steps):
             step(model, optimizer)
-    assert trace.timeline is not None
     return trace.timeline
 
 
@@ -92,6 +91,12 @@ def names(slices: list[Slice], *operations: str) -> list[str]:
 
 def units(timeline: Timeline, lane: str, operation: str) -> list[str]:
     return [s.unit for s in timeline.on(lane) if s.operation == operation]
+
+
+def compute_is_apart_from_waits(timeline: Timeline) -> bool:
+    busy = [(s.start, s.end) for s in timeline.on("compute")]
+    waits = [(w.start, w.end) for w in timeline.waits if w.lane == "compute"]
+    return not any(a < end and start < b for a, b in busy for start, end in waits)
 
 
 # ---- what is recorded
@@ -121,9 +126,7 @@ def test_slices_of_a_lane_do_not_overlap(tmp_path: Path) -> None:
         slices = found.on(lane)
         ends = [s.end for s in slices][:-1]
         assert all(a <= b.start for a, b in zip(ends, slices[1:], strict=True)), lane
-    busy = [(s.start, s.end) for s in found.on("compute")]
-    for wait in (w for w in found.waits if w.lane == "compute"):
-        assert not any(a < wait.end and wait.start < b for a, b in busy)
+    assert compute_is_apart_from_waits(found)
 
 
 def test_each_collective_was_waited_for(tmp_path: Path) -> None:
@@ -184,7 +187,6 @@ def test_a_trace_may_begin_before_the_first_step_or_between_others(tmp_path: Pat
         step(model, optimizer)
     with fsdp2.trace(tmp_path / "later.json") as trace:
         step(model, optimizer)
-    assert trace.timeline is not None
     assert units(trace.timeline, "all-gather", "all-gather") == [*"012", *"210"]
     assert {s.iteration for s in trace.timeline.on("all-gather")} == {0}
 
@@ -207,12 +209,6 @@ def test_it_may_begin_and_end_while_a_gather_is_under_way(tmp_path: Path) -> Non
 # ---- what users do besides a plain step
 
 
-def compute_is_apart_from_waits(timeline: Timeline) -> bool:
-    busy = [(s.start, s.end) for s in timeline.on("compute")]
-    waits = [(w.start, w.end) for w in timeline.waits if w.lane == "compute"]
-    return not any(a < end and start < b for a, b in busy for start, end in waits)
-
-
 def test_optimizers_of_one_step_share_its_number(tmp_path: Path) -> None:
     model, _ = build()
     params = list(model.parameters())
@@ -223,7 +219,6 @@ def test_optimizers_of_one_step_share_its_number(tmp_path: Path) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    assert trace.timeline is not None
     stepped = [s.iteration for s in trace.timeline.on("compute") if s.operation == "optimizer"]
     assert stepped == [0, 0, 1, 1]
     assert [s.iteration for s in trace.timeline.on("all-gather")] == [0] * 6 + [1] * 6
@@ -234,7 +229,6 @@ def test_an_optimizer_around_another_is_one(tmp_path: Path) -> None:
     optimizer = FlatOptimizer(model, torch.optim.AdamW)
     with fsdp2.trace(tmp_path / "step.json") as trace:
         step(model, optimizer)
-    assert trace.timeline is not None
     assert names(trace.timeline.on("compute"), "optimizer") == ["optimizer"]
     moments = 2 * BLOCKS * (64 * 64 + 64) * 4 // 8
     assert moments <= trace.timeline.memory[-1].bytes["optimizer"] < moments + 99  # step counts
@@ -254,11 +248,9 @@ def test_states_from_before_the_trace_are_counted(tmp_path: Path) -> None:
         model(torch.ones(4, 64)).sum().backward()
     there = bytes_of_states(optimizer)
     assert there > 2 * BLOCKS * (64 * 64 + 64) * 4 // 8
-    assert trace.timeline is not None
     assert {sample.bytes["optimizer"] for sample in trace.timeline.memory} == {there}
     with fsdp2.trace(tmp_path / "step.json") as trace:
         step(model, optimizer)
-    assert trace.timeline is not None
     assert {sample.bytes["optimizer"] for sample in trace.timeline.memory} == {there}
 
 
@@ -268,7 +260,6 @@ def test_states_of_an_optimizer_around_another_are_counted_once(tmp_path: Path) 
     step(model, optimizer)
     with fsdp2.trace(tmp_path / "step.json") as trace:
         model(torch.ones(4, 64))
-    assert trace.timeline is not None
     moments = 2 * BLOCKS * (64 * 64 + 64) * 4 // 8
     found = {sample.bytes["optimizer"] for sample in trace.timeline.memory}
     assert all(moments <= each < moments + 99 for each in found)  # step counts
@@ -287,7 +278,6 @@ def test_gradients_that_were_dropped_are_not_counted(tmp_path: Path, zero: str) 
             if zero == "behind":
                 optimizer.zero_grad()
     found = trace.timeline
-    assert found is not None
     backward = next(s for s in found.slices if (s.operation, s.iteration) == ("backward", 1))
     later = next(s for s in found.slices if (s.operation, s.iteration) == ("forward", 1))
     forward = [m for m in found.memory if later.start <= m.time < backward.start]
@@ -304,7 +294,6 @@ def test_a_forward_that_failed_does_not_hide_what_waits_behind_it(tmp_path: Path
         with pytest.raises(RuntimeError, match="no more"):
             nn.Sequential(model[0], head)(torch.ones(4, 64))
         step(model, optimizer)
-    assert trace.timeline is not None
     assert compute_is_apart_from_waits(trace.timeline)
     assert units(trace.timeline, "reduce", "reduce-scatter") == [*"210"]
 
@@ -322,7 +311,6 @@ def test_a_forward_that_fails_inside_of_a_unit(tmp_path: Path) -> None:
             model(torch.ones(4, 64))
         Moody.fails = False
         step(model, optimizer)
-    assert trace.timeline is not None
     assert compute_is_apart_from_waits(trace.timeline)
     assert problems_of(json.loads((tmp_path / "step.json").read_text())) == []
 
@@ -395,7 +383,6 @@ def test_what_is_chosen_inside_stays_behind_it_and_is_plain(tmp_path: Path) -> N
     with fsdp2.trace(tmp_path / "step.json") as trace:
         sharded.set_separate_reduce_scatter_group()
         step(model, optimizer)
-    assert trace.timeline is not None
     assert units(trace.timeline, "all-gather", "all-gather") == [*"012", *"210"]
     assert units(trace.timeline, "reduce", "reduce-scatter") == [*"210"]
     for group in unit.all_groups():
@@ -429,11 +416,9 @@ def test_it_may_begin_and_end_among_partial_sums(tmp_path: Path, begins: int) ->
     optimizer.step()
     optimizer.zero_grad()
     step(model, optimizer)
-    assert trace.timeline is not None
     assert units(trace.timeline, "all-gather", "all-gather") == [*"012", *"210"]
     with fsdp2.trace(tmp_path / "later.json") as trace:
         step(model, optimizer)
-    assert trace.timeline is not None
     assert units(trace.timeline, "reduce", "reduce-scatter") == [*"210"]
     assert units(trace.timeline, "all-reduce", "all-reduce") == [*"210"]
 
@@ -496,7 +481,6 @@ def test_a_file_that_can_no_more_be_written_leaves_the_timeline(tmp_path: Path) 
     with raises("trace-not-written"), trace:
         step(model, optimizer)
         folder.rmdir()
-    assert trace.timeline is not None
     trace.timeline.write(tmp_path / "elsewhere.json")
     assert units(trace.timeline, "all-gather", "all-gather") == [*"012", *"210"]
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,6 +22,7 @@ from fsdp2.core.modules.registry import record_of, records_below
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import PROFILER, observers_of
 from fsdp2.core.schedule.unit import Phase
+from fsdp2.testing.counting import called
 from fsdp2.testing.null_group import init_null_group, null_mesh
 from tests.common.errors import raises
 from tests.common.models import ReadsKept
@@ -86,22 +85,6 @@ def step(model: Any) -> None:
     model.zero_grad()
 
 
-def called(run: Callable[[], Any]) -> Counter[str]:
-    """Python functions that ``run`` calls, by module and name."""
-    counts: Counter[str] = Counter()
-
-    def count(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            counts[f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"] += 1
-
-    sys.setprofile(count)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return counts
-
-
 # ---- a steady step
 
 
@@ -109,7 +92,7 @@ def test_a_steady_step_neither_logs_nor_marks_nor_explains() -> None:
     model = build()
     for _ in range(2):
         step(model)
-    counts = called(lambda: step(model))
+    counts, _ = called(lambda: step(model))
     assert counts["fsdp2.core.schedule.group.start_unshard"] == 4 + 3  # the root stays for backward
     extra = (
         "fsdp2.core.layout.logs",
@@ -273,20 +256,36 @@ def outside(model: Any, call: Callable[[Any, torch.Tensor], Any]) -> str:
     return str(error.value)
 
 
-def test_the_parameter_is_named_where_the_code_names_it() -> None:
-    model = build(3)
-    text = outside(
-        model,
-        lambda model, x: x @ model.blocks[1].weight,
-    )
-    assert text.startswith("parameter 'blocks.1.weight' was used outside the forward of its unit '")
-    assert "unit 'blocks.1', where it is sharded; " in text
-    assert "aten.mm.default got mixed torch.Tensor and DTensor" in text
-    text = outside(
-        model,
-        lambda model, x: F.embedding(TOKENS, model.head.weight),
-    )
-    assert text.startswith("parameter 'head.weight' was used")
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a @ b
+
+
+def _last(blocks: Any, index: int, x: torch.Tensor) -> torch.Tensor:
+    return x @ blocks[index].weight
+
+
+OUTSIDE: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
+    "by the line": (lambda model, x: x @ model.blocks[1].weight, "blocks.1.weight' was"),
+    "of the head": (lambda model, x: F.embedding(TOKENS, model.head.weight), "head.weight' was"),
+    "given to a helper": (
+        lambda model, x: _product(x, model.blocks[1].weight),
+        "blocks.1.weight' was",
+    ),
+    "all, where the code does not tell": (
+        lambda model, x: _last(model.blocks, 3, x),
+        "blocks.0.weight' or 'blocks.1.weight' or 'blocks.2.weight' or others was",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", OUTSIDE)
+def test_the_parameter_is_named(how: str) -> None:
+    call, named = OUTSIDE[how]
+    text = outside(build(5), call)
+    assert text.startswith(f"parameter '{named} used outside the forward of its unit '")
+    if how == "by the line":
+        assert "unit 'blocks.1', where it is sharded; " in text
+        assert "aten.mm.default got mixed torch.Tensor and DTensor" in text
 
 
 GUIDE = Path(fsdp2.__file__).parents[1] / "docs" / "guides" / "debugging.md"
@@ -316,25 +315,6 @@ def test_messages_of_torch_that_the_guide_explains(words: str) -> None:
     assert words.strip("`") in (said or "AssertionError` without a text")
     with torch.no_grad(), fsdp2.gathered(model):
         call(model.head.weight, torch.zeros(8, 4))
-
-
-def test_a_helper_that_is_given_the_parameter() -> None:
-    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a @ b
-
-    model = build()
-    text = outside(model, lambda model, x: product(x, model.blocks[1].weight))
-    assert text.startswith("parameter 'blocks.1.weight' was used")
-
-
-def test_where_the_code_does_not_tell_all_are_named() -> None:
-    def last(blocks: Any, index: int, x: torch.Tensor) -> torch.Tensor:
-        return x @ blocks[index].weight
-
-    text = outside(build(5), lambda model, x: last(model.blocks, 3, x))
-    assert text.startswith(
-        "parameter 'blocks.0.weight' or 'blocks.1.weight' or 'blocks.2.weight' or others was"
-    )
 
 
 def test_what_is_said_once_stays_as_it_is() -> None:
@@ -462,7 +442,7 @@ def test_a_users_hook_that_raises_before_ours(where: str) -> None:
             model(TOKENS)
     handle.remove()
     step(model)
-    counts = called(lambda: step(model))
+    counts, _ = called(lambda: step(model))
     assert counts["fsdp2.core.schedule.group.start_unshard"] == 3 + 2
     for unit in record_of(model).scheduler.units:  # type: ignore[union-attr]  # it ran
         assert unit.phase is Phase.IDLE
