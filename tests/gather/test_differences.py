@@ -42,11 +42,11 @@ class Rank:
         self.generator = torch.Generator().manual_seed(collectives.rank)
         self.step(1.0)
         self.full = KERNELS.transient(layout.full_bytes, "gathered")
-        ((self.operations, kept),) = make_gathers(
+        (self.operations,) = make_gathers(
             layout.segments, self.shard, self.full, collectives, KERNELS, None, CPU, name, True
         )
-        assert isinstance(kept, coded.ReferenceRows)
-        self.kept = kept
+        assert isinstance(self.operations.kept, coded.ReferenceRows)
+        self.kept = self.operations.kept
 
     def step(self, size: float = 0.01) -> None:
         change = torch.randn(self.weights.shape, generator=self.generator)

@@ -250,7 +250,7 @@ def test_references_are_restored(weights_first: bool, setting: str) -> None:
 
 def references(model: nn.Module) -> list[ReferenceRows]:
     groups = [group for record in model._records(True) for group in record.unit.own_groups]
-    found = [kept for group in groups for _, kept in group.bound.parts]
+    found = [part.kept for group in groups for part in group.bound.parts]
     return [kept for kept in found if isinstance(kept, ReferenceRows)]
 
 

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
-from fsdp2.core.codecs.codec import Rounded
+from fsdp2.core.codecs.codec import GATHERED, Rounded
 from fsdp2.core.config import Wire
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather import coded
-from fsdp2.core.gather.coded import CODED
 from fsdp2.core.gather.make import make_gathers
 from fsdp2.core.gather.program import combined
 from fsdp2.core.layout.layout import ROWS, Cut, ParamShape, build_layout
@@ -31,7 +30,7 @@ FINE = 1 + 1 / 256  # no bf16 number; it becomes 1
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CODED, "rounded", Rounded())
+    monkeypatch.setitem(GATHERED, "rounded", Rounded())
 
 
 @pytest.mark.parametrize("coalesces", [True, False])
@@ -48,7 +47,7 @@ def test_what_it_gathers_is_rounded(size: int, coalesces: bool) -> None:
         parts = make_gathers(
             layout.segments, shard, full, collectives, KERNELS, None, CPU, "rounded"
         )
-        gather = combined(part for part, _ in parts)
+        gather = combined(parts)
         for run in (*gather.acquire, *gather.copy_in, *gather.collectives, *gather.finish):
             run()
         for _, parameter in gather.parameters:

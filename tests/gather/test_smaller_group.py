@@ -157,7 +157,7 @@ class RankState:
         _fill(shard, layout, values, self.whole.rank)
         full = KERNELS.transient(layout.full_bytes, "gathered")
         parts = make_gathers(layout.segments, shard, full, self.whole, KERNELS, None, CPU)
-        gather = combined(part for part, _ in parts)
+        gather = combined(parts)
         members: Any = [Param(p.name) for p in self.params]
         group = SmallerGroup(self.neighbours, None)  # type: ignore[arg-type]  # no mesh
         smaller = SmallerRows(group, layout, full, members, KERNELS, None, CPU, below)

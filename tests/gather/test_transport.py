@@ -50,7 +50,7 @@ def _bind(
             target.copy_(slot.part(whole, rank))
     cpu = torch.device("cpu")
     parts = make_gathers(layout.segments, shard, full, collectives, KERNELS, None, cpu)
-    return combined(gather for gather, _ in parts), full
+    return combined(parts), full
 
 
 def _gather(gather: Gather, full: Any) -> None:

@@ -15,7 +15,6 @@ from torch import nn
 import fsdp2
 from fsdp2.core.config import Wire
 from fsdp2.core.modules.registry import record_of
-from fsdp2.core.reduce import coded
 from fsdp2.core.reduce.binding import hand_over
 from fsdp2.core.reduce.feedback import Feedback, keep_finite
 from fsdp2.core.reduce.reduction import Reduction
@@ -106,7 +105,7 @@ def test_residuals_are_what_one_message_leaves_out(dtype: torch.dtype) -> None:
 
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = replace(FED, grad=dtype, reduce=dtype).bind(collectives)
-        feedback = reduction.way.feedback
+        feedback = reduction.context.feedback
         assert feedback is not None
         assert feedback.is_zero
         for step in range(STEPS):
@@ -139,7 +138,7 @@ def test_what_is_not_finite_is_seen_once(bad: float, rotate: bool) -> None:
         reductions.run(reduction)
         found = reduction.members[0].gradient
         assert bool(found.isfinite().all()) == (collectives.rank == 1)
-        feedback = reduction.way.feedback
+        feedback = reduction.context.feedback
         assert feedback is not None
         columns = feedback.columns()[0]
         assert columns.isfinite().all()
@@ -173,7 +172,7 @@ def both(
         own = list(made.members)
         known = len(own) - strangers
         made.members = [by_shape[member.shape] for member in own[:known]] + own[known:]
-        old, new = former.way.feedback, made.way.feedback
+        old, new = former.context.feedback, made.context.feedback
         assert old is not None
         left = {m.shape: c.clone() for m, c in zip(former.members, old.columns(), strict=True)}
         hand_over([former], [made])
@@ -225,7 +224,7 @@ def test_what_an_exception_has_torn_begins_at_zero(monkeypatch: pytest.MonkeyPat
 
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = FED.bind(collectives)
-        feedback = reduction.way.feedback
+        feedback = reduction.context.feedback
         assert feedback is not None
         give(reduction, collectives.rank, 0)
         with pytest.raises(KeyboardInterrupt):
@@ -249,7 +248,7 @@ def test_what_an_exception_has_torn_begins_at_zero(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "scenario", ["steady", "accumulation", "replicated", "changing", "partial"]
 )
-@pytest.mark.parametrize("buffer", ["residuals", coded.STAGING])
+@pytest.mark.parametrize("buffer", ["residuals", "coded gradients"])
 def test_residuals_are_used_in_order(
     scenario: str, buffer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -282,8 +281,7 @@ def test_residuals_outlive_what_binds_reductions_anew() -> None:
         (group,) = record.unit.own_groups
 
         def feedbacks() -> list[Feedback]:
-            assert group.bound is not None
-            found = [reduction.way.feedback for reduction in group.bound.reductions]
+            found = [reduction.context.feedback for reduction in group.bound.reductions]
             return [feedback for feedback in found if feedback is not None]
 
         def residuals() -> list[torch.Tensor]:

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
-from fsdp2.core.codecs.codec import Rounded
+from fsdp2.core.codecs.codec import REDUCED, Rounded
 from fsdp2.core.config import Wire
 from fsdp2.core.modules.registry import record_of
-from fsdp2.core.reduce import coded
-from fsdp2.core.reduce.coded import CODED
-from fsdp2.core.reduce.program import Job
-from fsdp2.core.reduce.reduction import ReduceContext, Way, operations, unify
+from fsdp2.core.reduce import binding
+from fsdp2.core.reduce.program import Job, Op
+from fsdp2.core.reduce.reduction import ReduceContext, operations, unify
 from fsdp2.core.reduce.transport import packing
 from fsdp2.testing.null_group import CallLog, init_null_group
 from tests.common import scenarios, thread_ranks
@@ -26,12 +25,12 @@ from tests.reduce import reductions
 pytestmark = pytest.mark.alone
 
 
-def reduce_rounded(context: ReduceContext) -> Way:
+def reduce_rounded(context: ReduceContext) -> list[Op]:
     """Gradients travel in bf16, whatever the reduce dtype; the sums come back in that."""
     spec, kernels, collectives = context.spec, context.kernels, context.collectives
     width, pack = packing(context)
     shape = (collectives.size, width)
-    staging = kernels.transient(2 * math.prod(shape), "rounded gradients")
+    context.staging = staging = kernels.transient(2 * math.prod(shape), "rounded gradients")
     rows = staging.view(reductions.BF16, 0, shape)
     sent = staging.view(reductions.BF16, 0, (math.prod(shape),))
     staging.release()
@@ -54,18 +53,18 @@ def reduce_rounded(context: ReduceContext) -> Way:
         assert job.scattered is not None
         kernels.copy(job.flat.narrow(0, 0, width), job.scattered)
 
-    return Way(operations(context, "rounded", stage, reduce, unstage, [sent]), staging)
+    return operations(context, "rounded", stage, reduce, unstage, [sent])
 
 
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = coded.reduce_coded
+    others = binding.reduce_coded
 
-    def chosen(context: ReduceContext) -> Way:
+    def chosen(context: ReduceContext) -> list[Op]:
         return (reduce_rounded if context.spec.codec == "rounded" else others)(context)
 
-    monkeypatch.setitem(CODED, "rounded", Rounded())  # its name
-    monkeypatch.setattr(coded, "reduce_coded", chosen)
+    monkeypatch.setitem(REDUCED, "rounded", Rounded())  # its name
+    monkeypatch.setattr(binding, "reduce_coded", chosen)
 
 
 ROUNDED = reductions.Setup(codec="rounded", shapes=reductions.ODD)
@@ -102,7 +101,7 @@ def test_what_it_reduces_is_rounded_and_all_else_as_ever(
                 assert member.gradient.dtype is reductions.F32
                 assert member.gradient.eq(factor * repetition).all()
         assert collectives.calls == ["reduce_scatter"] * 4  # gradients and marks
-        staging = reduction.way.staging
+        staging = reduction.context.staging
         assert staging is not None
         assert not staging.allocated
 
@@ -132,7 +131,8 @@ def test_its_memory_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPa
 def test_formats_use_their_memory_in_order(
     scenario: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert scenarios.staged_in_order(scenario, coded.STAGING, monkeypatch, wire=Wire(reduce=name))
+    wire = Wire(reduce=name)
+    assert scenarios.staged_in_order(scenario, "coded gradients", monkeypatch, wire=wire)
 
 
 def test_a_sharded_model_uses_it() -> None:
@@ -147,8 +147,7 @@ def test_a_sharded_model_uses_it() -> None:
         (group,) = record.unit.groups
         group.set_options(replace(group.options, wire=Wire(reduce="rounded")))
         model(torch.ones(2, 64)).sum().backward()
-        assert group.bound is not None
-        staging = group.bound.reductions[0].way.staging
+        staging = group.bound.reductions[0].context.staging
         assert staging is not None
         assert staging.name == "rounded gradients"
         assert log.counts()["reduce_scatter_single"] == 2

@@ -417,18 +417,18 @@ def test_gradients_that_are_not_contiguous(size: int, direct: bool) -> None:
 def test_memory_of_the_collective_is_there_only_while_it_is_needed() -> None:
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = reductions.Setup(shapes=reductions.ODD).bind(collectives)
-        assert not reduction.way.staging.allocated
+        assert not reduction.context.staging.allocated
         job = reduction.collect(take_missing=True)
         assert job is not None
         for step in reduction.full.compute:
             step(job)
-        assert reduction.way.staging.allocated
+        assert reduction.context.staging.allocated
         assert job.grads == []  # copied: autograd's gradients may go
         for step in reduction.full.reduce:
             step(job)
-        assert reduction.way.staging.allocated  # until COMPUTE is behind the collective
+        assert reduction.context.staging.allocated  # until COMPUTE is behind the collective
         reduction.release()
-        assert not reduction.way.staging.allocated
+        assert not reduction.context.staging.allocated
         reduction.release()  # once is enough, twice does no harm
 
     thread_ranks.run_ranks(2, body)
@@ -464,8 +464,8 @@ def test_gradients_that_are_cast_are_gone_before_staging_comes(
             watched.append(weakref.ref(member.full_grad))
         del member, grad
         found: list[bool] = []
-        assert reduction.way.staging is not None
-        looks[reduction.way.staging] = lambda: found.extend(one() is None for one in watched)
+        assert reduction.context.staging is not None
+        looks[reduction.context.staging] = lambda: found.extend(one() is None for one in watched)
         job = reduction.collect(take_missing=True)
         assert job is not None
         for step in reduction.full.compute:

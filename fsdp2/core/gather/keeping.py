@@ -5,7 +5,6 @@
 
     fresh ── an all-gather has ended ──> again ── forget ──> fresh
 
-An all-gather evaluates no condition: its last operation chooses the next one.
 `fsdp2.core.schedule.reuse` knows when shards may have changed, and calls `forget`.
 
     KeptRows      of all ranks (`segments`)
@@ -15,7 +14,7 @@ An all-gather evaluates no condition: its last operation chooses the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,7 +26,7 @@ from fsdp2.core.device.buffers import Buffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Launch, Work
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.gather.make import Part, make_gathers
+from fsdp2.core.gather.make import make_gathers
 from fsdp2.core.gather.program import Gather, Run, combined
 from fsdp2.core.gather.segments import KeptRows
 from fsdp2.core.layout.layout import (
@@ -75,10 +74,9 @@ class NodeRows:
         self.rows: TransientBuffer = kernels.transient(pieces.full_bytes, f"node rows of {name}")
         self.stays = False
         self._kernels = kernels
-        parts = make_gathers(
-            pieces.segments, shard, self.rows, between, kernels, None, device, codec
+        self._own = combined(
+            make_gathers(pieces.segments, shard, self.rows, between, kernels, None, device, codec)
         )
-        self._own = combined(gather for gather, _ in parts)
         self._gaps: list[torch.Tensor] = []
         self._zeros: list[torch.Tensor] = []
 
@@ -235,8 +233,9 @@ class SmallerRows:
             nbytes += smaller.shard_numel * smaller.full_dtype.itemsize
             nbytes = round_up(nbytes, COLLECTIVE_ALIGN_BYTES)
         self._rows = kernels.transient(nbytes, "rows of the smaller group")
-        parts = make_gathers(segments, self._rows, full, group.collectives, kernels, comm, device)
-        self.gather = combined(gather for gather, _ in parts)
+        self.gather = combined(
+            make_gathers(segments, self._rows, full, group.collectives, kernels, comm, device)
+        )
         gathered = {slot.index: tensor for slot, tensor in self.gather.parameters}
         for smaller in segments:
             for slot in smaller.slots:
@@ -284,24 +283,24 @@ class SmallerRows:
 
 
 class Keeping:
-    """The two all-gathers of a group that keeps rows: ``fresh`` with collectives, and ``again``.
+    """The two all-gathers of a group that keeps rows: ``fresh`` with collectives, and ``again``,
+    which is the next one while rows are ``current``.
 
     ``gather`` is that of all segments, through both levels if there are two; ``load`` copies
-    offloaded shards from the host first; ``choose`` is called with the next one. Rows of a
-    ``smaller`` group stay, or rows of ``nodes``, from which others than kept ones are gathered.
+    offloaded shards from the host first. Rows of a ``smaller`` group stay, or rows of ``nodes``,
+    from which others than kept ones are gathered.
     """
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[Gather],
         gather: Gather,
         load: Gather | None,
-        choose: Callable[[Gather], None],
         nodes: NodeRows | None = None,
         smaller: SmallerRows | None = None,
     ) -> None:
-        self._choose, self._nodes, self._smaller = choose, nodes, smaller
-        self.kept = [kept for _, kept in parts if kept is not None]
+        self._nodes, self._smaller = nodes, smaller
+        self.kept = [part.kept for part in parts if part.kept is not None]
         ends = [] if smaller is not None else [self.end]
         self.fresh = replace(
             gather, acquire=[*gather.acquire, self._begin], finish=[*gather.finish, *ends]
@@ -310,7 +309,7 @@ class Keeping:
             self.again = smaller.gather
             smaller.keeping = self  # its rows are copied when forward is over
         else:
-            others = [each for each, kept in parts if kept is None]
+            others = [part for part in parts if part.kept is None]
             again = [Gather(copy_out=kept.rows.put) for kept in self.kept] + others
             if load is not None and nodes is None and others:  # which read shards once more
                 again.insert(0, load)
@@ -328,14 +327,11 @@ class Keeping:
 
     def end(self) -> None:
         """Rows are there."""
-        if self._counts:
-            self.current = True
-            self._choose(self.again)
+        self.current = self.current or self._counts
 
     def forget(self) -> None:
         """Let the next gather communicate."""
         self._counts = self.current = False
-        self._choose(self.fresh)
 
     def free(self) -> None:
         """Free memory that the next all-gather fills again, if no operation reads it."""
@@ -362,7 +358,6 @@ class Keeping:
         # All segments, or none: `again` has no collective for one that lacks rows.
         if former.current and self._nodes is None and len(known) == len(self.kept):
             self.current = True
-            self._choose(self.again)
 
     def inherit(self, former: Keeping) -> None:
         """Take over what remains valid if shards may have other values and memory."""

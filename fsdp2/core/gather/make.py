@@ -31,9 +31,6 @@ from fsdp2.core.gather.segments import (
 )
 from fsdp2.core.layout.layout import Segment, Transport, straight_into_slots
 
-Part = tuple[Gather, KeptRows | None]
-"""The operations of a segment, and its rows if they stay."""
-
 
 def make_gathers(
     segments: Sequence[Segment],
@@ -46,20 +43,20 @@ def make_gathers(
     codec: str | None = None,
     differences: bool = False,
     keeps: bool = False,
-) -> list[Part]:
-    """The operations of each segment, in order, and the rows that the next all-gathers reuse; with
-    a user's ``comm``, those of all segments together. ``shard`` is the flat shard, or the device's
+) -> list[Gather]:
+    """The operations of each segment, in order; with a user's ``comm``, those of all segments
+    together. ``shard`` is the flat shard, or the device's
     copy of it; ``full`` is allocated. It ``keeps`` rows of all segments without a codec, as it does
     where messages of the others are ``differences``.
     """
-    found: list[Part] = []
+    found: list[Gather] = []
     theirs: list[SegmentViews] = []
     carriers: list[tuple[int, SegmentViews]] = []
     waiting: dict[torch.dtype, list[tuple[Gather, Pair]]] = {}
     straight = straight_into_slots(segments)
     for segment in segments:
         place = SegmentViews(segment, shard, full, collectives, kernels)
-        transport, kept = segment.transport, None
+        transport = segment.transport
         if transport is Transport.LOCAL:
             gather = local(place)
         elif comm is not None and transport is not Transport.CODED:
@@ -68,10 +65,9 @@ def make_gathers(
         elif not segment.shard_numel:  # empty parameters have nothing to say
             gather = Gather(place.parameters())
         elif transport is Transport.CODED:
-            gather, kept = _coded(place, codec, differences)
+            gather = _coded(place, codec, differences)
         elif keeps or differences:
-            kept = KeptRows(place)
-            gather = kept.fresh()
+            gather = KeptRows(place).fresh()
         elif transport is Transport.COALESCED:
             carriers.append((len(found), place))
             gather = Gather()  # until it is known what its launch takes along
@@ -80,7 +76,7 @@ def make_gathers(
         else:
             gather, pair = packed(place)
             waiting.setdefault(segment.full_dtype, []).append((gather, pair))
-        found.append((gather, kept))
+        found.append(gather)
     for at, place in carriers:
         pairs: list[Pair] = []
         if carried := waiting.get(place.segment.full_dtype):
@@ -88,22 +84,22 @@ def make_gathers(
             # The carrier's launch sends it; the copies out of its rows remain here.
             gather.collectives = ()
             pairs.append(pair)
-        found[at] = coalesced(place, pairs), None
+        found[at] = coalesced(place, pairs)
     if theirs and comm is not None:
         # Together: a user's collective is called once per group, as torch's FSDP2 does.
-        found.append((custom(theirs, comm, device), None))
+        found.append(custom(theirs, comm, device))
     return found
 
 
-def _coded(place: SegmentViews, name: str | None, differences: bool) -> Part:
+def _coded(place: SegmentViews, name: str | None, differences: bool) -> Gather:
     """The modules of codecs are loaded at their first use."""
-    from fsdp2.core.gather.coded import CODED, ReferenceRows, encoded
+    from fsdp2.core.codecs.codec import GATHERED
+    from fsdp2.core.gather.coded import ReferenceRows, encoded
 
     assert name is not None
-    if not differences:
-        return encoded(place, CODED[name]), None
-    kept = ReferenceRows(place, CODED[name])
-    return kept.fresh(), kept
+    if differences:
+        return ReferenceRows(place, GATHERED[name]).fresh()
+    return encoded(place, GATHERED[name])
 
 
 # ---- by a collective of the user

@@ -217,26 +217,26 @@ def packed_rows(place: SegmentViews, name: str = "all-gather output") -> Rows:
     return Rows(memory, memory.view(place.wire, 0, (ranks * width,)), put)
 
 
-def own_row(place: SegmentViews, rows: Rows) -> tuple[Pair, list[Run]]:
-    """The tensors of one all-gather of all rows, and the cast into this rank's row, if any."""
-    sent, width = place.shards(sent=True), place.segment.shard_numel
-    # Out of place: a copy of the shard into its row would be one more operation.
-    if not place.casts:
-        return Pair(rows.output, sent), []
-    dtype = place.segment.full_dtype
-    own = rows.memory.view(dtype, place.collectives.rank * width * dtype.itemsize, (width,))
-    return Pair(rows.output, own), [partial(place.kernels.copy, own, sent)]
-
-
-def packed(place: SegmentViews) -> tuple[Gather, Pair]:
-    """All shards are sent together and copied to slots; also the pair, for another launch."""
-    rows = packed_rows(place)
-    pair, copy_in = own_row(place, rows)
-    memory, launch = rows.memory, place.collectives.bind_all_gather(*pair)
+def packed(place: SegmentViews, kept: KeptRows | None = None) -> tuple[Gather, Pair]:
+    """All shards are sent together and copied to slots; also the pair, for another launch. Rows
+    that are ``kept`` are not freed.
+    """
+    rows = packed_rows(place) if kept is None else kept.rows
+    sent, width, copy_in = place.shards(sent=True), place.segment.shard_numel, list[Run]()
+    memory, dtype = rows.memory, place.segment.full_dtype
+    if place.casts:
+        start = place.collectives.rank * width * dtype.itemsize
+        own = memory.view(dtype, start, (width,))
+        copy_in = [partial(place.kernels.copy, own, sent)]
+        sent = own
+    # Without a cast, out of place: a copy of the shard into its row would be one more operation.
+    pair = Pair(rows.output, sent)
+    launch = place.collectives.bind_all_gather(*pair)
     # All views are made; the gather allocates again.
     memory.release()
-    own = [memory.acquire], copy_in, [launch], rows.put, [memory.release]
-    return Gather(place.parameters(), *own), pair
+    free = [memory.release] if kept is None else []
+    moments = [memory.acquire], copy_in, [launch], rows.put, free
+    return Gather(place.parameters(), *moments, kept=kept), pair
 
 
 def runs_of_one_size(slots: Sequence[Slot]) -> list[list[Slot]]:
@@ -275,12 +275,7 @@ class KeptRows:
 
     def fresh(self) -> Gather:
         """The all-gather that brings them. Called once, while their memory is allocated."""
-        place, rows = self.place, self.rows
-        pair, copy_in = own_row(place, rows)
-        launch = place.collectives.bind_all_gather(*pair)
-        found = Gather(place.parameters(), [rows.memory.acquire], copy_in, [launch], rows.put)
-        rows.memory.release()
-        return found
+        return packed(self.place, self)[0]
 
     @property
     def holds_rows(self) -> bool:

@@ -3,8 +3,7 @@
     spec        the settings: dtypes, factors, collectives; where to divide, where rows lie
     program     operations by lane; the state of one run; what stays between runs; marks
     reduction   runs in each backward: a job collected, launched, delivered
-    transport   ways to the reduce-scatter: direct, cast, packed, joined, custom, local
-    coded       gradients in fewer bytes, summed by each rank itself; the table of codecs
+    transport   ways to the reduce-scatter: direct, cast, packed, joined, coded, custom, local
     feedback    rounding errors of gradient messages, added to the next ones
     levels      the reduce-scatter between nodes that replaces HSDP's all-reduce; coded, too
     binding     selects a transport, makes the other operations, orders all

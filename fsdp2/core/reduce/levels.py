@@ -7,7 +7,7 @@
 It stands where HSDP all-reduces. Earlier micro-batches leave partial sums inside the node; their
 gradients cross nodes once, with those of the last.
 
-In fewer bytes, each rank sums messages, as inside a node (`coded`); marks have a collective then:
+In fewer bytes, each rank sums messages, as inside a node; marks have a collective then:
 
     [nodes, n] ── encode ──> a message for each node ══ one all-to-all ══> one of each node
       ── decode, sum in fp32 ──> pieces      marks ══ a separate reduce-scatter ══> marks
@@ -116,11 +116,10 @@ def _sending(
     kernels, collectives, codec = context.kernels, context.collectives, None
     scatter = collectives.bind_reduce_scatter(context.division.kind)
     if context.spec.codec is not None:
-        from fsdp2.core.codecs.codec import NUMBERS  # who does not use them does not load them
-        from fsdp2.core.reduce.coded import CODED
+        from fsdp2.core.codecs.codec import NUMBERS, REDUCED  # who uses none loads none
 
         assert context.spec.reduce_dtype in NUMBERS
-        codec = CODED[context.spec.codec]
+        codec = REDUCED[context.spec.codec]
 
     def send(crossing: Crossing) -> Work | None:
         return scatter(crossing.job.flat, crossing.rows.view(-1))

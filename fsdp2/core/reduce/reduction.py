@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -45,9 +45,9 @@ if TYPE_CHECKING:  # who does not use it does not load it
 # ---- how gradients travel
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ReduceContext:
-    """The facts to which a transport is bound.
+    """The facts to which a transport is bound, and what it makes besides its operations.
 
     Attributes:
         direct: how many of the first members are reduced directly from their gradients, or from
@@ -56,6 +56,8 @@ class ReduceContext:
         carries_marks: whether marks use the same collective, which may not change them in other
             ways than a sum.
         alone: whether nothing is communicated: gradients are only divided.
+        staging: the input of the collective, if gradients are copied to a buffer of fsdp2.
+        feedback: rounding errors of messages, if kept.
     """
 
     slots: Sequence[Slot]
@@ -68,20 +70,8 @@ class ReduceContext:
     alone: bool
     collectives: Collectives
     kernels: Kernels
-
-
-class Way(NamedTuple):
-    """A transport, bound: its operations up to the rows, where they belong.
-
-    ``staging`` is the input of the collective, if gradients are copied to a buffer of fsdp2;
-    ``feedback`` has rounding errors of messages, if kept. If it ``adopts``, its output is
-    autograd's gradients, so that none is allocated.
-    """
-
-    ops: Sequence[Op]
     staging: TransientBuffer | None = None
     feedback: Feedback | None = None
-    adopts: bool = False
 
 
 def views_of(planned: Sequence[Run], flat: torch.Tensor) -> list[torch.Tensor]:
@@ -223,7 +213,6 @@ class Reduction:
 
     gradients: Gradients
     context: ReduceContext
-    way: Way
     partial_sums: PartialSums
     kept: KeptGradients | None
     full: Program
@@ -287,7 +276,7 @@ class Reduction:
 
     def release(self) -> None:
         """Free the input of the collective, once COMPUTE has waited for it."""
-        staging = self.way.staging
+        staging = self.context.staging
         if staging is not None and staging.allocated:
             staging.release()
 

@@ -5,7 +5,7 @@
     packed   gradients ── pad, cast, interleave ──> [ranks, n] ══ one reduce-scatter ══> flat result
     joined   the first members direct or cast, the others packed, in one launch:
              grad A | grad B | [ranks, C D marks]  ══>  [ A's rows | B's | C D marks ]
-    coded    packed, encoded, exchanged, and summed by each rank (`fsdp2.core.reduce.coded`)
+    coded    packed, encoded, exchanged, and summed by each rank
     custom   as packed, by a collective of the user's, between buffers that it allocates; a copy
              leaves its output at once, so that it may use them for the next reduction
     local    one rank: gradients are copied into the flat result
@@ -31,10 +31,10 @@ from fsdp2.core.device.collectives import Work
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import COMPUTE, REDUCE
 from fsdp2.core.layout.layout import Slot
+from fsdp2.core.pieces import round_up
 from fsdp2.core.reduce.program import BEHIND, Job, Op
 from fsdp2.core.reduce.reduction import (
     ReduceContext,
-    Way,
     operations,
     pieces_of,
     scatter_each,
@@ -44,19 +44,6 @@ from fsdp2.core.reduce.reduction import (
 
 STAGING = "reduce-scatter input"
 RANK_MAJOR = "rank-major gradient"
-
-
-def _cast_targets(
-    staging: TransientBuffer, context: ReduceContext
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Buffers for the direct members' gradients; and the same as the collective takes them."""
-    dtype, slots = context.spec.reduce_dtype, context.slots[: context.direct]
-    starts = [*itertools.accumulate((slot.numel for slot in slots), initial=0)][:-1]
-    shapes, pieces = [slot.shape for slot in slots], pieces_of(context)
-    targets = staging.views(dtype, 0, [*map(row_major, shapes, starts)])
-    if not pieces:
-        return targets, targets
-    return targets, staging.views(dtype, 0, [*map(row_major, pieces, starts)])
 
 
 def free_input(staging: TransientBuffer, _: Job) -> None:
@@ -133,89 +120,140 @@ def fill_rows(kernels: Kernels, slot: Slot, grad: torch.Tensor, rows: torch.Tens
     return rows
 
 
-def reduce_packed(context: ReduceContext) -> Way:
-    """Everything in one tensor: [ranks, n], of which each rank receives its row's sum.
+def reduce_scattered(context: ReduceContext) -> list[Op]:
+    """Direct or cast, packed, or joined: the first members and the others in one launch.
 
-    If kernels are not fused, casting each gradient into its columns takes one kernel each, three
-    times as long as this (torch 2.11 to 2.15, CPU):
+    staging   [ casts of A | of B | [ranks, C D marks] ]     without casts, where dtypes agree
+
+    If all members are direct, staging has only casts, and marks are sent apart; if none is cast
+    either, the collective reads autograd's gradients in place. If all are packed and kernels are
+    not fused, casting each gradient into its columns takes one kernel each, three times as long as
+    this (torch 2.11 to 2.15, CPU):
 
         gradients ── one copy ──> [ranks, n] of their dtype ── one cast ──> staging
 
     The gradients are freed before staging is allocated, so that it takes no more memory.
     """
     spec, kernels, size = context.spec, context.kernels, context.collectives.size
-    dtype = spec.reduce_dtype
-    width, pack = packing(context)
-    new_packed = None
-    if spec.grad_dtype != dtype and not kernels.fuses:
-        new_packed = kernels.bind_empty((size, width), spec.grad_dtype, "packed gradients")
-    staging = kernels.transient(size * width * dtype.itemsize, STAGING)
-    sent = staging.view(dtype, 0, (size * width,))
-    rows = staging.view(dtype, 0, (size, width))
-    staging.release()
-    scatter = context.collectives.bind_reduce_scatter(context.division.kind)
-
-    def stage(job: Job) -> None:
-        own = unify(job, spec)
-        if new_packed is None or own is dtype:
-            staging.acquire()
-            pack(job, rows, own)
-            return
-        packed = new_packed()
-        pack(job, packed, own)
-        staging.acquire()  # not before: gradients have just been freed
-        kernels.copy(rows, packed)
-
-    def reduce(job: Job) -> Work | None:
-        return scatter(job.flat, sent)
-
-    return Way(operations(context, "packed", stage, reduce, inputs=[sent]), staging)
-
-
-def reduce_joined(context: ReduceContext) -> Way:
-    """The first members direct or cast, the others packed: one launch, one buffer.
-
-    staging   [ casts of A | of B | [ranks, C D marks] ]     without casts, where dtypes agree
-
-    If all members are direct, staging has only casts, and marks are sent apart; if none is cast
-    either, the collective reads autograd's gradients in place.
-    """
-    spec, kernels, size = context.spec, context.kernels, context.collectives.size
-    dtype, first = spec.reduce_dtype, context.direct
-    numel = context.flat.width  # with what is packed, and the marks, at its end
-    casts, packs = spec.grad_dtype != dtype, first < len(context.slots)
+    dtype, first, kind = spec.reduce_dtype, context.direct, context.division.kind
+    casts = first > 0 and spec.grad_dtype != dtype
+    packs = first < len(context.slots)
     stage_in_place = stage_direct(context)
     if not (casts or packs):
-        return Way(operations(context, "direct", stage_in_place, scatter_each(context)))
+        return operations(context, "direct", stage_in_place, scatter_each(context))
     width, pack = packing(context) if packs else (0, None)
-    offset = sum(slot.numel for slot in context.slots[:first]) * dtype.itemsize if casts else 0
-    staging = kernels.transient(offset + size * width * dtype.itemsize, STAGING)
+    starts = [*itertools.accumulate((slot.numel for slot in context.slots[:first]), initial=0)]
+    offset = starts.pop() * dtype.itemsize if casts else 0
+    new_packed = None
+    if not first and spec.grad_dtype != dtype and not kernels.fuses:
+        new_packed = kernels.bind_empty((size, width), spec.grad_dtype, "packed gradients")
+    context.staging = staging = kernels.transient(offset + size * width * dtype.itemsize, STAGING)
     packed = staging.view(dtype, offset, (size * width,))
     rows = staging.view(dtype, offset, (size, width))
-    targets, sent = _cast_targets(staging, context) if casts else ([], [])
+    targets: list[torch.Tensor] = []
+    if casts:
+        shapes, pieces = [slot.shape for slot in context.slots[:first]], pieces_of(context)
+        targets = sent = staging.views(dtype, 0, [*map(row_major, shapes, starts)])
+        if pieces:  # the same as the collective takes them
+            sent = staging.views(dtype, 0, [*map(row_major, pieces, starts)])
     staging.release()
-    scatter = context.collectives.bind_reduce_scatter_many(context.division.kind)
 
     def stage(job: Job) -> None:
-        staging.acquire()
         if pack is not None:
-            pack(job, rows, unify(job, spec))
+            own = unify(job, spec)
+            if new_packed is not None and own is not dtype:
+                made = new_packed()
+                pack(job, made, own)
+                staging.acquire()  # not before: gradients have just been freed
+                kernels.copy(rows, made)
+                return
+            staging.acquire()
+            pack(job, rows, own)
+        else:
+            staging.acquire()
         if casts:
             kernels.copy_strided(targets, job.grads)
             job.grads = sent
-        else:
+        elif first:
             stage_in_place(job)
 
-    def reduce(job: Job) -> Work | None:
-        outputs = [*job.outputs[:first], job.flat.narrow(0, numel - width, width)]
-        return scatter(outputs, [*job.grads, packed])
-
     if not packs:
-        return Way(operations(context, "cast", stage, scatter_each(context)), staging)
-    return Way(operations(context, "joined", stage, reduce, inputs=[packed]), staging)
+        return operations(context, "cast", stage, scatter_each(context))
+    if not first:
+        scatter = context.collectives.bind_reduce_scatter(kind)
+        name = "packed"
+
+        def reduce(job: Job) -> Work | None:
+            return scatter(job.flat, packed)
+
+    else:
+        name = "joined"
+        scatter_many = context.collectives.bind_reduce_scatter_many(kind)
+        end = context.flat.width  # of what is packed, and the marks
+
+        def reduce(job: Job) -> Work | None:
+            outputs = [*job.outputs[:first], job.flat.narrow(0, end - width, width)]
+            return scatter_many(outputs, [*job.grads, packed])
+
+    return operations(context, name, stage, reduce, inputs=[packed])
 
 
-def reduce_custom(context: ReduceContext) -> Way:
+def reduce_coded(context: ReduceContext) -> list[Op]:
+    """Packed, and each rank sums encoded messages itself: a collective cannot add those.
+
+        gradients ── pad, cast, interleave ──> [ranks, n] ── encode ──> a message for each rank
+          ══ one all-to-all ══> a message of each rank ── decode, sum in fp32 ──> flat result
+
+        staging   [ [ranks, n] in the reduce dtype | a message for each rank | one of each rank ]
+
+    It adds in the order of ranks. Marks, whose sums must be whole numbers, have a separate
+    collective.
+    """
+    # Who uses no codec loads none.
+    from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, codec_of
+    from fsdp2.core.reduce.feedback import Feedback
+
+    spec, kernels, size = context.spec, context.kernels, context.collectives.size
+    dtype, before = spec.reduce_dtype, context.division.before
+    assert spec.codec is not None
+    assert dtype in NUMBERS
+    codec = codec_of(spec.codec, spec.rotate, spec.device)
+    width, pack = packing(context)
+    nbytes = codec.nbytes(width)
+    # One buffer for all three: it is acquired and released once
+    start = round_up(size * width * dtype.itemsize, ALIGNMENT)
+    context.staging = staging = kernels.transient(start + 2 * size * nbytes, "coded gradients")
+    rows = staging.view(dtype, 0, (size, width))
+    sent = staging.view(torch.uint8, start, (size, nbytes))
+    received = staging.view(torch.uint8, start + size * nbytes, (size, nbytes))
+    staging.release()
+    exchange = context.collectives.bind_all_to_all(received, sent)
+    feedback: Feedback | None = None
+    if spec.feedback:
+        numels = (slot.shard_numel for slot in context.slots)
+        places = [*zip(context.flat.starts, numels, strict=True)]
+        context.feedback = feedback = Feedback(codec, (size, before), width, places, kernels)
+
+    def stage(job: Job) -> None:
+        if feedback is not None:  # no memory is made on the other lane (invariant I2)
+            feedback.hold()
+        staging.acquire()
+        pack(job, rows, unify(job, spec))
+
+    def reduce(job: Job) -> Work | None:
+        if feedback is None:
+            kernels.transform(codec.encode, sent, rows)
+        else:
+            feedback.encode(sent, rows)
+        return exchange()
+
+    def unstage(job: Job) -> None:
+        kernels.transform(codec.total, job.flat.narrow(0, 0, width), received)
+
+    return operations(context, "coded", stage, reduce, unstage, [rows])
+
+
+def reduce_custom(context: ReduceContext) -> list[Op]:
     """Packed, with the user's collective, in buffers that it allocates for each reduction."""
     spec, kernels, size = context.spec, context.kernels, context.collectives.size
     comm, dtype, device = spec.comm, spec.reduce_dtype, spec.device
@@ -243,13 +281,13 @@ def reduce_custom(context: ReduceContext) -> Way:
         job.grads = []
 
     ops = operations(context, "custom", stage, reduce, unstage)
-    return Way([*ops, Op(BEHIND, "free input", free)])
+    return [*ops, Op(BEHIND, "free input", free)]
 
 
 # ---- on one rank
 
 
-def reduce_local(context: ReduceContext) -> Way:
+def reduce_local(context: ReduceContext) -> list[Op]:
     """Gradients are copied to where the rows are used on."""
     kernels, marks, before = context.kernels, context.marks, context.division.before
 
@@ -265,10 +303,10 @@ def reduce_local(context: ReduceContext) -> Way:
         kernels.divide(job.flat, before)
 
     ops = [Op(COMPUTE, "stage local", stage)]
-    return Way(ops if before is None else [*ops, Op(REDUCE, "divide", divide)])
+    return ops if before is None else [*ops, Op(REDUCE, "divide", divide)]
 
 
-def reduce_adopted(context: ReduceContext) -> Way:
+def reduce_adopted(context: ReduceContext) -> list[Op]:
     """Without other steps, autograd's gradient becomes ``.grad``."""
     stage = stage_direct(context)
 
@@ -277,8 +315,8 @@ def reduce_adopted(context: ReduceContext) -> Way:
         # With create_graph=True autograd's have a graph, which no reduced gradient has.
         job.outputs = [grad.detach() if grad.requires_grad else grad for grad in job.grads]
 
-    return Way([Op(COMPUTE, "adopt", adopt)], adopts=True)
+    return [Op(COMPUTE, "adopt", adopt)]
 
 
-def reduce_empty(context: ReduceContext) -> Way:
-    return Way([])
+def reduce_empty(context: ReduceContext) -> list[Op]:
+    return []

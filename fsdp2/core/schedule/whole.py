@@ -111,12 +111,7 @@ class Together:
 
     def _bind(self, due: Sequence[ParamGroup]) -> list[Family]:
         """The families, rebuilt if a group was bound again, or if other groups are due."""
-        parts = [
-            (group, part)
-            for group in due
-            if group.bound is not None
-            for part in group.bound.reductions
-        ]
+        parts = [(group, part) for group in due for part in group.bound.reductions]
         if parts != self._bound:
             families: dict[Hashable, tuple[ReductionSpec, list[Part]]] = {}
             for group, part in parts:
