@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
-from fsdp2.core.config import Wire
 from fsdp2.core.modules.registry import record_of
 from fsdp2.core.reduce.binding import hand_over
 from fsdp2.core.reduce.feedback import Feedback, keep_finite
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.testing.null_group import init_null_group
-from tests.common import scenarios, thread_ranks
+from tests.common import thread_ranks
 from tests.common.errors import raises
 from tests.reduce import reductions
 
@@ -185,32 +184,26 @@ def both(
     return found
 
 
-@pytest.mark.parametrize("codec", ["int4", "int8"])
-def test_the_same_members_keep_theirs(codec: str) -> None:
-    for left, now in both(FED, replace(FED, codec=codec, rotate=codec == "int8")):
+@pytest.mark.parametrize(
+    ("second", "kept"),
+    [
+        (FED, True),
+        (replace(FED, codec="int8", rotate=True), True),
+        (replace(FED, shapes=SHAPES[::-1]), True),
+        (replace(FED, grad=reductions.F16, reduce=reductions.F16), False),
+    ],
+    ids=["the same", "another codec", "another order", "divided otherwise"],
+)
+def test_members_keep_theirs_or_begin_at_zero(second: reductions.Setup, kept: bool) -> None:
+    for left, now in both(FED, second):
         assert left.any()
-        assert torch.equal(left, now)
+        assert torch.equal(left, now) if kept else not now.any()
 
 
-def test_members_in_another_order_keep_theirs() -> None:
-    for left, now in both(FED, replace(FED, shapes=SHAPES[::-1])):
-        assert left.any()
-        assert torch.equal(left, now)
-
-
-def test_members_that_nobody_had_begin_at_zero() -> None:
+def test_members_that_nobody_had_begin_at_zero_and_without_feedback_all_are_gone() -> None:
     kept, other = both(FED, replace(FED, shapes=SHAPES[:2]), strangers=1)
     assert torch.equal(*kept)
     assert not other[1].any()
-
-
-def test_those_of_what_was_divided_otherwise_begin_at_zero() -> None:
-    for left, now in both(FED, replace(FED, grad=reductions.F16, reduce=reductions.F16)):
-        assert left.any()
-        assert not now.any()
-
-
-def test_without_feedback_residuals_are_gone() -> None:
     assert both(FED, replace(FED, feedback=False)) == []
 
 
@@ -242,18 +235,7 @@ def test_what_an_exception_has_torn_begins_at_zero(monkeypatch: pytest.MonkeyPat
     thread_ranks.run_ranks(2, body)
 
 
-# ---- on paper, and through the setter
-
-
-@pytest.mark.parametrize(
-    "scenario", ["steady", "accumulation", "replicated", "changing", "partial"]
-)
-@pytest.mark.parametrize("buffer", ["residuals", "coded gradients"])
-def test_residuals_are_used_in_order(
-    scenario: str, buffer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wire = Wire(reduce="int4", rotate=True, feedback=True)
-    assert scenarios.staged_in_order(scenario, buffer, monkeypatch, wire=wire)
+# ---- through the setter
 
 
 def test_options_of_gradients_need_their_format() -> None:

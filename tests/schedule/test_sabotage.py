@@ -11,13 +11,12 @@ import pytest
 
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import Lane
-from fsdp2.core.gather import make
+from fsdp2.core.gather import keeping
 from fsdp2.core.gather.program import Gather
 from fsdp2.core.gather.segments import Pair, SegmentViews
 from fsdp2.core.params.gradients import Gradients
 from fsdp2.core.reduce import binding
-from fsdp2.core.reduce.program import Job, PartialSums
-from fsdp2.core.reduce.reduction import PendingReduction, Reduction
+from fsdp2.core.reduce.reduction import Job, PartialSums, PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import Phase, Unit
@@ -55,7 +54,7 @@ def _release_before_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _release_staging_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = make.packed
+    packed = keeping.packed
 
     def hasty(place: SegmentViews) -> tuple[Gather, Pair]:
         gather, pair = packed(place)
@@ -68,7 +67,7 @@ def _release_staging_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         gather.collectives = [launch_and_free]
         return gather, pair
 
-    monkeypatch.setattr(make, "packed", hasty)
+    monkeypatch.setattr(keeping, "packed", hasty)
 
 
 def _forget_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +140,6 @@ def _release_mirror_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: ParamGroup) -> None:
         start(self)
-        assert self.bound is not None
         if self.bound.mirror is not None and not self.bound.keeps_mirror:
             self.bound.mirror.release()
 
@@ -153,7 +151,6 @@ def _release_smaller_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: ParamGroup) -> None:
         start(self)
-        assert self.bound is not None
         if self.bound.smaller is not None:
             self.bound.smaller.release()
 

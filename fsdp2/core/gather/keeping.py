@@ -1,4 +1,6 @@
-"""Rows that stay between all-gathers: of all ranks, of a node, of a smaller group.
+"""The all-gathers of a group's segments, and rows that stay: of all ranks, a node, a smaller group.
+
+`make_gathers` selects the operations of each segment; with rows that stay, a group has two gathers:
 
     fresh   shards ══ all-gather ══> rows ── copy ──> slots     as its first operation: begin
     again                            rows ── copy ──> slots     as its last one: end
@@ -26,9 +28,17 @@ from fsdp2.core.device.buffers import Buffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Launch, Work
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.gather.make import make_gathers
 from fsdp2.core.gather.program import Gather, Run, combined
-from fsdp2.core.gather.segments import KeptRows
+from fsdp2.core.gather.segments import (
+    KeptRows,
+    Pair,
+    SegmentViews,
+    coalesced,
+    custom,
+    local,
+    one_slot,
+    packed,
+)
 from fsdp2.core.layout.layout import (
     COLLECTIVE_ALIGN_BYTES,
     Cut,
@@ -37,11 +47,85 @@ from fsdp2.core.layout.layout import (
     Slot,
     Transport,
     repacked,
+    straight_into_slots,
 )
 from fsdp2.core.layout.levels import gaps
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.param import ShardedParam, Swap
 from fsdp2.core.pieces import round_up
+
+# ---- which operations each segment has
+
+
+def make_gathers(
+    segments: Sequence[Segment],
+    shard: Buffer,
+    full: TransientBuffer,
+    collectives: Collectives,
+    kernels: Kernels,
+    comm: AllGather | None,
+    device: torch.device,
+    codec: str | None = None,
+    differences: bool = False,
+    keeps: bool = False,
+) -> list[Gather]:
+    """The operations of each segment, in order; with a user's ``comm``, those of all segments
+    together. ``shard`` is the flat shard, or the device's
+    copy of it; ``full`` is allocated. It ``keeps`` rows of all segments without a codec, as it does
+    where messages of the others are ``differences``.
+    """
+    found: list[Gather] = []
+    theirs: list[SegmentViews] = []
+    carriers: list[tuple[int, SegmentViews]] = []
+    waiting: dict[torch.dtype, list[tuple[Gather, Pair]]] = {}
+    straight = straight_into_slots(segments)
+    for segment in segments:
+        place = SegmentViews(segment, shard, full, collectives, kernels)
+        transport = segment.transport
+        if transport is Transport.LOCAL:
+            gather = local(place)
+        elif comm is not None and transport is not Transport.CODED:
+            theirs.append(place)
+            continue
+        elif not segment.shard_numel:  # empty parameters have nothing to say
+            gather = Gather(place.parameters())
+        elif transport is Transport.CODED:
+            gather = _coded(place, codec, differences)
+        elif keeps or differences:
+            gather = KeptRows(place).fresh()
+        elif transport is Transport.COALESCED:
+            carriers.append((len(found), place))
+            gather = Gather()  # until it is known what its launch takes along
+        elif straight:
+            gather = one_slot(place)
+        else:
+            gather, pair = packed(place)
+            waiting.setdefault(segment.full_dtype, []).append((gather, pair))
+        found.append(gather)
+    for at, place in carriers:
+        pairs: list[Pair] = []
+        if carried := waiting.get(place.segment.full_dtype):
+            gather, pair = carried.pop(0)
+            # The carrier's launch sends it; the copies out of its rows remain here.
+            gather.collectives = ()
+            pairs.append(pair)
+        found[at] = coalesced(place, pairs)
+    if theirs and comm is not None:
+        # Together: a user's collective is called once per group, as torch's FSDP2 does.
+        found.append(custom(theirs, comm, device))
+    return found
+
+
+def _coded(place: SegmentViews, name: str | None, differences: bool) -> Gather:
+    """The modules of codecs are loaded at their first use."""
+    from fsdp2.core.codecs.codec import GATHERED
+    from fsdp2.core.gather.coded import ReferenceRows, encoded
+
+    assert name is not None
+    if differences:
+        return ReferenceRows(place, GATHERED[name]).fresh()
+    return encoded(place, GATHERED[name])
+
 
 # ---- of a node
 
@@ -121,10 +205,6 @@ class NodeRows:
 
     def _leave(self) -> None:
         if not self.stays:
-            self.free()
-
-    def free(self) -> None:
-        if self.rows.allocated:
             self.rows.release()
 
 
@@ -300,7 +380,7 @@ class Keeping:
         smaller: SmallerRows | None = None,
     ) -> None:
         self._nodes, self._smaller = nodes, smaller
-        self.kept = [part.kept for part in parts if part.kept is not None]
+        self.kept = [part.kept for part in parts if isinstance(part.kept, KeptRows)]
         ends = [] if smaller is not None else [self.end]
         self.fresh = replace(
             gather, acquire=[*gather.acquire, self._begin], finish=[*gather.finish, *ends]
@@ -338,7 +418,7 @@ class Keeping:
         if self.current:
             return
         if self._nodes is not None:
-            self._nodes.free()
+            self._nodes.rows.release()
         if self._smaller is not None:
             self._smaller.release()
 

@@ -12,15 +12,13 @@
     a load from the host   ┘
 
 An operation is a callable without arguments, bound to its memory once; work that a segment does not
-have is an operation that is not there. Builders make them: `segments` for what is sent as it is,
-`coded`, `make` for a collective of the user, `extension`.
+have is an operation that is not there. Builders make them: `segments`, `coded`, `extension`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,9 +26,6 @@ from fsdp2.core.device.collectives import Launch, Work
 from fsdp2.core.device.streams import ALL_GATHER, COMPUTE, COPY_IN, Event, Streams
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.progress import communication_error
-
-if TYPE_CHECKING:
-    from fsdp2.core.gather.segments import KeptRows
 
 Run = Callable[[], object]
 """An operation, bound to its memory."""
@@ -47,7 +42,7 @@ class Gather:
         early: whether the gathered buffer must be allocated before the collectives, which write it.
         aliases: whether unsharded parameters are views of the shard.
         loads: whether shards are copied from the host first.
-        kept: the rows that it leaves for later all-gathers, if any.
+        kept: the `KeptRows` that it leaves for later all-gathers, if any.
         launches: whether there is anything to run before ``finish``.
         finishes: whether anything remains to be done after it.
     """
@@ -62,7 +57,7 @@ class Gather:
     aliases: bool = False
     loads: bool = False
     finish: Sequence[Run] = ()
-    kept: KeptRows | None = None
+    kept: object = None
     launches: bool = field(init=False)
     finishes: bool = field(init=False)
 

@@ -26,8 +26,7 @@ from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE
 from fsdp2.core.layout.layout import GroupLayout, Slot
 from fsdp2.core.params.gradients import Gradients
-from fsdp2.core.reduce.levels import context_between, cross_nodes
-from fsdp2.core.reduce.program import (
+from fsdp2.core.reduce.reduction import (
     BEHIND,
     HOST,
     REDUCE_SCATTER,
@@ -38,11 +37,9 @@ from fsdp2.core.reduce.program import (
     PartialSums,
     PresenceMarks,
     Program,
-    Step,
-)
-from fsdp2.core.reduce.reduction import (
     ReduceContext,
     Reduction,
+    Step,
     allocation,
     deliver,
     deliver_missed,
@@ -50,6 +47,8 @@ from fsdp2.core.reduce.reduction import (
 )
 from fsdp2.core.reduce.spec import ReductionSpec, lay_flat, plan_division
 from fsdp2.core.reduce.transport import (
+    context_between,
+    cross_nodes,
     free_input,
     reduce_adopted,
     reduce_coded,

@@ -21,26 +21,34 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from fsdp2.core.custom_collectives import checked_buffer
 from fsdp2.core.device.buffers import TransientBuffer, row_major
-from fsdp2.core.device.collectives import Work
+from fsdp2.core.device.collectives import Collectives, ReduceKind, Work, collectives_of
 from fsdp2.core.device.kernels import Kernels
-from fsdp2.core.device.streams import COMPUTE, REDUCE
+from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE
 from fsdp2.core.layout.layout import Slot
 from fsdp2.core.pieces import round_up
-from fsdp2.core.reduce.program import BEHIND, Job, Op
 from fsdp2.core.reduce.reduction import (
+    BEHIND,
+    BETWEEN_NODES,
+    Crossing,
+    Job,
+    Op,
+    PresenceMarks,
     ReduceContext,
+    Step,
     operations,
     pieces_of,
     scatter_each,
     stage_direct,
     unify,
 )
+from fsdp2.core.reduce.spec import Division, ReductionSpec, lay_flat
 
 STAGING = "reduce-scatter input"
 RANK_MAJOR = "rank-major gradient"
@@ -138,12 +146,12 @@ def reduce_scattered(context: ReduceContext) -> list[Op]:
     dtype, first, kind = spec.reduce_dtype, context.direct, context.division.kind
     casts = first > 0 and spec.grad_dtype != dtype
     packs = first < len(context.slots)
-    stage_in_place = stage_direct(context)
-    if not (casts or packs):
+    stage_in_place = stage_direct(context) if first and not casts else None
+    if stage_in_place is not None and not packs:
         return operations(context, "direct", stage_in_place, scatter_each(context))
     width, pack = packing(context) if packs else (0, None)
-    starts = [*itertools.accumulate((slot.numel for slot in context.slots[:first]), initial=0)]
-    offset = starts.pop() * dtype.itemsize if casts else 0
+    numels = [slot.numel for slot in context.slots[:first]]
+    offset = sum(numels) * dtype.itemsize if casts else 0
     new_packed = None
     if not first and spec.grad_dtype != dtype and not kernels.fuses:
         new_packed = kernels.bind_empty((size, width), spec.grad_dtype, "packed gradients")
@@ -152,6 +160,7 @@ def reduce_scattered(context: ReduceContext) -> list[Op]:
     rows = staging.view(dtype, offset, (size, width))
     targets: list[torch.Tensor] = []
     if casts:
+        starts = [*itertools.accumulate(numels[:-1], initial=0)]
         shapes, pieces = [slot.shape for slot in context.slots[:first]], pieces_of(context)
         targets = sent = staging.views(dtype, 0, [*map(row_major, shapes, starts)])
         if pieces:  # the same as the collective takes them
@@ -174,7 +183,7 @@ def reduce_scattered(context: ReduceContext) -> list[Op]:
         if casts:
             kernels.copy_strided(targets, job.grads)
             job.grads = sent
-        elif first:
+        elif stage_in_place is not None:
             stage_in_place(job)
 
     if not packs:
@@ -320,3 +329,128 @@ def reduce_adopted(context: ReduceContext) -> list[Op]:
 
 def reduce_empty(context: ReduceContext) -> list[Op]:
     return []
+
+
+# ---- between nodes
+
+#     sums inside a node    [ rows of A | rows of B | marks ]          job.flat
+#       + partial sums ── pad, interleave ──> [nodes, n + marks]       on ALL_REDUCE
+#       ══ one reduce-scatter ══> [ piece of A | piece of B | marks ]  job.flat from then on
+#
+# It stands where HSDP all-reduces, with masters that are sharded over all ranks of two levels.
+# Earlier micro-batches leave partial sums inside the node; their gradients cross nodes once, with
+# those of the last. In fewer bytes, each rank sums messages, as inside a node; marks have a
+# collective then:
+#
+#     [nodes, n] ── encode ──> a message for each node ══ one all-to-all ══> one of each node
+#       ── decode, sum in fp32 ──> pieces      marks ══ a separate reduce-scatter ══> marks
+#
+# Two reductions of a group may be between nodes at the same time, as two all-reduces may: each has
+# its own memory for all that it sends and receives.
+
+
+def context_between(
+    between: Collectives,
+    slots: Sequence[Slot],
+    spec: ReductionSpec,
+    kind: ReduceKind,
+    kernels: Kernels,
+) -> ReduceContext:
+    """That of the ``slots`` of pieces, scattered over ranks that share rows."""
+    dtype, collectives = spec.reduce_dtype, collectives_of(spec.reduce_dtype, between)
+    # Marks follow pieces even if these are empty: nothing is encoded then.
+    codec = spec.between_codec if any(slot.shard_numel for slot in slots) else None
+    flat = lay_flat(slots, collectives.rank, dtype, True, True, False, codec is None, between=True)
+    marks = PresenceMarks(collectives.size, flat, (dtype,), spec.hook is not None, kernels)
+    # Sums of a node are packed, which are in the reduce dtype already.
+    own = replace(spec, grad_dtype=dtype, codec=codec)
+    # The division before the sums is done inside the node, the one after them at the end.
+    division = Division(None, kind, kind, None)
+    return ReduceContext(
+        slots, 0, own, division, flat, marks, codec is None, False, collectives, kernels
+    )
+
+
+def cross_nodes(context: ReduceContext, inside: PresenceMarks, hold: Step) -> list[Op]:
+    """The operations that replace HSDP's all-reduce; the marks ``inside`` are always present."""
+    slots, spec, kernels, marks = context.slots, context.spec, context.kernels, context.marks
+    size, dtype = context.collectives.size, spec.reduce_dtype
+    assert marks is not None
+    width, pack = packing(context, lambda slot, grad: grad.reshape(size, slot.shard_numel))
+    new_rows = kernels.bind_empty((size, width), dtype, "reduce-scatter input between nodes")
+    new_messages, send = _sending(context, marks, width)
+
+    def allocate(job: Job) -> None:
+        """No memory is made on the other lane (invariant I2)."""
+        crossing = Job([], job.present)
+        hold(crossing)
+        job.kept = crossing.kept
+        rows = new_rows()
+        made = [
+            None
+            if slot.dim == 0 or slot.in_order or not slot.shard_numel
+            else kernels.zeros((size, slot.shard_numel), dtype, RANK_MAJOR)
+            for slot in slots
+        ]
+        if job.seeks:  # instead of the marks of a rank that lacks nothing
+            sent = kernels.zeros((size * marks.width,), dtype, "marks of a node")
+            crossing.marks = sent, sent
+        job.between = Crossing(crossing, rows, made, [new() for new in new_messages])
+
+    def scatter_between(job: Job) -> Work | None:
+        assert job.between is not None
+        crossing, rows, made, _ = job.between
+        if crossing.marks is not None:
+            sent, found = crossing.marks[0], inside.within(job.flat).narrow(0, 0, len(slots))
+            places = [sent.narrow(0, n * marks.width, len(slots)) for n in range(size)]
+            kernels.copy_many(places, [found] * size)
+        crossing.grads = [
+            own if buffer is None else fill_rows(kernels, slot, own, buffer)
+            for slot, own, buffer in zip(slots, job.outputs, made, strict=True)
+        ]
+        pack(crossing, rows, dtype)
+        # From here on, the job's are pieces; its sums, which the collective reads, live on
+        job.partial = (job.partial, job.flat, job.between)
+        work = send(job.between)
+        job.flat, job.outputs, job.between = crossing.flat, crossing.outputs, None
+        if job.seeks:
+            job.found = marks.within(job.flat)
+        return work
+
+    return [
+        Op(COMPUTE, "allocate pieces", allocate),
+        Op(ALL_REDUCE, BETWEEN_NODES, scatter_between),
+    ]
+
+
+def _sending(
+    context: ReduceContext, marks: PresenceMarks, width: int
+) -> tuple[list[Callable[[], torch.Tensor]], Callable[[Crossing], Work | None]]:
+    """How packed rows are sent: what makes memory for messages, and what uses all."""
+    kernels, collectives, codec = context.kernels, context.collectives, None
+    scatter = collectives.bind_reduce_scatter(context.division.kind)
+    if context.spec.codec is not None:
+        from fsdp2.core.codecs.codec import NUMBERS, REDUCED  # who uses none loads none
+
+        assert context.spec.reduce_dtype in NUMBERS
+        codec = REDUCED[context.spec.codec]
+
+    def send(crossing: Crossing) -> Work | None:
+        return scatter(crossing.job.flat, crossing.rows.view(-1))
+
+    def send_coded(crossing: Crossing) -> Work | None:
+        job, (sent, received) = crossing.job, crossing.messages
+        assert codec is not None
+        kernels.transform(codec.encode, sent, crossing.rows)
+        work = collectives.bind_all_to_all(received, sent)()
+        # Decoding follows at once: `_run` waits only for what the operation returns.
+        if work is not None:
+            work.wait()
+        kernels.transform(codec.total, job.flat.narrow(0, 0, width), received)
+        return scatter(marks.within(job.flat), marks.of(job)[0])
+
+    if codec is None:
+        return [], send
+    shape = (collectives.size, codec.nbytes(width))
+    new = kernels.bind_empty(shape, torch.uint8, "messages between nodes")
+    return [new, new], send_coded

@@ -16,13 +16,12 @@ over the reductions whose partial sums wait for an all-reduce.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import operator
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 from weakref import WeakMethod
 
@@ -39,8 +38,13 @@ from fsdp2.core.device.process_groups import meet
 from fsdp2.core.device.streams import COMPUTE, Event, Streams
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.gather.extension import Extension, plain_tensors
-from fsdp2.core.gather.keeping import Keeping, NodeRows, SmallerGroup, SmallerRows
-from fsdp2.core.gather.make import make_gathers
+from fsdp2.core.gather.keeping import (
+    Keeping,
+    NodeRows,
+    SmallerGroup,
+    SmallerRows,
+    make_gathers,
+)
 from fsdp2.core.gather.program import Gather, Launched, combined, gather_inline, gather_on_lanes
 from fsdp2.core.gather.segments import from_host
 from fsdp2.core.layout.layout import GroupLayout, ParamShape, Segment, Slot, Transport, layout_of
@@ -59,8 +63,8 @@ from fsdp2.core.params.param import (
 )
 from fsdp2.core.progress import Counts, ShardReaders, communication_error
 from fsdp2.core.reduce.binding import bind_reduction, hand_over
-from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import (
+    Job,
     Jobs,
     PendingReduction,
     Reduction,
@@ -120,30 +124,15 @@ class Claim:
     lost: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Runtime:
-    """The objects on which a group runs.
-
-    ``replicas`` are collectives of the replicate axis, if any; ``between``, those of the ranks that
-    hold pieces of the same rows, with masters sharded over two levels. ``offload`` is set if shards
-    and gradients are in CPU memory apart from the device.
-    """
-
-    collectives: Collectives
-    streams: Streams
-    kernels: Kernels
-    device: torch.device
-    replicas: Collectives | None = None
-    offload: CPUOffloadPolicy | None = None
-    gradients_of: Callable[[Sequence[ShardedParam]], Gradients] = gradients_of
-    between: Collectives | None = None
-
-
 class ParamGroup:
     """Parameters that share collectives; ``options`` are those of the unit that it belongs to.
 
     Attributes:
         name: name of the unit, for messages.
+        replicas: collectives of the replicate axis, if any.
+        between: those of the ranks that hold pieces of the same rows, with masters sharded over two
+            levels.
+        offload: set if shards and gradients are in CPU memory apart from the device.
         layout: without segments where a move of rows was interrupted.
         shard: this rank's rows of all parameters but extended ones, by ``layout``, or their pieces.
         reducers: collectives of the gradients: ``collectives``, or over a process group of their
@@ -165,12 +154,33 @@ class ParamGroup:
     _loaded_event: Event = None
 
     def __init__(
-        self, name: str, params: Sequence[ShardedParam], runtime: Runtime, options: GroupOptions
+        self,
+        name: str,
+        params: Sequence[ShardedParam],
+        options: GroupOptions,
+        collectives: Collectives,
+        streams: Streams,
+        kernels: Kernels,
+        device: torch.device,
+        *,
+        replicas: Collectives | None = None,
+        between: Collectives | None = None,
+        offload: CPUOffloadPolicy | None = None,
+        gradients_of: Callable[[Sequence[ShardedParam]], Gradients] = gradients_of,
     ) -> None:
         self.name = name
         self.params = list(params)
         self.options = options
-        self._run_on(runtime)
+        self.collectives: Collectives = collectives
+        self.reducers: Collectives = collectives
+        self.replicas, self.between = replicas, between
+        self.streams, self.kernels, self.device = streams, kernels, device
+        self.offload = offload
+        self.gradients_of = gradients_of
+        self._launch_gather: Callable[..., Launched] = gather_inline
+        if streams.asynchronous:
+            self._launch_gather = functools.partial(gather_on_lanes, event=streams.make_event())
+        self._launch_reduction = reduce_on_lanes if streams.asynchronous else reduce_inline
         self.state = SHARDED
         self.bound = UNBOUND
         self.last_gather = LastGather()
@@ -180,25 +190,11 @@ class ParamGroup:
         self.is_whole = self.fills = False
         self._accumulated = False
         self.gathered_at = -1
-        self._taken = Gather()  # that was issued last
+        self._taken = UNBOUND.gather  # that was issued last
         self._works: list[Work] = []
         self._gathered_event: Event = None
         self.layout = NOWHERE
         self.adopt()
-
-    def _run_on(self, runtime: Runtime) -> None:
-        """Store the objects that a step uses, so that it needs no lookup."""
-        self.runtime = runtime
-        self.collectives: Collectives = runtime.collectives
-        self.reducers: Collectives = runtime.collectives
-        self.replicas, self.between = runtime.replicas, runtime.between
-        self.offload = runtime.offload
-        self.streams = streams = runtime.streams
-        self.device = runtime.device
-        self._launch_gather: Callable[..., Launched] = gather_inline
-        if streams.asynchronous:
-            self._launch_gather = functools.partial(gather_on_lanes, event=streams.make_event())
-        self._launch_reduction = reduce_on_lanes if streams.asynchronous else reduce_inline
 
     @property
     def base(self) -> ParamGroup:
@@ -337,10 +333,10 @@ class ParamGroup:
             coded = frozenset(i for i, param in enumerate(self.params) if not param.exact)
         facts = shared.rank, between.size, between.coalesces, coded
         pieces = layout.once(("pieces", *facts), lambda: pieces_layout(layout, *facts))
-        return dataclasses.replace(layout, pieces=pieces)
+        return replace(layout, pieces=pieces)
 
     def _new_shard(self, layout: GroupLayout) -> FlatBuffer:
-        on_meta, kernels = any(map(is_meta, self.params)), self.runtime.kernels
+        on_meta, kernels = any(map(is_meta, self.params)), self.kernels
         if self.offload is None:
             return kernels.flat(layout.shard_bytes, on_meta)
         return kernels.host_flat(layout.shard_bytes, on_meta, self.offload.pin_memory)
@@ -395,7 +391,6 @@ class ParamGroup:
     def set_replicas(self, replicas: Collectives) -> None:
         """Sum over the same copies in another way."""
         self.replicas = replicas
-        self.runtime = dataclasses.replace(self.runtime, replicas=replicas)
         self._reduce_anew()
 
     def bind_launches(self) -> None:
@@ -601,7 +596,7 @@ class ParamGroup:
         found = [shard.view(torch.uint8, 0, (shard.nbytes,))] if shard.nbytes else []
         for param in self.params if bound.extension is not None else ():
             found += plain_tensors(param.local) if param.is_extended else ()
-        last.reads = shard, self.runtime.kernels.bind_fingerprint(found)
+        last.reads = shard, self.kernels.bind_fingerprint(found)
         return last.reads[1]()
 
     def _look_at_shards(self, last: LastGather) -> None:
@@ -667,7 +662,7 @@ class ParamGroup:
         for reduction in bound.reductions:
             reduction.abandon()
         if bound.nodes is not None:
-            bound.nodes.free()
+            bound.nodes.rows.release()
 
     def settle(self) -> None:
         """Block the host until no copy reads shards that it may write then (I8)."""
@@ -862,7 +857,7 @@ class Bound:
     def of(cls, group: ParamGroup, former: Bound, waiting: bool) -> Bound:
         """Bind all of a group."""
         self = cls()
-        layout, kernels = group.shard_layout, group.runtime.kernels
+        layout, kernels = group.shard_layout, group.kernels
         self.full = kernels.transient(group.layout.full_bytes, f"gathered {group.name}")
         if group.offload is not None:
             self.mirror = kernels.transient(layout.shard_bytes, f"shards of {group.name}")
@@ -875,11 +870,10 @@ class Bound:
         # Until `bind_reductions` has taken partial sums (I9) and residuals over from them.
         self.reductions = former.reductions
         self.bind_reductions(group, waiting)
-        self._bind_shards(group)
+        self._bind_shards(group, stays=False)
         if self.keeping is not None and former.keeping is not None:
             # `reroute` calls `follow`; here, shards may be others than those that were gathered.
             self.keeping.inherit(former.keeping)
-        self._free(group, stays=False)
         return self
 
     def reroute(self, group: ParamGroup) -> None:
@@ -889,31 +883,19 @@ class Bound:
         if self.mirror is not None:
             self.mirror.acquire()
         self._bind_gathers(group)
-        self._bind_shards(group)
-        self._free(group, stays=group.options.keep_storage)
-
-    def _free(self, group: ParamGroup, stays: bool) -> None:
-        """All views are made: free what they are views of, but gathered memory that ``stays``."""
-        if self.mirror is not None:
-            self.mirror.release()
-        if self.nodes is not None:
-            self.nodes.rows.release()
-        if not stays:
-            self.full.release()
-        # Counted while no other code has them: `ParamGroup.is_referred_to` looks for more.
-        self.references = self.count_references(group.params)
+        self._bind_shards(group, stays=group.options.keep_storage)
 
     def _extension_of(self, group: ParamGroup) -> Extension | None:
         """All parameters with all-gather hooks; it outlives changes of how to gather."""
         made: WeakMethod[Callable[[ShardedParam], None]] = WeakMethod(self._bind_swaps)
-        where = group.collectives, group.runtime.kernels, group.options, group.device, group.offload
+        where = group.collectives, group.kernels, group.options, group.device, group.offload
         for segment in group.layout.segments:
             if segment.transport is Transport.EXTENSION:
                 return Extension(segment, group.params, *where, made)
         return None
 
     def _bind_gathers(self, group: ParamGroup) -> None:
-        layout, masters, kernels = group.layout, group.shard_layout, group.runtime.kernels
+        layout, masters, kernels = group.layout, group.shard_layout, group.kernels
         self._load: Gather | None = None
         if self.mirror is not None and masters.shard_bytes:
             self._load = from_host(self.mirror, group.shard, masters.shard_bytes, kernels)
@@ -975,8 +957,10 @@ class Bound:
             self.watched.append(param.unsharded)
             self.versions.append(param.unsharded._version)
 
-    def _bind_shards(self, group: ParamGroup) -> None:
-        """The facts compared before an all-gather, and the rows that a smaller group keeps."""
+    def _bind_shards(self, group: ParamGroup, stays: bool) -> None:
+        """The facts compared before an all-gather, and the rows that are kept. All views are made
+        then: free what they are views of, but gathered memory that ``stays``.
+        """
         backed = [param for param in group.params if hasattr(param.sharded, "_local_tensor")]
         self.locals = [(cast(DTensor, param.sharded), param.local) for param in backed]
         self.sharded = [param.sharded for param in group.params]
@@ -989,22 +973,29 @@ class Bound:
                 group.layout,
                 self.full,
                 group.params,
-                group.runtime.kernels,
+                group.kernels,
                 group.options.all_gather,
                 group.device,
                 group.options.pack_below,
             )
         former, self.keeping = self.keeping, None
-        if not group.keeps_rows:
-            return
-        smaller = self.smaller if group.options.keep_rows else None
-        self.keeping = Keeping(self.parts, self.gather, self._load, self.nodes, smaller)
-        # If rows of a smaller group stay, later gathers read these, not the node's.
-        if self.nodes is not None and smaller is None:
-            self.nodes.stays = True
-        self.gather = self.keeping.fresh
-        if former is not None:
-            self.keeping.follow(former)
+        if group.keeps_rows:
+            smaller = self.smaller if group.options.keep_rows else None
+            self.keeping = Keeping(self.parts, self.gather, self._load, self.nodes, smaller)
+            # If rows of a smaller group stay, later gathers read these, not the node's.
+            if self.nodes is not None and smaller is None:
+                self.nodes.stays = True
+            self.gather = self.keeping.fresh
+            if former is not None:
+                self.keeping.follow(former)
+        if self.mirror is not None:
+            self.mirror.release()
+        if self.nodes is not None:
+            self.nodes.rows.release()
+        if not stays:
+            self.full.release()
+        # Counted while no other code has them: `ParamGroup.is_referred_to` looks for more.
+        self.references = self.count_references(group.params)
 
     def bind_reductions(self, group: ParamGroup, waiting: bool) -> None:
         """Build the reduction steps of the parameters that require grad now.
@@ -1035,20 +1026,19 @@ class Bound:
                         specs[key] = spec, alike.setdefault(spec, [])
                     spec, members = specs[key]
                     members.append((not is_direct(spec, slot, segment.transport), param, slot))
-        runtime = group.runtime
         made = []
         with torch.inference_mode(False):  # tensors that a later backward writes to
             for spec, members in alike.items():
                 members.sort(key=operator.itemgetter(0))  # those that are reduced directly first
                 made.append(
                     bind_reduction(
-                        runtime.gradients_of([param for _, param, _ in members]),
+                        group.gradients_of([param for _, param, _ in members]),
                         [slot for _, _, slot in members],
                         [packed for packed, _, _ in members].count(False),
                         spec,
                         group.reducers,
                         group.replicas,
-                        runtime.kernels,
+                        group.kernels,
                         group.layout,
                         group.between,
                     )

@@ -199,7 +199,7 @@ def _compared(groups: Sequence[ParamGroup]) -> list[int]:
         if now is not None and before is not None:
             by_device.setdefault(group.shard.device, {})[place] = now, before
     for pairs in by_device.values():
-        kernels = groups[min(pairs)].runtime.kernels
+        kernels = groups[min(pairs)].kernels
         # All of a device at once: each answer makes the host wait.
         found = kernels.differ(*zip(*pairs.values(), strict=True))
         for place, number in zip(pairs, found, strict=True):
