@@ -58,7 +58,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     ),
     "Tied parameters": ("ties/test_ties", "ties/test_shared"),
     "Frozen parameters, LoRA": (
-        "reduce/test_frozen_and_unused",
+        "reduce/test_gradients::test_freezing_within_and_across_groups",
         "reduce/test_frozen_between",
         "recipes/test_recipes::test_lora",
     ),

@@ -214,8 +214,8 @@ class Wire:
     """Wire formats of a group's parameters and gradients, except for those that stay exact.
 
     Exactness is a fact of each parameter (`ShardedParam.exact`): a new `Wire` comes with new facts,
-    so two are never equal. ``gather`` and ``reduce`` name entries of `CODED` in `core.gather.coded`
-    and `core.reduce.coded`, or are ``None``. The ``between_`` ones are for nodes of two levels.
+    so two are never equal. ``gather`` and ``reduce`` name entries of `GATHERED` and `REDUCED` in
+    `core.codecs.codec`, or are ``None``. The ``between_`` ones are for nodes of two levels.
 
     Attributes:
         differences: whether messages hold differences to the values gathered last, which are kept.

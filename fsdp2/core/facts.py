@@ -14,6 +14,7 @@ more name adds it here, so that this page shows what a change of the engine may 
 
 from __future__ import annotations
 
+from fsdp2.core.codecs.codec import codec_of
 from fsdp2.core.config import CPUOffloadPolicy, MixedPrecisionPolicy, Wire
 from fsdp2.core.custom_collectives import ReduceScatter
 from fsdp2.core.device.backends import Traits, know
@@ -60,7 +61,6 @@ from fsdp2.core.device.streams import (
     Streams,
     make_streams,
 )
-from fsdp2.core.gather.coded import CODED
 from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Segment, Slot, Transport
 from fsdp2.core.layout.levels import own_slot
 from fsdp2.core.layout.mesh import (
@@ -106,7 +106,6 @@ from fsdp2.core.params.param import (
 )
 from fsdp2.core.pieces import piece_of, round_up
 from fsdp2.core.progress import Counts, ShardReaders, communication_error
-from fsdp2.core.reduce.coded import codec_of
 from fsdp2.core.reduce.feedback import DTYPE
 from fsdp2.core.reduce.reduction import Jobs, views_of
 from fsdp2.core.reduce.spec import ReductionSpec, is_direct, lay_flat, plan_division, reduction_spec

@@ -156,7 +156,7 @@ class Entry:
             waiting = members.deliver(rows, [True] * len(rows))
             if waiting:
                 _, sums, addends = zip(*waiting, strict=True)
-                self.exchange.group.runtime.kernels.add_many(sums, addends)
+                self.exchange.group.kernels.add_many(sums, addends)
             return [None] * len(rows)
         params = self.exchange.group.params
         return [params[i].as_seen(row) for i, row in zip(self.trained, rows, strict=True)]

@@ -129,7 +129,7 @@ def _check(record: UnitRecord) -> None:
 
 def _unsupported(group: ParamGroup) -> list[tuple[str, str]]:
     options, layout = group.options, group.layout
-    transports = {segment.transport for segment in layout.segments} if layout is not None else set()
+    transports = {segment.transport for segment in layout.segments}
     cases = (
         (
             Transport.EXTENSION in transports,

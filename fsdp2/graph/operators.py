@@ -95,7 +95,6 @@ class Exchange:
     def _plan(self) -> None:
         """Note what follows from the group's layout and options, which may be replaced."""
         group, layout = self.group, self.group.layout
-        assert layout is not None
         known, options = self._planned_for
         if known is layout and options is group.options:
             return

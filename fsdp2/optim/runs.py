@@ -217,8 +217,7 @@ def places_of(params: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[FlatBu
     """The flat shard that holds a parameter's rows, and their start in it, in bytes."""
     found: dict[torch.Tensor, tuple[FlatBuffer, int]] = {}
     for group in groups_with(params):
-        layout = group.shard_layout
-        for segment in layout.segments if layout is not None else ():
+        for segment in group.shard_layout.segments:
             if segment.transport is Transport.EXTENSION:
                 continue  # tensor subclasses, which have their own memory
             for slot in segment.slots:

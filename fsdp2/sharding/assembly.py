@@ -37,7 +37,7 @@ from fsdp2.core.params.param import (
     form_of,
     refuse_gradients,
 )
-from fsdp2.core.schedule.group import ParamGroup, Runtime
+from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.observers import newly_observed
 from fsdp2.core.schedule.unit import Unit, all_groups, all_units, operations_of
 from fsdp2.sharding.plan import PlannedCall, Stray, strays
@@ -72,10 +72,10 @@ def make_groups(planned: PlannedCall) -> list[ParamGroup]:
         elif axes.replicas is not None:
             replicas = GroupCollectives(axes.replicas, device, asynchronous)
         offload = _effective_offload(planned.arguments.offload, device)
-        runtime = Runtime(
-            collectives, stage.streams, stage.kernels, device, replicas, offload, between=between
+        on = collectives, stage.streams, stage.kernels, device
+        group = ParamGroup(
+            name, params, planned.options, *on, replicas=replicas, between=between, offload=offload
         )
-        group = ParamGroup(name, params, runtime, planned.options)
         group.is_whole = axes.whole
         for plan, managed in zip(members, params, strict=True):
             mark_managed(plan.entries)

@@ -13,14 +13,12 @@ from typing import TypedDict
 import torch
 from torch import nn
 
-from fsdp2.core.codecs.codec import check_coded
+from fsdp2.core.codecs.codec import GATHERED, REDUCED, check_coded
 from fsdp2.core.config import EXACT_BELOW, GroupOptions, Level, MixedPrecisionPolicy, Wire
 from fsdp2.core.errors import coded
-from fsdp2.core.gather import coded as gathers
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.modules.registry import UnitRecord, refresh
 from fsdp2.core.params.param import PlannedParam, ShardedParam, compute_dtype, is_extended
-from fsdp2.core.reduce import coded as reductions
 
 Exact = Callable[[str, nn.Parameter], bool]
 """The user's choice of parameters that are sent without a format, by name and parameter."""
@@ -135,10 +133,10 @@ def _stays(name: str, param: nn.Parameter, exact: Exact | None, exact_below: int
 
 
 def _check_wire(wire: Wire) -> None:
-    _check_name("gather", wire.gather, gathers.CODED)
-    _check_name("reduce", wire.reduce, reductions.CODED)
+    _check_name("gather", wire.gather, GATHERED)
+    _check_name("reduce", wire.reduce, REDUCED)
     if wire.differences and wire.gather is None:
-        names = ", ".join(map(repr, gathers.CODED))
+        names = ", ".join(map(repr, GATHERED))
         raise coded(
             ValueError,
             "wire-format-differences",

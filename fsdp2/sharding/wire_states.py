@@ -150,9 +150,8 @@ def _parts(model: nn.Module) -> Iterator[_Part]:
 
 
 def _residuals(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> Iterator[_Part]:
-    assert group.bound is not None
     for reduction in group.bound.reductions:
-        feedback = reduction.way.feedback
+        feedback = reduction.context.feedback
         if feedback is not None:
             params = {RESIDUALS + name_of(param): param for param in reduction.members}
             columns = dict(zip(params, feedback.columns(), strict=True))
@@ -204,9 +203,8 @@ def _largest_piece(param: ShardedParam) -> int:
 
 
 def _references(group: ParamGroup, name_of: Callable[[ShardedParam], str]) -> Iterator[_Part]:
-    assert group.bound is not None
-    for _, kept in group.bound.parts:
-        if isinstance(kept, ReferenceRows):
+    for part in group.bound.parts:
+        if isinstance(kept := part.kept, ReferenceRows):
             segment = kept.place.segment
             rows = _pieces(group, kept.own_rows()) or _unknown(group, segment.slots)
             slots = {REFERENCES + name_of(group.params[slot.index]): slot for slot, _ in rows}
@@ -235,7 +233,6 @@ def _pieces(group: ParamGroup, rows: list[tuple[Slot, Tensor]]) -> list[tuple[Sl
 
 
 def _piece_slots(group: ParamGroup) -> dict[int, Slot]:
-    assert group.layout is not None
     assert group.layout.pieces is not None
     return {slot.index: slot for slot in group.layout.pieces.slots}
 
@@ -284,7 +281,6 @@ def _restore(
 
     The ranks agree: one may have been given fewer values, another may have no number at all.
     """
-    assert group.bound is not None
     if group.bound.keeping is not None:
         group.bound.keeping.lose()
     if found is None:

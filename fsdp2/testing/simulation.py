@@ -21,7 +21,7 @@ from fsdp2.core.device.streams import Event, Lane
 from fsdp2.core.gather.keeping import SmallerGroup
 from fsdp2.core.layout.layout import ROWS, Cut
 from fsdp2.core.progress import Counts
-from fsdp2.core.schedule.group import ParamGroup, Runtime
+from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import MOVES, Phase, Unit, lend, watched_phase
 from fsdp2.testing.parameters import PaperGradients, VirtualParam
@@ -189,15 +189,17 @@ class Simulation:
             for i, shape in enumerate(shapes)
         ]
         crosses = self._nodes > 1 and world_size > 1
-        runtime = Runtime(
+        group = ParamGroup(
+            name,
+            params,
+            self._options,
             self._collectives(world_size, coalesces),
             *(device, device, device),
-            self._replicas,
-            self._offload,
-            PaperGradients,  # type: ignore[arg-type]  # simulated
-            self._collectives(self._nodes, coalesces) if crosses else None,
+            replicas=self._replicas,
+            between=self._collectives(self._nodes, coalesces) if crosses else None,
+            offload=self._offload,
+            gradients_of=PaperGradients,  # type: ignore[arg-type]  # simulated
         )
-        group = ParamGroup(name, params, runtime, self._options)
         smaller = self._smaller
         if smaller is not None and 1 < smaller < world_size and world_size % smaller == 0:
             mesh: Any = None

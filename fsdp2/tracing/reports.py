@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.core.facts import CODED as GATHERS
 from fsdp2.core.facts import (
     COLLECTIVE_ALIGN_BYTES,
     MixedPrecisionPolicy,
@@ -259,8 +258,6 @@ def _report(
 ) -> GroupReport:
     gathers = 2 if reshards else 1
     layout, masters = group.layout, group.shard_layout
-    assert layout is not None
-    assert masters is not None
     between = gathers if group.between is not None and not group.keeps_rows else 1
     dims = group.params[0].axes.dims
     ranks = layout.world_size
@@ -339,9 +336,8 @@ def _stays(group: ParamGroup, segment: Segment) -> bool:
 
 def _sent(segment: Segment, codec: str | None) -> int:
     """Bytes of one rank's input of an all-gather."""
-    if segment.transport is Transport.CODED and codec is not None:
-        return GATHERS[codec].nbytes(segment.shard_numel)
-    return segment.shard_numel * segment.full_dtype.itemsize
+    used = codec if segment.transport is Transport.CODED else None
+    return _message(segment.full_dtype, used, segment.shard_numel)
 
 
 def _reduce_format(wire: Wire) -> str | None:
@@ -379,7 +375,6 @@ def _between_format(wire: Wire) -> str | None:
 
 def _between(group: ParamGroup, trained: Set[int], gathers: int) -> int:
     """Bytes of a step's collectives between nodes."""
-    assert group.layout is not None
     pieces, between, wire = group.layout.pieces, group.between, group.options.wire
     if pieces is None or between is None:
         return 0

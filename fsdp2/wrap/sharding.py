@@ -480,8 +480,8 @@ def _planned(units: Sequence[_PlannedUnit], ignored: set[nn.Parameter]) -> list[
 def _report(plan: _PlannedUnit) -> UnitReport:
     record = next(record for m in plan.modules if (record := record_of(m)) is not None)
     unit, precision = record.unit, require_record(plan.modules[0]).unit.options.precision
-    layouts = [group.layout for group in unit.own_groups if group.layout is not None]
-    kept = [layout for group in unit.own_groups if (layout := group.shard_layout) is not None]
+    layouts = [group.layout for group in unit.own_groups]
+    kept = [group.shard_layout for group in unit.own_groups]
     reshard = plan.options["reshard_after_forward"]
     return UnitReport(
         names=tuple(plan.names),

@@ -75,7 +75,7 @@ def test_what_the_device_can_do_is_tried() -> None:
     record = require_record(layer)
     (made,) = record.unit.own_groups
     assert type(record.streams) is Streams
-    assert not made.runtime.kernels._non_blocking
+    assert not made.kernels._non_blocking
     assert isinstance(made.bound.full, SwappedBuffer)
     assert isinstance(record, SavingUnitHooks)
 

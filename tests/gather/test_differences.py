@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.core.config import Wire
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather import coded
-from fsdp2.core.gather.make import make_gathers
+from fsdp2.core.gather.keeping import make_gathers
 from fsdp2.core.layout.layout import ROWS, Cut, ParamShape, build_layout
-from tests.common import scenarios, thread_ranks
+from tests.common import thread_ranks
 
 pytestmark = pytest.mark.alone
 
@@ -42,11 +41,11 @@ class Rank:
         self.generator = torch.Generator().manual_seed(collectives.rank)
         self.step(1.0)
         self.full = KERNELS.transient(layout.full_bytes, "gathered")
-        ((self.operations, kept),) = make_gathers(
+        (self.operations,) = make_gathers(
             layout.segments, self.shard, self.full, collectives, KERNELS, None, CPU, name, True
         )
-        assert isinstance(kept, coded.ReferenceRows)
-        self.kept = kept
+        assert isinstance(self.operations.kept, coded.ReferenceRows)
+        self.kept = self.operations.kept
 
     def step(self, size: float = 0.01) -> None:
         change = torch.randn(self.weights.shape, generator=self.generator)
@@ -220,11 +219,3 @@ def test_what_was_lost_is_gathered_exactly() -> None:
         assert not rank.error().any()
 
     on_ranks(body)
-
-
-@pytest.mark.parametrize(
-    "scenario", ["steady", "changing", "offloaded", "stepping", "stepping_between"]
-)
-def test_its_memory_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wire = Wire(gather="int4", differences=True)
-    assert scenarios.staged_in_order(scenario, coded.DIFFERENCES, monkeypatch, wire=wire)

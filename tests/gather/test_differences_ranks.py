@@ -62,14 +62,7 @@ def near(model: nn.Sequential, gather: str) -> None:
         assert wrong <= 4e-3 * (1 / 254 if "8" in gather else 1 / 13) + rounding
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "kept": {"reshard_after_forward": False},
-    "smaller group": {"reshard_after_forward": 1},
-    "offloaded": {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
-    "mixed": {"mp_policy": formats.HALF},
-    "columns": {"shard_placement_fn": formats.by_columns},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, **formats.SETTINGS}
 
 
 @ranks(2, extended=(3, 4))
@@ -250,7 +243,7 @@ def test_references_are_restored(weights_first: bool, setting: str) -> None:
 
 def references(model: nn.Module) -> list[ReferenceRows]:
     groups = [group for record in model._records(True) for group in record.unit.own_groups]
-    found = [kept for group in groups for _, kept in group.bound.parts]
+    found = [part.kept for group in groups for part in group.bound.parts]
     return [kept for kept in found if isinstance(kept, ReferenceRows)]
 
 

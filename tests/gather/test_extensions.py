@@ -84,27 +84,6 @@ def test_uneven_rows() -> None:
     _steps(parity.shard(parity.OURS, _build(common_tensors.Scaled, ODD)), ODD[-1])
 
 
-@ranks(2)
-def test_like_unsharded() -> None:
-    """The same arithmetic by hand: cast the weights, run both parts of the batch."""
-    ours = _steps(parity.shard(parity.OURS, _build(common_tensors.Bf16Weight)), EVEN[-1], steps=1)
-    model = models.seeded(partial(models.OddMLP, EVEN))
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.ndim == 2:
-                param.copy_(param.bfloat16())
-    (batch,) = parity.regression_batches(models.DIM, EVEN[-1], steps=1)
-    total = [torch.zeros_like(param) for param in model.parameters()]
-    for rank in range(2):
-        loss = parity.regression_loss(model, parity.my_part(batch, rank, 2))
-        for sum_, grad in zip(total, torch.autograd.grad(loss, model.parameters()), strict=True):
-            sum_ += grad
-        if rank == dist.get_rank():
-            parity.assert_equal(ours[0][0], loss.detach())
-    wanted = [(sum_ / 2).chunk(2)[dist.get_rank()] for sum_ in total]
-    parity.assert_equal(ours[0][1], wanted)
-
-
 @ranks(2, extended=(4,))
 def test_hooks_are_called_like_torchs() -> None:
     heard = {}

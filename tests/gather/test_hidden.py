@@ -37,26 +37,26 @@ def _in_memory(model: Any) -> int:
     return sum(group.state is not GroupState.SHARDED for group in record.scheduler.groups)
 
 
-def _x() -> Tensor:
-    return gradients.part(0)[0]
+def _x(rank: int | None = None) -> Tensor:
+    return gradients.part(0, rank)[0]
 
 
 def _energy(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: model(x).sin().sum()
 
 
-def _by_grad(model: nn.Module) -> Tensor:
-    return grad(_energy(model))(_x())
+def _by_grad(model: nn.Module, rank: int | None = None) -> Tensor:
+    return grad(_energy(model))(_x(rank))
 
 
-def _by_vjp(model: nn.Module) -> Tensor:
-    output, pull = vjp(model, _x())
+def _by_vjp(model: nn.Module, rank: int | None = None) -> Tensor:
+    output, pull = vjp(model, _x(rank))
     (found,) = pull(torch.ones_like(output))
     return found
 
 
-def _by_autograd(model: nn.Module) -> Tensor:
-    x = _x().requires_grad_()
+def _by_autograd(model: nn.Module, rank: int | None = None) -> Tensor:
+    x = _x(rank).requires_grad_()
     (found,) = torch.autograd.grad(_energy(model)(x), x, create_graph=True)
     return found
 
@@ -71,9 +71,7 @@ def _loss(model: nn.Module, rank: int | None = None) -> None:
 @ranks(2)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_derivative_between_backward_and_clipping(
-    how: Callable[[nn.Module], Tensor], kept: bool
-) -> None:
+def test_a_derivative_between_backward_and_clipping(how: Callable[..., Tensor], kept: bool) -> None:
     """Gradients stay in sight, whether or not anybody keeps the derivative and its graph."""
     model = _shard(models.seeded(_build))
     _loss(model)
@@ -98,7 +96,7 @@ def test_a_derivative_between_backward_and_clipping(
 
 @ranks(2)
 @pytest.mark.parametrize("how", HOW)
-def test_a_frozen_model_that_guides(how: Callable[[nn.Module], Tensor]) -> None:
+def test_a_frozen_model_that_guides(how: Callable[..., Tensor]) -> None:
     model = _shard(models.seeded(_build).requires_grad_(False))
     most: list[int] = []
     for block in list(model)[:-1]:
@@ -114,20 +112,11 @@ def test_a_frozen_model_that_guides(how: Callable[[nn.Module], Tensor]) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("how", HOW)
-def test_a_loss_of_a_derivative(how: Callable[[nn.Module], Tensor]) -> None:
+def test_a_loss_of_a_derivative(how: Callable[..., Tensor]) -> None:
     """Outside of any forward: its backward may reach parameters and no output of a unit."""
 
     def compute(model: nn.Module, rank: int | None = None) -> None:
-        x, _ = gradients.part(0, rank)
-        if how is _by_autograd:
-            x = x.requires_grad_()
-            (found,) = torch.autograd.grad(_energy(model)(x), x, create_graph=True)
-        elif how is _by_grad:
-            found = grad(_energy(model))(x)
-        else:
-            output, pull = vjp(model, x)
-            (found,) = pull(torch.ones_like(output))
-        found.square().sum().backward()
+        how(model, rank).square().sum().backward()
 
     for build in (_build, _line):
         model = _shard(models.seeded(build))

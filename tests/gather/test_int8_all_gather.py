@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import fsdp2
 from fsdp2.examples.int8_all_gather import Int8Gathered, gather_in_int8
+from tests.common import parity
 from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
-
-
-class SentBytes(TorchDispatchMode):
-    """Bytes that this rank puts into all-gathers: the smaller of a call's two tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace == "c10d" and "gather" in func.name():
-            sizes = [t.nbytes for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
-            self.total += min(sizes)
-        return func(*args, **(kwargs or {}))
 
 
 def _blocks(quantised: bool, width: int = 64) -> nn.Module:
@@ -45,21 +26,22 @@ def _blocks(quantised: bool, width: int = 64) -> nn.Module:
 
 
 def _sent(model: nn.Module) -> int:
+    """Elements that a rank puts into all-gathers: those of the collectives' inputs."""
     for _ in range(2):  # the first gather also compares what ranks send
-        with SentBytes() as sent:
+        with parity.CountCollectives() as counted:
             model(torch.ones(2, 64))
         model.reshard()
         for layer in model:
             layer.reshard()
-    return sent.total
+    return counted.elements["all_gather"] // (1 + dist.get_world_size())
 
 
 @ranks(2, 4)
 def test_a_quarter_of_the_bytes() -> None:
     full, int8 = _sent(_blocks(quantised=False)), _sent(_blocks(quantised=True))
     rows = 3 * 64 // dist.get_world_size()
-    assert full == rows * 64 * 4
-    assert int8 == rows * (64 + 4)  # codes, and a scale a row
+    assert full == rows * 64  # in fp32
+    assert int8 == rows * (64 + 4)  # bytes: codes, and a scale a row
 
 
 def _losses(quantised: bool) -> list[float]:

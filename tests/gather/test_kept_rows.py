@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,13 +12,12 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2.core.config import GroupOptions, Wire
 from fsdp2.core.device.streams import Lane
-from fsdp2.core.gather import segments
 from fsdp2.optim import FlatOptimizer
 from fsdp2.testing.null_group import CallLog, init_null_group
 from fsdp2.testing.simulation import Node, Simulation
 from fsdp2.testing.virtual import VirtualDevice
 from fsdp2.tracing.record.notes import Await, Operation, Signal
-from tests.common import scenarios
+from tests.gather.test_custom_comm import Gather
 
 pytestmark = pytest.mark.alone
 
@@ -76,24 +75,6 @@ def test_steps_of_any_optimizer_are_seen(log: CallLog, kind: str) -> None:
         optimizer.step()  # and gradients stay
 
 
-class Custom(fsdp2.AllGather):
-    """The backend's own."""
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-
-
 def test_what_the_user_gathers_is_gathered_each_time(log: CallLog) -> None:
     """Exact parameters of units with a collective of the user's; differences are not."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(UNITS)))
@@ -102,7 +83,7 @@ def test_what_the_user_gathers_is_gathered_each_time(log: CallLog) -> None:
     fsdp2.fully_shard(model)
     model.set_wire_format(gather="int8", differences=True, exact_below=100)
     for layer in model:
-        layer.set_custom_all_gather(Custom())
+        layer.set_custom_all_gather(Gather())
     for _ in range(2):
         model(torch.ones(2, 64)).sum().backward()
         assert gathers(log) == 3 * UNITS
@@ -268,7 +249,6 @@ def test_it_can_be_switched_off_and_memory_goes(log: CallLog) -> None:
     model = build()
     both(model)
     (group,) = model[0]._records(False)[0].unit.own_groups
-    assert group.bound is not None
     assert group.bound.keeping is not None
     assert group.bound.keeping.nbytes >= 8 * 9 * 4
     for record in model._records(True):
@@ -348,8 +328,3 @@ def test_backward_computes_with_what_forward_has_used(log: CallLog) -> None:
     assert gathers(log) == 0
     both(model)
     assert gathers(log) == 1
-
-
-@pytest.mark.parametrize("scenario", ["steady", "changing", "offloaded", "stepping"])
-def test_memory_of_rows_is_used_in_order(scenario: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert scenarios.staged_in_order(scenario, segments.ROWS, monkeypatch, wire=KEEPS)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from tests.common import meshes, models, parity
 from tests.common.backends import packs
+from tests.common.cases import in_turn
 from tests.common.combinations import often
 from tests.common.errors import raises
 from tests.common.workers import ranks
@@ -26,6 +27,18 @@ EVEN = partial(
 
 def _train(api: Any, build: Any, steps: Any, **arguments: Any) -> Any:
     return meshes.train_micro(parity.shard(api, build(), **arguments), steps)
+
+
+def _assert_like_plain(
+    ours: Any, build: Any, steps: Any, mixed: bool = False, where: str = "unsharded"
+) -> None:
+    tolerance = parity.REORDERED_MIXED if mixed else parity.FP32
+    parity.assert_close(ours, meshes.train_plain(build(), steps, mixed=mixed), tolerance, where)
+
+
+def _assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
+    found, expected = parity.full_grads(model), parity.full_grads(plain)
+    parity.assert_close(found, expected, parity.FP32, "unsharded")
 
 
 # -- training -------------------------------------------------------------------------------------
@@ -40,10 +53,7 @@ def test_every_divisor(mixed: bool) -> None:
         ours = meshes.like_torch(
             partial(_train, build=EVEN, steps=steps, reshard_after_forward=divisor, mixed=mixed)
         )
-        tolerance = parity.REORDERED_MIXED if mixed else parity.FP32
-        parity.assert_close(
-            ours, meshes.train_plain(EVEN(), steps, mixed=mixed), tolerance, f"by {divisor}"
-        )
+        _assert_like_plain(ours, EVEN, steps, mixed, f"by {divisor}")
 
 
 @pytest.mark.extended
@@ -57,7 +67,7 @@ def test_eight_ranks(size: int, copies: int) -> None:
         partial(_train, build=EVEN, steps=steps, reshard_after_forward=size, mesh=mesh),
         parity.REORDERED_FP32,
     )
-    parity.assert_close(ours, meshes.train_plain(EVEN(), steps), parity.FP32, "unsharded")
+    _assert_like_plain(ours, EVEN, steps)
 
 
 @ranks(4)
@@ -67,7 +77,7 @@ def test_with_copies() -> None:
     ours = meshes.like_torch(
         partial(_train, build=EVEN, steps=steps, **arguments), parity.REORDERED_FP32
     )
-    parity.assert_close(ours, meshes.train_plain(EVEN(), steps), parity.FP32, "unsharded")
+    _assert_like_plain(ours, EVEN, steps)
 
 
 @ranks(4)
@@ -77,10 +87,7 @@ def test_uneven_rows(mixed: bool) -> None:
     build = partial(models.seeded, models.OddMLP)
     steps = meshes.micro_batches(models.DIM, 1)
     ours = _train(parity.OURS, build, steps, reshard_after_forward=2, mixed=mixed)
-    tolerance = parity.REORDERED_MIXED if mixed else parity.FP32
-    parity.assert_close(
-        ours, meshes.train_plain(build(), steps, mixed=mixed), tolerance, "unsharded"
-    )
+    _assert_like_plain(ours, build, steps, mixed)
 
 
 def _columns(param: nn.Parameter) -> Shard | None:
@@ -98,10 +105,8 @@ def test_other_shard_dims(width: int) -> None:
 
     steps = meshes.micro_batches(width, 3)
     arguments = {"reshard_after_forward": 2, "shard_placement_fn": _columns}
-    ours = _train(parity.OURS, partial(models.seeded, build), steps, **arguments)
-    parity.assert_close(
-        ours, meshes.train_plain(models.seeded(build), steps), parity.FP32, "unsharded"
-    )
+    seeded = partial(models.seeded, build)
+    _assert_like_plain(_train(parity.OURS, seeded, steps, **arguments), seeded, steps)
 
 
 # -- what is registered in between ----------------------------------------------------------------
@@ -177,13 +182,23 @@ def test_backward_gathers_over_the_smaller_group() -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize("what", ["reshard", "state_dict", "eval", "gather"])
-def test_something_in_between(what: str) -> None:
-    """Parameters resharded by hand, a state dict, an evaluation: backward is right after each."""
+def test_something_in_between() -> None:
+    """Parameters resharded by hand, a state dict, an evaluation: backward is right after each.
+
+    Also where the first use is in inference mode: what is registered is no inference tensor.
+    """
+    names = ("reshard", "state_dict", "eval", "gather", "inference before")
+    in_turn({name: name for name in names}, _in_between)
+
+
+def _in_between(what: str) -> None:
     steps = meshes.micro_batches(models.DIM, 8)
     model: Any = parity.shard(parity.OURS, EVEN(), reshard_after_forward=2)
     plain = EVEN()
     sharded = dict(model.named_parameters())
+    if what == "inference before":
+        with torch.inference_mode():
+            model(parity.my_part(steps[0][0][0]))
     for ((inputs, targets),) in steps:
         loss = (model(parity.my_part(inputs)) - parity.my_part(targets)).square().mean()
         if what == "reshard":
@@ -198,30 +213,13 @@ def test_something_in_between(what: str) -> None:
         elif what == "eval":
             with torch.no_grad():
                 model(parity.my_part(inputs))
-        else:
+        elif what == "gather":
             model.layers[1].unshard()
             assert model.layers[1].weight.shape == (models.DIM, models.DIM)
             assert not isinstance(model.layers[1].weight, DTensor)
         loss.backward()
         parity.regression_loss(plain, (inputs, targets)).backward()
-    parity.assert_close(
-        parity.full_grads(model), parity.full_grads(plain), parity.FP32, "unsharded"
-    )
-
-
-@ranks(4)
-def test_used_first_in_inference_mode() -> None:
-    """What is registered between forward and backward is no inference tensor."""
-    model: Any = parity.shard(parity.OURS, EVEN(), reshard_after_forward=2)
-    plain = EVEN()
-    inputs, targets = parity.regression_batches(models.DIM, 8, steps=1)[0]
-    with torch.inference_mode():
-        model(parity.my_part(inputs))
-    parity.regression_loss(model, (parity.my_part(inputs), parity.my_part(targets))).backward()
-    parity.regression_loss(plain, (inputs, targets)).backward()
-    parity.assert_close(
-        parity.full_grads(model), parity.full_grads(plain), parity.FP32, "unsharded"
-    )
+    _assert_same_gradients(model, plain)
 
 
 @ranks(4)
@@ -273,9 +271,7 @@ def test_set_reshard_after_forward_afterwards(reshard: bool) -> None:
     model.zero_grad()
     plain = EVEN()
     plain.load_state_dict(parity.full_params(model))
-    parity.assert_close(
-        meshes.train_micro(model, steps), meshes.train_plain(plain, steps), parity.FP32, "unsharded"
-    )
+    _assert_like_plain(meshes.train_micro(model, steps), lambda: plain, steps)
 
 
 class _Checkpointed(nn.Module):
@@ -301,9 +297,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
         for each, part in ((model, parity.my_part), (plain, lambda whole: whole)):
             x = part(inputs).clone().requires_grad_()
             parity.regression_loss(each, (x, part(targets))).backward()
-    parity.assert_close(
-        parity.full_grads(model), parity.full_grads(plain), parity.FP32, "unsharded"
-    )
+    _assert_same_gradients(model, plain)
 
 
 @ranks(4)
@@ -314,12 +308,7 @@ def test_recovery_from_an_exception() -> None:
     with pytest.raises(RuntimeError):
         model(torch.ones(1, models.DIM + 1))
     model.reset_iter_state()
-    parity.assert_close(
-        meshes.train_micro(model, steps),
-        meshes.train_plain(EVEN(), steps),
-        parity.FP32,
-        "unsharded",
-    )
+    _assert_like_plain(meshes.train_micro(model, steps), EVEN, steps)
 
 
 # ---- between forward and backward

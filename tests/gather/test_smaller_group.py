@@ -11,11 +11,10 @@ import torch
 
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather.keeping import SmallerGroup, SmallerRows, smaller_segment
-from fsdp2.core.gather.make import make_gathers
-from fsdp2.core.gather.program import Gather, combined
 from fsdp2.core.layout import layout as layouts
 from tests.common import thread_ranks
 from tests.common.cuts import random_cut
+from tests.gather.test_transport import bound, run_gather
 
 pytestmark = pytest.mark.alone
 
@@ -39,47 +38,8 @@ def _random_params(rng: random.Random, world_size: int) -> list[layouts.ParamSha
     return params
 
 
-def _room(segment: layouts.Segment, slot: layouts.Slot) -> int:
-    """Elements from the start of a slot to the start of the next one."""
-    later = [s.full_offset for s in segment.slots if s.full_offset > slot.full_offset]
-    return min([*later, segment.full_numel]) - slot.full_offset
-
-
-def _check_segment(
-    segment: layouts.Segment, smaller: layouts.Segment, size: int, coalesces: bool
-) -> None:
-    itemsize = smaller.full_dtype.itemsize  # type: ignore[attr-defined]  # a dtype
-    assert smaller.shard_dtype == smaller.full_dtype == segment.full_dtype
-    assert smaller.full_byte_offset == segment.full_byte_offset
-    assert smaller.full_numel == segment.full_numel
-    assert smaller.shard_numel * itemsize % layouts.COLLECTIVE_ALIGN_BYTES == 0
-    assert 0 <= smaller.tail < layouts.COLLECTIVE_ALIGN_BYTES
-    assert {slot.index for slot in smaller.slots} == {slot.index for slot in segment.slots}
-    in_order = [piece.in_order for piece in smaller.slots]
-    assert in_order == sorted(in_order, reverse=True)  # copied out in one call, from the start on
-    places = {slot.index: slot for slot in segment.slots}
-    end = 0
-    for piece in smaller.slots:
-        slot = places[piece.index]
-        assert (piece.shape, piece.dim) == (slot.shape, slot.dim)
-        assert piece.full_offset == slot.full_offset
-        assert piece.full_numel <= _room(segment, slot)
-        assert piece.shard_offset == end  # one behind the other: one collective, or none
-        end += piece.shard_numel
-        rows = [piece.rows(rank) for rank in range(size)]
-        assert sum(rows) == slot.shape[slot.dim]
-        assert rows == sorted(rows, reverse=True)
-        if smaller.transport is layouts.Transport.COALESCED:
-            assert coalesces
-            assert piece.in_order
-            assert (
-                piece.shard_numel * itemsize % layouts.COLLECTIVE_ALIGN_BYTES
-                == 0
-                < piece.shard_numel
-            )
-
-
 def test_smaller_groups_gather_into_the_same_slots() -> None:
+    """With pieces that a backend coalesces if they are whole 16 bytes, and none below a size."""
     transports = set()
     for seed in range(600):
         rng = random.Random(seed)
@@ -90,13 +50,19 @@ def test_smaller_groups_gather_into_the_same_slots() -> None:
         below = rng.choice((0, 64))
         for segment in layout.segments:
             smaller = smaller_segment(segment, size, coalesces, 256, below)
-            assert smaller.shard_byte_offset == 256
+            assert smaller.shard_dtype == smaller.full_dtype == segment.full_dtype
+            places = {slot.index: (slot.shape, slot.full_offset) for slot in segment.slots}
+            found = {slot.index: (slot.shape, slot.full_offset) for slot in smaller.slots}
+            assert (smaller.shard_byte_offset, found) == (256, places)
             itemsize = smaller.full_dtype.itemsize  # type: ignore[attr-defined]  # a dtype
             small = any(slot.shard_numel * itemsize < below for slot in smaller.slots)
             if small and segment.transport is layouts.Transport.PACKED:
                 assert smaller.transport is layouts.Transport.PACKED
+            if smaller.transport is layouts.Transport.COALESCED:
+                aligned = layouts.COLLECTIVE_ALIGN_BYTES
+                assert coalesces
+                assert not any(slot.shard_numel * itemsize % aligned for slot in smaller.slots)
             transports.add((segment.transport, smaller.transport))
-            _check_segment(segment, smaller, size, coalesces)
     both = (layouts.Transport.COALESCED, layouts.Transport.PACKED)
     assert {(both[0], both[0]), (both[1], both[1]), (both[1], both[0])} <= transports
 
@@ -115,28 +81,12 @@ class Param:
         return [(self.registered, 0, param)]
 
 
-def _gather(gather: Gather, full: Any) -> None:
-    """What a group does, without lanes."""
-    full.acquire()
-    for run in (*gather.acquire, *gather.copy_in, *gather.collectives, *gather.finish):
-        run()
-
-
 def _values(params: list[layouts.ParamShape]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(p.shape, generator=generator, dtype=F64).to(p.shard_dtype)  # type: ignore[arg-type]  # a dtype
         for p in params
     ]
-
-
-def _fill(shard: Any, layout: layouts.GroupLayout, values: list[torch.Tensor], rank: int) -> None:
-    """This rank's rows, as `ShardedParam.adopt` puts them into the flat shard."""
-    for segment in layout.segments:
-        for slot in segment.slots:
-            whole = values[slot.index]
-            start = segment.shard_byte_offset + slot.shard_offset * whole.dtype.itemsize
-            shard.view(whole.dtype, start, slot.local_shape(rank)).copy_(slot.part(whole, rank))
 
 
 @dataclass
@@ -153,22 +103,18 @@ class RankState:
         values = _values(self.params)
         size, coalesces, below = self.whole.size, self.whole.coalesces, self.pack_below
         layout = layouts.build_layout(self.params, size, coalesces, below)
-        shard = KERNELS.flat(layout.shard_bytes, on_meta=False)
-        _fill(shard, layout, values, self.whole.rank)
-        full = KERNELS.transient(layout.full_bytes, "gathered")
-        parts = make_gathers(layout.segments, shard, full, self.whole, KERNELS, None, CPU)
-        gather = combined(part for part, _ in parts)
+        gather, full = bound(layout, values, self.whole)
         members: Any = [Param(p.name) for p in self.params]
         group = SmallerGroup(self.neighbours, None)  # type: ignore[arg-type]  # no mesh
         smaller = SmallerRows(group, layout, full, members, KERNELS, None, CPU, below)
         gathered = {slot.index: tensor for slot, tensor in gather.parameters}
         for _ in range(2):
-            _gather(gather, full)
+            run_gather(gather, full)
             self._check(gathered, values)
             smaller.keep()
             full.view(torch.uint8, 0, (layout.full_bytes,)).fill_(0xA5)
             full.release()
-            _gather(smaller.gather, full)
+            run_gather(smaller.gather, full)
             self._check(gathered, values)
             smaller.release()
             smaller.release()  # once is enough

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from fsdp2.core.device.kernels import Kernels
-from fsdp2.core.gather.make import make_gathers
+from fsdp2.core.gather.keeping import make_gathers
 from fsdp2.core.gather.program import Gather, combined
 from fsdp2.core.gather.segments import SegmentViews, packed
 from fsdp2.core.layout.layout import Cut, GroupLayout, ParamShape, Transport, build_layout
@@ -35,7 +37,7 @@ def _wholes(params: list[ParamShape]) -> list[torch.Tensor]:
     ]
 
 
-def _bind(
+def bound(
     layout: GroupLayout, wholes: list[torch.Tensor], collectives: thread_ranks.ThreadCollectives
 ) -> tuple[Gather, Any]:
     """One rank's all-gather of a flat shard that holds its pieces, and its gathered buffer."""
@@ -50,10 +52,10 @@ def _bind(
             target.copy_(slot.part(whole, rank))
     cpu = torch.device("cpu")
     parts = make_gathers(layout.segments, shard, full, collectives, KERNELS, None, cpu)
-    return combined(gather for gather, _ in parts), full
+    return combined(parts), full
 
 
-def _gather(gather: Gather, full: Any) -> None:
+def run_gather(gather: Gather, full: Any) -> None:
     """The calls of `ParamGroup`, in its order."""
     for run in gather.acquire:
         run()
@@ -76,11 +78,11 @@ def _check(
     wholes = _wholes(params)
 
     def body(collectives: thread_ranks.ThreadCollectives) -> list[str]:
-        gather, full = _bind(layout, wholes, collectives)
+        gather, full = bound(layout, wholes, collectives)
         parameters = {slot.index: gathered for slot, gathered in gather.parameters}
         full.release()
         for _ in range(2):
-            _gather(gather, full)
+            run_gather(gather, full)
             for index, found in parameters.items():
                 wanted = wholes[index].to(params[index].full_dtype)  # type: ignore[call-overload]
                 assert tuple(found.shape) == params[index].shape
@@ -96,19 +98,36 @@ def _check(
     return calls[0]
 
 
-@pytest.mark.parametrize("full", [F32, BF16])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_coalesced(size: int, full: torch.dtype) -> None:
-    params = [_param((8, 8), full=full), _param((5, 16), full=full), _param((1, 8), full=full)]
-    assert _check(params, size, coalesces=True) == ["all_gather_many"] * 2
+Shapes = list[tuple[tuple[int, ...], int | Cut]]
+CASES: dict[str, tuple[Shapes, Sequence[int], Sequence[bool], list[str]]] = {
+    "coalesced": (
+        [((8, 8), 0), ((5, 16), 0), ((1, 8), 0)],
+        *((2, 3, 4), [True], ["all_gather_many"]),
+    ),
+    "packed": (
+        [((7, 3), 0), ((3, 5), 1), ((2, 3, 7), 2), ((1,), 0), ((0, 4), 0), ((4, 1, 2), 1)],
+        *((2, 3, 4), [False], ["all_gather"]),
+    ),
+    "bands of one row": (
+        [((2, 16, 8), Cut(1, 2)), ((8, 8), 0)],
+        *([4], [True], ["all_gather_many"]),
+    ),
+    "bands that are packed": (
+        [((2, 5, 3), Cut(1, 2)), ((4, 3, 5), Cut(2, 2)), ((7, 3), 0), ((6, 8), Cut(1, 2))],
+        *([4], [True], ["all_gather"]),
+    ),
+    "empty": ([((0, 4), 0), ((3, 0), 1), ((0,), 0)], [4], [True, False], []),
+    "local": ([((7, 3), 0), ((3, 5), 1), ((0,), 0)], [1], [True], []),
+}
 
 
 @pytest.mark.parametrize("full", [F32, BF16])
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_packed(size: int, full: torch.dtype) -> None:
-    shapes = [((7, 3), 0), ((3, 5), 1), ((2, 3, 7), 2), ((1,), 0), ((0, 4), 0), ((4, 1, 2), 1)]
-    params = [_param(shape, dim, full=full) for shape, dim in shapes]
-    assert _check(params, size, coalesces=False) == ["all_gather"] * 2
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_gathers_every_parameter(case: str, full: torch.dtype) -> None:
+    shapes, sizes, coalescing, calls = CASES[case]
+    params = [_param(shape, cut, full=full) for shape, cut in shapes]
+    for size, coalesces in itertools.product(sizes, coalescing):
+        assert _check(params, size, coalesces) == calls * 2
 
 
 def test_a_packed_segment_is_split_by_whole_rows_where_that_is_one_kernel(
@@ -208,36 +227,10 @@ def test_one_parameter_is_gathered_straight_into_its_slot(
         copied.clear()
 
 
-@pytest.mark.parametrize("full", [F32, BF16])
-def test_bands_of_one_row_are_gathered_into_their_places(full: torch.dtype) -> None:
-    params = [_param((2, 16, 8), Cut(1, 2), full=full), _param((8, 8), full=full)]
-    assert _check(params, 4, coalesces=True) == ["all_gather_many"] * 2
-
-
-@pytest.mark.parametrize("full", [F32, BF16])
-def test_bands_that_travel_packed(full: torch.dtype) -> None:
-    shapes = [((2, 5, 3), Cut(1, 2)), ((4, 3, 5), Cut(2, 2)), ((7, 3), 0), ((6, 8), Cut(1, 2))]
-    params = [_param(shape, cut, full=full) for shape, cut in shapes]
-    assert _check(params, 4, coalesces=True) == ["all_gather", "all_gather"]
-
-
-@pytest.mark.parametrize("coalesces", [True, False])
-@pytest.mark.parametrize("full", [F32, BF16])
-def test_empty_parameters_communicate_nothing(full: torch.dtype, coalesces: bool) -> None:
-    params = [_param((0, 4), full=full), _param((3, 0), 1, full=full), _param((0,), full=full)]
-    assert _check(params, 4, coalesces) == []
-
-
-@pytest.mark.parametrize("full", [F32, BF16])
-def test_local_communicates_nothing(full: torch.dtype) -> None:
-    params = [_param((7, 3), full=full), _param((3, 5), 1, full=full), _param((0,), full=full)]
-    assert _check(params, 1, coalesces=True) == []
-
-
 def test_local_parameter_is_the_shard_itself() -> None:
     layout = build_layout([_param((4, 4))], 1, coalesces=True)
     weights = _wholes([_param((4, 4))])
-    gather, _ = thread_ranks.run_ranks(1, lambda c: _bind(layout, weights, c))[0]
+    gather, _ = thread_ranks.run_ranks(1, lambda c: bound(layout, weights, c))[0]
     assert gather.aliases
     assert not gather.launches
     assert not gather.finish

@@ -102,7 +102,8 @@ def everyones(tensor: Tensor) -> list[Tensor]:
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+    params = model.named_parameters()
+    return {name: p.grad.full_tensor() for name, p in params if p.grad is not None}
 
 
 def bound(reduce: str | None, usual: float) -> float:
@@ -113,6 +114,16 @@ def bound(reduce: str | None, usual: float) -> float:
 def off(found: Tensor, exact: Tensor) -> float:
     """The largest difference, as a part of the largest number."""
     return float((found - exact).detach().abs().max() / exact.detach().abs().max())
+
+
+def assert_near(
+    model: nn.Module, exact: nn.Module, reduce: str | None, usual: float = 0.05
+) -> None:
+    """Of the gradients of each parameter; both models have the same."""
+    found, expected = full_gradients(model), full_gradients(exact)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert off(value.float(), expected[name].float()) < bound(reduce, usual), name
 
 
 @ranks(2, extended=(3, 4))
@@ -197,10 +208,8 @@ def test_replicas(gather: str | None, reduce: str | None) -> None:
     model, exact = sharded(gather, reduce, mesh=mesh), sharded(None, None, mesh=mesh)
     for each in (model, exact):
         loss_of(each, batch()).backward()
-    for (name, found), expected in zip(
-        full_gradients(model).items(), full_gradients(exact).values(), strict=True
-    ):
-        assert off(found, expected) < bound(reduce, 0.05), name
+    assert_near(model, exact, reduce)
+    for found in full_gradients(model).values():
         first, *others = everyones(found)
         assert all(torch.equal(first, other) for other in others)
 
@@ -227,34 +236,28 @@ def test_accumulation(wire: tuple[str | None, str | None], sync: bool) -> None:
         for step in range(3):
             each.set_requires_gradient_sync(sync or step == 2)
             loss_of(each, batch(step)).backward()
-    for (name, found), expected in zip(
-        full_gradients(model).items(), full_gradients(exact).values(), strict=True
-    ):
-        assert off(found, expected) < bound(reduce, 0.05), name
+    assert_near(model, exact, reduce)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "kept": {"reshard_after_forward": False},
+    "smaller group": {"reshard_after_forward": 1},
+    "offloaded": {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
+    "mixed": {"mp_policy": HALF},
+    "columns": {"shard_placement_fn": by_columns},
+}
+HALVES = {"half": {"mp_policy": fsdp2.MixedPrecisionPolicy(torch.float16, torch.float16)}}
 
 
 @ranks(2, extended=(4,))
-@combinations.each_once(
-    wire=WIRE,
-    arguments={
-        "kept": {"reshard_after_forward": False},
-        "smaller group": {"reshard_after_forward": 1},
-        "offloaded": {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
-        "mixed": {"mp_policy": HALF},
-        "half": {"mp_policy": fsdp2.MixedPrecisionPolicy(torch.float16, torch.float16)},
-        "columns": {"shard_placement_fn": by_columns},
-    },
-)
+@combinations.each_once(wire=WIRE, arguments=SETTINGS | HALVES)
 def test_settings(wire: tuple[str | None, str | None], arguments: dict[str, Any]) -> None:
     gather, reduce = wire
     model, exact = sharded(gather, reduce, **arguments), sharded(None, None, **arguments)
     for each in (model, exact):
         for step in range(2):  # gradients of the second are added
             loss_of(each, batch(step)).backward()
-    for (name, found), expected in zip(
-        full_gradients(model).items(), full_gradients(exact).values(), strict=True
-    ):
-        assert off(found.float(), expected.float()) < bound(reduce, 0.08), name
+    assert_near(model, exact, reduce, 0.08)
 
 
 @ranks(2)
@@ -274,11 +277,7 @@ def test_ties_and_frozen_parameters(reduce: str) -> None:
     for each in (model, exact):
         loss_of(each, batch()).backward()
         assert each[0].down.weight.grad is None
-    pairs = zip(model.named_parameters(), exact.parameters(), strict=True)
-    for (name, found), expected in pairs:
-        if expected.grad is not None:
-            wrong = off(found.grad.full_tensor(), expected.grad.full_tensor())
-            assert wrong < bound(reduce, 0.05), name
+    assert_near(model, exact, reduce)
 
 
 class Either(nn.Module):

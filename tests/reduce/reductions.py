@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -26,6 +25,13 @@ ODD_BANDS = (((2, 5, 3), Cut(1, 2)), ((4, 3, 5), Cut(2, 2)), ((2, 4), Cut(1, 2))
 ALIGNED = (((8, 4), 0), ((32,), 0))
 LARGE_AND_SMALL = (((16,), 0), ((32, 4), 0), ((8, 2), 0), ((3, 5), 1), ((16, 8), 0))
 ODD = (((7, 3), 0), ((3, 5), 1), ((1,), 0), ((2, 3, 6), 2), ((0, 4), 0), ((4, 2), 1))
+SHAPES = {
+    "empty": EMPTY,
+    "bands": BANDS,
+    "odd-bands": ODD_BANDS,
+    "joined": LARGE_AND_SMALL,
+    "odd": ODD,
+}
 
 
 class Member(PaperParam):
@@ -60,6 +66,13 @@ class Setup:
     codec: str | None = None
     rotate: bool = False
     feedback: bool = False
+
+    def __str__(self) -> str:
+        """What differs from the default, as the name of a case."""
+        said = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "shapes"]
+        usual = [f"{f.name}={f.default}" for f in fields(self)]
+        shapes = next((name for name, each in SHAPES.items() if each is self.shapes), "two")
+        return " ".join([shapes, *(each for each in said if each not in usual)])
 
     @property
     def spec(self) -> ReductionSpec:
@@ -120,12 +133,3 @@ def run(reduction: Reduction, take_missing: bool = False, all_reduce: bool = Tru
         work = step(job)
         if work is not None:
             work.wait()
-
-
-def step_names(reduction: Reduction, all_reduce: bool = True) -> tuple[str, ...]:
-    """What a program does on each lane and on the host, as one word for each operation."""
-    program = reduction.full if all_reduce else reduction.partial
-    return tuple(
-        " ".join(re.sub("[ -]", "_", program.name_of(step)) for step in steps)
-        for steps in (program.compute, program.reduce, program.all_reduce, program.host)
-    )

@@ -122,34 +122,6 @@ def test_set_reshard_after_backward(mixed: bool, sync: bool) -> None:
     parity.same_as_torch(run, mixed=mixed)
 
 
-@ranks(2)
-@pytest.mark.parametrize("sync_every", [False, True])
-def test_set_is_last_backward(sync_every: bool) -> None:
-    def run(api: Any) -> Any:
-        model = parity.shard(api, running.mlp())
-        results = []
-        for _ in range(2):
-            for i, batch in enumerate(running.mlp_batches()[:MICROBATCHES]):
-                last = i == MICROBATCHES - 1
-                model.set_is_last_backward(last)
-                model.set_requires_gradient_sync(sync_every or last)
-                parity.regression_loss(model, parity.my_part(batch)).backward()
-            results.append(parity.full_grads(model))
-            model.zero_grad()
-        return results
-
-    first, second = parity.same_as_torch(run)
-    parity.assert_equal(first, second, "the second round, with what the first one left behind")
-
-    def compute(plain: nn.Module, rank: int) -> None:
-        for batch in running.mlp_batches()[:MICROBATCHES]:
-            parity.regression_loss(plain, parity.my_part(batch, rank)).backward()
-
-    parity.assert_close(
-        first, running.unsharded_grads(running.mlp(), compute), parity.FP32, "unsharded"
-    )
-
-
 @ranks(2, extended=(4,))
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("factor", [1.0, 3.0, "world size"])

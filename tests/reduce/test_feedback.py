@@ -13,14 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp2
-from fsdp2.core.config import Wire
 from fsdp2.core.modules.registry import record_of
-from fsdp2.core.reduce import coded
 from fsdp2.core.reduce.binding import hand_over
 from fsdp2.core.reduce.feedback import Feedback, keep_finite
 from fsdp2.core.reduce.reduction import Reduction
 from fsdp2.testing.null_group import init_null_group
-from tests.common import scenarios, thread_ranks
+from tests.common import thread_ranks
 from tests.common.errors import raises
 from tests.reduce import reductions
 
@@ -106,7 +104,7 @@ def test_residuals_are_what_one_message_leaves_out(dtype: torch.dtype) -> None:
 
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = replace(FED, grad=dtype, reduce=dtype).bind(collectives)
-        feedback = reduction.way.feedback
+        feedback = reduction.context.feedback
         assert feedback is not None
         assert feedback.is_zero
         for step in range(STEPS):
@@ -139,7 +137,7 @@ def test_what_is_not_finite_is_seen_once(bad: float, rotate: bool) -> None:
         reductions.run(reduction)
         found = reduction.members[0].gradient
         assert bool(found.isfinite().all()) == (collectives.rank == 1)
-        feedback = reduction.way.feedback
+        feedback = reduction.context.feedback
         assert feedback is not None
         columns = feedback.columns()[0]
         assert columns.isfinite().all()
@@ -173,7 +171,7 @@ def both(
         own = list(made.members)
         known = len(own) - strangers
         made.members = [by_shape[member.shape] for member in own[:known]] + own[known:]
-        old, new = former.way.feedback, made.way.feedback
+        old, new = former.context.feedback, made.context.feedback
         assert old is not None
         left = {m.shape: c.clone() for m, c in zip(former.members, old.columns(), strict=True)}
         hand_over([former], [made])
@@ -186,32 +184,26 @@ def both(
     return found
 
 
-@pytest.mark.parametrize("codec", ["int4", "int8"])
-def test_the_same_members_keep_theirs(codec: str) -> None:
-    for left, now in both(FED, replace(FED, codec=codec, rotate=codec == "int8")):
+@pytest.mark.parametrize(
+    ("second", "kept"),
+    [
+        (FED, True),
+        (replace(FED, codec="int8", rotate=True), True),
+        (replace(FED, shapes=SHAPES[::-1]), True),
+        (replace(FED, grad=reductions.F16, reduce=reductions.F16), False),
+    ],
+    ids=["the same", "another codec", "another order", "divided otherwise"],
+)
+def test_members_keep_theirs_or_begin_at_zero(second: reductions.Setup, kept: bool) -> None:
+    for left, now in both(FED, second):
         assert left.any()
-        assert torch.equal(left, now)
+        assert torch.equal(left, now) if kept else not now.any()
 
 
-def test_members_in_another_order_keep_theirs() -> None:
-    for left, now in both(FED, replace(FED, shapes=SHAPES[::-1])):
-        assert left.any()
-        assert torch.equal(left, now)
-
-
-def test_members_that_nobody_had_begin_at_zero() -> None:
+def test_members_that_nobody_had_begin_at_zero_and_without_feedback_all_are_gone() -> None:
     kept, other = both(FED, replace(FED, shapes=SHAPES[:2]), strangers=1)
     assert torch.equal(*kept)
     assert not other[1].any()
-
-
-def test_those_of_what_was_divided_otherwise_begin_at_zero() -> None:
-    for left, now in both(FED, replace(FED, grad=reductions.F16, reduce=reductions.F16)):
-        assert left.any()
-        assert not now.any()
-
-
-def test_without_feedback_residuals_are_gone() -> None:
     assert both(FED, replace(FED, feedback=False)) == []
 
 
@@ -225,7 +217,7 @@ def test_what_an_exception_has_torn_begins_at_zero(monkeypatch: pytest.MonkeyPat
 
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = FED.bind(collectives)
-        feedback = reduction.way.feedback
+        feedback = reduction.context.feedback
         assert feedback is not None
         give(reduction, collectives.rank, 0)
         with pytest.raises(KeyboardInterrupt):
@@ -243,18 +235,7 @@ def test_what_an_exception_has_torn_begins_at_zero(monkeypatch: pytest.MonkeyPat
     thread_ranks.run_ranks(2, body)
 
 
-# ---- on paper, and through the setter
-
-
-@pytest.mark.parametrize(
-    "scenario", ["steady", "accumulation", "replicated", "changing", "partial"]
-)
-@pytest.mark.parametrize("buffer", ["residuals", coded.STAGING])
-def test_residuals_are_used_in_order(
-    scenario: str, buffer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wire = Wire(reduce="int4", rotate=True, feedback=True)
-    assert scenarios.staged_in_order(scenario, buffer, monkeypatch, wire=wire)
+# ---- through the setter
 
 
 def test_options_of_gradients_need_their_format() -> None:
@@ -282,8 +263,7 @@ def test_residuals_outlive_what_binds_reductions_anew() -> None:
         (group,) = record.unit.own_groups
 
         def feedbacks() -> list[Feedback]:
-            assert group.bound is not None
-            found = [reduction.way.feedback for reduction in group.bound.reductions]
+            found = [reduction.context.feedback for reduction in group.bound.reductions]
             return [feedback for feedback in found if feedback is not None]
 
         def residuals() -> list[torch.Tensor]:

@@ -46,6 +46,13 @@ def _manual(**arguments: Any) -> Any:
     return model
 
 
+def _assert_like_automatic(model: nn.Module) -> None:
+    """It has the gradients of one backward that ends by itself."""
+    plain = parity.shard(parity.OURS, mlp())
+    parity.regression_loss(plain, _one()).backward()
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
+
+
 def _train(
     api: Any,
     *,
@@ -200,9 +207,7 @@ def test_a_handle_dropped_by_a_reset() -> None:
     model.zero_grad()
     parity.regression_loss(model, _one()).backward()
     model.finalize_backward()
-    plain = parity.shard(parity.OURS, mlp())
-    parity.regression_loss(plain, _one()).backward()
-    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
+    _assert_like_automatic(model)
 
 
 @pytest.mark.parametrize("during", ["forward", "backward"])
@@ -245,9 +250,7 @@ def test_no_reduction_if_sync_is_off() -> None:
     assert all(param.grad is None for param in model.parameters())
     model.set_requires_gradient_sync(True)
     model.finalize_backward()
-    plain: nn.Module = parity.shard(parity.OURS, mlp())
-    parity.regression_loss(plain, _one()).backward()
-    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
+    _assert_like_automatic(model)
 
 
 @ranks(2)

@@ -23,9 +23,11 @@ pytestmark = pytest.mark.alone
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 
 
-def _sync(sim: Simulation, wanted: bool) -> None:
+def _set(sim: Simulation, **flags: object) -> None:
+    """Flags of all units."""
     for unit in sim.scheduler.units:
-        unit.sync = wanted
+        for name, value in flags.items():
+            setattr(unit, name, value)
 
 
 # -- finalize -------------------------------------------------------------------------------------
@@ -34,11 +36,11 @@ def _sync(sim: Simulation, wanted: bool) -> None:
 def test_accumulated_gradients_are_reduced_by_finalize() -> None:
     sim = schedules.warm(schedules.chain("a", "b"))
     sim.scheduler.manual = True
-    _sync(sim, False)
+    _set(sim, sync=False)
     for _ in range(2):
         sim.iteration(step=False)
     assert not [op for op in operations(sim.device.trace) if op.kind == "reduce_scatter"][2:]
-    _sync(sim, True)
+    _set(sim, sync=True)
     assert_expected_inline(
         schedules.emitted(sim, lambda: sim.scheduler.finalize(wait=False)),
         """\
@@ -103,14 +105,12 @@ compute:
 def test_parameters_that_backward_kept_are_freed_if_flags_say_so() -> None:
     sim = schedules.warm(schedules.chain("a", "b"))
     sim.scheduler.manual = True
-    for unit in sim.scheduler.units:
-        unit.reshard_after_backward = False
+    _set(sim, reshard_after_backward=False)
     sim.iteration(step=False)
     assert all(group.is_retained for group in schedules.groups(sim))
     sim.scheduler.finalize(wait=True)
     assert all(group.is_retained for group in schedules.groups(sim))
-    for unit in sim.scheduler.units:
-        unit.reshard_after_backward = True
+    _set(sim, reshard_after_backward=True)
     sim.scheduler.finalize(wait=True)
     assert not any(unit.is_gathered for unit in sim.scheduler.units)
 
@@ -171,14 +171,12 @@ all_reduce:
 
 def test_partial_sums_wait_for_an_all_reduce() -> None:
     sim = schedules.warm(schedules.chain("a"), copies=2)
-    for unit in sim.scheduler.units:
-        unit.all_reduce = False
+    _set(sim, all_reduce=False)
     sim.iteration(step=False)
     assert all(group.accumulates for group in schedules.groups(sim))
     sim.scheduler.is_last_backward = False
     sim.iteration(step=False)
-    for unit in sim.scheduler.units:
-        unit.all_reduce = True
+    _set(sim, all_reduce=True)
     sim.scheduler.is_last_backward = True
     sim.forward()
     assert_expected_inline(
@@ -308,8 +306,7 @@ def test_a_guess_for_the_next_backward_stays() -> None:
 
 def test_two_reductions_in_flight() -> None:
     sim = schedules.warm(schedules.chain("a", "b", "c"))
-    for unit in sim.scheduler.units:
-        unit.input_buffers = 2
+    _set(sim, input_buffers=2)
     sim.scheduler.refresh()
     sim.forward()
     assert_expected_inline(

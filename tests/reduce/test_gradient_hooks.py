@@ -5,8 +5,7 @@ Where torch's FSDP2 can do it too, both must give the same bits; else the unshar
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from tests.common import gradients, parity, running
+from tests.common.cases import in_turn
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
@@ -97,131 +97,76 @@ def _sum_over(model: Any, rank: int | None, times: int = 1) -> None:
         parity.regression_loss(model, gradients.part(step, rank)).backward()
 
 
-Arrange = Callable[[Any], Callable[[Any, "int | None"], None]]
+def _in_place(grad: Tensor) -> None:
+    grad.mul_(2)
 
 
-def _at_once(model: Any) -> Any:
-    _hooked(model, _twice)
-    return _sum_over
-
-
-def _behind_a_step(model: Any) -> Any:
-    _sum_over(model, None)
-    model.zero_grad()
-    return _at_once(model)
-
-
-def _between_forward_and_backward(model: Any) -> Any:
-    def compute(model: Any, rank: int | None) -> None:
-        loss = parity.regression_loss(model, gradients.part(0, rank))
-        handles = _hooked(model, _twice)
-        loss.backward()
-        for handle in handles:
-            handle.remove()
-
-    return compute
-
-
-def _one_after_another(model: Any) -> Any:
-    _hooked(model, lambda grad: grad + 1)
-    _hooked(model, _twice)
-    _hooked(model, lambda grad: None)
-    return _sum_over
-
-
-def _removed(model: Any) -> Any:
-    for handle in _hooked(model, _twice):
-        handle.remove()
-    _sum_over(model, None)
-    model.zero_grad()
-    return _sum_over
-
-
-def _removed_and_registered(model: Any) -> Any:
-    _removed(model)
-    return _at_once(model)
-
-
-def _in_place(model: Any) -> Any:
-    def double(grad: Tensor) -> None:
-        grad.mul_(2)
-
-    _hooked(model, double)
-    return _sum_over
-
-
-def _clamped(model: Any) -> Any:
-    _hooked(model, lambda grad: grad.clamp(-0.01, 0.01))
-    return _sum_over
-
-
-def _without_nan(model: Any) -> Any:
-    _hooked(model, lambda grad: torch.nan_to_num(grad) / (1 + grad.norm()))
-    return _sum_over
-
-
-def _added_up(model: Any) -> Any:
-    """Each backward's gradient goes through the hook, as without sharding."""
-    _hooked(model, _twice)
-    return partial(_sum_over, times=3)
-
-
-ARRANGEMENTS: list[Arrange] = [
-    _at_once,
-    _behind_a_step,
-    _between_forward_and_backward,
-    _one_after_another,
-    _removed,
-    _removed_and_registered,
-    _in_place,
-    _clamped,
-    _without_nan,
-    _added_up,
-]
+HOOKS: dict[str, list[Callable[[Tensor], Any]]] = {
+    "twice": [_twice],
+    "one after another": [lambda grad: grad + 1, _twice, lambda grad: None],
+    "in place": [_in_place],
+    "clamped": [lambda grad: grad.clamp(-0.01, 0.01)],
+    "without nan": [lambda grad: torch.nan_to_num(grad) / (1 + grad.norm())],
+}
+WHEN = ("at once", "behind a step", "between", "removed", "removed and registered", "three times")
+CASES = {
+    **{f"{name}, at once": (name, "at once") for name in HOOKS},
+    **{f"twice, {when}": ("twice", when) for when in WHEN[1:]},
+}
 
 
 @ranks(2)
-@pytest.mark.parametrize("arrange", ARRANGEMENTS)
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_hook_on_a_sharded_gradient(arrange: Arrange, kept: bool) -> None:
+def test_a_hook_on_a_sharded_gradient(kept: bool) -> None:
     """It sees the reduced gradient and may replace it; in torch's FSDP2 it never runs."""
-    model, plain = parity.shard(parity.OURS, running.mlp()), running.mlp()
+    in_turn(CASES, lambda case: _check_hooks(*case, kept))
+
+
+def _check_hooks(name: str, when: str, kept: bool) -> None:
+    """Each backward's gradient goes through the hooks, as without sharding."""
+    hooks, times = HOOKS[name], 3 if when == "three times" else 1
+    model = parity.shard(parity.OURS, running.mlp())
     model.set_tuning(keep_gradients=kept)
-    compute = arrange(model)
-    expected = gradients.unsharded_grads(plain, _sum_over_ranks(arrange, plain))
+    if when.startswith("removed"):
+        for handle in _hooked(model, _twice):
+            handle.remove()
+    if when.startswith(("removed", "behind")):
+        _sum_over(model, None)
+        model.zero_grad()
+    if when not in ("between", "removed"):
+        for hook in hooks:
+            _hooked(model, hook)
+    expected = _averages(hooks if when != "removed" else [], times)
     for _ in range(2):
         model.zero_grad()
-        compute(model, None)
-        parity.assert_close(parity.full_grads(model), expected, parity.FP32, arrange.__name__)
+        if when == "between":
+            loss = parity.regression_loss(model, gradients.part(0))
+            handles = _hooked(model, _twice)
+            loss.backward()
+            for handle in handles:
+                handle.remove()
+        else:
+            _sum_over(model, None, times)
+        parity.assert_close(parity.full_grads(model), expected, parity.FP32)
 
 
-def _sum_over_ranks(arrange: Arrange, plain: nn.Module) -> Callable[[Any, int], None]:
-    """The hooks of the unsharded model see the average, as a reduction would have made it."""
-
-    def compute(model: nn.Module, rank: int) -> None:
-        other = running.mlp()
-        run = arrange(other) if arrange is not _between_forward_and_backward else None
-        if run is None:
-            _hooked(other, _twice)
-        averaged: dict[str, Tensor] = {}
-        times = 3 if arrange is _added_up else 1
-        for step in range(times):
-            average = gradients.unsharded_grads(
-                running.mlp(),
-                lambda m, r, step=step: parity.regression_loss(
-                    m, gradients.part(step, r)
-                ).backward(),
-            )
-            for name, param in other.named_parameters():
-                found: Any = average[name]
-                for hook in (param._backward_hooks or {}).values():
-                    result = hook(found)
-                    found = found if result is None else result
-                averaged[name] = averaged[name] + found if name in averaged else found
-        for name, param in model.named_parameters():
-            param.grad = averaged[name].clone()
-
-    return compute
+def _averages(hooks: Sequence[Callable[[Tensor], Any]], times: int) -> dict[str, Tensor]:
+    """Hooks see the average over ranks of each backward, as a reduction makes it."""
+    total: dict[str, Tensor] = {}
+    for step in range(times):
+        average = gradients.unsharded_grads(
+            running.mlp(),
+            lambda model, rank, step=step: parity.regression_loss(
+                model, gradients.part(step, rank)
+            ).backward(),
+        )
+        for name, found in average.items():
+            assert found is not None
+            for hook in hooks:
+                result = hook(found)
+                found = found if result is None else result
+            total[name] = total[name] + found if name in total else found
+    return total
 
 
 @ranks(2)

@@ -213,6 +213,56 @@ def test_inputs_require_grad_and_all_parameters_are_frozen() -> None:
         parity.assert_equal(grad, x.grad, "unsharded")
 
 
+@ranks(2)
+def test_frozen_parameters_are_not_reduced() -> None:
+    """What is frozen adds nothing to the bytes of a reduction."""
+
+    def reduced(*frozen: str) -> int:
+        model = gradients.mlp()
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        parity.shard(parity.OURS, model)
+        with parity.CountCollectives() as counted:
+            parity.regression_loss(model, gradients.part(0)).backward()
+        return counted.elements["reduce_scatter"]
+
+    weight = (
+        models.DIM * models.DIM + models.DIM * models.DIM // 2
+    )  # the input of the collective and a rank's half of it
+    assert reduced() - reduced("layers.0.weight") == weight
+    assert reduced() - reduced("layers.0.weight", "layers.2.weight") == 2 * weight
+
+
+@ranks(2, extended=(4,))
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_unused_units_and_parameters(reshard_after_forward: bool) -> None:
+    """Another choice of units runs in every step; what did not run has no gradient."""
+    choices = [("a", "c"), ("b",), ("c", "a"), ("a", "b", "c"), ()]
+
+    def loss(choosing: Any, model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
+        model.active = next(choosing)
+        return parity.regression_loss(model, part)
+
+    def train(api: Any) -> Any:
+        model = parity.shard(
+            api, models.seeded(models.Choosy), reshard_after_forward=reshard_after_forward
+        )
+        return parity.train_sharded(model, parity.adamw, partial(loss, iter(choices)), batches)
+
+    batches = parity.regression_batches(models.DIM, 2, steps=len(choices))
+    ours = parity.same_as_torch(train)
+    plain = parity.train_unsharded(
+        models.seeded(models.Choosy), parity.adamw, partial(loss, iter(choices)), batches
+    )
+    parity.assert_close(ours, plain, parity.FP32, "unsharded")
+    for active, step in zip(choices, ours, strict=True):
+        without = {name for name, grad in step.grads.items() if grad is None}
+        expected = {
+            f"choices.{c}.{p}" for c in "abc" if c not in active for p in ("weight", "bias")
+        }
+        assert without == expected | {"spare.weight", "spare.bias"}
+
+
 # -- ranks that use different parts ---------------------------------------------------------------
 
 

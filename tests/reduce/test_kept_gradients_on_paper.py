@@ -15,29 +15,29 @@ from fsdp2.testing.virtual import VirtualDevice
 from tests.common import thread_ranks
 from tests.common.scenarios import SCENARIOS
 from tests.reduce import reductions
+from tests.reduce.reductions import BF16, F16, F64, Setup
 
 pytestmark = pytest.mark.alone
 
-KEPT = reductions.Setup(keep=True)
+KEPT = Setup(keep=True)
 
 SETUPS = [
     KEPT,
-    reductions.Setup(keep=True, direct=True),
-    reductions.Setup(keep=True, direct=True, grad=reductions.BF16, factor=8.0),
-    reductions.Setup(
+    Setup(keep=True, direct=True),
+    Setup(keep=True, direct=True, grad=BF16, factor=8.0),
+    Setup(
         keep=True,
         direct=True,
         shapes=reductions.LARGE_AND_SMALL,
         pack_below=64,
-        grad=reductions.BF16,
+        grad=BF16,
     ),
-    reductions.Setup(keep=True, shapes=reductions.ODD, grad=reductions.F16, reduce=reductions.F16),
-    reductions.Setup(keep=True, shapes=reductions.ODD, result=reductions.F64),
-    reductions.Setup(keep=True, shapes=reductions.ODD, to_host=True),
-    reductions.Setup(
-        keep=True, shapes=reductions.ODD, to_host=True, grad=reductions.BF16, reduce=reductions.BF16
-    ),
+    Setup(keep=True, shapes=reductions.ODD, grad=F16, reduce=F16),
+    Setup(keep=True, shapes=reductions.ODD, result=F64),
+    Setup(keep=True, shapes=reductions.ODD, to_host=True),
+    Setup(keep=True, shapes=reductions.ODD, to_host=True, grad=BF16, reduce=BF16),
 ]
+setups = pytest.mark.parametrize("setup", SETUPS, ids=str)
 
 
 def _reduce(reduction: Reduction, value: float, present: Sequence[bool] | None = None) -> None:
@@ -66,40 +66,13 @@ def _all_are(gradients: Sequence[Any], value: float) -> bool:
     return all(gradient.eq(value).all() for gradient in gradients)
 
 
-def _scale(setup: reductions.Setup, ranks: int) -> float:
+def _scale(setup: Setup, ranks: int) -> float:
     return 1.0 if setup.factor is None else ranks / setup.factor
 
 
-@pytest.mark.parametrize(
-    ("setup", "steps"),
-    [
-        (KEPT, ("hold_flat stage_packed", "reduce_scatter deliver", "", "")),
-        (
-            replace(KEPT, direct=True),
-            ("hold_flat stage_direct", "reduce_scatter deliver", "", ""),
-        ),
-        (
-            replace(KEPT, result=reductions.BF16),
-            ("allocate stage_packed hold_result", "reduce_scatter cast deliver", "", ""),
-        ),
-        (
-            replace(KEPT, result=reductions.BF16, to_host=True),
-            (
-                "allocate stage_packed allocate_result",
-                "reduce_scatter cast hold_on_host",
-                "",
-                "deliver give_back",
-            ),
-        ),
-    ],
-)
-def test_steps(setup: reductions.Setup, steps: tuple[str, ...]) -> None:
-    assert thread_ranks.run_ranks(2, lambda c: reductions.step_names(setup.bind(c))) == [steps] * 2
-
-
-@pytest.mark.parametrize("setup", SETUPS)
+@setups
 @pytest.mark.parametrize("copies", [1, 2])
-def test_the_same_objects_in_every_step(setup: reductions.Setup, copies: int) -> None:
+def test_the_same_objects_in_every_step(setup: Setup, copies: int) -> None:
     def body(
         collectives: thread_ranks.ThreadCollectives, replicas: thread_ranks.ThreadReplicas
     ) -> None:
@@ -117,8 +90,8 @@ def test_the_same_objects_in_every_step(setup: reductions.Setup, copies: int) ->
     thread_ranks.run_mesh(copies, 2, body, premultiplies=setup.premultiplies)
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-def test_gradients_that_are_there_are_added_to(setup: reductions.Setup) -> None:
+@setups
+def test_gradients_that_are_there_are_added_to(setup: Setup) -> None:
     def body(collectives: thread_ranks.ThreadCollectives) -> None:
         reduction = setup.bind(collectives)
         scale = _scale(setup, 2)
@@ -132,8 +105,8 @@ def test_gradients_that_are_there_are_added_to(setup: reductions.Setup) -> None:
     thread_ranks.run_ranks(2, body)
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-def test_one_gradient_that_stays_is_not_overwritten(setup: reductions.Setup) -> None:
+@setups
+def test_one_gradient_that_stays_is_not_overwritten(setup: Setup) -> None:
     """The others are new; once all are dropped, the kept memory is used again."""
 
     def body(collectives: thread_ranks.ThreadCollectives) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2 import fully_shard
 from tests.common import models, parity
+from tests.common.cases import in_turn
 from tests.common.gradients import unsharded_grads
 from tests.common.workers import ranks
 
@@ -34,33 +36,6 @@ class Tower(nn.Module):
         return outputs[used]
 
 
-def _expected(used: list[int], inputs: list[Tensor]) -> dict[str, Tensor | None]:
-    model = models.seeded(Tower)
-    for block, x in zip(used, inputs, strict=True):
-        model(x, block).sum().backward()
-    return {
-        name: torch.zeros_like(param) if param.grad is None else param.grad / len(used)
-        for name, param in model.named_parameters()
-    }
-
-
-@ranks(2)
-@pytest.mark.parametrize("used", [[3, 0], [0, 3], [1, 2], [2, 2]])
-def test_ranks_that_use_different_outputs_reduce_alike(used: list[int]) -> None:
-    model = models.seeded(Tower)
-    for block in model.blocks:
-        fully_shard(block, mesh=parity.world_mesh())
-    fully_shard(model, mesh=parity.world_mesh())
-    model.set_reduce_scatter_unused_params(True)
-    generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(4, DIM, generator=generator, requires_grad=True) for _ in used]
-    rank = dist.get_rank()
-    for _ in range(2):  # the second time the order is known, and guesses are right
-        model.zero_grad()
-        model(inputs[rank], used[rank]).sum().backward()
-        parity.assert_equal(parity.full_grads(model), _expected(used, inputs))
-
-
 class Nest(nn.Module):
     """Two towers, units with units inside; either may be used for nothing."""
 
@@ -73,58 +48,6 @@ class Nest(nn.Module):
         outputs = [tower(x, 1) for tower in self.towers]
         outputs.append(sum(outputs))
         return self.last(outputs[used])
-
-
-@ranks(2)
-@pytest.mark.parametrize("forwards", [1, 2])
-@pytest.mark.parametrize("used", [[0, 1], [1, 2], [2, 0]])
-def test_units_inside_units_that_are_skipped(used: list[int], forwards: int) -> None:
-    model, plain = models.seeded(Nest), models.seeded(Nest)
-    for tower in model.towers:
-        for block in tower.blocks:
-            fully_shard(block, mesh=parity.world_mesh())
-        fully_shard(tower, mesh=parity.world_mesh())
-    fully_shard(model, mesh=parity.world_mesh())
-    model.set_reduce_scatter_unused_params(True)
-    generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(4, DIM, generator=generator, requires_grad=True) for _ in used]
-    rank = dist.get_rank()
-    for _ in range(2):
-        model.zero_grad()
-        losses = [model(inputs[rank], (used[rank] + i) % 3).sum() for i in range(forwards)]
-        torch.stack(losses).sum().backward()
-        plain.zero_grad()
-        for block, x in zip(used, inputs, strict=True):
-            for i in range(forwards):
-                plain(x, (block + i) % 3).sum().backward()
-        expected = {
-            name: torch.zeros_like(p) if p.grad is None else p.grad / 2
-            for name, p in plain.named_parameters()
-        }
-        parity.assert_close(parity.full_grads(model), expected, parity.FP32)
-
-
-def _assert_like_unsharded(model: Any, plain: nn.Module, *how: Any) -> None:
-    """Two steps of a model that is called with an input, the rank and `how`; absent ones are zeros.
-
-    The second time the order is known, and guesses are right.
-    """
-    generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(4, DIM, generator=generator) for _ in range(2)]
-
-    def compute(module: nn.Module, rank: int) -> None:
-        module(inputs[rank], rank, *how).sum().backward()
-
-    shapes = dict(plain.named_parameters())
-    expected = {
-        name: torch.zeros_like(shapes[name]) if grad is None else grad
-        for name, grad in unsharded_grads(plain, compute).items()
-    }
-    model.set_reduce_scatter_unused_params(True)
-    for _ in range(2):
-        model.zero_grad()
-        compute(model, dist.get_rank())
-        parity.assert_close(parity.full_grads(model), expected, parity.FP32)
 
 
 class Ahead(nn.Module):
@@ -140,17 +63,6 @@ class Ahead(nn.Module):
         for call in calls:
             outputs.append(torch.tanh(self.blocks[call](outputs[0])))
         return torch.stack(outputs[1:]).sum(0)
-
-
-@ranks(2)
-@pytest.mark.parametrize("calls", [[0], [0, 1], [1, 1, 0], [0, 1, 0]])
-def test_units_whose_inputs_require_grad_on_one_rank(calls: list[int]) -> None:
-    """Only there is the end of their backward seen; they are reduced in the same order."""
-    model, plain = models.seeded(Ahead), models.seeded(Ahead)
-    for block in model.blocks:
-        fully_shard(block, mesh=parity.world_mesh())
-    fully_shard(model, mesh=parity.world_mesh())
-    _assert_like_unsharded(model, plain, calls)
 
 
 class Recomputed(nn.Module):
@@ -184,18 +96,6 @@ class Bent(nn.Module):
         return y * self.scale if rank else torch.tanh(x) + y.detach()
 
 
-@ranks(2)
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("behind", [False, True])
-def test_several_units_in_one_checkpoint(reentrant: bool, behind: bool) -> None:
-    """Recomputed in the order of forward, they are reduced in that of backward."""
-    model, plain = models.seeded(Recomputed), models.seeded(Recomputed)
-    for module in (*model.units, model.last):
-        fully_shard(module, mesh=parity.world_mesh())
-    fully_shard(model, mesh=parity.world_mesh())
-    _assert_like_unsharded(model, plain, reentrant, behind)
-
-
 class Listed(nn.Module):
     """A list of modules, called once as it is and once in a checkpoint behind another unit."""
 
@@ -212,17 +112,6 @@ class Listed(nn.Module):
         return checkpoint(run, x, use_reentrant=reentrant)
 
 
-@ranks(2)
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_list_in_a_checkpoint(reentrant: bool) -> None:
-    """Its second module's input is not its end, nor is the first's output the call before."""
-    model, plain = models.seeded(Listed), models.seeded(Listed)
-    fully_shard([*model.parts], mesh=parity.world_mesh())
-    fully_shard(model.between, mesh=parity.world_mesh())
-    fully_shard(model, mesh=parity.world_mesh())
-    _assert_like_unsharded(model, plain, reentrant)
-
-
 class Around(nn.Module):
     """A list of modules, the first in a checkpoint and around a unit."""
 
@@ -236,21 +125,6 @@ class Around(nn.Module):
         between = None if newest else x * 2  # a node between the input's own and the call
         x = checkpoint(self.parts[0], x, rank, use_reentrant=reentrant)
         return self.parts[1](x) if between is None else self.parts[1](x) + between
-
-
-@ranks(2)
-@pytest.mark.parametrize("newest", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_unit_inside_a_list_in_a_checkpoint(reentrant: bool, newest: bool) -> None:
-    """The list is entered before: its first module runs again in the middle of its backward.
-
-    Where its input is not autograd's newest, the list's backward ends at a view of it.
-    """
-    model, plain = models.seeded(Around), models.seeded(Around)
-    fully_shard(model.parts[0].linear, mesh=parity.world_mesh())
-    fully_shard([*model.parts], mesh=parity.world_mesh())
-    fully_shard(model, mesh=parity.world_mesh())
-    _assert_like_unsharded(model, plain, reentrant, newest)
 
 
 class Inner(nn.Module):
@@ -276,24 +150,6 @@ class MaybeUsed(nn.Module):
         return x + y if uses else x * 1.0
 
 
-@ranks(2)
-@pytest.mark.parametrize("forwards", [1, 2])
-def test_a_root_without_parameters_none_of_whose_units_a_rank_uses(forwards: int) -> None:
-    model, plain = models.seeded(MaybeUsed), models.seeded(MaybeUsed)
-    for module in (model.inner.linear, model.inner, model):
-        fully_shard(module, mesh=parity.world_mesh())
-    model.set_reduce_scatter_unused_params(True)
-    generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(4, DIM, generator=generator, requires_grad=True) for _ in range(forwards)]
-    for _ in range(2):
-        model.zero_grad()
-        torch.stack([model(x, dist.get_rank() == 1).sum() for x in inputs]).sum().backward()
-    torch.stack([plain(x, True).sum() for x in inputs]).sum().backward()
-    expected = {name: p.grad / 2 for name, p in plain.named_parameters() if p.grad is not None}
-    assert len(expected) == 2
-    parity.assert_close(parity.full_grads(model), expected, parity.FP32)
-
-
 class Twice(nn.Module):
     """Calls a unit twice that returns its input on rank 0, which uses one of both."""
 
@@ -315,24 +171,6 @@ class Scaled(nn.Module):
         return x @ self.weight if rank else x[:]
 
 
-@ranks(2)
-def test_a_unit_that_is_called_twice_and_returns_its_input_on_one_rank() -> None:
-    """What it returns is a view of what is outside of it: no gradient enters the unit by that."""
-    model, plain = models.seeded(Twice), models.seeded(Twice)
-    fully_shard(model.unit, mesh=parity.world_mesh())
-    fully_shard(model, mesh=parity.world_mesh())
-    model.set_reduce_scatter_unused_params(True)
-    x = torch.ones(2, DIM)
-    for _ in range(2):
-        model.zero_grad()
-        model(x, dist.get_rank()).sum().backward()
-    for rank in range(2):
-        plain(x, rank).sum().backward()
-    expected = {name: p.grad / 2 for name, p in plain.named_parameters() if p.grad is not None}
-    assert len(expected) == 2
-    parity.assert_close(parity.full_grads(model), expected, parity.FP32)
-
-
 class Dropping(nn.Module):
     """Units between two layers of the root's; ``used`` says which of their outputs go on."""
 
@@ -350,37 +188,148 @@ class Dropping(nn.Module):
         return self.last(x)
 
 
+# ---- the cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the modules that are units besides the root, and a rank's loss of its input."""
+
+    build: Callable[[], nn.Module]
+    units: Callable[[Any], Iterable[nn.Module]]
+    loss: Callable[[Any, Tensor, int], Tensor]
+    needs_grad: bool = False  # whether inputs require it
+    exact: bool = False
+
+
+def _sum(*how: Any) -> Callable[[Any, Tensor, int], Tensor]:
+    return lambda model, x, rank: model(x, rank, *how).sum()
+
+
+def _nested(used: list[int], forwards: int) -> Case:
+    def loss(model: Any, x: Tensor, rank: int) -> Tensor:
+        calls = [(used[rank] + i) % 3 for i in range(forwards)]
+        return torch.stack([model(x, call).sum() for call in calls]).sum()
+
+    def units(model: Any) -> Iterable[nn.Module]:
+        for tower in model.towers:
+            yield from (*tower.blocks, tower)
+
+    return Case(Nest, units, loss, needs_grad=True)
+
+
+def _without_parameters(forwards: int) -> Case:
+    def loss(model: Any, x: Tensor, rank: int) -> Tensor:
+        return torch.stack([model(x * (1 + i), rank == 1).sum() for i in range(forwards)]).sum()
+
+    return Case(MaybeUsed, lambda m: (m.inner.linear, m.inner), loss, needs_grad=True)
+
+
+def _dropping(used: list[bool]) -> Case:
+    def loss(model: Any, x: Tensor, rank: int) -> Tensor:
+        uses = [[True, True], used][rank]
+        return (model(x, uses) + model(x * 2, uses)).sum()
+
+    return Case(Dropping, lambda m: m.blocks, loss)
+
+
+def _one_choice(model: Any, x: Tensor, rank: int) -> Tensor:
+    model.active = ("a",)
+    loss: Tensor = model(x).sum()
+    return loss
+
+
+def _tower(used: list[int]) -> Case:
+    return Case(
+        Tower,
+        lambda m: m.blocks,
+        lambda model, x, rank: model(x, used[rank]).sum(),
+        needs_grad=True,
+        exact=True,
+    )
+
+
+EITHER = (False, True)
+CASES = {
+    **{f"outputs {used}": _tower(used) for used in ([3, 0], [0, 3], [1, 2], [2, 2])},
+    **{
+        f"units inside units {used}, {forwards} forwards": _nested(used, forwards)
+        for used in ([0, 1], [1, 2], [2, 0])
+        for forwards in (1, 2)
+    },
+    # Only on rank 1 is the end of the units' backward seen; they are reduced in the same order.
+    **{
+        f"inputs require grad on one rank {calls}": Case(Ahead, lambda m: m.blocks, _sum(calls))
+        for calls in ([0], [0, 1], [1, 1, 0], [0, 1, 0])
+    },
+    # Recomputed in the order of forward, they are reduced in that of backward.
+    **{
+        f"several in one checkpoint, {reentrant=} {behind=}": Case(
+            Recomputed, lambda m: (*m.units, m.last), _sum(reentrant, behind)
+        )
+        for reentrant in EITHER
+        for behind in EITHER
+    },
+    # Its second module's input is not its end, nor is the first's output the call before.
+    **{
+        f"a list in a checkpoint, {reentrant=}": Case(
+            Listed, lambda m: ([*m.parts], m.between), _sum(reentrant)
+        )
+        for reentrant in EITHER
+    },
+    # The list is entered before: its first module runs again in the middle of its backward. Where
+    # its input is not autograd's newest, the list's backward ends at a view of it.
+    **{
+        f"a unit inside a list in a checkpoint, {reentrant=} {newest=}": Case(
+            Around, lambda m: (m.parts[0].linear, [*m.parts]), _sum(reentrant, newest)
+        )
+        for reentrant in EITHER
+        for newest in EITHER
+    },
+    **{
+        f"a root without parameters, {forwards} forwards": _without_parameters(forwards)
+        for forwards in (1, 2)
+    },
+    # What it returns is a view of what is outside of it: no gradient enters the unit by that.
+    "called twice, returns its input on one rank": Case(Twice, lambda m: [m.unit], _sum()),
+    # The root's end is not seen, and where a rank skips all units nothing else leaves it.
+    **{
+        f"one backward of two forwards {used}": _dropping(used)
+        for used in ([False, False], [True, False], [False, True])
+    },
+    # Also those that nobody gathered by a wrong guess of what is next.
+    "units that no forward calls": Case(models.Choosy, lambda m: m.choices.values(), _one_choice),
+}
+
+
 @ranks(2)
-@pytest.mark.parametrize("used", [[False, False], [True, False], [False, True]])
-def test_one_backward_of_two_forwards_whose_inputs_require_no_grad(used: list[bool]) -> None:
-    """The root's end is not seen, and where a rank skips all units nothing else leaves it."""
-    model, plain = models.seeded(Dropping), models.seeded(Dropping)
-    for block in model.blocks:
-        fully_shard(block, mesh=parity.world_mesh())
+def test_ranks_reduce_alike_and_absent_gradients_are_zeros() -> None:
+    in_turn(CASES, _check)
+
+
+def _check(case: Case) -> None:
+    """Two steps: the second time the order is known, and guesses are right."""
+    model, plain = models.seeded(case.build), models.seeded(case.build)
+    for unit in case.units(model):
+        fully_shard(unit, mesh=parity.world_mesh())
     fully_shard(model, mesh=parity.world_mesh())
     model.set_reduce_scatter_unused_params(True)
-    x, uses = torch.ones(2, DIM), [[True, True], used]
-    with fsdp2.debug(check_ranks=True):
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(4, DIM, generator=generator) for _ in range(2)]
+
+    def compute(module: nn.Module, rank: int) -> None:
+        case.loss(module, inputs[rank].clone().requires_grad_(case.needs_grad), rank).backward()
+
+    shapes = dict(plain.named_parameters())
+    expected = {
+        name: torch.zeros_like(shapes[name]) if grad is None else grad
+        for name, grad in unsharded_grads(plain, compute).items()
+    }
+    with fsdp2.debug(check_ranks=case.build is Dropping):
         for _ in range(2):
             model.zero_grad()
-            first, second = (model(x * n, uses[dist.get_rank()]) for n in (1, 2))
-            (first + second).sum().backward()
-    for rank in range(2):
-        (plain(x, uses[rank]) + plain(x * 2, uses[rank])).sum().backward()
-    expected = {name: p.grad / 2 for name, p in plain.named_parameters() if p.grad is not None}
-    parity.assert_close(parity.full_grads(model), expected, parity.FP32)
-
-
-@ranks(2)
-def test_units_that_no_forward_has_called_count_as_zeros() -> None:
-    """All of them: also those that nobody gathered by a wrong guess of what is next."""
-    model: Any = models.seeded(models.Choosy)
-    for choice in model.choices.values():
-        fully_shard(choice, mesh=parity.world_mesh())
-    fully_shard(model, mesh=parity.world_mesh())
-    model.set_reduce_scatter_unused_params(True)
-    model.active = ("a",)
-    model(torch.ones(2, DIM)).sum().backward()
-    for name in ("b", "c"):
-        weight = model.choices[name].weight
-        parity.assert_equal(weight.grad.full_tensor(), torch.zeros(DIM, DIM), name)
+            compute(model, dist.get_rank())
+            found = parity.full_grads(model)
+            if case.exact:
+                parity.assert_equal(found, expected)
+            parity.assert_close(found, expected, parity.FP32)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from tests.common import meshes, parity
+from tests.common.cases import in_turn
 from tests.common.models import seeded
 from tests.common.workers import ranks
 
@@ -99,71 +100,64 @@ class Sums(fsdp2.ReduceScatter):
         dist.reduce_scatter_tensor(output_tensor, input_tensor.masked_fill(small, 0), op, group)
 
 
-def _nothing(model: Any) -> None:
-    pass
+def _drop(flat: Tensor) -> None:
+    """A hook that sees marks behind the rows; what it drops of them is known all the same."""
+    flat[flat.abs() < 1e-6] = 0
 
 
 def _hook(model: Any) -> None:
-    """Sees marks behind the rows; what it drops of them is known all the same."""
-
-    def drop(flat: Tensor) -> None:
-        flat[flat.abs() < 1e-6] = 0
-
-    model.set_all_reduce_hook(drop)
-
-
-def _custom(model: Any) -> None:
-    model.set_custom_reduce_scatter(Sums())
-
-
-def _kept(model: Any) -> None:
-    model.set_tuning(keep_gradients=True)
-
-
-def _from_the_group(model: Any) -> None:
-    model.set_allocate_memory_from_process_group_for_comm(True)
-
-
-def _sums(model: Any) -> None:
-    model.set_force_sum_reduction_for_comms(True)
+    model.set_all_reduce_hook(_drop)
 
 
 MIXED = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
 HALF = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}
+COPIES = {HSDP: (2, 1)}
 COARSE = parity.Tolerance(rtol=2e-2, atol=2e-2)
-HOW = [
-    pytest.param({}, _nothing, parity.FP32, id="plain"),
-    pytest.param({}, _hook, parity.FP32, id="hook"),
-    pytest.param({}, _custom, parity.Tolerance(rtol=1e-5, atol=2e-3), id="custom"),
-    pytest.param({}, _kept, parity.FP32, id="kept"),
-    pytest.param({}, _from_the_group, parity.FP32, id="group-memory"),
-    pytest.param({}, _sums, parity.FP32, id="sums"),
-    pytest.param(MIXED, _nothing, COARSE, id="mixed"),
-    pytest.param(HALF, _hook, COARSE, id="half"),
-    pytest.param({HSDP: (2, 1)}, _nothing, parity.FP32, id="replicated"),
-    pytest.param({HSDP: (2, 1)}, _hook, parity.FP32, id="replicated-hook"),
-]
+ROUGH = parity.Tolerance(rtol=1e-5, atol=2e-3)
+
+Way = tuple[dict[str, Any], Callable[[Any], object], parity.Tolerance]
+WAYS: dict[str, Way] = {
+    "plain": ({}, lambda model: None, parity.FP32),
+    "hook": ({}, _hook, parity.FP32),
+    "custom": ({}, lambda model: model.set_custom_reduce_scatter(Sums()), ROUGH),
+    "kept": ({}, lambda model: model.set_tuning(keep_gradients=True), parity.FP32),
+    "memory of the group": (
+        {},
+        lambda model: model.set_allocate_memory_from_process_group_for_comm(True),
+        parity.FP32,
+    ),
+    "sums": ({}, lambda model: model.set_force_sum_reduction_for_comms(True), parity.FP32),
+    "mixed": (MIXED, lambda model: None, COARSE),
+    "half": (HALF, _hook, COARSE),
+    "replicated": (COPIES, lambda model: None, parity.FP32),
+    "replicated, hook": (COPIES, _hook, parity.FP32),
+}
 
 
 @ranks(2)
-@pytest.mark.parametrize(("how", "change", "tolerance"), HOW)
-def test_every_way_to_reduce(
-    how: dict[str, Any], change: Callable[[Any], None], tolerance: parity.Tolerance
-) -> None:
+def test_every_way_to_reduce() -> None:
+    in_turn(WAYS, _check_way)
+
+
+def _check_way(way: Way) -> None:
     """The second step adds to gradients that are there; the third begins anew."""
+    how, change, tolerance = way
     model = _shard(how)
     change(model)
     micros = [list(BY_RANK), [(2,), (0, 1)]]
-    _backward(model, micros, 0)
-    parity.assert_close(parity.full_grads(model), _expected(seeded(Experts), micros[:1]), tolerance)
-    _backward(model, micros, 1)
-    expected = _expected(seeded(Experts), micros)
-    assert expected["experts.3.weight"] is None
-    parity.assert_close(parity.full_grads(model), expected, tolerance)
+
+    def check(steps: int) -> None:
+        expected = _expected(seeded(Experts), micros[:steps])
+        assert expected["experts.3.weight"] is None
+        parity.assert_close(parity.full_grads(model), expected, tolerance)
+
+    for steps in (1, 2):
+        _backward(model, micros, steps - 1)
+        check(steps)
     model.zero_grad()
     assert all(param.grad is None for param in model.parameters())
     _backward(model, micros, 0)
-    parity.assert_close(parity.full_grads(model), _expected(seeded(Experts), micros[:1]), tolerance)
+    check(1)
 
 
 @ranks(2, extended=(4,))

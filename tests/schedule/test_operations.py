@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fsdp2.core.gather.program import Gather
-from fsdp2.core.reduce.program import Op, Program
+from fsdp2.core.reduce.reduction import Op, Program
 from fsdp2.testing.virtual import VirtualDevice
 from fsdp2.tracing.record.notes import Operation
 from tests.common.scenarios import SCENARIOS

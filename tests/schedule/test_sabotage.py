@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from fsdp2.core.device.streams import Lane
-from fsdp2.core.gather import make
+from fsdp2.core.gather import keeping
 from fsdp2.core.reduce import binding
-from fsdp2.core.reduce.program import Job, PartialSums
-from fsdp2.core.reduce.reduction import PendingReduction, Reduction
+from fsdp2.core.reduce.reduction import Job, PartialSums, PendingReduction, Reduction
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.scheduler import Scheduler
 from fsdp2.core.schedule.unit import Phase, Unit
@@ -77,7 +76,7 @@ def release_before_waiting(run: Run, scheduler: Scheduler, unit: Unit) -> None:
     run(scheduler, unit)
 
 
-@shown(make, "packed", "steady", "still uses")
+@shown(keeping, "packed", "steady", "still uses")
 def release_staging_at_once(run: Run, place: object) -> object:
     gather, pair = run(place)
     launch, release = gather.collectives[0], gather.release[0]
@@ -131,7 +130,6 @@ def release_flat_gradient_at_once(
 @shown(ParamGroup, "start_unshard", "offloaded", "memory copy_in#.* still uses")
 def release_mirror_at_once(run: Run, group: ParamGroup) -> None:
     run(group)
-    assert group.bound is not None
     if group.bound.mirror is not None and not group.bound.keeps_mirror:
         group.bound.mirror.release()
 
@@ -139,7 +137,6 @@ def release_mirror_at_once(run: Run, group: ParamGroup) -> None:
 @shown(ParamGroup, "start_unshard", "changing", "memory all_gather#.* still uses")
 def release_smaller_rows_at_once(run: Run, group: ParamGroup) -> None:
     run(group)
-    assert group.bound is not None
     if group.bound.smaller is not None:
         group.bound.smaller.release()
 

@@ -355,7 +355,7 @@ def seams(model: nn.Module) -> set[type]:
     for group in groups:
         found += [
             group.streams,
-            group.runtime.kernels,
+            group.kernels,
             group.collectives,
             group.reducers,
             group.replicas,

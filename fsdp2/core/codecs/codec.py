@@ -63,18 +63,25 @@ class Codec(ABC):
         """Write ``numbers``, [rows, n] of a dtype of `NUMBERS`, to [rows, nbytes(n)] of uint8."""
 
     @abstractmethod
+    def decoded(self, message: Tensor, numel: int) -> Tensor:
+        """The numbers that ``message`` holds, [rows, ``numel``]; it may be a view of it."""
+
     def decode(self, numbers: Tensor, message: Tensor) -> None:
         """Write the numbers that ``message`` holds; as for `encode`."""
+        numbers.copy_(self.decoded(message, numbers.shape[1]))
 
     def take_off(self, numbers: Tensor, message: Tensor) -> None:
-        """Subtract the numbers that ``message`` holds, in fp32; as for `encode`."""
-        decoded = torch.empty_like(numbers, dtype=torch.float32)
-        self.decode(decoded, message)
-        numbers.sub_(decoded)
+        """Subtract the numbers that ``message`` holds; as for `encode`."""
+        numbers.sub_(self.decoded(message, numbers.shape[1]))
 
-    @abstractmethod
     def total(self, sums: Tensor, message: Tensor) -> None:
         """Write the sums, [n], of all rows' numbers, summed in fp32 in the order of rows."""
+        rows = self.decoded(message, sums.shape[0])
+        # `torch.sum` takes an `out` only of the dtype in which it sums.
+        if sums.dtype is torch.float32:
+            torch.sum(rows, 0, dtype=torch.float32, out=sums)
+        else:
+            sums.copy_(rows.sum(0, dtype=torch.float32))
 
 
 class Rounded(Codec):
@@ -91,21 +98,10 @@ class Rounded(Codec):
         return round_up(self.dtype.itemsize * numel, ALIGNMENT)
 
     def encode(self, message: Tensor, numbers: Tensor) -> None:
-        self._numbers(message, numbers.shape[1]).copy_(numbers)
+        self.decoded(message, numbers.shape[1]).copy_(numbers)
 
-    def decode(self, numbers: Tensor, message: Tensor) -> None:
-        """Exact, except into fp16."""
-        numbers.copy_(self._numbers(message, numbers.shape[1]))
-
-    def total(self, sums: Tensor, message: Tensor) -> None:
-        rows = self._numbers(message, sums.shape[0])
-        # `torch.sum` takes an `out` only of the dtype in which it sums.
-        if sums.dtype is torch.float32:
-            torch.sum(rows, 0, dtype=torch.float32, out=sums)
-        else:
-            sums.copy_(rows.sum(0, dtype=torch.float32))
-
-    def _numbers(self, message: Tensor, numel: int) -> Tensor:
+    def decoded(self, message: Tensor, numel: int) -> Tensor:
+        """Exact, except into fp16: a view."""
         return message.view(self.dtype)[:, :numel]
 
 
@@ -169,18 +165,8 @@ class Blocks(Codec):
         scaled = blocks / scales.float().unsqueeze(2)  # of zeros by zero: NaN, which becomes 0
         self._put(codes, scaled.nan_to_num_(0.0).round_().clamp_(-self.largest, self.largest))
 
-    def decode(self, numbers: Tensor, message: Tensor) -> None:
+    def decoded(self, message: Tensor, numel: int) -> Tensor:
         """Code times scale, in fp32."""
-        numbers.copy_(self._decoded(message, numbers.shape[1]))
-
-    def take_off(self, numbers: Tensor, message: Tensor) -> None:
-        """As it is decoded, without a copy."""
-        numbers.sub_(self._decoded(message, numbers.shape[1]))
-
-    def total(self, sums: Tensor, message: Tensor) -> None:
-        sums.copy_(self._decoded(message, sums.shape[0]).sum(0))
-
-    def _decoded(self, message: Tensor, numel: int) -> Tensor:
         scales, codes = self._parts(message, numel)
         # A scale that is not finite makes NaN of every code, because each code of its block is 0.
         found = self._take(codes, numel).mul_(scales.float().unsqueeze(2))
@@ -296,22 +282,15 @@ class Rotated(Codec):
         rotated = in_blocks(numbers.float(), BLOCK) @ self._turn()
         self._codec.encode(message, rotated.flatten(1))
 
-    def decode(self, numbers: Tensor, message: Tensor) -> None:
+    def decoded(self, message: Tensor, numel: int) -> Tensor:
         """As the codec does, then rotate back."""
-        numbers.copy_(self._decoded(message, numbers.shape[1]))
-
-    def take_off(self, numbers: Tensor, message: Tensor) -> None:
-        numbers.sub_(self._decoded(message, numbers.shape[1]))
-
-    def _decoded(self, message: Tensor, numel: int) -> Tensor:
-        rotated = self._new(message.shape[0], numel)
-        self._codec.decode(rotated, message)
+        rotated = self._codec.decoded(message, round_up(numel, BLOCK)).float()
         return self._back(rotated)[:, :numel]
 
     def total(self, sums: Tensor, message: Tensor) -> None:
         """As the codec does, then rotate back, once."""
         numel = sums.shape[0]
-        rotated = self._new(1, numel)
+        rotated = self._turn().new_empty(1, round_up(numel, BLOCK))
         # The sum is rotated back, not each row: a rotation is linear.
         self._codec.total(rotated[0], message)
         sums.copy_(self._back(rotated)[0, :numel])
@@ -320,9 +299,6 @@ class Rotated(Codec):
         if self._matrix is None:
             self._matrix = rotation(self._device)
         return self._matrix
-
-    def _new(self, rows: int, numel: int) -> Tensor:
-        return self._turn().new_empty(rows, round_up(numel, BLOCK))
 
     def _back(self, rotated: Tensor) -> Tensor:
         return (rotated.unflatten(1, (-1, BLOCK)) @ self._turn().T).flatten(1)
@@ -346,3 +322,18 @@ def rotation(device: torch.device) -> Tensor:
             found = (signs.unsqueeze(1) * matrix / math.sqrt(BLOCK)).to(device)
         _matrices[device] = found
     return found
+
+
+# ---- by name
+
+GATHERED: dict[str, Codec] = {codec.name: codec for codec in (Bytes(), Nibbles())}
+"""The codecs of parameters, by the name in `Wire.gather`. Much is lost of weights in 4 bits."""
+
+REDUCED: dict[str, Codec] = {"fp32": Whole(), "bf16": Rounded(), **GATHERED}
+"""Those of gradients, by the name in `Wire.reduce`."""
+
+
+def codec_of(name: str, rotate: bool = False, device: torch.device | None = None) -> Codec:
+    """The codec of gradients' messages, by the name of its format."""
+    codec = REDUCED[name]
+    return Rotated(codec, device or torch.device("cpu")) if rotate else codec

@@ -4,8 +4,8 @@
     segments    the operations of a segment that is sent as it is; rows of all ranks that stay
     coded       of one that is sent in fewer bytes, as messages of a codec, or as differences
     extension   of tensor subclasses that define their own messages
-    make        which operations each segment has; all segments by a collective of the user
-    keeping     rows that stay, of a node and of a smaller group, too; the next all-gather's choice
+    keeping     which operations each segment has; rows that stay, of a node and of a smaller group,
+                too; the next all-gather's choice
 
 Owns: the inputs and outputs of collectives. Knows nothing of reductions.
 May import: codecs, device, layout, params.

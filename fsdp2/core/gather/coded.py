@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Bytes, Codec, Nibbles
+from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, Codec
 from fsdp2.core.device.collectives import Collectives, Launch, Work
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather.program import Gather
@@ -24,9 +24,6 @@ from fsdp2.core.layout.layout import Slot
 from fsdp2.core.pieces import round_up
 
 MESSAGES, DIFFERENCES = "coded shards", "coded differences"
-
-CODED: dict[str, Codec] = {codec.name: codec for codec in (Bytes(), Nibbles())}
-"""The codecs of parameters, by the name in `Wire.gather`. Much is lost of weights in 4 bits."""
 
 
 def encoded(place: SegmentViews, codec: Codec) -> Gather:
@@ -129,6 +126,7 @@ class ReferenceRows(KeptRows):
             [self._gather_rows, self._gather_messages],
             [self._arrive, *self.rows.put],
             [self._release],
+            kept=self,
         )
 
     # ---- a gather

@@ -284,8 +284,7 @@ class ExtendedParam:
 
     def _release_outputs(self) -> None:
         for buffer in self._buffers:
-            if buffer.allocated:
-                buffer.release()
+            buffer.release()
 
     def _wrong(self, hook: str, wanted: str) -> TypeError:
         return coded(

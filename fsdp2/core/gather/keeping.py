@@ -1,11 +1,12 @@
-"""Rows that stay between all-gathers: of all ranks, of a node, of a smaller group.
+"""The all-gathers of a group's segments, and rows that stay: of all ranks, a node, a smaller group.
+
+`make_gathers` selects the operations of each segment; with rows that stay, a group has two gathers:
 
     fresh   shards ══ all-gather ══> rows ── copy ──> slots     as its first operation: begin
     again                            rows ── copy ──> slots     as its last one: end
 
     fresh ── an all-gather has ended ──> again ── forget ──> fresh
 
-An all-gather evaluates no condition: its last operation chooses the next one.
 `fsdp2.core.schedule.reuse` knows when shards may have changed, and calls `forget`.
 
     KeptRows      of all ranks (`segments`)
@@ -15,7 +16,7 @@ An all-gather evaluates no condition: its last operation chooses the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,9 +28,17 @@ from fsdp2.core.device.buffers import Buffer, TransientBuffer
 from fsdp2.core.device.collectives import Collectives, Launch, Work
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.errors import ShardingStateError, coded
-from fsdp2.core.gather.make import Part, make_gathers
 from fsdp2.core.gather.program import Gather, Run, combined
-from fsdp2.core.gather.segments import KeptRows
+from fsdp2.core.gather.segments import (
+    KeptRows,
+    Pair,
+    SegmentViews,
+    coalesced,
+    custom,
+    local,
+    one_slot,
+    packed,
+)
 from fsdp2.core.layout.layout import (
     COLLECTIVE_ALIGN_BYTES,
     Cut,
@@ -38,11 +47,85 @@ from fsdp2.core.layout.layout import (
     Slot,
     Transport,
     repacked,
+    straight_into_slots,
 )
 from fsdp2.core.layout.levels import gaps
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.core.params.param import ShardedParam, Swap
 from fsdp2.core.pieces import round_up
+
+# ---- which operations each segment has
+
+
+def make_gathers(
+    segments: Sequence[Segment],
+    shard: Buffer,
+    full: TransientBuffer,
+    collectives: Collectives,
+    kernels: Kernels,
+    comm: AllGather | None,
+    device: torch.device,
+    codec: str | None = None,
+    differences: bool = False,
+    keeps: bool = False,
+) -> list[Gather]:
+    """The operations of each segment, in order; with a user's ``comm``, those of all segments
+    together. ``shard`` is the flat shard, or the device's
+    copy of it; ``full`` is allocated. It ``keeps`` rows of all segments without a codec, as it does
+    where messages of the others are ``differences``.
+    """
+    found: list[Gather] = []
+    theirs: list[SegmentViews] = []
+    carriers: list[tuple[int, SegmentViews]] = []
+    waiting: dict[torch.dtype, list[tuple[Gather, Pair]]] = {}
+    straight = straight_into_slots(segments)
+    for segment in segments:
+        place = SegmentViews(segment, shard, full, collectives, kernels)
+        transport = segment.transport
+        if transport is Transport.LOCAL:
+            gather = local(place)
+        elif comm is not None and transport is not Transport.CODED:
+            theirs.append(place)
+            continue
+        elif not segment.shard_numel:  # empty parameters have nothing to say
+            gather = Gather(place.parameters())
+        elif transport is Transport.CODED:
+            gather = _coded(place, codec, differences)
+        elif keeps or differences:
+            gather = KeptRows(place).fresh()
+        elif transport is Transport.COALESCED:
+            carriers.append((len(found), place))
+            gather = Gather()  # until it is known what its launch takes along
+        elif straight:
+            gather = one_slot(place)
+        else:
+            gather, pair = packed(place)
+            waiting.setdefault(segment.full_dtype, []).append((gather, pair))
+        found.append(gather)
+    for at, place in carriers:
+        pairs: list[Pair] = []
+        if carried := waiting.get(place.segment.full_dtype):
+            gather, pair = carried.pop(0)
+            # The carrier's launch sends it; the copies out of its rows remain here.
+            gather.collectives = ()
+            pairs.append(pair)
+        found[at] = coalesced(place, pairs)
+    if theirs and comm is not None:
+        # Together: a user's collective is called once per group, as torch's FSDP2 does.
+        found.append(custom(theirs, comm, device))
+    return found
+
+
+def _coded(place: SegmentViews, name: str | None, differences: bool) -> Gather:
+    """The modules of codecs are loaded at their first use."""
+    from fsdp2.core.codecs.codec import GATHERED
+    from fsdp2.core.gather.coded import ReferenceRows, encoded
+
+    assert name is not None
+    if differences:
+        return ReferenceRows(place, GATHERED[name]).fresh()
+    return encoded(place, GATHERED[name])
+
 
 # ---- of a node
 
@@ -75,10 +158,9 @@ class NodeRows:
         self.rows: TransientBuffer = kernels.transient(pieces.full_bytes, f"node rows of {name}")
         self.stays = False
         self._kernels = kernels
-        parts = make_gathers(
-            pieces.segments, shard, self.rows, between, kernels, None, device, codec
+        self._own = combined(
+            make_gathers(pieces.segments, shard, self.rows, between, kernels, None, device, codec)
         )
-        self._own = combined(gather for gather, _ in parts)
         self._gaps: list[torch.Tensor] = []
         self._zeros: list[torch.Tensor] = []
 
@@ -123,10 +205,6 @@ class NodeRows:
 
     def _leave(self) -> None:
         if not self.stays:
-            self.free()
-
-    def free(self) -> None:
-        if self.rows.allocated:
             self.rows.release()
 
 
@@ -235,8 +313,9 @@ class SmallerRows:
             nbytes += smaller.shard_numel * smaller.full_dtype.itemsize
             nbytes = round_up(nbytes, COLLECTIVE_ALIGN_BYTES)
         self._rows = kernels.transient(nbytes, "rows of the smaller group")
-        parts = make_gathers(segments, self._rows, full, group.collectives, kernels, comm, device)
-        self.gather = combined(gather for gather, _ in parts)
+        self.gather = combined(
+            make_gathers(segments, self._rows, full, group.collectives, kernels, comm, device)
+        )
         gathered = {slot.index: tensor for slot, tensor in self.gather.parameters}
         for smaller in segments:
             for slot in smaller.slots:
@@ -284,24 +363,24 @@ class SmallerRows:
 
 
 class Keeping:
-    """The two all-gathers of a group that keeps rows: ``fresh`` with collectives, and ``again``.
+    """The two all-gathers of a group that keeps rows: ``fresh`` with collectives, and ``again``,
+    which is the next one while rows are ``current``.
 
     ``gather`` is that of all segments, through both levels if there are two; ``load`` copies
-    offloaded shards from the host first; ``choose`` is called with the next one. Rows of a
-    ``smaller`` group stay, or rows of ``nodes``, from which others than kept ones are gathered.
+    offloaded shards from the host first. Rows of a ``smaller`` group stay, or rows of ``nodes``,
+    from which others than kept ones are gathered.
     """
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[Gather],
         gather: Gather,
         load: Gather | None,
-        choose: Callable[[Gather], None],
         nodes: NodeRows | None = None,
         smaller: SmallerRows | None = None,
     ) -> None:
-        self._choose, self._nodes, self._smaller = choose, nodes, smaller
-        self.kept = [kept for _, kept in parts if kept is not None]
+        self._nodes, self._smaller = nodes, smaller
+        self.kept = [part.kept for part in parts if isinstance(part.kept, KeptRows)]
         ends = [] if smaller is not None else [self.end]
         self.fresh = replace(
             gather, acquire=[*gather.acquire, self._begin], finish=[*gather.finish, *ends]
@@ -310,7 +389,7 @@ class Keeping:
             self.again = smaller.gather
             smaller.keeping = self  # its rows are copied when forward is over
         else:
-            others = [each for each, kept in parts if kept is None]
+            others = [part for part in parts if part.kept is None]
             again = [Gather(copy_out=kept.rows.put) for kept in self.kept] + others
             if load is not None and nodes is None and others:  # which read shards once more
                 again.insert(0, load)
@@ -328,21 +407,18 @@ class Keeping:
 
     def end(self) -> None:
         """Rows are there."""
-        if self._counts:
-            self.current = True
-            self._choose(self.again)
+        self.current = self.current or self._counts
 
     def forget(self) -> None:
         """Let the next gather communicate."""
         self._counts = self.current = False
-        self._choose(self.fresh)
 
     def free(self) -> None:
         """Free memory that the next all-gather fills again, if no operation reads it."""
         if self.current:
             return
         if self._nodes is not None:
-            self._nodes.free()
+            self._nodes.rows.release()
         if self._smaller is not None:
             self._smaller.release()
 
@@ -362,7 +438,6 @@ class Keeping:
         # All segments, or none: `again` has no collective for one that lacks rows.
         if former.current and self._nodes is None and len(known) == len(self.kept):
             self.current = True
-            self._choose(self.again)
 
     def inherit(self, former: Keeping) -> None:
         """Take over what remains valid if shards may have other values and memory."""

@@ -12,8 +12,7 @@
     a load from the host   ┘
 
 An operation is a callable without arguments, bound to its memory once; work that a segment does not
-have is an operation that is not there. Builders make them: `segments` for what is sent as it is,
-`coded`, `make` for a collective of the user, `extension`.
+have is an operation that is not there. Builders make them: `segments`, `coded`, `extension`.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ class Gather:
         early: whether the gathered buffer must be allocated before the collectives, which write it.
         aliases: whether unsharded parameters are views of the shard.
         loads: whether shards are copied from the host first.
+        kept: the `KeptRows` that it leaves for later all-gathers, if any.
         launches: whether there is anything to run before ``finish``.
         finishes: whether anything remains to be done after it.
     """
@@ -57,6 +57,7 @@ class Gather:
     aliases: bool = False
     loads: bool = False
     finish: Sequence[Run] = ()
+    kept: object = None
     launches: bool = field(init=False)
     finishes: bool = field(init=False)
 

@@ -1,4 +1,4 @@
-"""How a segment's shards become unsharded parameters, if they are sent as they are.
+"""How a segment's shards become unsharded parameters: as they are, or by a user's collective.
 
     coalesced   shard ─(cast)─> own piece of its slot ══ one launch, an all-gather each ══> slots
                 no copy afterwards; none before if shard and compute dtype agree (decision 17)
@@ -6,22 +6,28 @@
                 with coalesced ones of the same dtype it is part of their launch
     one slot    a packed segment of one parameter whose pieces are in order: straight into its slot
     local       one rank: the shard is the parameter; or ── cast ──> slots
+    custom      shards ── cast or copy ──> own row of [ranks, n] ══ comm ══> rows ── copy ──> slots
 
-Each is a function from the `SegmentViews` of a segment to the operations of a `Gather`.
-`packed_rows` is the common part of all that are sent in rows, one per rank; `KeptRows` stay.
+Each is a function from the `SegmentViews` of a segment to the operations of a `Gather`; those of a
+user's collective (`set_custom_all_gather`) are all segments', one after another in a row: in their
+dtype if they share one, otherwise as bytes. Its buffer may be another one each time, so its views
+are created for each all-gather. `keeping` selects. `packed_rows` is the common part of all
+that are sent in rows, one per rank; `KeptRows` stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import torch
 
+from fsdp2.core.custom_collectives import AllGather, checked_buffer
 from fsdp2.core.device.buffers import Buffer, FlatBuffer, TransientBuffer, row_major
-from fsdp2.core.device.collectives import Collectives, collectives_of
+from fsdp2.core.device.collectives import Collectives, Work, collectives_of
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.gather.program import Gather, Run
 from fsdp2.core.layout.layout import Segment, Slot
@@ -217,26 +223,26 @@ def packed_rows(place: SegmentViews, name: str = "all-gather output") -> Rows:
     return Rows(memory, memory.view(place.wire, 0, (ranks * width,)), put)
 
 
-def own_row(place: SegmentViews, rows: Rows) -> tuple[Pair, list[Run]]:
-    """The tensors of one all-gather of all rows, and the cast into this rank's row, if any."""
-    sent, width = place.shards(sent=True), place.segment.shard_numel
-    # Out of place: a copy of the shard into its row would be one more operation.
-    if not place.casts:
-        return Pair(rows.output, sent), []
-    dtype = place.segment.full_dtype
-    own = rows.memory.view(dtype, place.collectives.rank * width * dtype.itemsize, (width,))
-    return Pair(rows.output, own), [partial(place.kernels.copy, own, sent)]
-
-
-def packed(place: SegmentViews) -> tuple[Gather, Pair]:
-    """All shards are sent together and copied to slots; also the pair, for another launch."""
-    rows = packed_rows(place)
-    pair, copy_in = own_row(place, rows)
-    memory, launch = rows.memory, place.collectives.bind_all_gather(*pair)
+def packed(place: SegmentViews, kept: KeptRows | None = None) -> tuple[Gather, Pair]:
+    """All shards are sent together and copied to slots; also the pair, for another launch. Rows
+    that are ``kept`` are not freed.
+    """
+    rows = packed_rows(place) if kept is None else kept.rows
+    sent, width, copy_in = place.shards(sent=True), place.segment.shard_numel, list[Run]()
+    memory, dtype = rows.memory, place.segment.full_dtype
+    if place.casts:
+        start = place.collectives.rank * width * dtype.itemsize
+        own = memory.view(dtype, start, (width,))
+        copy_in = [partial(place.kernels.copy, own, sent)]
+        sent = own
+    # Without a cast, out of place: a copy of the shard into its row would be one more operation.
+    pair = Pair(rows.output, sent)
+    launch = place.collectives.bind_all_gather(*pair)
     # All views are made; the gather allocates again.
     memory.release()
-    own = [memory.acquire], copy_in, [launch], rows.put, [memory.release]
-    return Gather(place.parameters(), *own), pair
+    free = [memory.release] if kept is None else []
+    moments = [memory.acquire], copy_in, [launch], rows.put, free
+    return Gather(place.parameters(), *moments, kept=kept), pair
 
 
 def runs_of_one_size(slots: Sequence[Slot]) -> list[list[Slot]]:
@@ -275,12 +281,7 @@ class KeptRows:
 
     def fresh(self) -> Gather:
         """The all-gather that brings them. Called once, while their memory is allocated."""
-        place, rows = self.place, self.rows
-        pair, copy_in = own_row(place, rows)
-        launch = place.collectives.bind_all_gather(*pair)
-        found = Gather(place.parameters(), [rows.memory.acquire], copy_in, [launch], rows.put)
-        rows.memory.release()
-        return found
+        return packed(self.place, self)[0]
 
     @property
     def holds_rows(self) -> bool:
@@ -298,3 +299,74 @@ class KeptRows:
 
     def lose(self) -> None:
         """Take rows for lost: a gather may have stopped half way."""
+
+
+# ---- by a collective of the user
+
+Copies = tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]
+"""A segment's copies: into this rank's row of bytes, and out of the rows of all ranks."""
+
+
+def custom(places: Sequence[SegmentViews], comm: AllGather, device: torch.device) -> Gather:
+    parameters = [found for place in places for found in place.parameters()]
+    nbytes, parts = 0, list[Copies]()
+    for place in places:
+        parts.append(_copies(place, nbytes))
+        nbytes += place.segment.shard_numel * place.segment.full_dtype.itemsize
+    if not nbytes:
+        return Gather(parameters)
+    dtypes = {place.segment.full_dtype for place in places}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    # Any of them will do: complex numbers are not converted for a user's collective.
+    collectives, numel = places[0].collectives, nbytes // dtype.itemsize
+    size, rank = collectives.size, collectives.rank
+    buffers: list[torch.Tensor] = []  # of the all-gather that runs: the output, and its own row
+
+    def acquire() -> None:
+        output = checked_buffer(comm, size * numel, dtype, device)
+        buffers[:] = output, output.narrow(0, rank * numel, numel)
+
+    def copy_in() -> None:
+        row = buffers[1].view(torch.uint8)
+        for put, _ in parts:
+            put(row)
+
+    def gather() -> Work | None:
+        return collectives.custom_all_gather(comm, *buffers)
+
+    def copy_out() -> None:
+        rows = buffers[0].view(torch.uint8).view(size, nbytes)
+        for _, take in parts:
+            take(rows)
+
+    return Gather(parameters, [acquire], [copy_in], [gather], [copy_out], [buffers.clear])
+
+
+def _copies(place: SegmentViews, start: int) -> Copies:
+    """The copies of one segment, whose bytes in every rank's row begin at ``start``."""
+    segment, kernels, flat = place.segment, place.kernels, place.shards()
+    nbytes = segment.shard_numel * segment.full_dtype.itemsize
+    in_order = [slot for slot in segment.slots if slot.in_order and slot.shard_numel]
+    sizes, targets = [slot.shard_numel for slot in in_order], place.rows_of(in_order)
+    blocks = [
+        (slot, block) for slot in segment.slots if not slot.in_order for block in slot.blocks()
+    ]
+    block_targets = [place.block(slot, *block) for slot, block in blocks]
+
+    def put(row: torch.Tensor) -> None:
+        kernels.copy(row.narrow(0, start, nbytes).view(segment.full_dtype), flat)
+
+    def take(rows: torch.Tensor) -> None:
+        rows = rows.narrow(1, start, nbytes).view(place.wire)
+        if sizes:
+            kernels.split_copy(rows.narrow(1, 0, sum(sizes)), sizes, targets)
+        sources = []
+        for slot, (ranks, first, length) in blocks:
+            shape = (slot.cut.bands, ranks, slot.outer, length, slot.inner)
+            pieces = rows.view(slot.cut.bands, slot.per_band, rows.shape[1])
+            pieces = pieces.narrow(1, first, ranks)
+            sources.append(pieces.narrow(2, slot.shard_offset, prod(shape[2:])).view(shape))
+        if sources:
+            kernels.copy_many(block_targets, sources)
+
+    return put, take

@@ -26,8 +26,7 @@ from fsdp2.core.device.kernels import Kernels
 from fsdp2.core.device.streams import ALL_REDUCE, COMPUTE, REDUCE
 from fsdp2.core.layout.layout import GroupLayout, Slot
 from fsdp2.core.params.gradients import Gradients
-from fsdp2.core.reduce.levels import context_between, cross_nodes
-from fsdp2.core.reduce.program import (
+from fsdp2.core.reduce.reduction import (
     BEHIND,
     HOST,
     REDUCE_SCATTER,
@@ -38,12 +37,9 @@ from fsdp2.core.reduce.program import (
     PartialSums,
     PresenceMarks,
     Program,
-    Step,
-)
-from fsdp2.core.reduce.reduction import (
     ReduceContext,
     Reduction,
-    Way,
+    Step,
     allocation,
     deliver,
     deliver_missed,
@@ -51,16 +47,21 @@ from fsdp2.core.reduce.reduction import (
 )
 from fsdp2.core.reduce.spec import ReductionSpec, lay_flat, plan_division
 from fsdp2.core.reduce.transport import (
+    context_between,
+    cross_nodes,
     free_input,
     reduce_adopted,
+    reduce_coded,
     reduce_custom,
     reduce_empty,
-    reduce_joined,
     reduce_local,
-    reduce_packed,
+    reduce_scattered,
 )
 
 T = TypeVar("T")
+
+Transport = Callable[[ReduceContext], list[Op]]
+"""Makes what a collective reads, and returns the operations up to the rows, where they belong."""
 
 
 def bind_reduction(
@@ -101,7 +102,7 @@ def bind_reduction(
         spec = replace(spec, reduce_dtype=spec.result_dtype, keep=False)
     if spec.codec is not None or spec.between_codec is not None:  # each rank sums by itself
         spec = replace(spec, sum_only=True)
-    transport, carries_marks = transport_of(spec, slots, direct, size, alone)
+    transport, carries_marks = transport_of(spec, slots, size, alone)
     rows = (rank, spec.reduce_dtype, size > 1, needs_flat, direct == len(slots), carries_marks)
     flat = _once(
         layout,
@@ -125,7 +126,7 @@ def bind_reduction(
     crossing = None
     if between is not None:
         crossing = context_between(between, kept, spec, division.replicas, kernels)
-    return _reduction(gradients, context, transport(context), replicas, crossing)
+    return _reduction(gradients, context, transport, replicas, crossing)
 
 
 def _once(layout: GroupLayout | None, key: Hashable, make: Callable[[], T]) -> T:
@@ -135,11 +136,11 @@ def _once(layout: GroupLayout | None, key: Hashable, make: Callable[[], T]) -> T
 
 def hand_over(former: Sequence[Reduction], made: Sequence[Reduction]) -> None:
     """Give residuals of error feedback to the reductions that replace ``former`` ones."""
-    fed = [(r.members, feedback) for r in former if (feedback := r.way.feedback) is not None]
+    fed = [(r.members, feedback) for r in former if (feedback := r.context.feedback) is not None]
     if fed:
         for reduction in made:
-            if reduction.way.feedback is not None:
-                reduction.way.feedback.take_over(reduction.members, fed)
+            if reduction.context.feedback is not None:
+                reduction.context.feedback.take_over(reduction.members, fed)
 
 
 # ---- the order of operations
@@ -148,7 +149,7 @@ def hand_over(former: Sequence[Reduction], made: Sequence[Reduction]) -> None:
 def _reduction(
     gradients: Gradients,
     context: ReduceContext,
-    way: Way,
+    transport: Transport,
     replicas: Collectives | None,
     crossing: ReduceContext | None,
 ) -> Reduction:
@@ -165,7 +166,7 @@ def _reduction(
     last = crossing or context  # of the collective that leaves the sums
     kept, hold, final = _ending(gradients, context, last, lane)
 
-    staged = [*way.ops]
+    staged = transport(context)
     if marks is not None:
         # Before gradients are staged, because packing puts the job's marks into the rows.
         staged.insert(0, Op(COMPUTE, "mark", marks.mark, seeks=True))
@@ -173,8 +174,8 @@ def _reduction(
             scatter = context.collectives.bind_reduce_scatter(context.division.kind)
             sum_marks = functools.partial(marks.reduce, scatter)
             staged.append(Op(REDUCE, REDUCE_SCATTER, sum_marks))
-    if way.staging is not None:  # where lanes are several, `PendingReduction` frees it
-        staged.append(Op(BEHIND, "release", functools.partial(free_input, way.staging)))
+    if context.staging is not None:  # where lanes are several, `PendingReduction` frees it
+        staged.append(Op(BEHIND, "release", functools.partial(free_input, context.staging)))
     sums = PartialSums(kernels)
     copies: list[Op] = []  # what several reductions may share
     if shared:
@@ -186,14 +187,15 @@ def _reduction(
         assert marks is not None
         copies += cross_nodes(last, marks, hold.run)
 
-    # A transport that adopts allocates nothing; between nodes, kept memory is for pieces
+    # Adopted gradients are the output, for which nothing is allocated; between nodes, kept memory
+    # is for pieces
     new = allocation(context)
-    begin = [hold if crossing is None else new]
-    full = Program([*([] if way.adopts else begin), *staged, *copies, *final])
+    begin = [] if transport is reduce_adopted else [hold if crossing is None else new]
+    full = Program([*begin, *staged, *copies, *final])
     partial = full
     if shared:  # partial sums are never in memory that is kept
         partial = Program([new, *staged, Op(REDUCE, "keep", sums.keep)])
-    return Reduction(gradients, context, way, sums, kept, full, partial)
+    return Reduction(gradients, context, sums, kept, full, partial)
 
 
 def _ending(
@@ -304,8 +306,8 @@ def _ending(
 
 
 def transport_of(
-    spec: ReductionSpec, slots: Sequence[Slot], direct: int, size: int, alone: bool
-) -> tuple[Callable[[ReduceContext], Way], bool]:
+    spec: ReductionSpec, slots: Sequence[Slot], size: int, alone: bool
+) -> tuple[Transport, bool]:
     """The transport of a reduction's gradients, and whether it carries marks."""
     if alone and spec.grad_dtype == spec.result_dtype:
         return reduce_adopted, True
@@ -314,9 +316,7 @@ def transport_of(
     if not any(slot.shard_numel for slot in slots):
         return reduce_empty, True
     if spec.codec is not None:
-        from fsdp2.core.reduce.coded import reduce_coded  # who does not use it does not load it
-
         return reduce_coded, False
     if spec.comm is not None:  # fsdp2's collectives sum, as usual, in memory of their own
         return reduce_custom, isinstance(spec.comm, OwnComm)
-    return (reduce_joined if direct else reduce_packed), True
+    return reduce_scattered, True

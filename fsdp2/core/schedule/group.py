@@ -2,9 +2,10 @@
 
     state    GroupState       see `fsdp2.core.schedule.states`
     shard    FlatBuffer       [segment | segment …]   this rank's rows, permanently
-    bound    Bound            buffers, transports, gathered parameters, reductions, once it is used
+    bound    Bound            buffers, transports, gathered parameters, reductions, once it is used;
+                              before, `UNBOUND`, which has none of them
 
-    ParamGroup.bind ──> Bound(group)          all of it
+    ParamGroup.bind ──> Bound.of              all of it
                    └──> Bound.reroute         all-gathers alone; autograd may hold the parameters
     set_options, … ──> Bound.bind_reductions  reductions alone
 
@@ -15,14 +16,12 @@ over the reductions whose partial sums wait for an all-reduce.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import operator
 import sys
-import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 from weakref import WeakMethod
 
@@ -39,8 +38,13 @@ from fsdp2.core.device.process_groups import meet
 from fsdp2.core.device.streams import COMPUTE, Event, Streams
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.gather.extension import Extension, plain_tensors
-from fsdp2.core.gather.keeping import Keeping, NodeRows, SmallerGroup, SmallerRows
-from fsdp2.core.gather.make import Part, make_gathers
+from fsdp2.core.gather.keeping import (
+    Keeping,
+    NodeRows,
+    SmallerGroup,
+    SmallerRows,
+    make_gathers,
+)
 from fsdp2.core.gather.program import Gather, Launched, combined, gather_inline, gather_on_lanes
 from fsdp2.core.gather.segments import from_host
 from fsdp2.core.layout.layout import GroupLayout, ParamShape, Segment, Slot, Transport, layout_of
@@ -59,8 +63,8 @@ from fsdp2.core.params.param import (
 )
 from fsdp2.core.progress import Counts, ShardReaders, communication_error
 from fsdp2.core.reduce.binding import bind_reduction, hand_over
-from fsdp2.core.reduce.program import Job
 from fsdp2.core.reduce.reduction import (
+    Job,
     Jobs,
     PendingReduction,
     Reduction,
@@ -95,19 +99,17 @@ def _nobody() -> None:
 
 
 class LastGather:
-    """The shards that a group gathered last, or rows of them, as far as they are known: it has it
-    where a later use may find what was gathered (`fsdp2.core.schedule.reuse`).
+    """The shards that a group gathered last, or rows of them, as far as they are known.
 
-    It is ``dropped`` if the user has freed it, which other ranks do not know yet. If it
-    ``watches``, gathers take fingerprints, by ``reads`` of a flat shard; ``steps`` is
-    `Counts.steps` then.
+    If it ``watches``, because a later use may find what was gathered (`fsdp2.core.schedule.reuse`),
+    gathers take fingerprints, by ``reads`` of a flat shard; ``steps`` is `Counts.steps` then. It is
+    ``dropped`` if the user has freed it, which other ranks do not know yet.
     """
 
-    def __init__(self) -> None:
-        self.dropped = self.watches = self.records = self.recorded = False
-        self.fingerprint: torch.Tensor | None = None
-        self.reads: tuple[FlatBuffer, Callable[[], torch.Tensor]] | None = None
-        self.steps = -1
+    dropped = watches = records = recorded = False
+    fingerprint: torch.Tensor | None = None
+    reads: tuple[FlatBuffer, Callable[[], torch.Tensor]] | None = None
+    steps = -1
 
 
 @dataclass
@@ -122,36 +124,21 @@ class Claim:
     lost: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Runtime:
-    """The objects on which a group runs.
-
-    ``replicas`` are collectives of the replicate axis, if any; ``between``, those of the ranks that
-    hold pieces of the same rows, with masters sharded over two levels. ``offload`` is set if shards
-    and gradients are in CPU memory apart from the device.
-    """
-
-    collectives: Collectives
-    streams: Streams
-    kernels: Kernels
-    device: torch.device
-    replicas: Collectives | None = None
-    offload: CPUOffloadPolicy | None = None
-    gradients_of: Callable[[Sequence[ShardedParam]], Gradients] = gradients_of
-    between: Collectives | None = None
-
-
 class ParamGroup:
     """Parameters that share collectives; ``options`` are those of the unit that it belongs to.
 
     Attributes:
         name: name of the unit, for messages.
-        layout: ``None`` where a move of rows was interrupted.
+        replicas: collectives of the replicate axis, if any.
+        between: those of the ranks that hold pieces of the same rows, with masters sharded over two
+            levels.
+        offload: set if shards and gradients are in CPU memory apart from the device.
+        layout: without segments where a move of rows was interrupted.
         shard: this rank's rows of all parameters but extended ones, by ``layout``, or their pieces.
         reducers: collectives of the gradients: ``collectives``, or over a process group of their
             own.
         smaller_group: the group to reshard to after forward, if not this one or none.
-        last_gather: knowledge of the shards that were gathered last, where that may be used.
+        last_gather: knowledge of the shards that were gathered last.
         claim: the contents that a user was given, where he has unsharded it.
         fills: whether absent gradients are zeros when it is reduced, later than at its unit's end.
         gathered_at: `Counts.steps` when its shards were gathered last, or rows of them.
@@ -167,40 +154,47 @@ class ParamGroup:
     _loaded_event: Event = None
 
     def __init__(
-        self, name: str, params: Sequence[ShardedParam], runtime: Runtime, options: GroupOptions
+        self,
+        name: str,
+        params: Sequence[ShardedParam],
+        options: GroupOptions,
+        collectives: Collectives,
+        streams: Streams,
+        kernels: Kernels,
+        device: torch.device,
+        *,
+        replicas: Collectives | None = None,
+        between: Collectives | None = None,
+        offload: CPUOffloadPolicy | None = None,
+        gradients_of: Callable[[Sequence[ShardedParam]], Gradients] = gradients_of,
     ) -> None:
         self.name = name
         self.params = list(params)
         self.options = options
-        self._run_on(runtime)
+        self.collectives: Collectives = collectives
+        self.reducers: Collectives = collectives
+        self.replicas, self.between = replicas, between
+        self.streams, self.kernels, self.device = streams, kernels, device
+        self.offload = offload
+        self.gradients_of = gradients_of
+        self._launch_gather: Callable[..., Launched] = gather_inline
+        if streams.asynchronous:
+            self._launch_gather = functools.partial(gather_on_lanes, event=streams.make_event())
+        self._launch_reduction = reduce_on_lanes if streams.asynchronous else reduce_inline
         self.state = SHARDED
-        self.bound: Bound | None = None
-        self.last_gather: LastGather | None = None
+        self.bound = UNBOUND
+        self.last_gather = LastGather()
         self.stale = ALL
         self.owner: Callable[[], object | None] = _nobody
         self.in_use: Callable[[], bool] | None = None
         self.is_whole = self.fills = False
         self._accumulated = False
         self.gathered_at = -1
-        self._taken: Gather | None = None  # of the gather that was issued last
+        self._taken = UNBOUND.gather  # that was issued last
         self._works: list[Work] = []
         self._gathered_event: Event = None
-        self.layout: GroupLayout | None = None
+        self.layout = NOWHERE
         self.adopt()
-
-    def _run_on(self, runtime: Runtime) -> None:
-        """Store the objects that a step uses, so that it needs no lookup."""
-        self.runtime = runtime
-        self.collectives: Collectives = runtime.collectives
-        self.reducers: Collectives = runtime.collectives
-        self.replicas, self.between = runtime.replicas, runtime.between
-        self.offload = runtime.offload
-        self.streams = streams = runtime.streams
-        self.device = runtime.device
-        self._launch_gather: Callable[..., Launched] = gather_inline
-        if streams.asynchronous:
-            self._launch_gather = functools.partial(gather_on_lanes, event=streams.make_event())
-        self._launch_reduction = reduce_on_lanes if streams.asynchronous else reduce_inline
 
     @property
     def base(self) -> ParamGroup:
@@ -220,13 +214,7 @@ class ParamGroup:
     @property
     def reuses_rows(self) -> bool:
         """Whether the next gather communicates nothing of what is kept."""
-        keeping = None if self.bound is None or self.stale else self.bound.keeping
-        return keeping is not None and keeping.current
-
-    @property
-    def is_dropped(self) -> bool:
-        """Whether the user has freed what other ranks may still have."""
-        return self.last_gather is not None and self.last_gather.dropped
+        return self.has_rows and not self.stale
 
     def axes_of(self, rows: bool) -> list[Collectives]:
         """Collectives of the ranks that gather it; with ``rows`` only into rows it keeps."""
@@ -238,22 +226,20 @@ class ParamGroup:
     def is_known(self) -> bool:
         """Whether a look at its shards tells if what it gathered is valid: no step has followed."""
         last = self.last_gather
-        if last is None or last.fingerprint is None:
-            return False
         stepped = last.recorded and last.steps != Counts.steps
         # A step has written the shards, unless all are frozen.
-        return not (stepped and self.bound is not None and self.bound.reductions)
+        return last.fingerprint is not None and not (stepped and self.bound.reductions)
 
     @property
     def has_rows(self) -> bool:
         """Whether rows of an all-gather are kept that later ones are to reuse."""
-        keeping = None if self.bound is None else self.bound.keeping
+        keeping = self.bound.keeping
         return keeping is not None and keeping.current
 
     @property
     def accumulates(self) -> bool:
         """Whether gradients of backwards without sync, or partial sums, are waiting."""
-        return self._accumulated or (self.bound is not None and self.bound.has_partial_sums)
+        return self._accumulated or self.bound.has_partial_sums
 
     @property
     def is_over(self) -> bool:
@@ -262,7 +248,7 @@ class ParamGroup:
             return False
         if self.fills and self.in_use is not None:  # the units that use it are over now
             return False
-        if self.bound is None or self.is_whole:
+        if self.is_whole:
             return True
         for reduction in self.bound.reductions:  # noqa: SIM110  # asked at the end of every backward
             if reduction.has_work:
@@ -272,8 +258,7 @@ class ParamGroup:
     @property
     def has_gradients(self) -> bool:
         """Whether gathered parameters have gradients that no reduction has taken."""
-        reductions = () if self.bound is None else self.bound.reductions
-        return any(reduction.gradients.waiting() for reduction in reductions)
+        return any(reduction.gradients.waiting() for reduction in self.bound.reductions)
 
     @property
     def has_grad_hooks(self) -> bool:
@@ -281,9 +266,9 @@ class ParamGroup:
         return any(param.has_grad_hooks for param in self.params)
 
     @property
-    def shard_layout(self) -> GroupLayout | None:
+    def shard_layout(self) -> GroupLayout:
         """The layout of what optimizers step in the flat shard: of rows, or of their pieces."""
-        return None if self.layout is None else self.layout.pieces or self.layout
+        return self.layout.pieces or self.layout
 
     @property
     def is_retained(self) -> bool:
@@ -319,7 +304,7 @@ class ParamGroup:
     @torch.inference_mode(False)  # an optimizer writes the shards later
     def _move_to(self, layout: GroupLayout) -> None:
         self.rebind()
-        self.layout = None  # until all have moved: where this is interrupted, all move again
+        self.layout = NOWHERE  # until all have moved: where this is interrupted, all move again
         pieces = layout.pieces
         kept, cut_by = (layout, self.collectives) if pieces is None else (pieces, self.between)
         assert cut_by is not None
@@ -348,10 +333,10 @@ class ParamGroup:
             coded = frozenset(i for i, param in enumerate(self.params) if not param.exact)
         facts = shared.rank, between.size, between.coalesces, coded
         pieces = layout.once(("pieces", *facts), lambda: pieces_layout(layout, *facts))
-        return dataclasses.replace(layout, pieces=pieces)
+        return replace(layout, pieces=pieces)
 
     def _new_shard(self, layout: GroupLayout) -> FlatBuffer:
-        on_meta, kernels = any(map(is_meta, self.params)), self.runtime.kernels
+        on_meta, kernels = any(map(is_meta, self.params)), self.kernels
         if self.offload is None:
             return kernels.flat(layout.shard_bytes, on_meta)
         return kernels.host_flat(layout.shard_bytes, on_meta, self.offload.pin_memory)
@@ -360,12 +345,10 @@ class ParamGroup:
         """Others of its parameters may be packed: rows move then, if there are any yet."""
         self.rebind()
         layout = self._plan(shapes_of(self.params, self.options))
-        before = self.layout
-        if layout == before:
+        if layout == self.layout:
             return
-        as_large = before is not None and before.shard_bytes == layout.shard_bytes
         if (
-            as_large
+            self.layout.shard_bytes == layout.shard_bytes
             and self.between is None
             and all(param.is_meta and not param.is_extended for param in self.params)
         ):
@@ -408,7 +391,6 @@ class ParamGroup:
     def set_replicas(self, replicas: Collectives) -> None:
         """Sum over the same copies in another way."""
         self.replicas = replicas
-        self.runtime = dataclasses.replace(self.runtime, replicas=replicas)
         self._reduce_anew()
 
     def bind_launches(self) -> None:
@@ -441,11 +423,10 @@ class ParamGroup:
         if self.state is RESHARDED:
             return
         bound = self.bound
-        if bound is not None:
-            for sharded, local in bound.locals:  # still backed as they were (`swap_tensors` …)?
-                if sharded._local_tensor is not local:
-                    self.rebind()
-                    break
+        for sharded, local in bound.locals:  # still backed as they were (`swap_tensors` …)?
+            if sharded._local_tensor is not local:
+                self.rebind()
+                break
         if not self.stale:
             return
         self._require_sharded("bind")
@@ -462,12 +443,12 @@ class ParamGroup:
         for others in (self.replicas, self.between):
             if others is not None:
                 meet(others.group, self.device, self.name)
-        if bound is not None and self.stale == ROUTE:
+        if self.stale == ROUTE:
             BIND.debug("'%s' binds: another way to gather was chosen", self.name)
             bound.reroute(self)
         else:
             self.follow_params()
-            self.bound = Bound(self, bound, self._accumulated)
+            self.bound = Bound.of(self, bound, self._accumulated)
         self.stale = BOUND
 
     def follow_params(self) -> None:
@@ -480,7 +461,7 @@ class ParamGroup:
         follow_requires_grad(self.params)
         shapes = shapes_of(self.params, self.options)
         moved = [param.name for param in self.params if not param.is_in_place]
-        before = None if self.bound is None else self.layout
+        before = None if self.bound is UNBOUND else self.layout
         if BIND.isEnabledFor(logging.DEBUG):
             BIND.debug("'%s' binds: %s", self.name, bind_reason(before, shapes, moved))
         layout = self._plan(shapes)
@@ -489,12 +470,7 @@ class ParamGroup:
 
     def _reduce_anew(self) -> None:
         """Another way to reduce was chosen: build the steps, unless the next gather does so."""
-        if self.bound is not None and self.stale != ALL:
-            self.bind_reductions()
-
-    def bind_reductions(self) -> None:
-        """Build the reduction steps of the parameters that require grad now."""
-        if self.bound is not None:
+        if self.stale != ALL:
             self.bound.bind_reductions(self, self._accumulated)
 
     # ---- gather and free
@@ -507,13 +483,13 @@ class ParamGroup:
         """
         bound, state = self.bound, self.state
         if state is SHARDED or state is RETAINED:
-            assert bound is not None
-            if self.last_gather is not None:
+            if self.last_gather.watches:
                 self._look_at_shards(self.last_gather)
-            gather = bound.gather
+            keeping, gather = bound.keeping, bound.gather
+            if keeping is not None and keeping.current:
+                gather = keeping.again
             self.gathered_at = Counts.steps
         elif state is RESHARDED:
-            assert bound is not None
             assert bound.smaller is not None
             gather = bound.smaller.gather
             self._follow_smaller()
@@ -535,8 +511,6 @@ class ParamGroup:
         if self.state is not GATHERING:
             raise refused("finish_unshard", self.name, self.state)
         bound, gather = self.bound, self._taken
-        assert bound is not None
-        assert gather is not None
         self._await_gather(gather)
         if gather.finishes:
             self._finish_copies(bound, gather)
@@ -559,7 +533,6 @@ class ParamGroup:
         if self.state is not UNSHARDED or (self.in_use is not None and self.in_use()):
             return
         bound = self.bound
-        assert bound is not None
         if list(map(requires_grad, bound.unsharded)) != bound.unsharded_flags:
             self._carry_flags(bound)  # its own forward has changed them
         if bound.smaller is None:
@@ -576,9 +549,7 @@ class ParamGroup:
         state, bound = self.state, self.bound
         if state.is_sharded or (self.in_use is not None and not forced and self.in_use()):
             return
-        assert bound is not None
         if state is GATHERING:  # a prefetch that nobody used: over before its memory goes
-            assert self._taken is not None
             self._await_gather(self._taken)
             for run in self._taken.release:
                 run()
@@ -597,7 +568,6 @@ class ParamGroup:
         `RETAINED` or `GRANTED`. No-op without it, or if another unit that uses it runs.
         """
         if self.state is UNSHARDED and not (self.in_use is not None and self.in_use()):
-            assert self.bound is not None
             for store, name, param in self.bound.to_sharded:
                 store[name] = param
             self.state = to
@@ -609,18 +579,15 @@ class ParamGroup:
 
     def watch(self, wanted: bool, records: bool) -> None:
         """Set whether the next gathers take fingerprints of the shards that they read."""
-        if not wanted:
-            if not self.is_retained:
-                self.last_gather = None
-            return
-        if self.last_gather is None:
+        if wanted:
+            self.last_gather.watches, self.last_gather.records = True, records
+        elif not self.is_retained:
             self.last_gather = LastGather()
-        self.last_gather.watches, self.last_gather.records = True, records
 
     def fingerprint(self) -> torch.Tensor | None:
         """Sums of the bytes that an all-gather reads; ``None`` if replaced since, or freed."""
         bound, last, shard = self.bound, self.last_gather, self.shard
-        if bound is None or last is None or last.dropped or self.stale == ALL:
+        if last.dropped or not last.watches or self.stale == ALL:
             return None
         if any(sharded._local_tensor is not local for sharded, local in bound.locals):
             return None
@@ -629,13 +596,13 @@ class ParamGroup:
         found = [shard.view(torch.uint8, 0, (shard.nbytes,))] if shard.nbytes else []
         for param in self.params if bound.extension is not None else ():
             found += plain_tensors(param.local) if param.is_extended else ()
-        last.reads = shard, self.runtime.kernels.bind_fingerprint(found)
+        last.reads = shard, self.kernels.bind_fingerprint(found)
         return last.reads[1]()
 
     def _look_at_shards(self, last: LastGather) -> None:
         """Before an all-gather: note which contents it gathers, if a later use may ask."""
         last.dropped = False
-        if last.watches and not self.reuses_rows:
+        if not self.reuses_rows:
             last.fingerprint = self.fingerprint()
             assert last.fingerprint is not None
             last.steps, last.recorded = Counts.steps, last.records
@@ -643,28 +610,21 @@ class ParamGroup:
     def drop_for_user(self) -> None:
         """As `forget_rows`, on one rank perhaps: others ask this one before they use theirs."""
         last = self.last_gather
-        seen = None if last is None else last.fingerprint
+        seen = last.fingerprint
         self.forget_rows()
-        if last is not None and seen is not None:
-            self.last_gather, last.fingerprint, last.dropped = last, seen, True
+        last.fingerprint, last.dropped = seen, seen is not None
 
     def drop_retained(self) -> None:
         """Free what is retained; what is known of the shards counts no more."""
         if self.is_retained:
-            if self.bound is not None:
-                self._release_full(self.bound)
+            self._release_full(self.bound)
             self.state = SHARDED
-        last = self.last_gather
-        if last is not None:
-            last.dropped, last.fingerprint = False, None
-            if not last.watches:
-                self.last_gather = None
+        self.last_gather.dropped, self.last_gather.fingerprint = False, None
 
     def show(self) -> None:
         """Register what is gathered and was hidden, or is retained and granted."""
         if self.state is not HIDDEN and self.state is not GRANTED:
             raise refused("show", self.name, self.state)
-        assert self.bound is not None
         for store, name, param in self.bound.to_unsharded:
             store[name] = param
         self.state = UNSHARDED
@@ -673,14 +633,14 @@ class ParamGroup:
     def is_referred_to(self) -> bool:
         """Whether a graph or a user may read what is gathered; also if counts cannot tell."""
         bound = self.bound
-        if not COUNTS_ARE_TRUE or bound is None or bound.extension is not None:
+        if not COUNTS_ARE_TRUE or bound is UNBOUND or bound.extension is not None:
             return True
         return any(map(operator.gt, bound.count_references(self.params), bound.references))
 
     def forget_rows(self) -> None:
         """Make the next all-gather fetch everything again: shards may have changed."""
         self.drop_retained()
-        if self.bound is not None and self.bound.keeping is not None:
+        if self.bound.keeping is not None:
             self.bound.keeping.forget()
             if self.state not in (GATHERING, RESHARDED):  # nobody reads them, or will in backward
                 self.bound.keeping.free()
@@ -691,17 +651,18 @@ class ParamGroup:
 
     def abandon(self) -> None:
         """Free the remains of an exception; COMPUTE has waited for the other lanes."""
-        if self.bound is not None and self.bound.keeping is not None:
-            self.bound.keeping.lose()
+        bound = self.bound
+        if bound.keeping is not None:
+            bound.keeping.lose()
         self.drop_retained()
-        self.last_gather = None
+        self.last_gather = LastGather()
         self.reshard(forced=True)
-        if self.bound is not None:
-            self._release_full(self.bound)
-            for reduction in self.bound.reductions:
-                reduction.abandon()
-            if self.bound.nodes is not None:
-                self.bound.nodes.free()
+        if bound is not UNBOUND:
+            self._release_full(bound)
+        for reduction in bound.reductions:
+            reduction.abandon()
+        if bound.nodes is not None:
+            bound.nodes.rows.release()
 
     def settle(self) -> None:
         """Block the host until no copy reads shards that it may write then (I8)."""
@@ -723,7 +684,7 @@ class ParamGroup:
         """Let a backward raise that reads parameters while they are freed."""
         for param in self.params:
             param.forbid_reading()
-        if self.bound is not None:
+        if self.bound.watched:
             self.bound.versions = list(map(version, self.bound.watched))
 
     def _await_gather(self, gather: Gather) -> None:
@@ -742,8 +703,6 @@ class ParamGroup:
     def refresh_requires_grad(self) -> None:
         """Copy changed ``requires_grad`` from the form that users had access to, to the other."""
         bound = self.bound
-        if bound is None:
-            return
         with DisableTorchFunctionSubclass():  # see `fsdp2.core.params.param`
             changed = list(map(requires_grad, bound.sharded)) != bound.sharded_flags
         if changed:
@@ -760,7 +719,7 @@ class ParamGroup:
 
     def _bind_changed_reductions(self) -> None:
         BIND.debug("'%s' binds its reductions: others take gradients now", self.name)
-        self.bind_reductions()
+        self.bound.bind_reductions(self, self._accumulated)
 
     # ---- what users write by hand
 
@@ -769,7 +728,6 @@ class ParamGroup:
         if self.state is not UNSHARDED:
             return
         bound = self.bound
-        assert bound is not None
         if list(map(requires_grad, bound.unsharded)) != bound.unsharded_flags:
             self._carry_flags(bound)
         if written := self.written:
@@ -779,8 +737,6 @@ class ParamGroup:
     def written(self) -> str | None:
         """Name of a gathered parameter, not its shard, that was written since the last look."""
         bound = self.bound
-        if bound is None:
-            return None
         before = bound.versions
         if list(map(version, bound.watched)) == before:
             return None
@@ -793,7 +749,7 @@ class ParamGroup:
     def accumulate(self) -> None:
         """Keep this backward's gradients, unreduced, in the reduce dtype."""
         self._accumulated = True
-        for reduction in () if self.bound is None else self.bound.reductions:
+        for reduction in self.bound.reductions:
             for member in reduction.members:
                 member.accumulate(reduction.context.spec.reduce_dtype)
 
@@ -809,12 +765,9 @@ class ParamGroup:
         zeros = fill and self.options.reduce_unused
         if zeros and self.stale == ALL:
             self.bind()  # of a unit that no forward has called yet
-        bound = self.bound
-        if bound is None:
-            return []
         jobs: list[tuple[Reduction, Job | None]] = []
         idle = False
-        for reduction in bound.reductions:
+        for reduction in self.bound.reductions:
             job = None
             if not again or fill or reduction.has_work:
                 job = reduction.collect(zeros, all_reduce, summed)
@@ -836,11 +789,10 @@ class ParamGroup:
         self._accumulated = self.fills = False
         for param in self.params:
             param.drop_gradient()
-        if self.bound is not None:
-            for reduction in self.bound.reductions:
-                reduction.discard()
-            if self.bound.rebinds:
-                self.bind_reductions()
+        for reduction in self.bound.reductions:
+            reduction.discard()
+        if self.bound.rebinds:
+            self.bound.bind_reductions(self, self._accumulated)
 
     # ---- state
 
@@ -855,17 +807,23 @@ class ParamGroup:
             )
 
 
+NOWHERE = GroupLayout(0, (), 0, 0, 0)
+"""The layout of a group whose rows are not laid out."""
+
+
 class Bound:
-    """Everything that binding creates for a group; ``former`` is its previous record, if any.
+    """Everything that binding creates for a group; ``former`` is its previous record. The class has
+    what a group has that was never bound (`UNBOUND`).
 
     Attributes:
         full: the gathered rows, between acquire and release.
         mirror: the device's copy of offloaded shards, while a gather reads them (decision 8).
         nodes: rows that are gathered inside a node, if masters are sharded over two levels.
-        keeping: rows of earlier gathers, if they are kept, and the chooser of ``gather``, the next
-            one.
+        keeping: rows of earlier gathers, if they are kept; while they are current, the next gather
+            is its own, and otherwise ``gather``.
         keeps_mirror: whether gathered parameters are views of the mirror.
         to_sharded: stores that register sharded parameters; ``to_unsharded``, gathered ones.
+        locals: sharded parameters, and their local tensors when it was bound.
         sharded_flags: whether the sharded parameters required grad at the last comparison.
         watched: the gathered parameters in which a user's write would be lost.
         versions: the number of fsdp2's own writes to each.
@@ -874,44 +832,49 @@ class Bound:
         rebinds: whether some reductions are out of date, but have partial sums.
     """
 
-    def __init__(self, group: ParamGroup, former: Bound | None, waiting: bool) -> None:
-        layout = group.shard_layout
-        assert group.layout is not None
-        assert layout is not None
-        kernels = group.runtime.kernels
-        self.full: TransientBuffer = kernels.transient(
-            group.layout.full_bytes, f"gathered {group.name}"
-        )
-        self.mirror: TransientBuffer | None = None
+    full: TransientBuffer
+    mirror: TransientBuffer | None = None
+    extension: Extension | None = None
+    nodes: NodeRows | None = None
+    smaller: SmallerRows | None = None
+    keeping: Keeping | None = None
+    gather = Gather()
+    locals: Sequence[tuple[DTensor, torch.Tensor]] = ()
+    sharded: Sequence[nn.Parameter] = ()
+    reductions: Sequence[Reduction] = ()
+    rebinds = reduces_frozen = False
+
+    def __init__(self) -> None:
+        self.to_sharded: list[Swap] = []
+        self.to_unsharded: list[Swap] = []
+        self.unsharded: list[nn.Parameter] = []
+        self.sharded_flags: list[bool] = []
+        self.unsharded_flags: list[bool] = []
+        self.watched: list[nn.Parameter] = []
+        self.versions: list[int] = []
+
+    @classmethod
+    def of(cls, group: ParamGroup, former: Bound, waiting: bool) -> Bound:
+        """Bind all of a group."""
+        self = cls()
+        layout, kernels = group.shard_layout, group.kernels
+        self.full = kernels.transient(group.layout.full_bytes, f"gathered {group.name}")
         if group.offload is not None:
             self.mirror = kernels.transient(layout.shard_bytes, f"shards of {group.name}")
             # Views are made over allocated memory only; it is freed at the end, as `full` is.
             self.mirror.acquire()
         # Made again: its parameters may be others. `reroute` keeps it, with its hooks' tensors.
         self.extension = self._extension_of(group)
-        self.keeping: Keeping | None = None
         self._bind_gathers(group)
-        self.to_sharded: list[Swap] = []
-        self.to_unsharded: list[Swap] = []
-        self.unsharded: list[nn.Parameter] = []
-        self.unsharded_flags: list[bool] = []
-        self.watched: list[nn.Parameter] = []
-        self.versions: list[int] = []
         self._bind_params(group)
         # Until `bind_reductions` has taken partial sums (I9) and residuals over from them.
-        self.reductions: list[Reduction] = [] if former is None else former.reductions
+        self.reductions = former.reductions
         self.bind_reductions(group, waiting)
-        self._bind_shards(group)
-        if self.keeping is not None and former is not None and former.keeping is not None:
+        self._bind_shards(group, stays=False)
+        if self.keeping is not None and former.keeping is not None:
             # `reroute` calls `follow`; here, shards may be others than those that were gathered.
             self.keeping.inherit(former.keeping)
-        if self.mirror is not None:
-            self.mirror.release()
-        if self.nodes is not None:
-            self.nodes.rows.release()
-        self.full.release()
-        # Counted while no other code has them: `ParamGroup.is_referred_to` looks for more.
-        self.references = self.count_references(group.params)
+        return self
 
     def reroute(self, group: ParamGroup) -> None:
         """Bind another way to gather; the gathered parameters stay the objects that they are."""
@@ -920,49 +883,37 @@ class Bound:
         if self.mirror is not None:
             self.mirror.acquire()
         self._bind_gathers(group)
-        self._bind_shards(group)
-        if self.mirror is not None:
-            self.mirror.release()
-        if self.nodes is not None:
-            self.nodes.rows.release()
-        if not group.options.keep_storage:  # such memory stays in place
-            self.full.release()
-        self.references = self.count_references(group.params)
+        self._bind_shards(group, stays=group.options.keep_storage)
 
     def _extension_of(self, group: ParamGroup) -> Extension | None:
         """All parameters with all-gather hooks; it outlives changes of how to gather."""
-        assert group.layout is not None
         made: WeakMethod[Callable[[ShardedParam], None]] = WeakMethod(self._bind_swaps)
-        where = group.collectives, group.runtime.kernels, group.options, group.device, group.offload
+        where = group.collectives, group.kernels, group.options, group.device, group.offload
         for segment in group.layout.segments:
             if segment.transport is Transport.EXTENSION:
                 return Extension(segment, group.params, *where, made)
         return None
 
     def _bind_gathers(self, group: ParamGroup) -> None:
-        layout, masters = group.layout, group.shard_layout
-        assert layout is not None
-        assert masters is not None
+        layout, masters, kernels = group.layout, group.shard_layout, group.kernels
         self._load: Gather | None = None
         if self.mirror is not None and masters.shard_bytes:
-            kernels = group.runtime.kernels
             self._load = from_host(self.mirror, group.shard, masters.shard_bytes, kernels)
         shard = group.shard if self.mirror is None else self.mirror
         segments: Sequence[Segment] = layout.segments
-        self.nodes: NodeRows | None = None
+        self.nodes = None
         if group.between is not None:
-            kernels = group.runtime.kernels
             own = group.name, masters, shard, group.between, kernels, group.device
             self.nodes = NodeRows(*own, group.options.wire.between_gather)
             shard, segments = self.nodes.rows, node_segments(layout)
             coded = [s for s in segments if s.transport is Transport.CODED]
             self.nodes.fill_gaps(coded, group.collectives.rank)
-        self.parts: list[Part] = make_gathers(
+        self.parts = make_gathers(
             [s for s in segments if s.transport is not Transport.EXTENSION],
             shard,
             self.full,
             group.collectives,
-            group.runtime.kernels,
+            kernels,
             group.options.all_gather,
             group.device,
             group.options.wire.gather,
@@ -972,39 +923,18 @@ class Bound:
         if self.extension is not None:
             # Changed in place, because its first gather has made parameters that autograd may hold.
             self.extension.comm = group.options.all_gather
-            self.parts.append((self.extension.operations(), None))
-        found = combined(gather for gather, _ in self.parts)
+            self.parts.append(self.extension.operations())
+        found = combined(self.parts)
         # One rank without a cast: gathered parameters are views of the mirror, which stays with
         # them.
         self.keeps_mirror = found.aliases
         found = found if self.nodes is None else self.nodes.before(found)
         self.gather = found if self._load is None else combined([self._load, found])
 
-    def _keep_rows(self, group: ParamGroup) -> None:
-        """Let gathers reuse rows, those that were there before too."""
-        # Weak: this record owns the `Keeping` that has `choose`.
-        former, bound = self.keeping, weakref.ref(self)
-        self.keeping = None
-        if not group.keeps_rows:
-            return
-
-        def choose(gather: Gather) -> None:
-            if (found := bound()) is not None:
-                found.gather = gather
-
-        smaller = self.smaller if group.options.keep_rows else None
-        self.keeping = Keeping(self.parts, self.gather, self._load, choose, self.nodes, smaller)
-        # If rows of a smaller group stay, later gathers read these, not the node's.
-        if self.nodes is not None and smaller is None:
-            self.nodes.stays = True
-        self.gather = self.keeping.fresh
-        if former is not None:
-            self.keeping.follow(former)
-
     def _bind_params(self, group: ParamGroup) -> None:
         """Make the gathered parameters (extended ones in their first gather), and stores."""
         with torch.inference_mode(False), torch.no_grad():
-            for gather, _ in self.parts:
+            for gather in self.parts:
                 memory: Buffer = self.full
                 if gather.aliases:
                     memory = group.shard if self.mirror is None else self.mirror
@@ -1027,27 +957,45 @@ class Bound:
             self.watched.append(param.unsharded)
             self.versions.append(param.unsharded._version)
 
-    def _bind_shards(self, group: ParamGroup) -> None:
-        """The facts compared before an all-gather, and the rows that a smaller group keeps."""
+    def _bind_shards(self, group: ParamGroup, stays: bool) -> None:
+        """The facts compared before an all-gather, and the rows that are kept. All views are made
+        then: free what they are views of, but gathered memory that ``stays``.
+        """
         backed = [param for param in group.params if hasattr(param.sharded, "_local_tensor")]
         self.locals = [(cast(DTensor, param.sharded), param.local) for param in backed]
         self.sharded = [param.sharded for param in group.params]
         self.sharded_flags = list(map(requires_grad, self.sharded))
-        self.smaller: SmallerRows | None = None
+        self.smaller = None
         # Rows of all ranks make those of a smaller group superfluous.
-        whole = group.keeps_whole_rows
-        if group.smaller_group is not None and group.layout is not None and not whole:
+        if group.smaller_group is not None and not group.keeps_whole_rows:
             self.smaller = SmallerRows(
                 group.smaller_group,
                 group.layout,
                 self.full,
                 group.params,
-                group.runtime.kernels,
+                group.kernels,
                 group.options.all_gather,
                 group.device,
                 group.options.pack_below,
             )
-        self._keep_rows(group)
+        former, self.keeping = self.keeping, None
+        if group.keeps_rows:
+            smaller = self.smaller if group.options.keep_rows else None
+            self.keeping = Keeping(self.parts, self.gather, self._load, self.nodes, smaller)
+            # If rows of a smaller group stay, later gathers read these, not the node's.
+            if self.nodes is not None and smaller is None:
+                self.nodes.stays = True
+            self.gather = self.keeping.fresh
+            if former is not None:
+                self.keeping.follow(former)
+        if self.mirror is not None:
+            self.mirror.release()
+        if self.nodes is not None:
+            self.nodes.rows.release()
+        if not stays:
+            self.full.release()
+        # Counted while no other code has them: `ParamGroup.is_referred_to` looks for more.
+        self.references = self.count_references(group.params)
 
     def bind_reductions(self, group: ParamGroup, waiting: bool) -> None:
         """Build the reduction steps of the parameters that require grad now.
@@ -1056,7 +1004,6 @@ class Bound:
         parameters that they do not know get steps besides (invariant I9). Those that were frozen
         while gradients of earlier backwards are waiting still belong to it.
         """
-        assert group.layout is not None
         kept = [r for r in self.reductions if r.partial_sums.flat is not None]
         self.rebinds = bool(kept)
         known = {id(param) for reduction in kept for param in reduction.members}
@@ -1079,20 +1026,19 @@ class Bound:
                         specs[key] = spec, alike.setdefault(spec, [])
                     spec, members = specs[key]
                     members.append((not is_direct(spec, slot, segment.transport), param, slot))
-        runtime = group.runtime
         made = []
         with torch.inference_mode(False):  # tensors that a later backward writes to
             for spec, members in alike.items():
                 members.sort(key=operator.itemgetter(0))  # those that are reduced directly first
                 made.append(
                     bind_reduction(
-                        runtime.gradients_of([param for _, param, _ in members]),
+                        group.gradients_of([param for _, param, _ in members]),
                         [slot for _, _, slot in members],
                         [packed for packed, _, _ in members].count(False),
                         spec,
                         group.reducers,
                         group.replicas,
-                        runtime.kernels,
+                        group.kernels,
                         group.layout,
                         group.between,
                     )
@@ -1111,3 +1057,7 @@ class Bound:
         """To the gathered memory and to each gathered parameter (see `core.params.gradients`)."""
         gathered = [param.unsharded for param in params]
         return [self.full.references(), *map(sys.getrefcount, gathered)]
+
+
+UNBOUND = Bound()
+"""The record of a group that was not used yet."""

@@ -136,7 +136,7 @@ scheduler reads torch's own flag, without a call, and lets this observe its grou
 def note(group: ParamGroup) -> None:
     """Note what is gathered for a user, unless it is noted already."""
     claim = group.claim = group.claim or Claim()
-    if claim.before is not None or group.bound is None:
+    if claim.before is not None:
         return
     if group.state is not UNSHARDED:  # a forward has freed it before the user waited
         return
@@ -145,7 +145,6 @@ def note(group: ParamGroup) -> None:
 
 
 def _fingerprint(group: ParamGroup) -> torch.Tensor:
-    assert group.bound is not None
     return bind_fingerprint([local_of(param.detach()) for param in group.bound.watched])()
 
 
@@ -177,7 +176,6 @@ def _take_back(group: ParamGroup, run: Run, stays: bool = True) -> None:
     claim, group.claim = group.claim, None  # another reshard() drops the write
     run(stays)
     if claim is not None and claim.lost is not None and bool(claim.lost):
-        assert group.bound is not None
         refuse_written("' or '".join(str(gathered_name(param)) for param in group.bound.watched))
 
 

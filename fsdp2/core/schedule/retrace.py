@@ -87,9 +87,12 @@ class Retracing:
         if not unit.visits or unit.visits[-1] == NOWHERE:
             return True
         if recomputed_for is not None:
-            self.recompute(unit, recomputed_for, turn)
+            self._recompute(unit, recomputed_for, turn)
             return False
-        self.enter(unit.visits[-1], turn)
+        position = unit.visits[-1]
+        self._follow(position, turn)
+        self._catch_up(position + 1, turn)
+        self._leave_behind(position, turn)
         return True
 
     def backward_begins(self, unit: Unit, node: int | None) -> None:
@@ -119,13 +122,7 @@ class Retracing:
                 return last._replace(node=own)
         return last
 
-    def enter(self, position: int, turn: Turn) -> None:
-        """The unit whose call ended at ``position`` is entered next; handle the units after it."""
-        self._follow(position, turn)
-        self._catch_up(position + 1, turn)
-        self._leave_behind(position, turn)
-
-    def recompute(self, unit: Unit, node: int, turn: Turn) -> None:
+    def _recompute(self, unit: Unit, node: int, turn: Turn) -> None:
         """The last call of ``unit`` runs again, for autograd's ``node``: handle passed units."""
         self._follow(unit.visits[-1], turn)
         if len(self._ends) < len(self._finished):  # the mode was chosen after the forward

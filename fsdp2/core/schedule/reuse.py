@@ -88,7 +88,7 @@ class Reuse:
         last = group.last_gather
         if group.gathered_at != Counts.steps:
             return False
-        if last is not None and last.fingerprint is not None:
+        if last.fingerprint is not None:
             return last.recorded
         if unit is None or group.is_retained:
             return group.is_retained
@@ -105,12 +105,12 @@ class Reuse:
                 if group.state is UNSHARDED:
                     group.take_back()
                     held.setdefault(group, unit)
-                elif group.is_retained or group.is_dropped:
+                elif group.is_retained or group.last_gather.dropped:
                     held.setdefault(group, unit)
         for group in self.rows:
             # Dropped on one rank: it must be asked about on all, or ranks would run other
             # collectives.
-            rows = group.has_rows or group.is_dropped
+            rows = group.has_rows or group.last_gather.dropped
             if rows and group.state not in (GATHERING, RESHARDED):
                 held.setdefault(group, None)
         return held
@@ -152,7 +152,7 @@ class Reuse:
     def _forget_freed(self) -> None:
         for unit in tuple(self.units):
             bases = [group.base for group in unit.groups]
-            if not (unit.is_gathered or any(b.is_retained or b.is_dropped for b in bases)):
+            if not (unit.is_gathered or any(b.is_retained or b.last_gather.dropped for b in bases)):
                 del self.units[unit]
                 unit.claimed = False
 
@@ -194,12 +194,12 @@ def _compared(groups: Sequence[ParamGroup]) -> list[int]:
     differ = [1] * len(groups)
     by_device: dict[object, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
     for place, group in enumerate(groups):
-        before = None if group.last_gather is None else group.last_gather.fingerprint
+        before = group.last_gather.fingerprint
         now = group.fingerprint()
         if now is not None and before is not None:
             by_device.setdefault(group.shard.device, {})[place] = now, before
     for pairs in by_device.values():
-        kernels = groups[min(pairs)].runtime.kernels
+        kernels = groups[min(pairs)].kernels
         # All of a device at once: each answer makes the host wait.
         found = kernels.differ(*zip(*pairs.values(), strict=True))
         for place, number in zip(pairs, found, strict=True):

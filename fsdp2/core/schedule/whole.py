@@ -20,8 +20,7 @@ import torch
 
 from fsdp2.core.params.param import ShardedParam
 from fsdp2.core.reduce.binding import bind_reduction
-from fsdp2.core.reduce.program import Job
-from fsdp2.core.reduce.reduction import Reduction
+from fsdp2.core.reduce.reduction import Job, Reduction
 from fsdp2.core.reduce.spec import ReductionSpec, reduction_spec
 from fsdp2.core.schedule.group import ParamGroup
 from fsdp2.core.schedule.iteration import InFlight
@@ -40,16 +39,15 @@ class Family:
         self.leader = leader = parts[0][0]
         self.params: list[ShardedParam] = [m for _, part in parts for m in part.members]
         slots = [slot for _, part in parts for slot in part.context.slots]
-        runtime = leader.runtime
         with torch.inference_mode(False):  # tensors that a later backward writes to
             self.joint = bind_reduction(
-                runtime.gradients_of(self.params),
+                leader.gradients_of(self.params),
                 slots,
                 0,
                 spec,
                 leader.collectives,
                 leader.replicas,
-                runtime.kernels,
+                leader.kernels,
             )
 
     def job(self, taken: dict[Reduction, Job]) -> Job:
@@ -111,12 +109,7 @@ class Together:
 
     def _bind(self, due: Sequence[ParamGroup]) -> list[Family]:
         """The families, rebuilt if a group was bound again, or if other groups are due."""
-        parts = [
-            (group, part)
-            for group in due
-            if group.bound is not None
-            for part in group.bound.reductions
-        ]
+        parts = [(group, part) for group in due for part in group.bound.reductions]
         if parts != self._bound:
             families: dict[Hashable, tuple[ReductionSpec, list[Part]]] = {}
             for group, part in parts:

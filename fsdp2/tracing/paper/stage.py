@@ -63,9 +63,9 @@ class PaperBuffer(TransientBuffer):
 
     def release(self) -> None:
         """Note that it went."""
-        super().release()
-        if self.nbytes:
+        if self.allocated and self.nbytes:
             self._recorder.free(self._number)
+        super().release()
 
 
 class PaperKernels(FusedKernels):
