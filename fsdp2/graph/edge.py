@@ -54,7 +54,7 @@ class Edge:
         self._values: list[DTensor] = []
         self._objects: list[object] = []
         self._facts: list[object] = []
-        """What all these depend on; empty: they depend on more."""
+        """All these depend on these objects and facts; on more if there are none."""
 
     def enter(self) -> list[tuple[Given | None, Sequence[object]]]:
         """The tensors that a forward takes in place of each group's parameters, and what its graph

@@ -18,9 +18,9 @@ stand around the collectives (`fsdp2.graph.rows`), which a compiler fuses:
     reduce     joined ── reduce_scatter ····· reduce_scatter of the next unit ── divided
 
 A graph cannot hold a group: it holds the group's key, under which `Exchange` has it. A compiler
-orders operators by what they read and write, and uses memory again that none reads any more. So a
+orders operators by what they read and write, and uses memory again that none reads any more. A
 collective takes an output of the one before it: ranks with shards of other sizes could get another
-order. What waits also takes what the collective reads, which nobody may write until then.
+order. The operator that waits for it takes what it reads, which nobody may write until then.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.facts import (
     Gradients,
     ParamGroup,
+    ReduceKind,
     ReductionSpec,
     Slot,
     Transport,
@@ -171,7 +172,7 @@ class Exchange:
                 pairs[1].extend(read)
         for written, read in launches.values():
             _running[written[0].data_ptr()] = []
-            self._launch("all-gather", self.group.collectives.gather_behind, written, read)
+            self._launch(None, written, read)
 
     def _lie_in_place(self, shards: Sequence[Tensor]) -> bool:
         """Whether shards are those of the group, in its memory."""
@@ -253,9 +254,7 @@ class Exchange:
                 for piece, gradient in zip(written, read, strict=True):
                     piece.copy_(gradient)
             else:
-                how = rows.division.kind.op
-                launch = self.group.collectives.scatter_behind
-                self._launch("reduce-scatter", launch, written, read, how)
+                self._launch(rows.division.kind, written, read)
             if replicas is not None and replicas.size > 1:
                 waits.append(partial(self._add_replicas, own, rows))
 
@@ -309,19 +308,13 @@ class Exchange:
         self._planned[key] = made
         return made
 
-    def _launch(
-        self,
-        name: str,
-        collective: Callable[..., Work | None],
-        written: list[Tensor],
-        read: list[Tensor],
-        *how: object,
-    ) -> None:
-        address = written[0].data_ptr()
+    def _launch(self, kind: ReduceKind | None, written: list[Tensor], read: list[Tensor]) -> None:
+        """All-gathers, or reduce-scatters as ``kind`` says."""
+        address, name = written[0].data_ptr(), "all-gather" if kind is None else "reduce-scatter"
         if written[0].is_complex():
             written, read = [*map(_real, written)], [*map(_real, read)]
         try:
-            work = collective(self.unit.title, written, read, *how)
+            work = self.group.collectives.launch_behind(self.unit.title, kind, written, read)
         except RuntimeError as error:
             raise communication_error(name, self.unit.title, error) from error
         if work is not None:

@@ -144,19 +144,15 @@ def _collective(name: str, moved: object, method: Function, launch: Function) ->
     return here.collective(name, _listed(moved), group, cast(Launch, launch))
 
 
-def _of_graphs(name: str) -> Report:
-    """For a function that launches a collective of a unit in a graph."""
-
-    def sent(
-        run: Function, unit: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *how: object
-    ) -> object:
-        launch = cast(Launch, functools.partial(run, unit, outputs, inputs, *how))
-        moved = outputs if name == GATHER else inputs
-        group = cast(GroupCollectives, cast(MethodType, run).__self__).group
-        with _tracer().of_graph(unit):
-            return _tracer().collective(name, moved, group, launch, behind=True)
-
-    return sent
+def _of_graphs(
+    run: Function, unit: str, kind: object, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> object:
+    """A graph launches a collective of a unit."""
+    launch = cast(Launch, functools.partial(run, unit, kind, outputs, inputs))
+    name, moved = (GATHER, outputs) if kind is None else (SCATTER, inputs)
+    group = cast(GroupCollectives, cast(MethodType, run).__self__).group
+    with _tracer().of_graph(unit):
+        return _tracer().collective(name, moved, group, launch, behind=True)
 
 
 KERNELS: dict[str, Report] = {
@@ -182,8 +178,7 @@ REPORTS: dict[type, dict[str, Report]] = {
         "bind_reduce_scatter": _binds_kind,
         "bind_reduce_scatter_many": _binds_kind,
         "custom_reduce_scatter": _sends(SCATTER, 2),
-        "gather_behind": _of_graphs(GATHER),
-        "scatter_behind": _of_graphs(SCATTER),
+        "launch_behind": _of_graphs,
         "bind_all_to_all": _binds(EXCHANGE, 1),
         "all_reduce": _sends(SUM, 0),
     },

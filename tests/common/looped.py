@@ -54,14 +54,11 @@ class LoopedCollectives(GroupCollectives):
 
         return reduce_scatter_many
 
-    def gather_behind(self, unit: str, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-        self.bind_all_gather_many(outputs, inputs)()
-
-    def scatter_behind(
-        self, unit: str, outputs: list[Tensor], inputs: list[Tensor], op: Any
+    def launch_behind(
+        self, unit: str, kind: ReduceKind | None, outputs: list[Tensor], inputs: list[Tensor]
     ) -> None:
         for output, input_ in zip(outputs, inputs, strict=True):
-            work = super().scatter_behind(unit, [output], [input_], op)
+            work = super().launch_behind(unit, kind, [output], [input_])
             if work is not None:
                 work.wait()
 

@@ -183,7 +183,7 @@ def test_memory_that_a_running_collective_reads_is_not_used_again(
     from torch._inductor.codegen.wrapper import AllocateLine
 
     class Running:
-        def __init__(self, _: object, written: Any, read: Any, *__: object) -> None:
+        def __init__(self, unit: str, kind: object, written: Any, read: Any) -> None:
             for tensor in written:
                 tensor.uniform_()
             self._read = [(tensor, tensor.clone()) for tensor in read]
@@ -194,8 +194,7 @@ def test_memory_that_a_running_collective_reads_is_not_used_again(
             waited.append(len(self._read))
 
     waited: list[int] = []
-    for name in ("gather_behind", "scatter_behind"):
-        monkeypatch.setattr(GroupCollectives, name, lambda _, *given: Running(*given))
+    monkeypatch.setattr(GroupCollectives, "launch_behind", lambda _, *given: Running(*given))
     monkeypatch.setattr(AllocateLine, "should_reuse_buffer", lambda *_: True)
     for dtype in (torch.float32, torch.bfloat16):
         policy = fsdp2.MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32)

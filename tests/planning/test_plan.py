@@ -62,6 +62,10 @@ def planned(**settings: Any) -> Plan:
     return plan(stack, some, **{"units": {Layer}, "mesh": RANKS, **settings})
 
 
+def in_graph_mode(model: nn.Module, mesh: DeviceMesh) -> None:
+    fsdp2.graph_mode(fsdp2.fully_shard(model, mesh=mesh))
+
+
 def adam(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(params)
 
@@ -616,6 +620,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "window": ("plan-count", lambda: planned(window=0)),
     "kept": ("plan-kept", lambda: planned(kept=("7",))),
     "units": ("plan-units", lambda: planned(units=["Leyer"])),
+    "graph mode": ("plan-graph-mode", lambda: plan(stack, some, shard=in_graph_mode)),
     "model": ("plan-model", lambda: plan(3, some)),
     "no model": ("plan-no-model", lambda: plan(lambda: 3, some)),
     "loss": ("plan-loss", lambda: planned(loss=lambda model, batch: torch.zeros(()))),

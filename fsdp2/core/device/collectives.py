@@ -67,8 +67,8 @@ class ReduceKind:
             # Options take a `ReduceOp`; a user's collective gets the member of the enum, as from
             # torch.
             made = ReduceOp(self.op)
-        self.options = ReduceScatterOptions()
-        self.options.reduceOp = made
+        self.options, self.behind = ReduceScatterOptions(), ReduceScatterOptions()
+        self.options.reduceOp = self.behind.reduceOp = made
         self.options.asyncOp = False  # on the lane, as all-gathers
         self.all_reduce_options = AllreduceOptions()
         self.all_reduce_options.reduceOp = made
@@ -79,8 +79,7 @@ def run_all_gather(
     group: dist.ProcessGroup, output: torch.Tensor, input_: torch.Tensor
 ) -> dist.Work | None:
     """An all-gather of a flat tensor over ``group``, for collectives in separate memory."""
-    work: dist.Work | None = _method(group, _GATHER)(output, input_, _GATHER_OPTIONS)
-    return work
+    return _method(group, _GATHER)(output, input_, _GATHER_OPTIONS)
 
 
 def run_reduce_scatter(
@@ -93,8 +92,7 @@ def run_reduce_scatter(
     options = ReduceScatterOptions()
     options.reduceOp = op  # type: ignore[assignment]  # either kind, says c10d's code
     options.asyncOp = False
-    work: dist.Work | None = _method(group, _SCATTER)(output, input_, options)
-    return work
+    return _method(group, _SCATTER)(output, input_, options)
 
 
 def _method(group: dist.ProcessGroup, names: tuple[str, ...]) -> Callable[..., Any]:
@@ -153,29 +151,17 @@ class GroupCollectives:
         launch = functools.partial(self._gather_many, outputs, inputs, _GATHER_OPTIONS)
         return self._bound(launch)
 
-    def gather_behind(
-        self, unit: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    def launch_behind(
+        self, unit: str, kind: ReduceKind | None, *moved: list[torch.Tensor]
     ) -> Work | None:
-        """``all_gather`` of each pair in one launch, for a unit of a graph: on a stream of the
-        backend's, for which ``wait()`` lets the current one wait.
+        """An all-gather, or with a ``kind`` a reduce-scatter, of each of the outputs and inputs, in
+        a graph: on a stream of the backend's, for which ``wait()`` lets the current one wait.
         """
-        if len(outputs) == 1:
-            return self._gather(outputs[0], inputs[0], _GATHER_BEHIND)
-        return self._gather_many(outputs, inputs, _GATHER_BEHIND)
-
-    def scatter_behind(
-        self,
-        unit: str,
-        outputs: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-    ) -> Work | None:
-        """Reduce-scatters, in the same way."""
-        options = ReduceScatterOptions()
-        options.reduceOp = op  # type: ignore[assignment]  # either kind, says c10d's code
-        if len(outputs) == 1:
-            return self._scatter(outputs[0], inputs[0], options)
-        return self._scatter_many(outputs, inputs, options)
+        many = len(moved[0]) > 1
+        given = moved if many else [tensors[0] for tensors in moved]
+        if kind is None:
+            return (self._gather_many if many else self._gather)(*given, _GATHER_BEHIND)
+        return (self._scatter_many if many else self._scatter)(*given, kind.behind)
 
     def bind_all_to_all(self, output: torch.Tensor, input_: torch.Tensor) -> Launch:
         """A launch that gives each rank its row of ``input_`` and takes one of each; [size, n]."""
@@ -266,9 +252,8 @@ class SoloCollectives:
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise AssertionError("one rank has nobody to communicate with")
 
-    over = all_gather = bind_all_gather = bind_all_gather_many = _refuse
+    over = all_gather = bind_all_gather = bind_all_gather_many = launch_behind = _refuse
     bind_reduce_scatter = bind_reduce_scatter_many = bind_all_to_all = _refuse
-    gather_behind = scatter_behind = _refuse
     custom_all_gather = custom_reduce_scatter = all_reduce = exchange = largest = _refuse
 
 
@@ -284,9 +269,7 @@ class ComplexCollectives:
         self.custom_all_gather = collectives.custom_all_gather
         self.custom_reduce_scatter = collectives.custom_reduce_scatter
         self.exchange, self.largest = collectives.exchange, collectives.largest
-        self.gather_behind = collectives.gather_behind
-        self.scatter_behind = collectives.scatter_behind
-        self.over = collectives.over
+        self.over, self.launch_behind = collectives.over, collectives.launch_behind
 
     def all_gather(self, output: torch.Tensor, input_: torch.Tensor) -> Work | None:
         return self._real.all_gather(*_as_real((output, input_)))
