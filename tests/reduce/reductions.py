@@ -69,10 +69,10 @@ class Setup:
 
     def __str__(self) -> str:
         """What differs from the default, as the name of a case."""
-        said = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name != "shapes"]
-        usual = [f"{f.name}={f.default}" for f in fields(self)]
+        values = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]
+        said = [f"{n}={getattr(v, '__name__', v)}" for n, v, usual in values if v != usual]
         shapes = next((name for name, each in SHAPES.items() if each is self.shapes), "two")
-        return " ".join([shapes, *(each for each in said if each not in usual)])
+        return " ".join([shapes, *(each for each in said if not each.startswith("shapes="))])
 
     @property
     def spec(self) -> ReductionSpec:
