@@ -49,8 +49,8 @@ class Edge:
             for exchange, places in groups
             for param, place in zip(exchange.group.params, places, strict=True)
         ]
-        self._entries: list[Entry] = []
-        self._trained: list[Entry] = []
+        self._entries: list[_Entry] = []
+        self._trained: list[_Entry] = []
         self._values: list[DTensor] = []
         self._objects: list[object] = []
         self._facts: list[object] = []
@@ -84,7 +84,7 @@ class Edge:
         """Look at all parameters anew."""
         left = iter(registered)
         self._entries = [
-            Entry(exchange, [*islice(left, len(places))]) for exchange, places in self._groups
+            _Entry(exchange, [*islice(left, len(places))]) for exchange, places in self._groups
         ]
         self._trained = [entry for entry in self._entries if entry.handles]
         self._values = [value for entry in self._trained for value in entry.values]
@@ -107,7 +107,7 @@ class Edge:
         return objects, [*map(Tensor.data_ptr, shards), *map(_requires_grad, registered)]
 
 
-class Entry:
+class _Entry:
     """A group that enters.
 
     Args:
@@ -172,7 +172,7 @@ class _Handles(torch.autograd.Function):
     """Handles of entries. The gradients of these become gradients of DTensors."""
 
     @staticmethod
-    def forward(ctx: Any, entries: Sequence[Entry], *given: DTensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, entries: Sequence[_Entry], *given: DTensor) -> tuple[Tensor, ...]:
         ctx.entries, ctx.specs = entries, [value._spec for value in given]
         ctx.set_materialize_grads(False)
         return tuple(

@@ -218,7 +218,7 @@ def reduce_coded(context: ReduceContext) -> list[Op]:
     It adds in the order of ranks. Marks, whose sums must be whole numbers, have a separate
     collective.
     """
-    # Who uses no codec loads none.
+    # A reduction without a codec loads no module of codecs.
     from fsdp2.core.codecs.codec import ALIGNMENT, NUMBERS, codec_of
     from fsdp2.core.reduce.feedback import Feedback
 
