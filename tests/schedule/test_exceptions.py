@@ -32,6 +32,7 @@ from tests.common import models, parity, tensors
 from tests.common.looped import coalescing
 from tests.common.meshes import hsdp_mesh
 from tests.common.offloading import forced_offload
+from tests.common.running import is_sharded
 from tests.common.workers import ranks
 
 KINDS = (RuntimeError, KeyboardInterrupt, torch.OutOfMemoryError)
@@ -425,3 +426,26 @@ def test_an_exception_while_gradients_accumulate(setting: str) -> None:
 @pytest.mark.parametrize("setting", list(ON_FOUR))
 def test_an_exception_on_a_mesh(setting: str) -> None:
     _try_all(ON_FOUR[setting], accumulates="HSDP" in setting)
+
+
+class _Tolerant(Model):
+    """Goes on without a block that raises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            with contextlib.suppress(ZeroDivisionError):
+                x = block(x)
+        return self.head(self.norm(x))
+
+
+@ranks(2)
+def test_a_block_that_raises_inside_a_forward_that_goes_on() -> None:
+    model, twin = _shard(models.seeded(_Tolerant)), models.seeded(_Tolerant)
+    for each in (model, twin):
+        BOMB.arm("forward", 1, ZeroDivisionError)
+        loss = each(torch.ones(2, models.DIM)).square().mean()
+        if each is model:
+            assert all(map(is_sharded, model.blocks))
+        loss.backward()
+    assert twin.blocks[1].up.weight.grad is None
+    parity.assert_equal(parity.full_grads(model), parity.full_grads(twin))

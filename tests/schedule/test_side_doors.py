@@ -397,16 +397,30 @@ def test_a_door_that_opens_later_is_named() -> None:
     parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
+class Penalized(nn.Module):
+    """Keeps a function of its weight alone: the backward from it runs no hook of the unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.aux = linear(), None
+
+    def forward(self, x: Tensor) -> Any:
+        self.aux = self.layer.weight.square().sum()
+        return self.layer(x)
+
+
 @ranks(2)
 def test_a_door_to_a_gathered_root_that_opens_later() -> None:
     """Nothing is freed, so nothing breaks: gradients are reduced when the backward is over."""
-    model = compare("outputs alone", Case(Router))
-    model(ones())
-    torch.ones(1, requires_grad=True).sum().backward()  # another backward in between
-    plain = models.seeded(Router)
-    for each in (model, plain):
-        own_aux(each, ones()).backward()
-    parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
+    for build in (Router, Penalized):
+        model = compare("outputs alone", Case(build))
+        model(ones())
+        torch.ones(1, requires_grad=True).sum().backward()  # another backward in between
+        plain = models.seeded(build)
+        for each in (model, plain):
+            own_aux(each, ones()).backward()
+        assert running.is_sharded(model)
+        parity.assert_equal(parity.full_grads(model), parity.full_grads(plain))
 
 
 @ranks(2)
