@@ -260,25 +260,32 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
 
 
 def _check_ascending(what: str, mesh: DeviceMesh, dim: int) -> None:
-    """Raise if rows would not be where torch's checkpoints expect them.
+    """Raise if rows would not be where torch's checkpoints expect them."""
+    line = _unsorted_line(mesh, dim)
+    if line is not None:
+        raise coded(
+            ValueError,
+            "mesh-order",
+            f"{what} shards over the ranks {line} in this order, but process groups number them in "
+            f"ascending order, so that checkpoints would exchange rows; make the mesh with "
+            f"ascending ranks on each dim that shards",
+        )
+
+
+@functools.lru_cache(maxsize=64)  # torch computes a mesh's ranks anew each time
+def _unsorted_line(mesh: DeviceMesh, dim: int) -> list[int] | None:
+    """Ranks along ``dim`` that do not ascend, if any do not.
 
     Rows are communicated by the rank in a process group, which torch sorts; DCP derives a row's
     offset from the coordinate in the mesh. All ranks of the mesh from which ``mesh`` was sliced
-    raise, because they know all its lines.
+    find the line, because they know all of them.
     """
     names, root = mesh.mesh_dim_names, mesh._get_root_mesh()
     name = None if names is None else names[dim]
     if name in (root.mesh_dim_names or ()):
         mesh, dim = root, (root.mesh_dim_names or ()).index(name)
-    for line in mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist():
-        if line != sorted(line):
-            raise coded(
-                ValueError,
-                "mesh-order",
-                f"{what} shards over the ranks {line} in this order, but process groups number "
-                f"them in ascending order, so that checkpoints would exchange rows; make the mesh "
-                f"with ascending ranks on each dim that shards",
-            )
+    lines: list[list[int]] = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
+    return next((line for line in lines if line != sorted(line)), None)
 
 
 def check_placement(name: str, param: nn.Parameter, placement: object) -> tuple[int, ...]:

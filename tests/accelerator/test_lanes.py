@@ -172,7 +172,7 @@ def _batch(step: int, mesh: DeviceMesh) -> Tensor:
 
 def _train(model: nn.Module, mesh: DeviceMesh, accumulate: int = 1) -> list[list[Tensor]]:
     # One tensor at a time: the CPU and other devices choose different defaults.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    optimizer = parity.ShardwiseAdamW(model.parameters(), lr=1e-2, foreach=False)
     seen = []
     for step in range(STEPS):
         for micro in range(accumulate):

@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -117,17 +117,20 @@ def full_all(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
     tensors = [None if tensor is None else tensor.detach() for tensor in tensors]
     shards = [t.to_local().clone().cpu() if isinstance(t, DTensor) else None for t in tensors]
     everyones = _exchange(shards)
-    numbers = {t.device_mesh: t.device_mesh.mesh for t in tensors if isinstance(t, DTensor)}
     whole = []
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, DTensor):
-            mesh = numbers[tensor.device_mesh]
-            joined = assemble([shards[i] for shards in everyones], tensor, mesh)
+            joined = assemble([shards[i] for shards in everyones], tensor)
             assert joined.shape == tensor.shape, f"shards of {joined.shape} for {tensor.shape}"
             whole.append(joined.to(tensor.device))
         else:
             whole.append(None if tensor is None else tensor.clone())
     return whole
+
+
+@lru_cache(maxsize=16)  # torch takes long to say them
+def _ranks_of(mesh: DeviceMesh) -> Tensor:
+    return mesh.mesh
 
 
 def _exchange(tensors: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
@@ -147,15 +150,13 @@ def _tensor_of(dtype: torch.dtype, shape: torch.Size, data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
-def assemble(shards: Sequence[Tensor], tensor: DTensor, mesh: Tensor) -> Tensor:
+def assemble(shards: Sequence[Tensor], tensor: DTensor) -> Tensor:
     """The whole of a DTensor from the local tensors of all ranks, in rank order.
-
-    ``mesh`` has the ranks of its mesh, which torch takes long to say.
 
     Pieces of pieces are joined first: those of `_StridedShard`, which cuts what the dims behind it
     have cut, then the others from the last mesh dim to the first. Copies must agree.
     """
-    placements = tensor.placements
+    placements, mesh = tensor.placements, _ranks_of(tensor.device_mesh)
     found = {tuple(at.tolist()): shards[int(mesh[tuple(at)])] for at in (mesh >= 0).nonzero()}
     strided = [d for d, p in enumerate(placements) if isinstance(p, _StridedShard)]
     plain = [d for d in reversed(range(mesh.ndim)) if d not in strided]
@@ -432,7 +433,7 @@ def check_training(
     return ours
 
 
-class _ShardwiseAdamW(torch.optim.AdamW):
+class ShardwiseAdamW(torch.optim.AdamW):
     """Computes with local tensors; its hooks, groups and states are torch's.
 
     With DTensors, torch works out for each list of tensors that it has not seen before how it is
@@ -450,7 +451,7 @@ class _ShardwiseAdamW(torch.optim.AdamW):
 _EXACT: dict[str, Any] = {"lr": 1e-2, "foreach": True}
 """Each element is treated alike, wherever its shard begins: fit for exact comparisons."""
 
-adamw: MakeOptimizer = partial(_ShardwiseAdamW, **_EXACT)
+adamw: MakeOptimizer = partial(ShardwiseAdamW, **_EXACT)
 torchs_adamw: MakeOptimizer = partial(torch.optim.AdamW, **_EXACT)
 
 

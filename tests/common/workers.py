@@ -357,7 +357,10 @@ def _answer(target: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, An
     module, qualname = target
     try:
         _clean_state()
-        function: Any = importlib.import_module(module)
+        if module not in sys.modules:
+            importlib.import_module(module)
+            gc.freeze()  # what it has loaded, too, or each later collection walks through it
+        function: Any = sys.modules[module]
         for name in qualname.split("."):
             function = getattr(function, name)
         value = getattr(function, RANK_BODY, function)(*args, **kwargs)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2.core.gather.coded import ReferenceRows
+from tests.common import parity
 from tests.common.workers import ranks
 from tests.gather import test_wire_format as formats
 
@@ -23,7 +24,7 @@ STEPS = 6
 def train(
     model: nn.Module, steps: int = STEPS, micro: int = 1, sync: bool = True, first: int = 0
 ) -> tuple[list[float], torch.optim.Optimizer]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = parity.ShardwiseAdamW(model.parameters(), lr=1e-3)
     return continued(model, optimizer, range(first, first + steps), micro, sync), optimizer
 
 

@@ -160,23 +160,18 @@ def _sharded(
     return model
 
 
-def _single(params: Any) -> torch.optim.Optimizer:
-    """A foreach optimizer would put DTensors of different meshes into one operation."""
-    return torch.optim.AdamW(params, lr=1e-2, foreach=False)
-
-
 def _steps(micro: int = 1) -> Any:
     return meshes.micro_batches(models.DIM, 4, micro=micro, rows=32)
 
 
 def _train(api: Any, micro: int = 1, before: Any = None, **arguments: Any) -> list[parity.Step]:
     model = _sharded(api, **arguments)
-    return meshes.train_micro(model, _steps(micro), before=before, make_optimizer=_single)
+    return meshes.train_micro(model, _steps(micro), before=before)
 
 
 def _plain(micro: int = 1, whole: bool = False) -> list[parity.Step]:
     """The unsharded model's steps, cut down to this rank's experts unless `whole`."""
-    steps = meshes.train_plain(BUILD(), _steps(micro), make_optimizer=_single)
+    steps = meshes.train_plain(BUILD(), _steps(micro))
     if whole:
         return steps
 
@@ -309,7 +304,7 @@ def test_setters_reach_all_groups() -> None:
     first, second = model.blocks
     first.set_modules_to_forward_prefetch([second])
     second.set_modules_to_backward_prefetch([first])
-    ours = meshes.train_micro(model, _steps(), make_optimizer=_single)
+    ours = meshes.train_micro(model, _steps())
     parity.assert_close(ours, reference, parity.REORDERED_FP32, "with every setter")
 
 

@@ -209,7 +209,7 @@ def _made(levels: bool) -> tuple[Any, torch.optim.Optimizer]:
     mesh = fsdp2.Levels(_mesh()) if levels else None
     for module in (model[0], model):
         fsdp2.fully_shard(module, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, parity.adamw(model.parameters())
 
 
 def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

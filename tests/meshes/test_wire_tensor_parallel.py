@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp2
 from fsdp2 import checkpoint
 from fsdp2.core.layout.mesh import local_of
-from tests.common import meshes, models
+from tests.common import meshes, models, parity
 from tests.common.workers import ranks
 
 WIDTH = 26  # no multiple of a block
@@ -76,7 +76,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return parity.adamw(model.parameters())
 
 
 def in_common(model: nn.Module) -> dict[str, Tensor]:
