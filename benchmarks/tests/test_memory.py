@@ -50,8 +50,8 @@ assert memory.fsdp2_peak() == 1000
 """
 
 
+@pytest.mark.extended  # it compiles C++ against torch's headers
 @needs_tools
-@pytest.mark.slow
 def test_all_threads_are_counted() -> None:
     """In a process of its own: an allocator stays."""
     command = [sys.executable, "-c", _COUNT]
