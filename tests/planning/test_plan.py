@@ -262,6 +262,7 @@ def test_a_slow_link_is_exposed() -> None:
     inside, between = nodes.traffic
     assert inside + between == pytest.approx(fast.bytes_in_node)
     assert between == pytest.approx(fast.bytes_in_node / 4)  # one rank of four has its next outside
+    assert TOY.traffic("all-reduce", 8, (0, 1)) == (8.0, 0.0)  # both halves, there and back
 
 
 def test_every_wait_is_for_what_was_recorded() -> None:
@@ -374,6 +375,7 @@ def test_settings_that_fit_are_found() -> None:
     most = max(p.tokens_per_second for p in found.fitting)
     alike = [p for p in found.fitting if p.tokens_per_second >= 0.995 * most]
     assert found.best.memory.peak.rounded == min(p.memory.peak.rounded for p in alike)
+    assert planner._kept(made, 2.5 * WEIGHT) == ("2", "3")  # whose backward begins first
     nothing = made.fit(memory=1, limit=4)
     assert nothing.best is None
     assert "nothing that was tried fits 1 B" in str(nothing)

@@ -440,7 +440,17 @@ def test_a_file_that_can_no_more_be_written_leaves_the_timeline(tmp_path: Path) 
 
 
 def test_a_file_is_replaced_at_the_end(tmp_path: Path) -> None:
+    """That it can be written is found before the steps."""
     kept = build()
+    dangling = tmp_path / "link.json"
+    dangling.symlink_to(tmp_path / "nowhere" / "step.json")
+    for entry, path in (
+        ("trace-cannot-write", tmp_path),
+        ("trace-cannot-write", dangling),
+        ("trace-no-folder", tmp_path / "nowhere" / "step.json"),
+    ):
+        with raises(entry), fsdp2.trace(path):
+            pytest.fail("it began")
     old = tmp_path / "old.json"
     old.write_text("old")
     with fsdp2.trace(tmp_path / "new.json"):
