@@ -239,6 +239,10 @@ def test_time_is_that_of_the_slower_lane() -> None:
     assert time.communication == pytest.approx(sent / 1e9)
     assert made.bytes_in_node == pytest.approx(time.communication * 1e9)
     assert made.bytes_between_nodes == 0
+    kinds = Counter(n.kind for n in made.rehearsal.recording.operations if n.phase == "backward")
+    assert kinds["view"]  # which takes the device no time
+    slow = made.with_(hardware=replace(TOY, kernel=1.0))
+    assert slow.time.backward == pytest.approx(kinds["compute"] + (2 * LAYERS - 1) * compute)
 
 
 @pytest.mark.parametrize("machine", [TOY, CPU], ids=["with lanes", "without"])
