@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp2.command.options import DONE, Parser, complain
-from fsdp2.command.output import ProgressLine, print_json
+from fsdp2.command.output import ProgressLine, tell
 
 PROG = "fsdp2 calibrate"
 
@@ -41,14 +41,10 @@ def main(arguments: Sequence[str]) -> int:
         return complain(PROG, error)
     if is_first:
         write(found, given.output)
-        if given.json:
-            facts = {"flops": found.flops, "bandwidth": found.bandwidth}
-            print_json({"file": given.output, **facts})
-        else:
-            rates = ", ".join(
-                f"{rate / 1e12:.3g} TFLOP/s {name}" for name, rate in found.flops.items()
-            )
-            print(f"{given.output}: {rates}, {found.bandwidth / 1e9:.3g} GB/s of memory")
+        facts = {"file": given.output, "flops": found.flops, "bandwidth": found.bandwidth}
+        rates = ", ".join(f"{rate / 1e12:.3g} TFLOP/s {name}" for name, rate in found.flops.items())
+        text = f"{given.output}: {rates}, {found.bandwidth / 1e9:.3g} GB/s of memory"
+        tell(given.json, facts, text)
     return DONE
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp2.command.options import DONE, PROBLEM, Parser, complain, step, subparsers
-from fsdp2.command.output import ProgressLine, print_json, print_table
+from fsdp2.command.output import ProgressLine, tell
 
 if TYPE_CHECKING:
     from fsdp2.checkpoint.folder import Manifest
@@ -85,6 +85,7 @@ def parser() -> Parser:
 def _ls(given: argparse.Namespace) -> int:
     from fsdp2.checkpoint.folder import read_manifest, store_of
     from fsdp2.core.errors import CheckpointError
+    from fsdp2.tracing.summaries import table
 
     steps, broken = [], {}
     with ProgressLine(f"ls {given.folder}"):
@@ -98,18 +99,14 @@ def _ls(given: argparse.Namespace) -> int:
             except CheckpointError as error:
                 broken[number] = str(error)
     code = PROBLEM if broken else DONE
-    if given.json:
-        others = {"replaced": replaced, "unfinished": unfinished}
-        print_json({"steps": list(map(_facts, steps)), "broken": broken, **others})
-        return code
-    if steps:
-        head = ["step", "size", "files", "ranks", "optimizer", "metric"]
-        print_table(head, list(map(_row, steps)))
+    others = {"replaced": replaced, "unfinished": unfinished}
+    facts = {"steps": list(map(_facts, steps)), "broken": broken, **others}
+    head = ["step", "size", "files", "ranks", "optimizer", "metric"]
+    lines = table(head, list(map(_row, steps))) if steps else []
     for what, found in (("broken", broken), ("replaced", replaced)):
-        for number, why in found.items():
-            print(f"{what}: step {number}, {why}")
-    for name in unfinished:
-        print(f"unfinished: {name}")
+        lines += [f"{what}: step {number}, {why}" for number, why in found.items()]
+    lines += [f"unfinished: {name}" for name in unfinished]
+    tell(given.json, facts, "\n".join(lines))
     return code
 
 
@@ -145,6 +142,7 @@ def _show(given: argparse.Namespace) -> int:
 
         from fsdp2.checkpoint.folder import items_of, read_manifest, store_of
         from fsdp2.checkpoint.items import read_index
+        from fsdp2.tracing.summaries import table
 
         store = store_of(given.folder)
         manifest = read_manifest(store, given.step)
@@ -155,13 +153,11 @@ def _show(given: argparse.Namespace) -> int:
         if isinstance(about, TensorStorageMetadata)
     }
     others = sorted(metadata.keys() - tensors.keys())
-    if given.json:
-        told = {name: {"shape": shape, "dtype": dtype} for name, (shape, dtype) in tensors.items()}
-        print_json({"step": manifest.step, "tensors": told, "values": others})
-        return DONE
+    told = {name: {"shape": shape, "dtype": dtype} for name, (shape, dtype) in tensors.items()}
+    facts = {"step": manifest.step, "tensors": told, "values": others}
     rows = [[name, str(shape), dtype] for name, (shape, dtype) in tensors.items()]
     rows += [[name, "-", "a value"] for name in others]
-    print_table(["name", "shape", "dtype"], sorted(rows), left=3)
+    tell(given.json, facts, "\n".join(table(["name", "shape", "dtype"], sorted(rows), left=3)))
     return DONE
 
 
@@ -173,13 +169,9 @@ def _verify(given: argparse.Namespace) -> int:
         read_manifest(store_of(given.folder), None)  # raises: it knows what to say
     with ProgressLine(f"verify {given.folder}") as line:
         wrong = verify(given.folder, given.step, progress=line.bytes)
-    if given.json:
-        print_json({"steps": checked, "wrong": wrong})
-    elif wrong:
-        print("\n".join(wrong))
-    else:
-        what = "1 step" if len(checked) == 1 else f"{len(checked)} steps"
-        print(f"{what}, every byte is unchanged")
+    what = "1 step" if len(checked) == 1 else f"{len(checked)} steps"
+    text = "\n".join(wrong) or f"{what}, every byte is unchanged"
+    tell(given.json, {"steps": checked, "wrong": wrong}, text)
     return PROBLEM if wrong else DONE
 
 
@@ -201,11 +193,8 @@ def _export(given: argparse.Namespace) -> int:
             shard_size=given.shard_size,
             progress=line.bytes,
         )
-    if given.json:
-        print_json(found)
-    else:
-        files = "1 file" if len(found.files) == 1 else f"{len(found.files)} files"
-        print(f"{given.out}: {files}, {amount(found.nbytes)}")
+    files = "1 file" if len(found.files) == 1 else f"{len(found.files)} files"
+    tell(given.json, found, f"{given.out}: {files}, {amount(found.nbytes)}")
     return DONE
 
 
@@ -222,12 +211,10 @@ def _convert(given: argparse.Namespace) -> int:
             strip_prefix=given.strip_prefix,
             progress=line.bytes,
         )
-    if given.json:
-        print_json(found)
-        return DONE
-    print(f"{found.from_kind} -> {found.to_kind}: {given.target}")
+    lines = [f"{found.from_kind} -> {found.to_kind}: {given.target}"]
     if found.left:
-        print(f"not in {found.to_kind}: {', '.join(found.left)}")
+        lines.append(f"not in {found.to_kind}: {', '.join(found.left)}")
+    tell(given.json, found, "\n".join(lines))
     return DONE
 
 
@@ -248,10 +235,7 @@ def _rm(given: argparse.Namespace) -> int:
         for each in [None] if given.unfinished else given.step:
             gone += remove(given.folder, each)
             line.say(gone[-1])
-    if given.json:
-        print_json({"removed": gone})
-    else:
-        print("\n".join(f"removed {name}" for name in gone))
+    tell(given.json, {"removed": gone}, "\n".join(f"removed {name}" for name in gone))
     return DONE
 
 

@@ -8,12 +8,12 @@ import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import fsdp2
 from fsdp2.command.options import CODES, DONE, PROBLEM, Parser, count, positive
-from fsdp2.command.output import ProgressLine, paint, print_json, print_table
+from fsdp2.command.output import ProgressLine, paint, tell
 
 if TYPE_CHECKING:
     from fsdp2.command.selftest import SelfTest
@@ -49,6 +49,8 @@ class Check:
 def main(arguments: Sequence[str]) -> int:
     """Exit code: 0 all is well, 1 something is not, 2 wrong usage."""
     given = parser().parse_args(arguments)
+    from fsdp2.tracing.summaries import table
+
     with ProgressLine("doctor") as line:
         line.say("import torch")
         checks = [*installed(), *visible()]
@@ -61,15 +63,14 @@ def main(arguments: Sequence[str]) -> int:
                 outcomes.append(selftest.run(device, backend, ranks, given.timeout))
     checks += [_check_of(outcome) for outcome in outcomes]
     is_well = all(check.result != "fail" for check in checks)
-    if given.json:
-        print_json({"ok": is_well, "checks": checks, "first_steps": list(map(asdict, outcomes))})
-        return DONE if is_well else PROBLEM
+    facts = {"ok": is_well, "checks": checks, "first_steps": outcomes}
     widest = max(len(check.result) for check in checks)
     rows = [[c.name, _painted(c.result, widest), c.detail] for c in checks]
-    print_table(["check", "result".ljust(widest), "detail"], rows, left=3)
+    lines = table(["check", "result".ljust(widest), "detail"], rows, left=3)
     for outcome in outcomes:
         if not outcome.problem:
-            print(f"\n{told(outcome)}")
+            lines += ["", told(outcome)]
+    tell(given.json, facts, "\n".join(lines))
     return DONE if is_well else PROBLEM
 
 

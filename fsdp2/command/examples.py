@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp2.command.options import DONE, Parser
-from fsdp2.command.output import print_json
+from fsdp2.command.output import tell
 
 PROG = "fsdp2 examples"
 
@@ -27,12 +27,9 @@ def main(arguments: Sequence[str]) -> int:
         runpy.run_module(f"fsdp2.examples.{name}", run_name="__main__", alter_sys=True)
         return DONE
     given = parser(found).parse_args(arguments)
-    if given.json:
-        print_json(found)
-        return DONE
-    for each, text in found.items():
-        print(f"{each:<18}{text}")
-    print(f"\n{PROG} NAME --help has the options of an example.")
+    lines = [f"{name:<18}{text}" for name, text in found.items()]
+    lines += ["", f"{PROG} NAME --help has the options of an example."]
+    tell(given.json, found, "\n".join(lines))
     return DONE
 
 

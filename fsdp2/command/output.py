@@ -13,7 +13,6 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from typing import TextIO
 
@@ -42,24 +41,18 @@ def paint(text: str, style: str) -> str:
     return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
 
 
-def print_text(text: object) -> None:
-    """Print text whose tables have a line of dashes below each head."""
+def tell(as_json: bool, facts: object, text: object) -> None:
+    """Print facts as JSON, or else text whose tables have a line of dashes below each head.
+
+    JSON has a dataclass as its fields, and all that it does not know as words.
+    """
+    if as_json:
+        print(json.dumps(facts, indent=1, default=_plain))
+        return
     lines = str(text).splitlines()
     for line, below in zip(lines, [*lines[1:], ""], strict=True):
         is_head = below != "" and not below.strip("- ")
         print(paint(line, "bold") if is_head else line)
-
-
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
-    """Print a table, whose first ``left`` columns are words."""
-    from fsdp2.tracing.summaries import table  # with it comes torch
-
-    print_text("\n".join(table(head, rows, left)))
-
-
-def print_json(value: object) -> None:
-    """Print a value as JSON; a dataclass as its fields, all that JSON does not know as words."""
-    print(json.dumps(value, indent=1, default=_plain))
 
 
 def _plain(value: object) -> object:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp2.command.options import CODES, DONE, PROBLEM, Parser, complain, count, positive
-from fsdp2.command.output import ProgressLine, print_json, print_table, print_text
+from fsdp2.command.output import ProgressLine, tell
 
 if TYPE_CHECKING:
     from fsdp2.planning.planner import Fit, Plan
@@ -49,20 +49,12 @@ def main(arguments: Sequence[str]) -> int:
             room = None if given.memory is None else given.memory * 1e9
             found = made.fit(room, progress=line.say) if given.fit else None
             # Printing may rehearse once more, to name the change that would fit.
-            shown = (
-                (_facts(made) if found is None else _facts_of_fit(found))
-                if given.json
-                else str(made if found is None else found)
-            )
+            text = str(made if found is None else found)
+            facts = _facts(made) if found is None else _facts_of_fit(found)
             files = _write(made if found is None else found.best or made, given)
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         return complain(PROG, error)
-    if given.json:
-        print_json(shown)
-    else:
-        print_text(shown)
-        for name in files:
-            print(f"\nwrote {name}")
+    tell(given.json, facts, "\n\n".join([text, *(f"wrote {name}" for name in files)]))
     fits = made.fits if found is None else found.best is not None
     return DONE if fits else PROBLEM
 
@@ -196,22 +188,22 @@ def _write(made: Plan, given: argparse.Namespace) -> list[Path]:
 
 def _list(as_json: bool) -> int:
     from fsdp2.planning import hardware, presets
+    from fsdp2.tracing.summaries import table
 
     machines = {name: hardware.load(name) for name in hardware.names()}
-    if as_json:
-        print_json({"models": presets.PRESETS, "hardware": list(machines)})
-        return DONE
     rows = [
         [name, f"{shape.dim:,}", f"{shape.layers}", f"{shape.seq:,}", f"{shape.experts or '-'}"]
         for name, shape in presets.PRESETS.items()
     ]
-    print_table(["model", "width", "blocks", "tokens", "experts"], rows)
-    print()
+    lines = [*table(["model", "width", "blocks", "tokens", "experts"], rows), ""]
     rows = [
         [name, each.name, each.backend, f"{each.memory / 1e9:.1f} GB", f"{each.node}"]
         for name, each in machines.items()
     ]
-    print_table(["hardware", "device", "backend", "memory", "ranks per node"], rows, left=3)
+    head = ["hardware", "device", "backend", "memory", "ranks per node"]
+    lines += table(head, rows, left=3)
+    facts = {"models": presets.PRESETS, "hardware": list(machines)}
+    tell(as_json, facts, "\n".join(lines))
     return DONE
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import webbrowser
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsdp2.command.options import DONE, Parser, complain, subparsers
-from fsdp2.command.output import ProgressLine, print_json, print_text
+from fsdp2.command.output import ProgressLine, tell
+
+if TYPE_CHECKING:
+    from fsdp2.tracing import Difference, Summary
 
 PROG = "fsdp2 trace"
 
@@ -23,9 +29,24 @@ def main(arguments: Sequence[str]) -> int:
     """Exit code: 0 done, 2 wrong usage or no timeline."""
     given = parser().parse_args(arguments)
     try:
-        return {"view": _view, "summary": _summary, "diff": _diff}[given.command](given)
+        with ProgressLine(f"trace {given.command}"):
+            found = _run(given)
     except (OSError, ValueError) as error:
         return complain(f"{PROG} {given.command}", error)
+    tell(given.json, {"page": found} if isinstance(found, Path) else found, found)
+    if isinstance(found, Path) and given.open:
+        webbrowser.open(found.resolve().as_uri())
+    return DONE
+
+
+def _run(given: argparse.Namespace) -> Path | Summary | Difference:
+    from fsdp2.tracing import diff, show, summary
+
+    if given.command == "view":
+        return show(*given.files, to=given.to)
+    if given.command == "summary":
+        return summary(given.file)
+    return diff(given.first, given.second)
 
 
 def parser() -> Parser:
@@ -39,43 +60,3 @@ def parser() -> Parser:
     below["diff"].add_argument("first", metavar="FILE", help="a timeline, such as the planned one")
     below["diff"].add_argument("second", metavar="FILE", help="another, such as the measured one")
     return made
-
-
-def _view(given: argparse.Namespace) -> int:
-    import webbrowser
-
-    from fsdp2.tracing.page import show
-
-    with ProgressLine("trace view"):
-        page = show(*given.files, to=given.to)
-    if given.json:
-        print_json({"page": page})
-    else:
-        print(page)
-    if given.open:
-        webbrowser.open(page.resolve().as_uri())
-    return DONE
-
-
-def _summary(given: argparse.Namespace) -> int:
-    from fsdp2.tracing.summaries import summary
-
-    with ProgressLine("trace summary"):
-        found = summary(given.file)
-    return _print(found, given)
-
-
-def _diff(given: argparse.Namespace) -> int:
-    from fsdp2.tracing.summaries import diff
-
-    with ProgressLine("trace diff"):
-        found = diff(given.first, given.second)
-    return _print(found, given)
-
-
-def _print(found: object, given: argparse.Namespace) -> int:
-    if given.json:
-        print_json(found)
-    else:
-        print_text(found)
-    return DONE

@@ -10,9 +10,10 @@ longer of its traffic within a node and between nodes, plus a latency per round.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -207,10 +208,10 @@ def load(which: str | Path | Hardware) -> Hardware:
             f".json file; write one with fsdp2 calibrate",
         )
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    known = {each.name for each in fields(Hardware)}
-    wrong = sorted(found.keys() - known)
-    optional = {each.name for each in fields(Hardware) if _has_default(each)}
-    missing = sorted(known - found.keys() - optional)
+    known = inspect.signature(Hardware).parameters
+    wrong = sorted(found.keys() - known.keys())
+    required = {name for name, each in known.items() if each.default is each.empty}
+    missing = sorted(required - found.keys())
     if wrong or missing:
         raise coded(
             ValueError,
@@ -220,10 +221,6 @@ def load(which: str | Path | Hardware) -> Hardware:
         )
     found["attained"] = Attained(**found.get("attained", {}))
     return Hardware(**found)
-
-
-def _has_default(each: Field[object]) -> bool:
-    return each.default is not MISSING or each.default_factory is not MISSING
 
 
 def write(hardware: Hardware, path: Path) -> None:

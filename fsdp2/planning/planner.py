@@ -251,8 +251,9 @@ class Plan:
                 "fit() varies settings, but it cannot change the calls in shard=… of plan(); "
                 "pass units=… instead",
             )
-        room = self.room if memory is None else int(memory)
-        return search(self, room, limit, low_precision, progress)
+        found = Fit(self.room if memory is None else int(memory), [])
+        found._search(self, max(limit, 1), low_precision, progress or (lambda _: None))
+        return found
 
     # ---- as a picture and in print
 
@@ -414,8 +415,6 @@ REFINEMENTS = 6
 ALIKE = 0.995
 """Relative difference in speed within which plans count as equally fast, and less memory wins."""
 
-Progress = Callable[[str], object]
-
 
 class Fit:
     """The plans that `Plan.fit` tried.
@@ -452,56 +451,39 @@ class Fit:
     def __str__(self) -> str:
         return render_fit(self.fitting, self.tried, self.room)
 
+    def _search(
+        self, plan: Plan, limit: int, low_precision: bool, progress: Callable[[str], object]
+    ) -> None:
+        """See `Plan.fit`."""
 
-def search(
-    plan: Plan, room: int, limit: int, low_precision: bool, progress: Progress | None = None
-) -> Fit:
-    """See `Plan.fit`."""
-    found: _Search = _Search(room, limit, progress)
-    for settings in _candidates(plan):
-        if len(found.tried) + REFINEMENTS >= max(limit, REFINEMENTS + 1):
-            break
-        if not found.is_hopeless(settings):
-            found.run(plan, settings)
-    if found.best is None:
-        thrifty = min(found.tried, key=_peak)
-        found.run_all(thrifty, [replace(thrifty.settings, offload=True)])
-    best = found.best
-    if best is not None:
-        found.run_all(best, _refinements(best, room))
-    best = found.best
-    if best is not None and low_precision and best.settings.precision is not None:
-        halves = replace(best.settings.precision, reduce_dtype=torch.bfloat16)
-        found.run_all(best, [replace(best.settings, precision=halves)])
-    return Fit(room, found.tried)
-
-
-class _Search(Fit):
-    """A running search."""
-
-    def __init__(self, room: int, limit: int, progress: Progress | None) -> None:
-        super().__init__(room, [])
-        self._limit, self._progress = limit, progress
-
-    def run(self, plan: Plan, settings: Settings) -> None:
-        """Plan these settings, and tell what came of it."""
-        made = plan._of(settings, plan.hardware)
-        self.tried.append(made)
-        if self._progress is not None:
+        def run(settings: Settings) -> None:
+            """Plan these settings within the limit, unless they were tried, and tell about it."""
+            if len(self.tried) >= limit or any(settings == p.settings for p in self.tried):
+                return
+            made = plan._of(settings, plan.hardware)
+            self.tried.append(made)
             fits = "fits" if _peak(made) <= self.room else "does not fit"
-            self._progress(
-                f"{len(self.tried)} of at most {self._limit}: {told(settings)}: "
+            progress(
+                f"{len(self.tried)} of at most {limit}: {told(settings)}: "
                 f"{amount(_peak(made))} {fits}, {made.tokens_per_second:,.0f} tokens/s"
             )
 
-    def run_all(self, plan: Plan, settings: Sequence[Settings]) -> None:
-        """Those that were not tried, within the limit."""
-        known = {made.settings for made in self.tried}
-        for each in settings:
-            if len(self.tried) < self._limit and each not in known:
-                self.run(plan, each)
+        for settings in _candidates(plan):
+            if len(self.tried) + REFINEMENTS >= max(limit, REFINEMENTS + 1):
+                break
+            if not self._is_hopeless(settings):
+                run(settings)
+        if self.best is None:
+            run(replace(min(self.tried, key=_peak).settings, offload=True))
+        best = self.best
+        for settings in () if best is None else _refinements(best, self.room):
+            run(settings)
+        best = self.best
+        if best is not None and low_precision and best.settings.precision is not None:
+            halves = replace(best.settings.precision, reduce_dtype=torch.bfloat16)
+            run(replace(best.settings, precision=halves))
 
-    def is_hopeless(self, settings: Settings) -> bool:
+    def _is_hopeless(self, settings: Settings) -> bool:
         """Whether other settings of this micro-batch that need less memory do not fit.
 
         Keeping units unsharded after forward takes more memory. So does less recomputation, unless
@@ -707,23 +689,11 @@ def render_fit(fitting: Sequence[Plan], tried: Sequence[Plan], room: int) -> str
     header = ["mesh", "batch", "accumulate", "reshard", "checkpointing", "other", "peak"]
     header += ["tokens/s", "fits"]
     rest = [plan for plan in tried if plan not in fitting]
-    rest.sort(key=lambda plan: plan.memory.peak.rounded)
+    rest.sort(key=_peak)
     rows = []
     for plan in (*fitting, *rest):
-        settings = plan.settings
-        rows.append(
-            [
-                " x ".join(map(str, settings.mesh)),
-                str(settings.batch),
-                str(settings.accumulate),
-                str(settings.reshard_after_forward),
-                str(settings.checkpointing),
-                _others(settings),
-                amount(plan.memory.peak.rounded),
-                f"{plan.tokens_per_second:,.0f}",
-                "yes" if plan in fitting else "no",
-            ]
-        )
+        speed, fits = f"{plan.tokens_per_second:,.0f}", "yes" if plan in fitting else "no"
+        rows.append([*_columns(plan.settings).values(), amount(_peak(plan)), speed, fits])
     lines = table(header, rows)
     if not fitting:
         return "\n".join([*lines, "", f"nothing that was tried fits {amount(room)}"])
@@ -737,19 +707,14 @@ def render_fit(fitting: Sequence[Plan], tried: Sequence[Plan], room: int) -> str
 
 def told(settings: Settings) -> str:
     """Settings in a line, those that `Plan.fit` changes."""
-    parts = [
-        f"mesh {' x '.join(map(str, settings.mesh))}",
-        f"batch {settings.batch}",
-        f"accumulate {settings.accumulate}",
-        f"reshard_after_forward {settings.reshard_after_forward}",
-        f"checkpointing {settings.checkpointing}",
-    ]
-    others = _others(settings)
-    return ", ".join(parts if others == "-" else [*parts, others])
+    columns = _columns(settings)
+    other = columns.pop("")
+    parts = [f"{name} {value}" for name, value in columns.items()]
+    return ", ".join(parts if other == "-" else [*parts, other])
 
 
-def _others(settings: Settings) -> str:
-    """Settings without a column that differ from the default."""
+def _columns(settings: Settings) -> dict[str, str]:
+    """Those that `Plan.fit` changes, by name; under "" others that differ from the default."""
     found = []
     if settings.kept:
         found.append(f"{len(settings.kept)} kept")
@@ -761,7 +726,12 @@ def _others(settings: Settings) -> str:
         found.append("reduced each time")
     if settings.offload:
         found.append("offload")
-    return ", ".join(found) or "-"
+    names = ("batch", "accumulate", "reshard_after_forward", "checkpointing")
+    return {
+        "mesh": " x ".join(map(str, settings.mesh)),
+        **{name: str(getattr(settings, name)) for name in names},
+        "": ", ".join(found) or "-",
+    }
 
 
 def code(settings: Settings, hardware: Hardware, policy: str) -> str:

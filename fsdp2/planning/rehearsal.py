@@ -10,6 +10,7 @@ The engine, its hooks, autograd and the optimizer are the real ones; the device 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -296,20 +297,8 @@ def _checkpoint(choices: Sequence[Choice], which: bool | int) -> None:
     if not every:
         return
     for choice in choices[::every]:
-        choice.module.forward = _Checkpointed(choice.module.forward)
-
-
-class _Checkpointed:
-    """A forward that keeps only its inputs for backward."""
-
-    def __init__(self, forward: Callable[..., object]) -> None:
-        self._forward = forward
-
-    def __call__(self, *args: object, **kwargs: Any) -> object:
-        if not torch.is_grad_enabled():
-            return self._forward(*args, **kwargs)
-        return checkpoint(
-            self._forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+        choice.module.forward = functools.partial(
+            checkpoint, choice.module.forward, use_reentrant=False, preserve_rng_state=False
         )
 
 

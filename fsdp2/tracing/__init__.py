@@ -10,13 +10,16 @@ context    ``with fsdp2.trace(path):`` around real steps
 record     notes of operations, and their replay in time
 paper      a device without memory, on which a step is rehearsed
 
-``fsdp2 trace`` does the same from the command line.
+``fsdp2 trace`` does the same from the command line. Files are read and shown without torch: `trace`
+and the reports of models load it, when they are first used.
 """
 
-from fsdp2.tracing.context import trace
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from fsdp2.tracing.page import show
 from fsdp2.tracing.record.categories import CATEGORIES
-from fsdp2.tracing.reports import GroupReport, Report, report
 from fsdp2.tracing.summaries import Difference, Summary, UnitTimes, diff, summary
 from fsdp2.tracing.timeline import (
     COLLECTIVES,
@@ -27,6 +30,10 @@ from fsdp2.tracing.timeline import (
     Timeline,
     Wait,
 )
+
+if TYPE_CHECKING:
+    from fsdp2.tracing.context import trace
+    from fsdp2.tracing.reports import GroupReport, Report, report
 
 __all__ = [
     "CATEGORIES",
@@ -48,3 +55,12 @@ __all__ = [
     "summary",
     "trace",
 ]
+
+
+if not TYPE_CHECKING:  # with a ``__getattr__``, type checkers would take any name for one of ours
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            return object.__getattribute__(sys.modules[__name__], name)  # which raises
+        home = "context" if name == "trace" else "reports"
+        return getattr(import_module(f"{__name__}.{home}"), name)

@@ -121,19 +121,15 @@ def _sends(name: str, moved: int) -> Report:
 
 
 def _binds(name: str, moved: int) -> Report:
-    """For a function that binds tensors."""
+    """For a function that binds tensors, or the kind of a reduction, whose tensors come later."""
 
     def bind(make: Function, *args: object) -> Function:
         launch = cast(Function, make(*args))
-        return lambda: _collective(name, args[moved], make, launch)
+        return lambda *more: _collective(
+            name, (*args, *more)[moved], make, functools.partial(launch, *more)
+        )
 
     return bind
-
-
-def _binds_kind(make: Function, kind: object) -> Function:
-    """For a function that binds the kind of a reduce-scatter, and no tensors."""
-    reduce = cast(Function, make(kind))
-    return lambda *args: _collective(SCATTER, args[1], make, functools.partial(reduce, *args))
 
 
 def _collective(name: str, moved: object, method: Function, launch: Function) -> object:
@@ -175,8 +171,8 @@ REPORTS: dict[type, dict[str, Report]] = {
         "bind_all_gather": _binds(GATHER, 0),
         "bind_all_gather_many": _binds(GATHER, 0),
         "custom_all_gather": _sends(GATHER, 1),
-        "bind_reduce_scatter": _binds_kind,
-        "bind_reduce_scatter_many": _binds_kind,
+        "bind_reduce_scatter": _binds(SCATTER, 2),
+        "bind_reduce_scatter_many": _binds(SCATTER, 2),
         "custom_reduce_scatter": _sends(SCATTER, 2),
         "launch_behind": _of_graphs,
         "bind_all_to_all": _binds(EXCHANGE, 1),

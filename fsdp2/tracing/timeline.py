@@ -222,7 +222,7 @@ class Timeline:
     @property
     def steps(self) -> int:
         """How many steps slices belong to, at least 1."""
-        return max(1, len({s.iteration for s in self.slices}))
+        return max(1, len(self.marks))
 
     @property
     def marks(self) -> list[tuple[int, float]]:

@@ -61,15 +61,6 @@ def test_it_asks_before(
     assert f" kB) of '{run}'? [y/N] " in asked
 
 
-def test_nobody_is_asked_where_nobody_sits(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    assert main(["rm", str(run), "--step", "1"]) == 2
-    assert "nothing was removed; pass --yes" in capsys.readouterr().err
-    assert checkpoint.steps(run) == [1, 2, 3]
-
-
 def test_all_that_is_named_is_there_or_nothing_goes(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from unittest import mock
 import pytest
 
 from fsdp2.command import doctor, selftest
+from fsdp2.tracing import Timeline
 
 WELL = selftest.SelfTest("cpu", "gloo", 2, 1.5, "", 2e-8, "packed", 4160, 2040)
 ILL = selftest.SelfTest("cpu", "gloo", 2, 1.5, "rank 1 was to shard a model: it broke")
@@ -65,13 +68,27 @@ def test_nothing_is_started_on_request_or_where_a_part_is_missing(
     assert "fsdp2 needs 99.0 or newer" in capsys.readouterr().out
 
 
+WITHOUT_TORCH = """if True:
+    import sys
+    sys.modules["torch"] = None
+    from fsdp2.command.main import main
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.alone
-def test_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table is there all the same."""
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    assert doctor.main(["--json"]) == 1
-    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
-    assert checks["torch"]["detail"] == "it is not installed; pip install torch"
+def test_without_torch(tmp_path: Path) -> None:
+    """The table is there all the same, and so are timelines."""
+    Timeline().write(tmp_path / "step.json")
+    for given, code, said in (
+        (["doctor"], 1, "torch   fail    it is not installed; pip install torch"),
+        (["trace", "summary", str(tmp_path / "step.json")], 0, "0 µs in all"),
+        (["trace", "view", str(tmp_path / "step.json")], 0, "step.html"),
+    ):
+        command = [sys.executable, "-c", WITHOUT_TORCH, *given]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stderr) == (code, ""), given
+        assert said in done.stdout
 
 
 @pytest.mark.ranks

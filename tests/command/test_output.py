@@ -37,7 +37,7 @@ def _colours(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_heads_of_tables_are_bold_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    output.print_text(TABLE)
+    output.tell(False, None, TABLE)
     assert terminal.getvalue() == TABLE.replace("name  bytes", "\x1b[1mname  bytes\x1b[0m")
 
 
@@ -49,13 +49,13 @@ def test_colours_are_left_out_on_request(
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv(name, value)
-    output.print_text(TABLE)
+    output.tell(False, None, TABLE)
     assert output.paint("pass", "pass") == "pass"
     assert terminal.getvalue() == TABLE
 
 
 def test_a_file_has_no_colours(capsys: pytest.CaptureFixture[str]) -> None:
-    output.print_text(TABLE)
+    output.tell(False, None, TABLE)
     assert capsys.readouterr().out == TABLE
 
 
@@ -73,7 +73,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         path: Path
         sizes: tuple[int, ...]
 
-    output.print_json({"facts": Facts(Path("a"), (1, 2))})
+    output.tell(True, {"facts": Facts(Path("a"), (1, 2))}, "words")
     assert json.loads(capsys.readouterr().out) == {"facts": {"path": "a", "sizes": [1, 2]}}
 
 

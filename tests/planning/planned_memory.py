@@ -11,6 +11,7 @@ reports.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
@@ -29,7 +30,7 @@ import fsdp2
 from fsdp2.core.device.kernels import Kernels
 from fsdp2.examples import train_lm
 from fsdp2.examples.model import token_losses
-from fsdp2.planning import Hardware, Settings, plan, presets
+from fsdp2.planning import Settings, plan, presets
 from fsdp2.planning.memory import Ledger
 from fsdp2.planning.planner import Plan
 from fsdp2.planning.rehearsal import shard_as_planned
@@ -151,6 +152,19 @@ def chunk_cat(tensors: Any, dim: int, chunks: int, *, out: Tensor) -> None:
         start += rows * tensor[0].numel()
 
 
+def train(
+    model: Any, settings: Settings, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]
+) -> None:
+    """A step: micro-batches, and the optimizer's."""
+    for micro in range(settings.accumulate):
+        last = micro == settings.accumulate - 1
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+        loss().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def run(make: Callable[[], Model], settings: Settings) -> tuple[list[Collective], int]:
     """What the stand-in does: collectives of its third step, and the peak of that."""
     found: list[Collective] = []
@@ -179,37 +193,11 @@ def run(make: Callable[[], Model], settings: Settings) -> tuple[list[Collective]
         for step in range(3):
             noting = step == 2
             device.peak_bytes()
-            for micro in range(settings.accumulate):
-                last = micro == settings.accumulate - 1
-                model.set_requires_gradient_sync(last)  # type: ignore[operator]  # sharded now
-                model.set_is_last_backward(last)  # type: ignore[operator]
-                model(x).float().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, settings, optimizer, lambda: model(x).float().mean())
         return found, device.peak_bytes() - empty
 
 
 # ---- train_lm on a CPU
-
-CPU = Hardware(
-    name="a CPU",
-    device="cpu",
-    backend="gloo",
-    memory=2**40,
-    reserved=0,
-    rounding=64,
-    peak_flops={"float32": 1e11},
-    flops={"float32": 1e11},
-    bandwidth=1e10,
-    kernel=0.0,
-    host_op=1e-5,
-    host_collective=1e-5,
-    node=8,
-    link=1e9,
-    link_latency=1e-4,
-    network=1e9,
-    network_latency=1e-4,
-)
 
 
 def lm_settings() -> list[tuple[str, bool, Settings]]:
@@ -241,14 +229,12 @@ def lm_batch(count: int) -> tuple[Tensor, Tensor]:
 
 def plan_lm(preset: str, recomputes: bool, settings: Settings) -> int:
     """Bytes of a step's peak above what is there before it."""
-    with mock.patch.object(
-        GlooOnPaper, "copies", False
-    ):  # the run has a null group, which does not
+    with mock.patch.object(GlooOnPaper, "copies", False):  # the run's null group does not
         made = plan(
             lambda: lm_model(preset, recomputes),
             lm_batch,
             units={presets.Block},
-            hardware=CPU,
+            hardware="epyc-2core",
             loss=lm_step,
             optimizer=lambda params: torch.optim.SGD(params, foreach=True),
             **vars(settings),
@@ -266,15 +252,7 @@ def run_lm(preset: str, recomputes: bool, settings: Settings) -> int:
     optimizer = torch.optim.SGD(model.parameters(), foreach=True)
     batch = lm_batch(settings.batch)
 
-    def step() -> None:
-        for micro in range(settings.accumulate):
-            last = micro == settings.accumulate - 1
-            model.set_requires_gradient_sync(last)
-            model.set_is_last_backward(last)
-            lm_step(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    step = functools.partial(train, model, settings, optimizer, lambda: lm_step(model, batch))
     for _ in range(2):
         step()
     with torch.profiler.profile(profile_memory=True) as profiler:

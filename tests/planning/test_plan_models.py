@@ -193,27 +193,23 @@ def _asks_cuda(y: Tensor) -> Tensor:
     return y * torch.cuda.current_device()
 
 
-def test_a_refusal_names_the_module_and_the_line() -> None:
-    with raises("plan-values") as found:
-        planned(_branches)
-    assert re.match(_at("return y if y.sum() > 0"), str(found.value))
-    with raises("plan-memory") as found:
-        planned(_mixes)
-    assert re.match(_at("return torch.ones(DIM, device="), str(found.value))
-    with raises("plan-autocast") as found:
-        planned(_autocasts)
-    assert re.match(_at('with torch.autocast("cuda"'), str(found.value))
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "plan-values": (_branches, "return y if y.sum() > 0"),
+    "plan-memory": (_mixes, "return torch.ones(DIM, device="),
+    "plan-autocast": (_autocasts, 'with torch.autocast("cuda"'),
+    "plan-cuda": (_asks_cuda, "return y * torch.cuda"),
+}
+"""What a module does, and where that is written."""
 
 
-def _at(text: str) -> str:
-    return rf"module '[01]' \({re.escape(_line(text))}\) "
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_asked_for_is_named() -> None:
-    with raises("plan-cuda") as found:
-        planned(_asks_cuda)
-    assert re.match(_at("return y * torch.cuda"), str(found.value))
+@pytest.mark.parametrize("entry", REFUSED)
+def test_a_refusal_names_the_module_and_the_line(entry: str) -> None:
+    if entry == "plan-cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    run, text = REFUSED[entry]
+    with raises(entry) as found:
+        planned(run)
+    assert re.match(rf"module '[01]' \({re.escape(_line(text))}\) ", str(found.value))
 
 
 def test_flex_attention_is_refused() -> None:

@@ -2,14 +2,13 @@
 
     with Browser() as browser:
         page = browser.open(path)
-        page.hover(120, 80); page.press("+"); page.text("#tip"); page.screenshot("seen.png")
+        page.hover(120, 80); page.press("+"); page.text("#tip")
 
 It is the system's own (``apt-get install chromium``), or the one that ``CHROMIUM`` names.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -191,15 +190,7 @@ class Page:
 
     def press(self, key: str) -> None:
         """Press a key and let it go."""
-        codes = {
-            "Tab": 9,
-            "Enter": 13,
-            "Escape": 27,
-            "ArrowLeft": 37,
-            "ArrowUp": 38,
-            "ArrowRight": 39,
-            "ArrowDown": 40,
-        }
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowDown": 40}
         given: dict[str, Any] = {
             "key": key,
             "windowsVirtualKeyCode": codes.get(key, ord(key[0].upper())),
@@ -211,8 +202,3 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyDown", **given)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
         self.drawn()
-
-    def screenshot(self, path: Path | str) -> None:
-        """Write what is seen as PNG."""
-        data = self.call("Page.captureScreenshot", format="png")["data"]
-        Path(path).write_bytes(base64.b64decode(data))

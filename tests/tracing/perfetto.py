@@ -1,21 +1,15 @@
 """Chrome's trace events: what is wrong with a file, and the tables that Perfetto makes of it.
 
     problems_of(document)   a strict reading of "Trace Event Format" (2016), a sentence each
-    tables(document)        slice, thread_track, thread, flow, counter, args in SQLite, as Perfetto
-                            imports JSON (json_trace_parser_impl.cc, v49, and flow_tracker.cc)
-    query(path, sql)        by Perfetto's own trace processor, where its program is installed
+    tables(document)        slice, thread_track, thread in SQLite, as Perfetto imports JSON
+                            (json_trace_parser_impl.cc, v49)
+    arrows(document)        from which slice to which (flow_tracker.cc)
 
-What `tables` does was read in Perfetto's source. No Perfetto has run here: where its program is,
-an extended test asks it the same questions.
-
-The program is no part of the PyPI package ``perfetto``, which downloads it. Name one that is there
-in the environment variable ``TRACE_PROCESSOR_SHELL``, or put it into the PATH.
+What both do was read in Perfetto's source. No Perfetto has run here.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -97,68 +91,45 @@ def tables(document: Mapping[str, Any]) -> sqlite3.Connection:
     database = sqlite3.connect(":memory:")
     database.executescript(
         """
-        CREATE TABLE thread (utid INTEGER, tid INTEGER, name TEXT);
+        CREATE TABLE thread (utid INTEGER, name TEXT);
         CREATE TABLE thread_track (id INTEGER, utid INTEGER);
-        CREATE TABLE slice (id INTEGER, ts INTEGER, dur INTEGER, track_id INTEGER, category TEXT,
-                            name TEXT, arg_set_id INTEGER);
-        CREATE TABLE args (arg_set_id INTEGER, key TEXT, int_value INTEGER, string_value TEXT);
-        CREATE TABLE flow (id INTEGER, slice_out INTEGER, slice_in INTEGER);
-        CREATE TABLE counter (ts INTEGER, track_id INTEGER, value REAL);
-        CREATE TABLE process_counter_track (id INTEGER, name TEXT);
+        CREATE TABLE slice (id INTEGER, dur INTEGER, track_id INTEGER, category TEXT);
         """
     )
     for number, event in enumerate(document["traceEvents"]):
         if event["ph"] == "M" and event["name"] == "thread_name":
             lane = event["tid"]
-            database.execute(
-                "INSERT INTO thread VALUES (?,?,?)", (lane, lane, event["args"]["name"])
-            )
+            database.execute("INSERT INTO thread VALUES (?,?)", (lane, event["args"]["name"]))
             database.execute("INSERT INTO thread_track VALUES (?,?)", (lane, lane))
         elif event["ph"] == "X":
-            row = (number, _ns(event["ts"]), _ns(event["dur"]), event["tid"], event["cat"])
-            row += (event["name"], number)
-            database.execute("INSERT INTO slice VALUES (?,?,?,?,?,?,?)", row)
-            for key, value in event["args"].items():
-                pair = (value, None) if isinstance(value, int) else (None, value)
-                database.execute(
-                    "INSERT INTO args VALUES (?,?,?,?)", (number, f"args.{key}", *pair)
-                )
-        elif event["ph"] == "C":
-            for key, value in event["args"].items():
-                name = f"{event['name']} {key}"
-                track = abs(hash(name)) >> 8
-                database.execute(
-                    "INSERT INTO counter VALUES (?,?,?)", (_ns(event["ts"]), track, value)
-                )
-                database.execute("INSERT INTO process_counter_track VALUES (?,?)", (track, name))
-    database.executemany("INSERT INTO flow VALUES (?,?,?)", _flows(document["traceEvents"]))
+            row = (number, _ns(event["dur"]), event["tid"], event["cat"])
+            database.execute("INSERT INTO slice VALUES (?,?,?,?)", row)
     database.create_function("extract", 2, lambda number, key: _argument(document, number, key))
     return database
 
 
-def _flows(events: list[Event]) -> Iterator[tuple[int, int, int]]:
-    """Arrows: from the innermost slice that is open on the thread to the next that begins on one.
+def arrows(document: Mapping[str, Any]) -> Iterator[tuple[Event, Event]]:
+    """From the innermost slice that is open on the thread to the next that begins on one.
 
     Events are in the order of time; of one moment, in the file's. A slice stays open until another
     event of its thread comes behind its end.
     """
-    stacks: dict[int, list[tuple[int, int]]] = defaultdict(list)  # ends and numbers
-    waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)  # arrows for the next slice
-    sources: dict[int, int] = {}
-    for number, event in enumerate(events):
+    stacks: dict[int, list[tuple[int, Event]]] = defaultdict(list)  # ends and slices
+    waiting: dict[int, list[Event]] = defaultdict(list)  # sources of arrows to the next slice
+    sources: dict[int, Event] = {}
+    for event in document["traceEvents"]:
         lane = event.get("tid", 0)
         if event["ph"] == "X":
             start = _ns(event["ts"])
             stack = stacks[lane]
             while stack and stack[-1][0] <= start:
                 stack.pop()
-            stack.append((start + _ns(event["dur"]), number))
-            for arrow, source in waiting.pop(lane, ()):
-                yield arrow, source, number
+            stack.append((start + _ns(event["dur"]), event))
+            yield from ((source, event) for source in waiting.pop(lane, ()))
         elif event["ph"] == "s" and stacks[lane]:
             sources[event["id"]] = stacks[lane][-1][1]
         elif event["ph"] == "f" and event["id"] in sources:
-            waiting[lane].append((event["id"], sources[event["id"]]))
+            waiting[lane].append(sources[event["id"]])
 
 
 def _argument(document: Mapping[str, Any], number: int, key: str) -> Any:
@@ -168,21 +139,3 @@ def _argument(document: Mapping[str, Any], number: int, key: str) -> Any:
 def _ns(microseconds: float) -> int:
     """As Perfetto reads it since it rounds; v49 and before cut durations: up to 1 ns less each."""
     return round(microseconds * 1000)
-
-
-# ---- Perfetto itself
-
-
-def program() -> str | None:
-    """Perfetto's ``trace_processor_shell``, if there is one."""
-    return os.environ.get("TRACE_PROCESSOR_SHELL") or shutil.which("trace_processor_shell")
-
-
-def query(path: Any, sql: str) -> list[tuple[Any, ...]]:
-    """Rows of a query that Perfetto runs over a file; ``extract`` is its ``EXTRACT_ARG``."""
-    from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig
-
-    config = TraceProcessorConfig(bin_path=program())
-    with TraceProcessor(trace=str(path), config=config) as processor:
-        rows = processor.query(sql.replace("extract(slice.id,", "EXTRACT_ARG(slice.arg_set_id,"))
-        return [tuple(vars(row).values()) for row in rows]

@@ -82,14 +82,10 @@ def test_a_lane_is_a_thread_and_a_slice_an_event(tmp_path: Path) -> None:
     ]
     arrow = [(names[e["tid"]], e["ph"], e["ts"]) for e in events if e["ph"] in "sf"]
     assert arrow == [("all-gather", "s", 3.999), ("compute", "f", 4.0)]
+    memory = [(e["name"], e["ts"], e["args"]) for e in events if e["ph"] == "C"]
+    assert memory == [("memory", sample.time, sample.bytes) for sample in example().memory]
     assert {e["pid"] for e in events} == {1}
     assert document["otherData"]["source"] == "paper"
-
-
-def test_the_peak_is_the_first_moment_of_most_memory() -> None:
-    peak = example().peak
-    assert (peak.time, peak.total, peak.running) == (4.5, 40, ("forward a", "reduce-scatter a"))
-    assert Timeline().peak is None
 
 
 def test_a_timeline_says_how_long_it_is_and_what_is_in_it() -> None:
@@ -99,6 +95,9 @@ def test_a_timeline_says_how_long_it_is_and_what_is_in_it() -> None:
     assert timeline.units == ["a"]
     assert timeline.categories == ["shards", "gathered"]
     assert [s.name for s in timeline.on("compute")] == ["embed", "forward a"]
+    peak = timeline.peak  # the first moment of most memory
+    assert (peak.time, peak.total, peak.running) == (4.5, 40, ("forward a", "reduce-scatter a"))
+    assert Timeline().peak is None
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.alone
 NEEDS = browser.program() is None
 REASON = "no Chromium is installed (apt-get install chromium), and CHROMIUM names none"
 
+DATA = r'<script id="data" type="application/json">(.*?)</script>'
+
 UNITS = 4
 MB = 10**6
 
@@ -47,6 +49,21 @@ def step(gather: float, title: str, blocks: int = UNITS) -> Timeline:
     return found.sorted()
 
 
+def two_steps() -> Timeline:
+    """A step, and the same 500 µs later."""
+    found = step(40, "one")
+    found.slices += [
+        replace(s, start=s.start + 500, end=s.end + 500, iteration=1) for s in found.slices
+    ]
+    return found
+
+
+def _data(page: Path) -> list[dict[str, Any]]:
+    data = re.search(DATA, page.read_text(), re.DOTALL)
+    found: list[dict[str, Any]] = json.loads(data[1])
+    return found
+
+
 # ---- the file
 
 
@@ -57,8 +74,7 @@ def test_a_page_holds_all_that_it_needs(tmp_path: Path) -> None:
     assert page == tmp_path / "step.html"
     text = page.read_text()
     assert not re.search(r"(src|href)=|https?://|@import|url\(", text)
-    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
-    (run,) = json.loads(data[1])
+    (run,) = _data(page)
     assert run["title"] == "a </script> title"
     assert len(run["slices"]) == len(timeline.slices)
 
@@ -87,22 +103,15 @@ def test_show_refuses() -> None:
 
 
 def test_the_table_of_two_runs_is_of_a_step(tmp_path: Path) -> None:
-    one, two = step(40, "one"), step(40, "two")
-    later = [replace(s, start=s.start + 500, end=s.end + 500, iteration=1) for s in two.slices]
-    waits = [replace(w, start=w.start + 500, end=w.end + 500, behind=-1) for w in two.waits]
-    two.slices, two.waits = [*two.slices, *later], [*two.waits, *waits]
-    text = show(one, two, to=tmp_path / "both.html").read_text()
-    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
-    first, second = json.loads(data[1])
+    one, two = step(40, "one"), two_steps()
+    two.waits += [replace(w, start=w.start + 500, end=w.end + 500, behind=-1) for w in two.waits]
+    first, second = _data(show(one, two, to=tmp_path / "both.html"))
     assert first["units"] == second["units"]
     assert [first["letter"], second["letter"]] == ["A", "B"]
 
 
 def test_steps_are_marked_and_idle_time_has_causes(tmp_path: Path) -> None:
-    found = step(40, "one")
-    later = [replace(s, start=s.start + 500, end=s.end + 500, iteration=1) for s in found.slices]
-    found.slices = [*found.slices, *later]
-    (run,) = _data(show(found, to=tmp_path / "steps.html"))
+    (run,) = _data(show(two_steps(), to=tmp_path / "steps.html"))
     assert run["marks"] == [[0, 0.0, "step 0, 500 µs"], [1, 500.0, "step 1, 440 µs"]]
     assert run["steps"].startswith("2 steps: median 470 µs")
     assert run["idle"] == (
@@ -110,13 +119,6 @@ def test_steps_are_marked_and_idle_time_has_causes(tmp_path: Path) -> None:
     )
     (alone,) = _data(show(step(0, "one"), to=tmp_path / "one.html"))
     assert (alone["marks"], alone["steps"], alone["idle"]) == ([], "", "")
-
-
-def _data(page: Path) -> list[dict[str, Any]]:
-    text = page.read_text()
-    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
-    found: list[dict[str, Any]] = json.loads(data[1])
-    return found
 
 
 # ---- in a browser
@@ -254,11 +256,7 @@ class TestInABrowser:
         assert page.run("document.documentElement.lang") == "en"
 
     def test_steps_are_shown_one_after_another(self, chromium: Browser, tmp_path: Path) -> None:
-        found = step(40, "one")
-        found.slices += [
-            replace(s, start=s.start + 500, end=s.end + 500, iteration=1) for s in found.slices
-        ]
-        page = chromium.open(show(found, to=tmp_path / "steps.html"))
+        page = chromium.open(show(two_steps(), to=tmp_path / "steps.html"))
         assert page.text(".steps").startswith("2 steps: median 470 µs")
         assert page.text(".idle").startswith("Compute is idle for 140 µs: ")
         page.run("document.querySelector('canvas[role=application]').focus()")

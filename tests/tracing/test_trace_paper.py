@@ -176,28 +176,6 @@ GATHERS = """
 """As docs/guides/tracing.md has them; there ``extract`` is Perfetto's ``EXTRACT_ARG``."""
 
 
-def _check_sums(path: Path, run: Callable[[str], list[tuple[str, int]]]) -> None:
-    found = summary(path)
-    exposed = {row.unit: row.exposed for row in found.units if row.exposed}
-    gathers = {row.unit: row.gather for row in found.units if row.gather}
-    assert {u: ns / 1e3 for u, ns in run(EXPOSED) if ns} == pytest.approx(exposed)
-    assert {u: ns / 1e3 for u, ns in run(GATHERS)} == pytest.approx(gathers)
-    assert exposed
-    assert gathers
-
-
-ARROWS = """
-    SELECT extract(out.id, 'args.id') AS behind, thread.name, waits.ts AS start
-    FROM flow JOIN slice AS out ON flow.slice_out = out.id
-    JOIN slice AS waits ON flow.slice_in = waits.id
-    JOIN thread_track ON waits.track_id = thread_track.id JOIN thread USING (utid)
-"""
-PEAKS = """
-    SELECT name, MAX(value) FROM counter
-    JOIN process_counter_track ON counter.track_id = process_counter_track.id GROUP BY name
-"""
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_an_arrow_leads_from_what_was_waited_for_to_what_ran_next(
     seed: int, tmp_path: Path
@@ -212,24 +190,16 @@ def test_an_arrow_leads_from_what_was_waited_for_to_what_ran_next(
     timeline = on_paper(device, lambda: rng.choice([0.5, 1.0, 7.0]))
     timeline.write(tmp_path / "plan.json")
     document = json.loads((tmp_path / "plan.json").read_text())
-    seen = perfetto.tables(document).execute(ARROWS).fetchall()
+    lanes = {lane: tid for tid, lane in perfetto.tables(document).execute("SELECT * FROM thread")}
+    seen = [(a["args"]["id"], b["tid"], b["ts"]) for a, b in perfetto.arrows(document)]
     known = []
     for wait in timeline.waits:
         ahead = [s.start for s in timeline.on(wait.lane) if s.start >= wait.end]
         ahead += [v.start for v in timeline.waits if v.lane == wait.lane and v.start > wait.end]
         if wait.behind >= 0 and ahead:
-            known.append((wait.behind, wait.lane, round(min(ahead) * 1000)))
+            known.append((wait.behind, lanes[wait.lane], min(ahead)))
     assert sorted(seen) == sorted(known)
     assert known
-
-
-def test_counters_are_the_memory_by_category(tmp_path: Path) -> None:
-    timeline = Timeline([Slice("compute", "forward", 0.0, 9.0)])
-    timeline.memory = [Memory(0.0, {"shards": 1}), Memory(2.0, {"shards": 1, "gathered": 7})]
-    timeline.write(tmp_path / "plan.json")
-    document = json.loads((tmp_path / "plan.json").read_text())
-    peaks = dict(perfetto.tables(document).execute(PEAKS).fetchall())
-    assert peaks == {"memory shards": 1, "memory gathered": 7}
 
 
 def test_sql_over_the_files_tables_gives_the_summarys_sums(tmp_path: Path) -> None:
@@ -237,14 +207,11 @@ def test_sql_over_the_files_tables_gives_the_summarys_sums(tmp_path: Path) -> No
     planned().trace(path)
     document = json.loads(path.read_text())
     assert perfetto.problems_of(document) == []
-    _check_sums(path, lambda sql: perfetto.tables(document).execute(sql).fetchall())
-
-
-@pytest.mark.extended
-def test_perfettos_trace_processor_gives_the_summarys_sums(tmp_path: Path) -> None:
-    pytest.importorskip("perfetto")
-    if perfetto.program() is None:
-        pytest.skip("Perfetto's trace_processor_shell is not here: see tests/tracing/perfetto.py")
-    path = tmp_path / "plan.json"
-    planned().trace(path)
-    _check_sums(path, lambda sql: perfetto.query(path, sql))
+    run = perfetto.tables(document).execute
+    found = summary(path)
+    exposed = {row.unit: row.exposed for row in found.units if row.exposed}
+    gathers = {row.unit: row.gather for row in found.units if row.gather}
+    assert {u: ns / 1e3 for u, ns in run(EXPOSED) if ns} == pytest.approx(exposed)
+    assert {u: ns / 1e3 for u, ns in run(GATHERS)} == pytest.approx(gathers)
+    assert exposed
+    assert gathers

@@ -92,7 +92,10 @@ def test_replicas_have_a_lane_of_their_own() -> None:
 
 @ranks(2)
 def test_a_bad_path_raises_on_all_ranks_of_a_node() -> None:
-    """Else those that do not record would wait for rank 0 in their next collective."""
+    """Else those that do not record would wait for rank 0 in their next collective.
+
+    Without a place for the rank in the path the first one records.
+    """
     model = fsdp2.fully_shard(nn.Linear(DIM, DIM))
     with tempfile.TemporaryDirectory() as folder:
         dangling = Path(folder, "link.json")
@@ -104,6 +107,8 @@ def test_a_bad_path_raises_on_all_ranks_of_a_node() -> None:
         with raises("trace-no-folder"), fsdp2.trace(Path(folder, "nowhere", "step.json")):
             pytest.fail("it began")
         new = Path(folder, "step.json")
+        _, timeline = _train((2,), Path(folder, "first.json"))
+        assert (timeline is None) is bool(dist.get_rank())
         if dist.get_rank():
             with fsdp2.trace(new):
                 assert not new.exists()
@@ -115,10 +120,3 @@ def test_a_bad_path_raises_on_all_ranks_of_a_node() -> None:
                 with fsdp2.trace(dangling):
                     pass
     model(torch.randn(2, DIM)).sum().backward()
-
-
-@ranks(2)
-def test_without_a_place_for_the_rank_the_first_one_records() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        _, timeline = _train((2,), Path(folder, "step.json"))
-        assert (timeline is None) is bool(dist.get_rank())

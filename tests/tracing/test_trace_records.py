@@ -45,18 +45,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Fails(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("no more")
-
-
 class Moody(nn.Linear):
     """Fails where it is told to."""
 
-    fails = False
-
-    def __init__(self) -> None:
+    def __init__(self, fails: bool = False) -> None:
         super().__init__(64, 64)
+        self.fails = fails
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fails:
@@ -65,9 +59,9 @@ class Moody(nn.Linear):
 
 
 def build(**options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(BLOCKS)])
+    model = nn.Sequential(*[Moody() for _ in range(BLOCKS)])
     for module in (*model, model):
-        fsdp2.fully_shard(module, mesh=null_mesh(8), **options)
+        fsdp2.fully_shard(module, **{"mesh": null_mesh(8), **options})
     return model, torch.optim.AdamW(model.parameters())
 
 
@@ -120,7 +114,7 @@ def test_compute_is_by_unit_and_direction(tmp_path: Path) -> None:
     assert order == [*(f"forward {n}" for n in "012"), *(f"backward {n}" for n in "210")]
 
 
-def test_slices_of_a_lane_do_not_overlap(tmp_path: Path) -> None:
+def test_slices_and_waits_of_a_lane_do_not_overlap(tmp_path: Path) -> None:
     found = traced(tmp_path / "step.json")
     for lane in ("compute", "all-gather", "reduce", "copy-in"):
         slices = found.on(lane)
@@ -130,17 +124,13 @@ def test_slices_of_a_lane_do_not_overlap(tmp_path: Path) -> None:
 
 
 def test_each_collective_was_waited_for(tmp_path: Path) -> None:
+    """A reduction from its launch on: backends may block there, and compute stands still anyway."""
     found = traced(tmp_path / "step.json")
     collectives = [s for s in found.slices if s.operation in ("all-gather", "reduce-scatter")]
     behind = [found.slices[w.behind] for w in found.waits]
     assert sorted(map(id, behind)) == sorted(map(id, collectives))
     assert {w.lane for w in found.waits} == {"compute"}
     assert all(w.unit == s.unit for w, s in zip(found.waits, behind, strict=True))
-
-
-def test_a_reduction_that_the_host_waits_for_is_exposed_from_its_launch_on(tmp_path: Path) -> None:
-    """Backends may block in the launch already; compute stands still either way."""
-    found = traced(tmp_path / "step.json")
     waits = [w for w in found.waits if w.operation == "reduce-scatter"]
     assert len(waits) == 2 * BLOCKS
     assert [w.start for w in waits] == [found.slices[w.behind].start for w in waits]
@@ -225,13 +215,17 @@ def test_optimizers_of_one_step_share_its_number(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_around_another_is_one(tmp_path: Path) -> None:
+    """Its states are counted once, also if they are there before the trace."""
     model, _ = build()
     optimizer = FlatOptimizer(model, torch.optim.AdamW)
     with fsdp2.trace(tmp_path / "step.json") as trace:
         step(model, optimizer)
     assert names(trace.timeline.on("compute"), "optimizer") == ["optimizer"]
+    with fsdp2.trace(tmp_path / "forward.json") as later:
+        model(torch.ones(4, 64))
     moments = 2 * BLOCKS * (64 * 64 + 64) * 4 // 8
-    assert moments <= trace.timeline.memory[-1].bytes["optimizer"] < moments + 99  # step counts
+    for sample in (trace.timeline.memory[-1], *later.timeline.memory):
+        assert moments <= sample.bytes["optimizer"] < moments + 99  # step counts
 
 
 def bytes_of_states(optimizer: torch.optim.Optimizer) -> int:
@@ -252,17 +246,6 @@ def test_states_from_before_the_trace_are_counted(tmp_path: Path) -> None:
     with fsdp2.trace(tmp_path / "step.json") as trace:
         step(model, optimizer)
     assert {sample.bytes["optimizer"] for sample in trace.timeline.memory} == {there}
-
-
-def test_states_of_an_optimizer_around_another_are_counted_once(tmp_path: Path) -> None:
-    model, _ = build()
-    optimizer = FlatOptimizer(model, torch.optim.AdamW)
-    step(model, optimizer)
-    with fsdp2.trace(tmp_path / "step.json") as trace:
-        model(torch.ones(4, 64))
-    moments = 2 * BLOCKS * (64 * 64 + 64) * 4 // 8
-    found = {sample.bytes["optimizer"] for sample in trace.timeline.memory}
-    assert all(moments <= each < moments + 99 for each in found)  # step counts
 
 
 @pytest.mark.parametrize("zero", ["before", "behind"])
@@ -286,32 +269,22 @@ def test_gradients_that_were_dropped_are_not_counted(tmp_path: Path, zero: str) 
     assert found.memory[-1].bytes["gradients"] == left
 
 
-def test_a_forward_that_failed_does_not_hide_what_waits_behind_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside of a unit"])
+def test_a_forward_that_failed_does_not_hide_what_waits_behind_it(
+    tmp_path: Path, inside: bool
+) -> None:
     model, optimizer = build()
-    head = Fails()
-    step(model, optimizer)
+    for _ in range(2):
+        step(model, optimizer)
+    fails: Any = model[1] if inside else Moody()
     with fsdp2.trace(tmp_path / "step.json") as trace:
-        with pytest.raises(RuntimeError, match="no more"):
-            nn.Sequential(model[0], head)(torch.ones(4, 64))
+        fails.fails = True
+        with pytest.raises(RuntimeError, match="not today"):
+            (model if inside else nn.Sequential(model[0], fails))(torch.ones(4, 64))
+        fails.fails = False
         step(model, optimizer)
     assert compute_is_apart_from_waits(trace.timeline)
     assert units(trace.timeline, "reduce", "reduce-scatter") == [*"210"]
-
-
-def test_a_forward_that_fails_inside_of_a_unit(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), Moody(), nn.Linear(64, 64))
-    for module in (*model, model):
-        fsdp2.fully_shard(module, mesh=null_mesh(8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
-        step(model, optimizer)
-    with fsdp2.trace(tmp_path / "step.json") as trace:
-        Moody.fails = True
-        with pytest.raises(RuntimeError, match="not today"):
-            model(torch.ones(4, 64))
-        Moody.fails = False
-        step(model, optimizer)
-    assert compute_is_apart_from_waits(trace.timeline)
     assert problems_of(json.loads((tmp_path / "step.json").read_text())) == []
 
 
@@ -327,6 +300,16 @@ def _classes(model: nn.Module) -> list[type]:
     return unbound
 
 
+def seams(model: nn.Module) -> object:
+    """Classes of what groups run on, and of their buffers; and the functions of these."""
+    groups = list(unit.all_groups())
+    assert groups
+    found: list[object] = [*all_buffers()]
+    for group in groups:
+        found += [group.streams, group.kernels, group.collectives, group.reducers, group.replicas]
+    return set(map(type, found)), dict(vars(GroupCollectives)), dict(vars(Kernels))
+
+
 def test_a_step_behind_it_is_the_step_before_it(tmp_path: Path) -> None:
     """The same Python calls, the same classes, the same attributes."""
     model, optimizer = build()
@@ -338,41 +321,16 @@ def test_a_step_behind_it_is_the_step_before_it(tmp_path: Path) -> None:
         return called(lambda: (model(torch.ones(4, 64)).sum().backward(), model.zero_grad()))
 
     counted()
-    before = counted()
+    before, plain = counted(), seams(model)
     with fsdp2.trace(tmp_path / "step.json"):
         step(model, optimizer)
         assert set(_classes(model)) == {Unit, Observed}
+        told: Any = seams(model)
+        assert all(one != other for one, other in zip(told[1:], plain[1:], strict=True))
     assert set(_classes(model)) == {Unit, ParamGroup}
+    assert seams(model) == plain
     counted()
     assert counted() == before
-
-
-def seams(model: nn.Module) -> set[type]:
-    """Classes of what groups run on, and of their buffers."""
-    groups = list(unit.all_groups())
-    assert groups
-    found: list[object] = [*all_buffers()]
-    for group in groups:
-        found += [
-            group.streams,
-            group.kernels,
-            group.collectives,
-            group.reducers,
-            group.replicas,
-        ]
-    return set(map(type, found))
-
-
-def test_what_groups_run_on_tells_nothing_behind_it(tmp_path: Path) -> None:
-    model, optimizer = build()
-    step(model, optimizer)
-    before = seams(model), dict(vars(GroupCollectives)), dict(vars(Kernels))
-    with fsdp2.trace(tmp_path / "step.json"):
-        step(model, optimizer)
-        assert dict(vars(GroupCollectives)) != before[1]
-        assert dict(vars(Kernels)) != before[2]
-    assert (seams(model), dict(vars(GroupCollectives)), dict(vars(Kernels))) == before
-    step(model, optimizer)
 
 
 def test_what_is_chosen_inside_stays_behind_it_and_is_plain(tmp_path: Path) -> None:
@@ -396,12 +354,8 @@ def test_what_is_chosen_inside_stays_behind_it_and_is_plain(tmp_path: Path) -> N
 @pytest.mark.parametrize("begins", [0, 1, 2])
 def test_it_may_begin_and_end_among_partial_sums(tmp_path: Path, begins: int) -> None:
     """They belong to the launches that made them; those of the next reduction are told again."""
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(BLOCKS)])
-    mesh = null_mesh((2, 4), mesh_dim_names=("replicate", "shard"))
-    for module in (*model, model):
-        fsdp2.fully_shard(module, mesh=mesh)
+    model, optimizer = build(mesh=null_mesh((2, 4), mesh_dim_names=("replicate", "shard")))
     sharded: Any = model
-    optimizer = torch.optim.AdamW(model.parameters())
 
     def micro(last: bool) -> None:
         sharded.set_requires_all_reduce(last)
@@ -426,11 +380,11 @@ def test_it_may_begin_and_end_among_partial_sums(tmp_path: Path, begins: int) ->
 def test_an_exception_inside_is_passed_on_and_the_file_written(tmp_path: Path) -> None:
     model, optimizer = build()
     step(model, optimizer)
-    head = Fails()
-    with pytest.raises(RuntimeError, match="no more"), fsdp2.trace(tmp_path / "step.json"):
+    head = Moody(fails=True)
+    with pytest.raises(RuntimeError, match="not today"), fsdp2.trace(tmp_path / "step.json"):
         head(model(torch.ones(4, 64)))
     found = Timeline.read(tmp_path / "step.json")
-    assert found.metadata["incomplete"] == "RuntimeError: no more"
+    assert found.metadata["incomplete"] == "RuntimeError: not today"
     assert units(found, "all-gather", "all-gather") == [*"012"]
     assert set(_classes(model)) == {Unit, ParamGroup}
     step(model, optimizer)
@@ -485,20 +439,25 @@ def test_a_file_that_can_no_more_be_written_leaves_the_timeline(tmp_path: Path) 
     assert units(trace.timeline, "all-gather", "all-gather") == [*"012", *"210"]
 
 
-def test_a_bad_path_is_found_before_the_steps(tmp_path: Path) -> None:
-    model, _ = build()
-    nowhere = tmp_path / "link.json"
-    nowhere.symlink_to(tmp_path / "nowhere" / "step.json")
-    for path in (tmp_path, nowhere, f"{tmp_path}/{'long' * 99}.json"):
-        with raises("trace-cannot-write"), fsdp2.trace(path):
+def test_a_file_is_replaced_at_the_end(tmp_path: Path) -> None:
+    """That it can be written is found before the steps."""
+    kept = build()
+    dangling = tmp_path / "link.json"
+    dangling.symlink_to(tmp_path / "nowhere" / "step.json")
+    for entry, path in (
+        ("trace-cannot-write", tmp_path),
+        ("trace-cannot-write", dangling),
+        ("trace-no-folder", tmp_path / "nowhere" / "step.json"),
+    ):
+        with raises(entry), fsdp2.trace(path):
             pytest.fail("it began")
-    assert set(_classes(model)) == {Unit, ParamGroup}
     old = tmp_path / "old.json"
     old.write_text("old")
     with fsdp2.trace(tmp_path / "new.json"):
         assert not (tmp_path / "new.json").exists()
     with fsdp2.trace(old):
         assert old.read_text() == "old"
+        step(*kept)
     assert old.read_text() != "old"
 
 
@@ -507,8 +466,6 @@ def test_refused(tmp_path: Path) -> None:
     with raises("trace-not-sharded"), fsdp2.trace(tmp_path / "step.json"):
         pass
     model, optimizer = build()
-    with raises("trace-no-folder"), fsdp2.trace(tmp_path / "nowhere" / "step.json"):
-        pass
     with fsdp2.trace(tmp_path / "step.json"):
         with raises("trace-nested"), fsdp2.trace(tmp_path / "other.json"):
             pass

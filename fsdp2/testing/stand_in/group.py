@@ -109,9 +109,7 @@ class StandInGroup(PythonGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None
     ) -> StreamWork:
         def move() -> None:
-            for output, input_ in zip(
-                map(_host_view, outputs), map(_host_view, inputs), strict=True
-            ):
+            for output, input_ in _pairs(outputs, inputs):
                 self._gloo._allgather_base(output.view(-1), input_.flatten()).wait()
 
         return self._run("all-gather", outputs, inputs, opts, move)
@@ -123,9 +121,7 @@ class StandInGroup(PythonGroup):
         self, outputs: list[Tensor], inputs: list[Tensor], opts: object
     ) -> StreamWork:
         def move() -> None:
-            for output, input_ in zip(
-                map(_host_view, outputs), map(_host_view, inputs), strict=True
-            ):
+            for output, input_ in _pairs(outputs, inputs):
                 whole = input_.clone()
                 self._sum(whole, opts.reduceOp)
                 output.copy_(whole.view(self.size(), -1)[self.rank()].view(output.shape))
