@@ -25,9 +25,7 @@ from fsdp2.core.facts import (
     Form,
     ModuleEntry,
     ShardedParam,
-    free_if_outdated,
     is_extended,
-    operations_of,
     store_of,
     uncompiled,
 )
@@ -36,6 +34,7 @@ from fsdp2.full.selection import (
     Names,
     SelectedParam,
     chosen,
+    outdate,
     require_idle,
     require_memory,
     reshard_unless_hidden,
@@ -563,9 +562,7 @@ def _write(holds: Sequence[Hold], settings: GatheredOptions, ranks: MeshRanks, s
         )
     for hold, gradient in zip(holds, gradients, strict=True):
         hold.write(bool(gradient))
-    Counts.steps += 1  # what is gathered anywhere is out of date
-    for group in {hold.selected.group: None for hold in holds}:
-        free_if_outdated(operations_of(group))
+    outdate(hold.selected for hold in holds)
 
 
 def _close(holds: Sequence[Hold], module: nn.Module | None = None) -> None:
