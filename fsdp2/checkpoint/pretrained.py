@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from fsdp2.checkpoint.consensus import Call
 from fsdp2.checkpoint.contents import TensorFolder
-from fsdp2.checkpoint.exporting import Names
-from fsdp2.checkpoint.state import Differences, Held, held_by
+from fsdp2.checkpoint.state import Differences, Held, Names, held_by
 from fsdp2.checkpoint.stores import PathLike, local_path
 from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import ProcessGroup
@@ -127,22 +126,14 @@ class _PretrainedLoad:
             if not sources:
                 if wanted:
                     differences.missing.append(name)
-            elif all(self._alike(name, held[name], source, differences) for source in sources):
+            elif all(
+                differences.compare(name, held[name], self._found.abouts[source], cast=True)
+                for source in sources
+            ):
                 self._sources[name] = sources
         differences.missing += [name for name in others if self._names(name) is not None]
         differences.unexpected += [name for name in self._found.abouts if name not in used]
         return differences
-
-    def _alike(self, name: str, held: Held, source: str, differences: Differences) -> bool:
-        about = self._found.abouts[source]
-        if about.shape != held.shape:
-            differences.reshaped.append(name)
-            return False
-        cast = about.dtype.is_floating_point and held.dtype.is_floating_point
-        if about.dtype != held.dtype and not cast:
-            differences.retyped.append(name)
-            return False
-        return True
 
     def check(self, left: set[str]) -> None:
         """Raise if tied names have different values, or something would have none."""
