@@ -173,7 +173,7 @@ class Hold:
         param = self.selected.param
         laid = None if whole is None else param.laid_out(whole.detach())
         like = param.laid_out(rows.to(dtype))
-        return param.as_seen(self._levels.spread(laid, like))
+        return param.as_seen(self._levels.send(laid, like, everywhere=True))
 
     def _made(self, whole: torch.Tensor | None) -> torch.Tensor | None:
         """On the device and of the dtype that was asked for."""
@@ -275,7 +275,7 @@ class Hold:
             assert laid is not None
             return param.as_seen(levels.cut(laid))
         like = param.laid_out(own).to(dtype)
-        return param.as_seen(levels.scatter(laid, like))
+        return param.as_seen(levels.send(laid, like))
 
     def close(self, places: Iterable[ModuleEntry]) -> None:
         """Register the earlier parameters again.

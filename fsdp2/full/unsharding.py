@@ -6,7 +6,7 @@
 
 To unshard, rows go up the levels: on every rank (all-gathers), or only on the first (gathers to the
 first of each level, so that no other rank ever receives more than its part). To shard, each rank
-takes its rows if every rank has the full tensor; otherwise the first scatters them.
+takes its rows if every rank has the full tensor; otherwise the first sends them.
 
 The engine's all-gather is for compute: it casts. This one is for values: it copies bytes. Small
 tensors are packed together, and large ones start before others have ended.
@@ -138,33 +138,26 @@ class ParamLevels:
             whole = level.part(whole, level.rank)
         return whole
 
-    def scatter(self, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    def send(
+        self, whole: torch.Tensor | None, like: torch.Tensor, everywhere: bool = False
+    ) -> torch.Tensor:
         """This rank's rows of a leaf that is whole on the first rank.
 
         Args:
             whole: on the first rank; ``None`` elsewhere.
             like: this rank's present rows, which have the right shape.
+            everywhere: whether all ranks get the whole leaf instead.
         """
         shapes = self._shapes(like)
-        dtype = like.dtype
-        held = None if whole is None else whole.to(self.device, dtype)
+        held = None if whole is None else whole.to(self.device, like.dtype)
         for at, level in enumerate(self.levels):
             if level.group is None or any(below.rank for below in self.levels[at + 1 :]):
                 continue
-            if level.dim is not None:
-                held = _scatter(level, held, shapes[at], dtype, self.device)
-            else:
-                held = _broadcast(level.group, held, shapes[at], dtype, self.device)
-        assert held is not None
-        return held
-
-    def spread(self, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """A whole leaf, on every rank, that is on the first rank; arguments as `scatter`."""
-        held = None if whole is None else whole.to(self.device, like.dtype)
-        shape = self._shapes(like)[0]
-        for at, level in enumerate(self.levels):
-            if level.group is not None and not any(b.rank for b in self.levels[at + 1 :]):
+            shape = shapes[0 if everywhere else at]
+            if level.dim is None or everywhere:
                 held = _broadcast(level.group, held, shape, like.dtype, self.device)
+            else:
+                held = _scatter(level, held, shape, like.dtype, self.device)
         assert held is not None
         return held
 
@@ -539,4 +532,4 @@ def scattered_rows(
     """
     like = torch.empty_like(param.laid_out(param.local), dtype=dtype, device="meta")
     laid_out = None if whole is None else param.laid_out(whole.detach())
-    return param.as_seen(levels_of(param).scatter(laid_out, like))
+    return param.as_seen(levels_of(param).send(laid_out, like))
