@@ -32,8 +32,6 @@ from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import ProcessGroup
 from fsdp2.full.loading import require_writable, rewritten
 
-_PIECE = 1 << 20  # elements that are compared at once
-
 
 def load_pretrained(
     model: nn.Module,
@@ -191,21 +189,11 @@ def _equal(found: TensorFolder, one: str, other: str, held: Held) -> bool:
     """Whether two tensors of the files have the same bits in this rank's part, piece by piece."""
     if found.abouts[one] != found.abouts[other]:
         return False
-    lengths = tuple(held.local.shape)
-    if not held.local.numel():
-        return True
-    rows = lengths[0] if lengths else 1
-    step = max(1, _PIECE * rows // held.local.numel())
-    for start in range(0, rows, step):
-        shape = (min(step, rows - start), *lengths[1:]) if lengths else ()
-        offsets = (held.offsets[0] + start, *held.offsets[1:]) if lengths else ()
-        both: list[Tensor] = []
-        for name in (one, other):
-            both.append(torch.empty(shape, dtype=found.abouts[name].dtype))
-            found.read(name, both[-1], offsets)
-        if not torch.equal(*(tensor.view(-1).view(torch.uint8) for tensor in both)):
-            return False
-    return True
+    both = (found.pieces(name, held.local.shape, held.offsets) for name in (one, other))
+    return all(
+        torch.equal(*(values.contiguous().view(-1).view(torch.uint8) for _, values in pair))
+        for pair in zip(*both, strict=True)
+    )
 
 
 # ---- buffers that no file has

@@ -212,7 +212,7 @@ class Writer:
         if file is None:
             file = self._open[place.file] = files.DISK.open(self._folder / place.file)
         tensor = tensor.detach().resolve_conj().resolve_neg()
-        for block in _blocks(place.about, tuple(tensor.shape)):
+        for block in blocks(place.about, tuple(tensor.shape)):
             part = tensor[block].to("cpu", place.about.dtype).contiguous()
             begin = tuple(s.start + o for s, o in zip(block, first, strict=True))
             data = bytes_of(part)
@@ -274,7 +274,7 @@ class Reader:
         between them.
         """
         file, out = self.opened(place.file), out.detach()
-        for block in _blocks(place.about, tuple(out.shape)):
+        for block in blocks(place.about, tuple(out.shape)):
             begin = tuple(s.start + o for s, o in zip(block, first, strict=True))
             self._read_block(file, place, out[block], begin)
 
@@ -359,7 +359,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def _blocks(about: About, shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+def blocks(about: About, shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     """Parts of a box of ``shape`` that each span at most a block of the file; none of an empty."""
 
     def below(shape: tuple[int, ...], strides: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
