@@ -172,7 +172,7 @@ class Empty(nn.Module):
         self.again = self.a
 
 
-@ranks(3)
+@ranks(4)
 def test_parameters_without_elements_are_not_tied(tmp_path: Path) -> None:
     """What differs of one of them says nothing about the other."""
     model = Empty()
