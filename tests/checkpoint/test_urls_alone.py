@@ -177,6 +177,8 @@ def test_the_command_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_urls_that_are_refused(tmp_path: Path) -> None:
     model, _ = trained()
+    with raises("ckpt-not-reached"):
+        checkpoint.load("nowhere://bucket/run", model)
     with raises("ckpt-not-local"):
         checkpoint.export("memory://out", model)
     with raises("ckpt-not-local"):
