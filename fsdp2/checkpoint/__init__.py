@@ -13,9 +13,9 @@ retention  `Keep`, `best_step`: which steps to keep, and which ones a branch rep
 folder     `steps`, `replaced`, `verify`, `unfinished`, `remove`; the manifest of a step
 stores     the storage of steps, its operations, and the implementation on a disk
 remote     the implementation for URLs, with fsspec: no renames, no syncs
-state      names of saved entries, and their differences; DCP's reader, which runs no code
+state      names of saved entries, and their differences
 values     values other than tensors, with their types, as JSON
-reading    a step's items, by their owner
+reading    a step's items, by their owner, with DCP's reader, which runs no code here
 optimizers states and options of optimizers, found by parameter name
 converting `convert`: from any kind of checkpoint to any other, streamed
 contents   model, optimizer by name and the rest, of any kind; slices of mapped files

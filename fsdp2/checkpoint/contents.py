@@ -13,7 +13,6 @@ pytorch_model-00001-of-2.bin     files of         │
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from fsdp2.checkpoint.archives import read_file
 from fsdp2.checkpoint.files import BrokenError
 from fsdp2.checkpoint.snapshots import Nested, renamed
 from fsdp2.checkpoint.stores import is_inside
-from fsdp2.checkpoint.tensors import BLOCK, DTYPES, INDEX, SUFFIX, About
+from fsdp2.checkpoint.tensors import DTYPES, INDEX, SUFFIX, About, blocks
 from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import clean
 
@@ -285,15 +284,20 @@ class TensorFolder:
         found: Tensor = self._slices[name][...]
         return found
 
+    def pieces(
+        self, name: str, shape: Sequence[int], offsets: Sequence[int]
+    ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+        """Each place in the box of ``shape`` that begins there, with its values, by 8 MiB."""
+        part = self._slices[name]
+        for block in blocks(self.abouts[name], tuple(shape)):
+            pairs = zip(block, offsets, strict=True)
+            box = tuple(slice(each.start + at, each.stop + at) for each, at in pairs)
+            yield block, part[box] if box else part[...]
+
     def read(self, name: str, out: Tensor, offsets: Sequence[int]) -> None:
-        """Fill ``out``, of any device and dtype, with the box that begins there, by 8 MiB."""
-        part, rows = self._slices[name], len(out) if out.dim() else 1
-        step = max(1, BLOCK * rows // max(1, math.prod(out.shape) * out.element_size()))
-        for start in range(0, rows, step):
-            piece = out[start : start + step] if out.dim() else out
-            first = (offsets[0] + start, *offsets[1:]) if out.dim() else ()
-            box = tuple(slice(at, at + size) for at, size in zip(first, piece.shape, strict=True))
-            piece.copy_(part[box] if box else part[...])
+        """Fill ``out``, of any device and dtype, with the box that begins there."""
+        for block, values in self.pieces(name, out.shape, offsets):
+            out[block].copy_(values)
 
 
 def _readable(path: Path) -> Any:

@@ -12,31 +12,15 @@ written. The target is written next to its final path until it is complete and d
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.archives import (
-    Bytes,
-    Write,
-    lazy,
     mapped,
     read_file,
     values_of,
@@ -60,9 +44,10 @@ from fsdp2.checkpoint.folder import (
     read_manifest,
     steps,
 )
-from fsdp2.checkpoint.items import file_of, index_of, read_index
+from fsdp2.checkpoint.items import file_of, index_of, write_items
+from fsdp2.checkpoint.reading import Step
 from fsdp2.checkpoint.snapshots import Nested
-from fsdp2.checkpoint.state import kept_values, read_into
+from fsdp2.checkpoint.state import kept_values
 from fsdp2.checkpoint.stores import INDEX, MANIFEST, DiskStore, PathLike, local_path
 from fsdp2.checkpoint.tensors import SUFFIX, About, bytes_of, plan
 from fsdp2.checkpoint.values import Packed, unpacked
@@ -222,7 +207,7 @@ def _read(path: Path, found: Converted) -> Contents:
     if found.from_kind == "steps":
         return _read_step(path, found)
     if found.from_kind == "dcp":
-        return contents_of(_read_dcp(path)[0], path)
+        return contents_of(Step(path, is_ours=False).tree(), path)
     if found.from_kind == "safetensors" or path.is_dir():
         folder = TensorFolder(path)
         model = {name: folder.values(name) for name in folder.abouts}
@@ -246,11 +231,9 @@ def _read_step(path: Path, found: Converted) -> Contents:
     manifest = read_manifest(store, step)
     check_files(store, manifest)
     check_hashes(store, manifest, list(manifest.files))
-    tree, flat = _read_dcp(Path(items_of(store, manifest)))
     with broken_values(store.folder(manifest.step)):
-        for text in tree.pop("values", {}).values():
-            if not isinstance(text, Tensor):
-                _put_value(tree, flat, json.loads(text))
+        tree = Step(items_of(store, manifest)).tree()
+        tree.pop("values", None)
         extra = unpacked(manifest.extra, tree.pop("extra", {}))
     contents = contents_of_step(tree, path)
     contents.extra = extra
@@ -259,62 +242,16 @@ def _read_step(path: Path, found: Converted) -> Contents:
     return contents
 
 
-def _put_value(tree: Nested, flat: Nested, written: list[Any]) -> None:
-    """Put a value with its types in the place of what DCP's items have of it."""
-    path, content = written
-    at: Any = tree
-    for part in path[:-1]:
-        at = at.setdefault(part, {}) if isinstance(at, dict) else at[part]
-    at[path[-1]] = unpacked(content, flat)
-
-
-def _read_dcp(folder: Path) -> tuple[Nested, Nested]:
-    """The state dict, nested as it was; and by items."""
-    metadata = read_index(folder)
-    saved, paths = metadata.state_dict_metadata, metadata.planner_data or {}
-    flat: Nested = {}
-    for name, about in saved.items():
-        path = paths.get(name, (name,))
-        unit = ".".join(map(str, path[: 4 if path[0] == "optimizer" else 2]))
-        if isinstance(about, TensorStorageMetadata):
-            read = partial(_whole, folder, metadata, name)
-            flat[name] = lazy(tuple(about.size), about.properties.dtype, read)
-        elif f"values.{unit}" not in saved:  # else it is of any class; its types are there
-            flat[name] = None
-    with broken_values(folder):
-        values = {name: None for name, value in flat.items() if value is None}
-        read_into(folder, metadata, values)
-        flat |= values
-        found: Nested = {}
-        for name, value in flat.items():
-            set_element(found, paths.get(name, (name,)), value)
-    return found, flat
-
-
-def _whole(folder: Path, metadata: Metadata, name: str) -> Tensor:
-    about = metadata.state_dict_metadata[name]
-    assert isinstance(about, TensorStorageMetadata)
-    made = torch.empty(about.size, dtype=about.properties.dtype)
-    with broken_values(folder):
-        read_into(folder, metadata, {name: made})
-    return made
-
-
 # ---- writing
 
 
-def _reported(stream: files.Summed, progress: Progress | None, tree: object) -> Write:
-    """Writes into a file, and reports how many bytes there were."""
+def _report(stream: files.Summed, progress: Progress | None, tree: object) -> None:
+    """Let a file tell how many of the bytes of all tensors were written."""
     sizes: dict[int, int] = {}
     mapped(tree, lambda tensor: sizes.setdefault(id(tensor), tensor.nbytes))
     total = sum(sizes.values())
-
-    def write(data: Bytes) -> None:
-        stream.write(data)
-        if progress is not None:
-            progress(min(stream.tell(), total), total)
-
-    return write
+    if progress is not None:
+        stream.told = lambda done: progress(min(done, total), total)
 
 
 def _write(place: Path, contents: Contents, found: Converted, progress: Progress | None) -> None:
@@ -354,7 +291,8 @@ def _write_beside(path: Path, kind: str, contents: Contents, progress: Progress 
     else:
         tree = contents.tree(numbered=kind == "torch")
         with files.DurableFile(path) as stream:
-            write_archive(_reported(stream, progress, tree), tree)
+            _report(stream, progress, tree)
+            write_archive(stream.write, tree)
 
 
 def _write_step(
@@ -399,22 +337,12 @@ def _write_step(
 
 def _write_items(stream: files.Summed, tree: Nested, progress: Progress | None) -> bytes:
     """Write all of a state dict into DCP's one file, and return the index."""
-    flat, paths = flatten_state_dict(tree)
-    about: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    stored: dict[MetadataIndex, object] = {}
-    write = _reported(stream, progress, tree)
-    for name, value in flat.items():
-        begin, index = stream.tell(), MetadataIndex(name)
-        about[name] = BytesStorageMetadata()
-        if isinstance(value, Tensor):
-            zeros = torch.Size([0] * value.dim())
-            index = MetadataIndex(name, zeros)
-            chunk = ChunkStorageMetadata(zeros, value.shape)
-            properties = TensorProperties(dtype=value.dtype)
-            about[name] = TensorStorageMetadata(properties, value.shape, [chunk])
-        write_archive(write, value)
-        stored[index] = filesystem._StorageInfo(file_of(0), begin, stream.tell() - begin)
-    return index_of(Metadata(about, paths), stored)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(tree, is_coordinator=True)
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    _report(stream, progress, tree)
+    results = write_items(stream, file_of(0), plan, planner)
+    return index_of(metadata, {each.index: each.storage_data for each in results})
 
 
 def _write_safetensors(path: Path, contents: Contents, progress: Progress | None) -> None:
@@ -428,9 +356,9 @@ def _write_safetensors(path: Path, contents: Contents, progress: Progress | None
     layout = plan({n: About(tuple(t.shape), t.dtype) for n, t in tensors.items()}, tied=tied)
     (header,) = layout.headers.values()
     with files.DurableFile(path) as stream:
-        write = _reported(stream, progress, tensors)
-        write(header)
+        _report(stream, progress, tensors)
+        stream.write(header)
         for name in sorted(tensors, key=lambda n: (layout.places[n].offset, tensors[n].nbytes)):
             if tensors[name].numel():
                 values = values_of(tensors[name])
-                write(bytes_of(values))
+                stream.write(bytes_of(values))

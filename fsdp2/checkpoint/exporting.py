@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,19 +27,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.consensus import Call
 from fsdp2.checkpoint.folder import Progress, check_files, items_of, read_manifest, store_of
-from fsdp2.checkpoint.items import read_index
-from fsdp2.checkpoint.state import held_by, read_chunk
+from fsdp2.checkpoint.reading import Step
+from fsdp2.checkpoint.state import Names, held_by
 from fsdp2.checkpoint.stores import PathLike, disk_path, local_path
-from fsdp2.checkpoint.tensors import About, Layout, Writer, plan
+from fsdp2.checkpoint.tensors import About, Box, Layout, Writer, plan
 from fsdp2.core.errors import CheckpointError, checkpoint_error
 from fsdp2.core.facts import ProcessGroup
-
-Names = Callable[[str], str | None]
-"""A model's name of a tensor -> its name in the files; ``None``: it is not there."""
-
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and lengths."""
 
 _EXPORTING = ".exporting-"
 
@@ -136,40 +129,25 @@ def export(
                 f"'{out}' already exists, and export() replaces nothing; pass another folder, or "
                 f"remove this one",
             )
+        if isinstance(source, nn.Module) and step is not None:
+            raise checkpoint_error(
+                "export-step-of-model",
+                f"export(step={step}) needs a folder of steps, but export() got a model; leave "
+                f"step out, or pass the folder",
+            )
+        arguments = str(out), str(step), str(dtype), str(shard_bytes)
         if isinstance(source, nn.Module):
-            if step is not None:
-                raise checkpoint_error(
-                    "export-step-of-model",
-                    f"export(step={step}) needs a folder of steps, but export() got a model; leave "
-                    f"step out, or pass the folder",
-                )
-            found, kind = _of_model(source, named), "model"
+            facts = _Facts(("model", *arguments), shard_bytes)
+            mine.extend(_of_model(source, named, facts))
         else:
-            found, kind = _of_step(call, source, step, named), str(source)
-        mapped = _mapped([*found.tensors, *found.tied], named)
-        kept = {name: mapped[name] for name in found.tensors if name in mapped}
-        mine.extend(p._replace(name=kept[p.name]) for p in found.parts if p.name in kept)
-        boxes: dict[str, list[Box]] = {}
+            facts = _Facts((str(source), *arguments), shard_bytes)
+            mine.extend(_of_step(call, source, step, named, facts))
         for part in mine:
-            boxes.setdefault(part.name, []).append(part.box)
-        abouts = {}
-        for name, other in kept.items():
-            about = found.tensors[name]
-            into = dtype or about.dtype
-            abouts[other] = About(about.shape, into) if about.dtype.is_floating_point else about
-        return _Facts(
-            (str(out), kind, str(step), str(dtype), str(shard_bytes)),
-            shard_bytes,
-            abouts,
-            {other: name for name, other in kept.items()},
-            boxes,
-            {kept[name] for name in found.whole if name in kept},
-            {
-                mapped[other]: kept[first]
-                for other, first in found.tied.items()
-                if other in mapped and first in kept
-            },
-        )
+            facts.boxes.setdefault(part.name, []).append(part.box)
+        for name, about in facts.tensors.items():
+            if about.dtype.is_floating_point:
+                facts.tensors[name] = About(about.shape, dtype or about.dtype)
+        return facts
 
     facts = call.together(look)
     tensors, tied = _shared(facts)
@@ -194,17 +172,17 @@ def export(
 # ---- what there is
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Facts:
     """A rank's message to the others."""
 
     arguments: tuple[str, ...]  # equal on all ranks
     shard_bytes: int
-    tensors: dict[str, About]
-    sources: dict[str, str]  # the source's name of each
-    boxes: dict[str, list[Box]]
-    whole: set[str]  # what every rank holds in full
-    tied: dict[str, str]
+    tensors: dict[str, About] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # the source's name of each
+    boxes: dict[str, list[Box]] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)  # what every rank holds in full
+    tied: dict[str, str] = field(default_factory=dict)
 
 
 class _Part(NamedTuple):
@@ -308,16 +286,6 @@ def _write(
                 progress(done, total)
 
 
-@dataclass
-class _Source:
-    """This rank's part of a model or of a saved step, by the source's names."""
-
-    tensors: dict[str, About] = field(default_factory=dict)
-    parts: list[_Part] = field(default_factory=list)
-    tied: dict[str, str] = field(default_factory=dict)
-    whole: set[str] = field(default_factory=set)  # what every rank holds in full
-
-
 def _require_left_out(name: str, names: Names) -> None:
     if names(name) is not None:
         raise checkpoint_error(
@@ -327,49 +295,53 @@ def _require_left_out(name: str, names: Names) -> None:
         )
 
 
-def _of_model(model: nn.Module, names: Names) -> _Source:
+def _of_model(model: nn.Module, names: Names, facts: _Facts) -> Iterator[_Part]:
+    """This rank's parts, of which ``facts`` then knows the tensors."""
     held_here, tied, others = held_by(model, names)
-    found = _Source(tied=tied)
     for name in others:
         _require_left_out(name, names)
+    mapped = _mapped([*held_here, *tied], names)
     for name, held in held_here.items():
-        if held.local.is_meta and names(name) is not None:
+        if name not in mapped:
+            continue
+        if held.local.is_meta:
             raise checkpoint_error(
                 "export-meta",
                 f"'{name}' is on the meta device and has no values; give it values before export()",
             )
-        found.tensors[name] = About(held.shape, held.dtype)
+        other = mapped[name]
+        facts.tensors[other], facts.sources[other] = About(held.shape, held.dtype), name
         if not held.sharded:
-            found.whole.add(name)
+            facts.whole.add(other)
         if held.local.numel():
             box = (held.offsets, tuple(held.local.shape))
-            found.parts.append(_Part(name, box, partial(getattr, held, "local")))
-    return found
+            yield _Part(other, box, partial(getattr, held, "local"))
+    both = ((other, first) for other, first in tied.items() if {other, first} <= mapped.keys())
+    facts.tied = {mapped[other]: mapped[first] for other, first in both}
 
 
-def _of_step(call: Call, folder: PathLike, step: int | None, names: Names) -> _Source:
-    """Ranks take the saved pieces in turn."""
+def _of_step(
+    call: Call, folder: PathLike, step: int | None, names: Names, facts: _Facts
+) -> Iterator[_Part]:
+    """The same of a step, whose saved pieces the ranks take in turn."""
     store = store_of(folder)
     manifest = read_manifest(store, step)
     check_files(store, manifest)
-    path = items_of(store, manifest)
-    metadata = read_index(path)
-    found, number = _Source(), 0
-    for saved, about in metadata.state_dict_metadata.items():
-        if not saved.startswith("model."):
-            continue
-        name = saved.removeprefix("model.")
-        if not isinstance(about, TensorStorageMetadata):
-            _require_left_out(name, names)
-            continue
-        found.tensors[name] = About(tuple(about.size), about.properties.dtype)
+    content, number = Step(items_of(store, manifest)), 0
+    saved = [name for name in content.saved if name.startswith("model.")]
+    for name in saved:
+        if name not in content.abouts:
+            _require_left_out(name.removeprefix("model."), names)
+    tensors = [name.removeprefix("model.") for name in saved if name in content.abouts]
+    for own, name in _mapped(tensors, names).items():
+        about = content.saved[f"model.{own}"]
+        assert isinstance(about, TensorStorageMetadata)
+        facts.tensors[name], facts.sources[name] = content.abouts[f"model.{own}"], own
         for chunk in about.chunks:
             number += 1
             if number % call.size == call.rank and chunk.sizes.numel():
                 box = (tuple(chunk.offsets), tuple(chunk.sizes))
-                get = partial(read_chunk, path, metadata, saved, chunk)
-                found.parts.append(_Part(name, box, get))
-    return found
+                yield _Part(name, box, partial(content.chunk, f"model.{own}", chunk))
 
 
 def _bytes_in(size: int | str) -> int:

@@ -143,6 +143,7 @@ class Summed(io.RawIOBase):
     """A new file, whose checksum is computed while it is written."""
 
     def __init__(self, file: BinaryIO) -> None:
+        self.told: Callable[[int], object] | None = None  # of the bytes written
         self._file = file
         self._checksum = 0
         self._bytes = 0
@@ -157,6 +158,8 @@ class Summed(io.RawIOBase):
         piece = memoryview(data).cast("B")  # type: ignore[arg-type]  # anything with a buffer
         self._put(piece)
         self._bytes += len(piece)
+        if self.told is not None:
+            self.told(self._bytes)
         return len(piece)
 
     def _put(self, piece: memoryview) -> None:

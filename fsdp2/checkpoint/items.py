@@ -17,13 +17,12 @@ import functools
 import io
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from io import BytesIO
 from typing import IO, Any, ClassVar, TypeVar, cast
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -37,9 +36,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp2.checkpoint.archives import ALIGNMENT, write_archive
-from fsdp2.checkpoint.files import BrokenError
-from fsdp2.checkpoint.staging import copied
-from fsdp2.checkpoint.stores import INDEX, AnyPath, Attempt, is_inside
+from fsdp2.checkpoint.files import BrokenError, Summed
+from fsdp2.checkpoint.staging import copied, is_plain
+from fsdp2.checkpoint.stores import INDEX, AnyPath, is_inside
+from fsdp2.checkpoint.tensors import cover
 from fsdp2.core.errors import CheckpointError, checkpoint_error
 
 T = TypeVar("T")
@@ -62,28 +62,21 @@ def file_of(rank: int) -> str:
 
 
 def write_items(
-    rank: int, plan: SavePlan, planner: SavePlanner, attempt: Attempt
+    stream: Summed, name: str, plan: SavePlan, planner: SavePlanner
 ) -> list[WriteResult]:
-    """Write what a plan says into this rank's file, which is durable then; no file for nothing."""
-    if not plan.items:
-        return []
-    name, found = file_of(rank), []
-    with attempt.create(name) as stream:
-        for item in plan.items:
-            begin = stream.tell()
-            value = planner.resolve_data(item)
-            if item.type is WriteItemType.BYTE_IO:
-                stream.write(cast(BytesIO, value).getbuffer())
-            else:
-                rows = cast(torch.Tensor, value).detach().cpu()
-                is_plain = type(rows) in (torch.Tensor, nn.Parameter) and not rows.is_quantized
-                if is_plain and rows.layout is torch.strided:
-                    write_archive(stream.write, rows)
-                else:  # a class of the user's, sparse ones: torch knows how
-                    torch.save(copied(rows), cast(IO[bytes], stream))
-            length = stream.tell() - begin
-            place = filesystem._StorageInfo(name, begin, length)
-            found.append(WriteResult(item.index, length, place))
+    """Write what a plan says into the file of this name."""
+    found = []
+    for item in plan.items:
+        begin = stream.tell()
+        value = planner.resolve_data(item)
+        if item.type is WriteItemType.BYTE_IO:
+            stream.write(cast(BytesIO, value).getbuffer())
+        elif is_plain(rows := cast(torch.Tensor, value)) and not rows.is_quantized:
+            write_archive(stream.write, rows)
+        else:  # a class of the user's: torch knows how
+            torch.save(copied(rows.detach().cpu()), cast(IO[bytes], stream))
+        place = filesystem._StorageInfo(name, begin, stream.tell() - begin)
+        found.append(WriteResult(item.index, place.length, place))
     return found
 
 
@@ -332,39 +325,3 @@ def _nesting(value: object) -> tuple[str | int, ...]:
     if not place or any(not 0 <= each < _LONGEST for each in numbers):
         raise BrokenError()
     return place
-
-
-# ---- boxes that cover a tensor: each element once, none left out
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""The first element in each dim, and the extents."""
-
-
-def cover(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes lie in a tensor, do not overlap, and leave no element out."""
-    full = [(first, sizes) for first, sizes in boxes if math.prod(sizes)]
-    if sum(math.prod(sizes) for _, sizes in full) != math.prod(shape):
-        return False
-    if not all(_inside(shape, *box) for box in full):
-        return False
-    if len(full) <= 1:
-        return True
-    open_: list[Box] = []  # that reach to the index of dim 0 that is looked at
-    for first, sizes in sorted(full):
-        open_ = [box for box in open_ if box[0][0] + box[1][0] > first[0]]
-        if any(_overlap((first, sizes), other) for other in open_):
-            return False
-        open_.append((first, sizes))
-    return True
-
-
-def _inside(shape: Sequence[int], first: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    return len(first) == len(sizes) == len(shape) and all(
-        min(at, length) >= 0 and at + length <= whole
-        for at, length, whole in zip(first, sizes, shape, strict=True)
-    )
-
-
-def _overlap(one: Box, other: Box) -> bool:
-    pairs = zip(*one, *other, strict=True)
-    return all(at < place + size and place < at + length for at, length, place, size in pairs)

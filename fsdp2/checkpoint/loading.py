@@ -14,7 +14,6 @@ With ``transforms``, functions make tensors of the step's, before anything of th
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,6 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from fsdp2.checkpoint.consensus import Call
@@ -40,15 +38,16 @@ from fsdp2.checkpoint.folder import (
     read_manifest,
     store_of,
 )
-from fsdp2.checkpoint.items import read_index
-from fsdp2.checkpoint.optimizers import Names, OptimizerMatch
+from fsdp2.checkpoint.optimizers import OptimizerMatch
 from fsdp2.checkpoint.reading import Step
 from fsdp2.checkpoint.retention import note_load
 from fsdp2.checkpoint.saving import end_saves
 from fsdp2.checkpoint.snapshots import Nested, above, named_parameters, snapshot, whole_state
+from fsdp2.checkpoint.staging import is_plain
 from fsdp2.checkpoint.state import (
     Differences,
     Models,
+    Names,
     Optimizers,
     States,
     as_list,
@@ -59,12 +58,11 @@ from fsdp2.checkpoint.state import (
     held_of,
     is_part,
     is_whole,
-    read_below,
     rng_states,
     set_rng_states,
     ties_of,
 )
-from fsdp2.checkpoint.stores import STEP, AnyPath, PathLike, Store, is_url, local_path
+from fsdp2.checkpoint.stores import STEP, PathLike, Store, is_url, local_path
 from fsdp2.checkpoint.values import Value, unpacked
 from fsdp2.core.errors import CheckpointError, checkpoint_error
 from fsdp2.core.facts import ProcessGroup, local_of
@@ -256,16 +254,11 @@ def read_extra(folder: PathLike, step: int | None = None, *, rank: int | None = 
     manifest = read_manifest(store, step)
     check_files(store, manifest)
     path = items_of(store, manifest)
-    metadata = read_index(path)
     with broken_values(path):
+        found = Step(path)
         if rank is not None:
-            return _rank_extra(path, metadata, rank)
-        return unpacked(manifest.extra, read_below(path, metadata, "extra"))
-
-
-def _rank_extra(path: AnyPath, metadata: Metadata, rank: int) -> Value:
-    held = read_below(path, metadata, f"rank_extra.{rank}")
-    return unpacked(json.loads(held.pop("content")), held) if held else None
+            return found.rank_extra(rank)
+        return unpacked(manifest.extra, found.below("extra"))
 
 
 def _place_of(folder: PathLike, step: int | None) -> tuple[PathLike, int | None]:
@@ -366,19 +359,18 @@ class _Load:
             self._compare_rng(found)
         wire = WireState(self.model).state_dict()
         found.reshaped += [f"wire.{name}" for name, own in wire.items() if not is_part(own)]
-        path, metadata = self._step.path, self._step.metadata
-        self.extra = unpacked(self.manifest.extra, read_below(path, metadata, "extra"))
-        self.rank_extra = _rank_extra(path, metadata, self.call.rank)
+        self.extra = unpacked(self.manifest.extra, self._step.below("extra"))
+        self.rank_extra = self._step.rank_extra(self.call.rank)
         return found
 
     def _compare_rng(self, found: Differences) -> None:
         step, prefix = self._step, f"rng.{self.call.rank}"
-        saved = read_below(step.path, step.metadata, prefix)
+        saved = step.below(prefix)
         for kind, value in rng_states().items():
             name = f"{prefix}.{kind}"
             if name not in step.saved:
                 found.missing.append(name)
-            elif found.compare(name, value, step.saved[name]):
+            elif found.compare(name, value, step.abouts.get(name)):
                 self._rng[kind] = saved[kind]
 
     def _compare_model(self, found: Differences) -> None:
@@ -406,7 +398,7 @@ class _Load:
             elif tensor is not None and transform is not None:
                 self._make(name, tensor, transform, sources, found)
             elif tensor is not None:
-                about = step.saved.get(f"model.{theirs}")
+                about = step.abouts.get(f"model.{theirs}")
                 if found.compare(f"model.{name}", tensor, about, self.cast):
                     self._tensors.append(_Taken(f"model.{name}", tensor, f"model.{theirs}"))
             else:
@@ -466,7 +458,7 @@ class _Load:
             own = f"{name}.{key}"
             if own not in self._step.saved:
                 found.missing.append(own)
-            elif found.compare(own, value, self._step.saved[own], self.cast):
+            elif found.compare(own, value, self._step.abouts.get(own), self.cast):
                 self._tensors.append(_Taken(own, value, own))
         if name.startswith("states."):
             found.unexpected += [
@@ -576,9 +568,9 @@ def _rows_of(name: str, value: Tensor, function: Transform, sources: Sequence[Te
             f"transforms= of '{name}' raised {type(error).__name__} for tensors of shapes "
             f"{shapes} ({error}); correct the function",
         ) from error
-    is_plain = type(made) in (Tensor, nn.Parameter)
-    if not is_plain or tuple(made.shape) != held.shape:
-        found = f"a tensor of shape {tuple(made.shape)}" if is_plain else f"a {type(made).__name__}"
+    known = isinstance(made, Tensor) and is_plain(made)
+    if not known or tuple(made.shape) != held.shape:
+        found = f"a tensor of shape {tuple(made.shape)}" if known else f"a {type(made).__name__}"
         raise checkpoint_error(
             "ckpt-transform-shape",
             f"transforms= of '{name}' returned {found} for tensors of shapes {shapes}, but the "

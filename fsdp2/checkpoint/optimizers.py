@@ -11,22 +11,18 @@ put in place as they were saved. An optimizer with a ``load_state_dict`` of its 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.reading import GROUPS, Step
 from fsdp2.checkpoint.snapshots import Nested, named_parameters, names_in
-from fsdp2.checkpoint.state import Differences, class_of
+from fsdp2.checkpoint.state import Differences, Names, class_of
 from fsdp2.checkpoint.values import Packed, Value
-
-Names = Callable[[str], str | None]
-"""The model's name of a tensor to the step's; ``None`` leaves it out."""
 
 _STATE = "optimizer.state"
 _SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "min_momentum"}
@@ -108,7 +104,7 @@ class OptimizerMatch:
             slot.unit: self._step.states[str(own.theirs)][slot.key]
             for own in self._own
             for slot in own.slots
-            if not self._step.is_tensor(slot.unit)
+            if slot.unit not in self._step.abouts
         }
         values = self._step.values(units, {})
         for own in self._own:
@@ -156,8 +152,8 @@ class OptimizerMatch:
             own.is_kept = True
             return
         saved = self._step.states.get(own.theirs, {})
-        about = self._step.saved.get(f"model.{own.theirs}")
-        reshaped = isinstance(about, TensorStorageMetadata) and about.size != own.param.shape
+        about = self._step.abouts.get(f"model.{own.theirs}")
+        reshaped = about is not None and about.shape != tuple(own.param.shape)
         if saved and not own.state and reshaped:  # nothing here says which state has its shape
             found.reshaped.append(prefix)
             own.is_kept = True
@@ -171,7 +167,7 @@ class OptimizerMatch:
                 found.missing.append(f"{prefix}.{key}")
             elif isinstance(value, Tensor):
                 unit = f"{_STATE}.{own.theirs}.{key}"
-                found.compare(f"{prefix}.{key}", value, self._step.saved.get(unit), self._cast)
+                found.compare(f"{prefix}.{key}", value, self._step.abouts.get(unit), self._cast)
         for key in saved:
             unit = f"{_STATE}.{own.theirs}.{key}"
             if own.state and key not in own.state:
@@ -202,7 +198,7 @@ class OptimizerMatch:
         for own in self._own:
             slots = [each for each in own.slots if f"{_STATE}.{own.name}.{each.key}" not in out]
             for slot in slots:
-                if self._step.is_tensor(slot.unit):
+                if slot.unit in self._step.abouts:
                     slot.value = self._memory(own, slot)
                     tensors.append((slot.unit, slot.value))
             kept = {  # what was left stays
@@ -221,24 +217,23 @@ class OptimizerMatch:
 
     def _memory(self, own: _Own, slot: _Slot) -> Tensor:
         """New memory for a tensor of a state: as it is here, or as the parameter is."""
-        about = self._step.saved[slot.unit]
-        assert isinstance(about, TensorStorageMetadata)
-        dtype, param = about.properties.dtype, own.param
+        about = self._step.abouts[slot.unit]
+        dtype, param = about.dtype, own.param
         like: object = own.state.get(slot.key)
         if isinstance(like, Tensor) and self._cast:
             dtype = like.dtype
         elif self._cast and param.dtype.is_floating_point:
-            theirs = self._step.saved.get(f"model.{own.theirs}")
-            if isinstance(theirs, TensorStorageMetadata) and theirs.properties.dtype == dtype:
+            theirs = self._step.abouts.get(f"model.{own.theirs}")
+            if theirs is not None and theirs.dtype == dtype:
                 dtype = param.dtype
-        if not isinstance(like, Tensor) and about.size == param.shape and param.dim():
+        if not isinstance(like, Tensor) and about.shape == tuple(param.shape) and param.dim():
             like = param
         if isinstance(like, DTensor) or (isinstance(like, Tensor) and like.dim()):
             return torch.empty_like(like, dtype=dtype)
         options = {**self._groups[own.group], **self._options[own.group]}
         on_device = slot.key != "step" or options.get("capturable") or options.get("fused")
         device = param.device if on_device else torch.device("cpu")
-        return torch.empty(about.size, dtype=dtype, device=device)
+        return torch.empty(about.shape, dtype=dtype, device=device)
 
 
 def _alike(values: Sequence[Value]) -> bool:

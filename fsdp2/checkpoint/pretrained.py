@@ -26,14 +26,11 @@ from torch import Tensor, nn
 
 from fsdp2.checkpoint.consensus import Call
 from fsdp2.checkpoint.contents import TensorFolder
-from fsdp2.checkpoint.exporting import Names
-from fsdp2.checkpoint.state import Differences, Held, held_by
+from fsdp2.checkpoint.state import Differences, Held, Names, held_by
 from fsdp2.checkpoint.stores import PathLike, local_path
 from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import ProcessGroup
 from fsdp2.full.loading import require_writable, rewritten
-
-_PIECE = 1 << 20  # elements that are compared at once
 
 
 def load_pretrained(
@@ -127,22 +124,14 @@ class _PretrainedLoad:
             if not sources:
                 if wanted:
                     differences.missing.append(name)
-            elif all(self._alike(name, held[name], source, differences) for source in sources):
+            elif all(
+                differences.compare(name, held[name], self._found.abouts[source], cast=True)
+                for source in sources
+            ):
                 self._sources[name] = sources
         differences.missing += [name for name in others if self._names(name) is not None]
         differences.unexpected += [name for name in self._found.abouts if name not in used]
         return differences
-
-    def _alike(self, name: str, held: Held, source: str, differences: Differences) -> bool:
-        about = self._found.abouts[source]
-        if about.shape != held.shape:
-            differences.reshaped.append(name)
-            return False
-        cast = about.dtype.is_floating_point and held.dtype.is_floating_point
-        if about.dtype != held.dtype and not cast:
-            differences.retyped.append(name)
-            return False
-        return True
 
     def check(self, left: set[str]) -> None:
         """Raise if tied names have different values, or something would have none."""
@@ -200,21 +189,11 @@ def _equal(found: TensorFolder, one: str, other: str, held: Held) -> bool:
     """Whether two tensors of the files have the same bits in this rank's part, piece by piece."""
     if found.abouts[one] != found.abouts[other]:
         return False
-    lengths = tuple(held.local.shape)
-    if not held.local.numel():
-        return True
-    rows = lengths[0] if lengths else 1
-    step = max(1, _PIECE * rows // held.local.numel())
-    for start in range(0, rows, step):
-        shape = (min(step, rows - start), *lengths[1:]) if lengths else ()
-        offsets = (held.offsets[0] + start, *held.offsets[1:]) if lengths else ()
-        both: list[Tensor] = []
-        for name in (one, other):
-            both.append(torch.empty(shape, dtype=found.abouts[name].dtype))
-            found.read(name, both[-1], offsets)
-        if not torch.equal(*(tensor.view(-1).view(torch.uint8) for tensor in both)):
-            return False
-    return True
+    both = (found.pieces(name, held.local.shape, held.offsets) for name in (one, other))
+    return all(
+        torch.equal(*(values.contiguous().view(-1).view(torch.uint8) for _, values in pair))
+        for pair in zip(*both, strict=True)
+    )
 
 
 # ---- buffers that no file has

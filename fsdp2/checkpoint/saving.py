@@ -46,7 +46,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2.checkpoint import files
 from fsdp2.checkpoint.consensus import Call, Outcome
 from fsdp2.checkpoint.folder import Manifest, store_of
-from fsdp2.checkpoint.items import index_of, write_items
+from fsdp2.checkpoint.items import file_of, index_of, write_items
 from fsdp2.checkpoint.owning import LEASE
 from fsdp2.checkpoint.retention import (
     Keep,
@@ -628,7 +628,11 @@ class _Save:
         staged = self._state if self._copy is None else self._copy.staged
         mine = self._plan.mine
         source.state_dict = {i.index.fqn: plain(staged[i.index.fqn]) for i in mine.items}
-        results = write_items(self._call.rank, mine, source, tried)
+        results: list[WriteResult] = []
+        if mine.items:
+            name = file_of(self._call.rank)
+            with tried.create(name) as stream:
+                results = write_items(stream, name, mine, source)
         before = None if self._untold is None else str(self._untold.error)
         token = self._plan.token
         sums = {name: _checksum(plain(staged[name])) for name in self._buffers}

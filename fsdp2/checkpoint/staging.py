@@ -80,7 +80,12 @@ class Copy:
             rows = plain(value)
             if not isinstance(rows, torch.Tensor):
                 self.staged[name] = copy.deepcopy(rows)
-            elif name not in beside or rows.nbytes <= _AT_ONCE or not _is_plain(rows):
+            elif (
+                name not in beside
+                or rows.nbytes <= _AT_ONCE
+                or not is_plain(rows)
+                or rows.is_inference()  # no counter tells when it is written
+            ):
                 self.staged[name] = rows.cpu() if rows.device.type != "cpu" else copied(rows)
             else:
                 self._sources[name] = rows
@@ -175,13 +180,9 @@ def _versions(counters: tuple[torch.Tensor, torch.Tensor]) -> tuple[int, int]:
     return counters[0]._version, counters[1]._version
 
 
-def _is_plain(rows: torch.Tensor) -> bool:
-    """Whether its memory is its values, and tells by a counter when they are written."""
-    return (
-        not is_traceable_wrapper_subclass(rows)
-        and rows.layout is torch.strided
-        and not rows.is_inference()
-    )
+def is_plain(rows: torch.Tensor) -> bool:
+    """Whether its memory is its values, in its own layout."""
+    return type(rows) in (torch.Tensor, nn.Parameter) and rows.layout is torch.strided
 
 
 @functools.cache

@@ -18,33 +18,18 @@ about                                     how it was saved: `Saved`
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fsdp2.checkpoint.files import read_at
-from fsdp2.checkpoint.items import framing_of
 from fsdp2.checkpoint.snapshots import (
     Nested,
     above,
@@ -53,9 +38,8 @@ from fsdp2.checkpoint.snapshots import (
     snapshot,
     whole_state,
 )
-from fsdp2.checkpoint.stores import AnyPath
-from fsdp2.checkpoint.tensors import About, Place
-from fsdp2.checkpoint.tensors import Reader as TensorReader
+from fsdp2.checkpoint.staging import is_plain
+from fsdp2.checkpoint.tensors import About
 from fsdp2.checkpoint.values import Packed, is_kept_by_dcp
 from fsdp2.core.errors import checkpoint_error
 from fsdp2.core.facts import clean, local_of, part_of
@@ -71,6 +55,10 @@ Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 States: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 """Tensors by name, by the name of the state."""
+
+
+Names: TypeAlias = Callable[[str], str | None]
+"""The model's name of a tensor to its name in a step or in files; ``None`` leaves it out."""
 
 
 @dataclass(frozen=True)
@@ -347,26 +335,23 @@ class Differences:
         """Entries that exist but are not loaded."""
         return {*self.missing, *self.reshaped, *self.retyped, *self.conflicting}
 
-    def compare(self, name: str, value: Tensor, saved: object, cast: bool = False) -> bool:
+    def compare(
+        self, name: str, value: Tensor | Held, saved: About | None, cast: bool = False
+    ) -> bool:
         """Return whether ``value`` has the saved shape and dtype, and this rank's part of it the
         shape of a part; if not, record it.
 
         Args:
             name: the name of ``value``.
             value: the tensor that would receive the saved one.
-            saved: the entry of the index.
+            saved: the saved one; ``None`` if it is no tensor.
             cast: whether another floating-point dtype is accepted.
         """
-        if (
-            not isinstance(saved, TensorStorageMetadata)
-            or tuple(value.shape) != tuple(saved.size)
-            or not is_part(value)
-        ):
+        if saved is None or tuple(value.shape) != saved.shape or not is_part(value):
             self.reshaped.append(name)
             return False
-        dtype = saved.properties.dtype
-        both = value.dtype.is_floating_point and dtype.is_floating_point
-        if value.dtype != dtype and not (cast and both):
+        both = value.dtype.is_floating_point and saved.dtype.is_floating_point
+        if value.dtype != saved.dtype and not (cast and both):
             self.retyped.append(name)
             return False
         return True
@@ -387,141 +372,6 @@ def is_whole(saved: object, like: Tensor) -> bool:
     return saved.properties.dtype == like.dtype and count == like.numel()
 
 
-# ---- DCP's reader, which runs no code
-
-
-class _Files(FileSystem):
-    """The file operations of DCP's reader, for any path."""
-
-    def concat_path(self, path: Any, suffix: str) -> Any:
-        return path / suffix
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with path.open(mode) as stream:
-            yield stream
-
-
-def _chunk_at(about: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
-    """The piece that begins there; planners mostly know which it is."""
-    hint = index.index
-    if hint is not None and hint < len(about.chunks) and about.chunks[hint].offsets == index.offset:
-        return about.chunks[hint]
-    return next(chunk for chunk in about.chunks if chunk.offsets == index.offset)
-
-
-class Reader(FileSystemReader):
-    """DCP's, of the data of a step wherever it is."""
-
-    def __init__(self, path: AnyPath) -> None:
-        super().__init__("")
-        self.fs = _Files()
-        self.path: Any = path
-
-    def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
-        super().set_up_storage_reader(metadata, *args, **kwargs)
-        self._saved = metadata.state_dict_metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Tensors as `write_items` writes them right into their memory; all others by DCP."""
-
-        def place(item: ReadItem) -> tuple[str, int]:
-            info = self.storage_data[item.storage_index]
-            return info.relative_path, info.offset
-
-        with TensorReader(self.path) as reader:
-            ordered = sorted(plan.items, key=place)
-            others = [each for each in ordered if not self._read_framed(reader, each, planner)]
-        return super().read_data(replace(plan, items=others), planner)
-
-    def _read_framed(self, reader: TensorReader, item: ReadItem, planner: LoadPlanner) -> bool:
-        """Whether it is an item of ours, and has been read."""
-        info, about = self.storage_data[item.storage_index], self._saved[item.storage_index.fqn]
-        if info.transform_descriptors or not isinstance(about, TensorStorageMetadata):
-            return False
-        chunk = _chunk_at(about, item.storage_index)
-        target = planner.resolve_tensor(item).detach()
-        kept = About(tuple(chunk.sizes), about.properties.dtype)
-        if type(target) is not Tensor or target.shape != item.lengths:
-            return False
-        before, without = framing_of(kept.dtype, kept.shape)
-        if info.length != without + kept.nbytes:
-            return False
-        head = memoryview(bytearray(len(before)))
-        count = read_at(reader.opened(info.relative_path), head, info.offset)
-        if count != len(before) or head != before:
-            return False
-        if target.numel():
-            place = Place(info.relative_path, info.offset + len(before), kept)
-            reader.read_box(place, target, tuple(item.storage_offsets))
-        planner.commit_tensor(item, target)
-        return True
-
-
-class _Planner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        name = read_item.dest_index.fqn
-        try:
-            self.state_dict[name] = torch.load(value, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise checkpoint_error(
-                "ckpt-value-code",
-                f"the step has '{name}' as an object of a class, which cannot be loaded without "
-                f"running code; load it with torch.distributed.checkpoint, or leave it out with "
-                f"names=",
-            ) from error
-
-
-def read_into(path: AnyPath, metadata: Metadata, state: Nested) -> None:
-    """Fill tensors, and replace values, of a flat state dict; each rank reads what it needs."""
-    if not state:
-        return
-    reader, planner = Reader(path), _Planner(flatten_state_dict=False)
-    planner.set_up_planner(state, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    (whole,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
-    # A class of tensors that the model itself has is one that it trusts.
-    rows = (local_of(value) for value in state.values() if isinstance(value, Tensor))
-    kinds = {type(each) for each in rows} - {Tensor, nn.Parameter}
-    with torch.serialization.safe_globals(list(kinds)):
-        reader.read_data(planner.finish_plan(whole), planner).wait()
-    state.update(planner.state_dict)  # values; tensors are the same
-
-
-def read_below(path: AnyPath, metadata: Metadata, prefix: str) -> Any:
-    """Whatever was saved under a name, nested as it was; plain tensors on the CPU."""
-    saved = metadata.state_dict_metadata
-    flat: Nested = {
-        name: torch.empty(about.size, dtype=about.properties.dtype)
-        if isinstance(about, TensorStorageMetadata)
-        else None
-        for name, about in saved.items()
-        if name == prefix or name.startswith(prefix + ".")
-    }
-    read_into(path, metadata, flat)
-    nested: Nested = {}
-    for name, value in flat.items():
-        set_element(nested, metadata.planner_data[name], value)
-    for key in prefix.split("."):
-        nested = nested.get(key, {})
-    return nested
-
-
-def read_chunk(path: AnyPath, metadata: Metadata, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-    """One saved piece of a tensor, on the CPU; about three times its bytes are held on the way."""
-    about, origin = metadata.state_dict_metadata[name], torch.Size([0] * len(chunk.sizes))
-    assert isinstance(about, TensorStorageMetadata)
-    out = torch.empty(chunk.sizes, dtype=about.properties.dtype)
-    alone = TensorStorageMetadata(
-        about.properties, chunk.sizes, [ChunkStorageMetadata(origin, chunk.sizes)]
-    )
-    stored = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-    piece = Metadata({name: alone}, storage_data={MetadataIndex(name, origin): stored})
-    read_into(path, piece, {name: out})
-    return out
-
-
 # ---- where a rank's part of a tensor lies
 
 
@@ -539,9 +389,7 @@ class Held:
         return self.local.dtype
 
 
-def held_by(
-    model: nn.Module, names: Callable[[str], str | None]
-) -> tuple[dict[str, Held], dict[str, str], list[str]]:
+def held_by(model: nn.Module, names: Names) -> tuple[dict[str, Held], dict[str, str], list[str]]:
     """Parameters and persistent buffers by name; names tied to others; names of other values.
 
     Tensors of other classes are left out if `names` returns ``None`` for them.
@@ -560,7 +408,7 @@ def held_by(
         if not isinstance(value, Tensor):
             others.append(name)
             continue
-        if not _is_plain(value) and names(name) is None:
+        if not is_plain(local_of(value)) and names(name) is None:
             continue
         held = held_of(name, value.detach())
         # What has no memory is tied where it is the same object; its storage tells nothing: two
@@ -575,17 +423,11 @@ def held_by(
     return found, tied, others
 
 
-def _is_plain(value: Tensor) -> bool:
-    """Whether the bytes of this rank's part are its values."""
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return type(local) in (Tensor, nn.Parameter) and local.layout is torch.strided
-
-
 def held_of(name: str, value: Tensor) -> Held:
     """This rank's part of a tensor."""
     shape = tuple(value.shape)
     local = value.to_local() if isinstance(value, DTensor) else value
-    if not _is_plain(value):
+    if not is_plain(local):
         kind = type(local).__name__ if local.layout is torch.strided else str(local.layout)
         raise checkpoint_error(
             "export-class",
@@ -604,7 +446,7 @@ def held_of(name: str, value: Tensor) -> Held:
     return Held(shape, local, offsets, True)
 
 
-def is_part(value: Tensor) -> bool:
+def is_part(value: object) -> bool:
     """Whether this rank's part of a tensor has the shape that follows from its placements."""
     if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is None:
         return True

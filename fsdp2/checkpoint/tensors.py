@@ -207,12 +207,12 @@ class Writer:
         """Write a tensor, or a box of one, and no other bytes; at most 8 MiB are staged."""
         place = self._layout.places[name]
         first = tuple(offsets or (0,) * tensor.dim())
-        _check_box(name, place.about.shape, first, tuple(tensor.shape))
+        assert lies_in(place.about.shape, first, tensor.shape), (name, first, tensor.shape)
         file = self._open.get(place.file)
         if file is None:
             file = self._open[place.file] = files.DISK.open(self._folder / place.file)
         tensor = tensor.detach().resolve_conj().resolve_neg()
-        for block in _blocks(place.about, tuple(tensor.shape)):
+        for block in blocks(place.about, tuple(tensor.shape)):
             part = tensor[block].to("cpu", place.about.dtype).contiguous()
             begin = tuple(s.start + o for s, o in zip(block, first, strict=True))
             data = bytes_of(part)
@@ -274,7 +274,7 @@ class Reader:
         between them.
         """
         file, out = self.opened(place.file), out.detach()
-        for block in _blocks(place.about, tuple(out.shape)):
+        for block in blocks(place.about, tuple(out.shape)):
             begin = tuple(s.start + o for s, o in zip(block, first, strict=True))
             self._read_block(file, place, out[block], begin)
 
@@ -319,16 +319,39 @@ class Reader:
 # ---- boxes and runs
 
 
-def _check_box(
-    name: str, whole: tuple[int, ...], first: tuple[int, ...], shape: tuple[int, ...]
-) -> None:
-    """A wrong box would overwrite or read another tensor."""
-    fits = len(whole) == len(first) == len(shape) and all(
-        at >= 0 and at + length <= full
-        for at, length, full in zip(first, shape, whole, strict=True)
-        if length
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""The first element in each dim, and the extents."""
+
+
+def cover(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes lie in a tensor, do not overlap, and leave no element out."""
+    full = [(first, sizes) for first, sizes in boxes if math.prod(sizes)]
+    if sum(math.prod(sizes) for _, sizes in full) != math.prod(shape):
+        return False
+    if not all(lies_in(shape, *box) for box in full):
+        return False
+    if len(full) <= 1:
+        return True
+    open_: list[Box] = []  # that reach to the index of dim 0 that is looked at
+    for first, sizes in sorted(full):
+        open_ = [box for box in open_ if box[0][0] + box[1][0] > first[0]]
+        if any(_overlap((first, sizes), other) for other in open_):
+            return False
+        open_.append((first, sizes))
+    return True
+
+
+def lies_in(shape: Sequence[int], first: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether a box is a part of a tensor."""
+    return len(first) == len(sizes) == len(shape) and all(
+        min(at, length) >= 0 and at + length <= whole
+        for at, length, whole in zip(first, sizes, shape, strict=True)
     )
-    assert fits, f"a box of {shape} at {first} does not lie in '{name}' of {whole}"
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    pairs = zip(*one, *other, strict=True)
+    return all(at < place + size and place < at + length for at, length, place, size in pairs)
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -336,7 +359,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def _blocks(about: About, shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+def blocks(about: About, shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     """Parts of a box of ``shape`` that each span at most a block of the file; none of an empty."""
 
     def below(shape: tuple[int, ...], strides: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:

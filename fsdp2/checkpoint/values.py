@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint.archives import values_of
 from fsdp2.checkpoint.folder import Json
+from fsdp2.checkpoint.staging import is_plain
 from fsdp2.core.facts import local_of
 
 Value: TypeAlias = Any
@@ -94,7 +95,7 @@ class Packed:
 
     def _tensor(self, value: Tensor, path: tuple[str, ...], reached: bool) -> Json:
         rows = local_of(value)
-        if type(rows) not in (Tensor, nn.Parameter) or rows.layout is not torch.strided:
+        if not is_plain(rows):
             about = type(rows).__qualname__ if rows.layout is torch.strided else str(rows.layout)
             return self._refuse(f"a tensor of {about}", path)
         if rows.is_quantized:

@@ -25,9 +25,7 @@ from fsdp2.core.facts import (
     Form,
     ModuleEntry,
     ShardedParam,
-    free_if_outdated,
     is_extended,
-    operations_of,
     store_of,
     uncompiled,
 )
@@ -36,6 +34,7 @@ from fsdp2.full.selection import (
     Names,
     SelectedParam,
     chosen,
+    outdate,
     require_idle,
     require_memory,
     reshard_unless_hidden,
@@ -131,16 +130,15 @@ class Hold:
 
     def _whole_gradient(self, source: nn.Parameter | None) -> torch.Tensor | None:
         """The same of its gradient."""
-        grad = None if source is None else source.grad
-        if self.outer is None:
-            assert grad is not None
-            return self._made(self._moved(None, leaves_of(grad)[0]))
+        grad = None if source is None or self.outer is None else source.grad
         return self._made(self._moved(grad, self._gradient_rows()))
 
     def _gradient_rows(self) -> torch.Tensor:
-        """Zeros of the shape, the dtype and on the device of this rank's gradient."""
+        """This rank's gradient, or where that is not read or there is none, zeros like it."""
         param = self.selected.param
         before = param.sharded.grad
+        if before is not None and self.outer is None:
+            return leaves_of(before)[0]
         dtype = param.grad_dtype if before is None else before.dtype
         return leaves_of(param.local)[0].new_zeros(param.local.shape, dtype=dtype)
 
@@ -175,7 +173,7 @@ class Hold:
         param = self.selected.param
         laid = None if whole is None else param.laid_out(whole.detach())
         like = param.laid_out(rows.to(dtype))
-        return param.as_seen(self._levels.spread(laid, like))
+        return param.as_seen(self._levels.send(laid, like, everywhere=True))
 
     def _made(self, whole: torch.Tensor | None) -> torch.Tensor | None:
         """On the device and of the dtype that was asked for."""
@@ -214,26 +212,58 @@ class Hold:
         Args:
             has_gradient: whether there is one to write, on ranks that hold the parameter.
         """
-        left = None if self.full is None else self._left().detach()
         with torch.inference_mode(False):
-            if self.outer is None:
-                self._write_rows(left)
-            else:
-                self._write_outer(left)
+            self._write_parameter(None if self.full is None else self._left().detach())
             if self._settings.with_grads:
                 self._write_gradient(has_gradient)
 
-    def _write_rows(self, left: torch.Tensor | None) -> None:
-        param = self.selected.param
-        rows = leaves_of(param.local)
+    def _write_parameter(self, left: torch.Tensor | None) -> None:
+        local = self.selected.param.local
+        rows = leaves_of(local)
         wholes: Sequence[torch.Tensor | None] = [None] * len(rows)
+        targets: Sequence[torch.Tensor | None] = wholes
         if left is not None:
-            if is_extended(param.local) and not is_extended(left):
-                left = param.local.new_zeros(left.shape).copy_(left)
+            if is_extended(local) and not is_extended(left):
+                left = local.new_zeros(left.shape).copy_(left)
             wholes = leaves_of(left)
-        for whole, own in zip(wholes, rows, strict=True):
-            dtype = self._shown(own.dtype)
-            _put(self._cut(whole, own, dtype), own, dtype)
+        if self.outer is not None and self.outer.full is not None:
+            targets = leaves_of(self.outer.full.detach())
+        for whole, own, target in zip(wholes, rows, targets, strict=True):
+            self._put_back(whole, own, target)
+
+    def _write_gradient(self, present: bool) -> None:
+        param, outer = self.selected.param, self.outer
+        if not present:
+            self._before.grad = None
+            return
+        grad = None if self.full is None else self._left().grad
+        rows, target = self._gradient_rows(), None
+        if outer is not None and outer.full is not None:
+            if outer.full.grad is None:
+                outer.full.grad = torch.zeros_like(outer.full)
+            target = outer.full.grad
+        self._put_back(grad, rows, target)
+        if outer is None and param.sharded.grad is None:
+            param.sharded.grad = param.gradient_over(rows)
+
+    def _put_back(
+        self, whole: torch.Tensor | None, rows: torch.Tensor, target: torch.Tensor | None
+    ) -> None:
+        """Write a plain tensor to its rows here, or to the one of the context around.
+
+        Args:
+            whole: ``None`` where others have it.
+            rows: this rank's, or if there is a context around, anything that looks like them.
+            target: the tensor of the context around, if it is there and held here.
+        """
+        shown = self._shown(rows.dtype)
+        if self.outer is None:
+            _put(self._cut(whole, rows, shown), rows, shown)
+            return
+        if self.outer._everywhere and not self._everywhere:  # the first rank tells the others
+            whole = self._spread(whole, rows, shown)
+        if target is not None and whole is not None:
+            _put(whole, target, _cast_to(target.dtype, self._settings.dtype))
 
     def _cut(
         self, whole: torch.Tensor | None, own: torch.Tensor, dtype: torch.dtype
@@ -245,46 +275,7 @@ class Hold:
             assert laid is not None
             return param.as_seen(levels.cut(laid))
         like = param.laid_out(own).to(dtype)
-        return param.as_seen(levels.scatter(laid, like))
-
-    def _write_outer(self, left: torch.Tensor | None) -> None:
-        """To the tensors of the context around this one."""
-        outer, rows = self.outer, leaves_of(self.selected.param.local)
-        assert outer is not None
-        sources: list[torch.Tensor | None] = [None] * len(rows)
-        if left is not None:
-            sources[:] = leaves_of(left)
-        if outer._everywhere and not self._everywhere:  # the first rank tells the others
-            pairs = zip(sources, rows, strict=True)
-            sources = [self._spread(each, own, self._shown(own.dtype)) for each, own in pairs]
-        if outer.full is None:
-            return
-        for target, source in zip(leaves_of(outer.full.detach()), sources, strict=True):
-            assert source is not None
-            _put(source, target, _cast_to(target.dtype, self._settings.dtype))
-
-    def _write_gradient(self, present: bool) -> None:
-        param, outer = self.selected.param, self.outer
-        grad = None if self.full is None else self._left().grad
-        if not present:
-            self._before.grad = None
-            return
-        rows = self._gradient_rows()
-        shown = self._shown(rows.dtype)
-        if outer is None:
-            before = param.sharded.grad
-            own = rows if before is None else leaves_of(before)[0]
-            _put(self._cut(grad, own, shown), own, shown)
-            if before is None:
-                param.sharded.grad = param.gradient_over(own)
-            return
-        if outer._everywhere and not self._everywhere:
-            grad = self._spread(grad, rows, shown)
-        if outer.full is not None and grad is not None:
-            if outer.full.grad is None:
-                outer.full.grad = torch.zeros_like(outer.full)
-            target = outer.full.grad
-            _put(grad, target, _cast_to(target.dtype, self._settings.dtype))
+        return param.as_seen(levels.send(laid, like))
 
     def close(self, places: Iterable[ModuleEntry]) -> None:
         """Register the earlier parameters again.
@@ -563,9 +554,7 @@ def _write(holds: Sequence[Hold], settings: GatheredOptions, ranks: MeshRanks, s
         )
     for hold, gradient in zip(holds, gradients, strict=True):
         hold.write(bool(gradient))
-    Counts.steps += 1  # what is gathered anywhere is out of date
-    for group in {hold.selected.group: None for hold in holds}:
-        free_if_outdated(operations_of(group))
+    outdate(hold.selected for hold in holds)
 
 
 def _close(holds: Sequence[Hold], module: nn.Module | None = None) -> None:

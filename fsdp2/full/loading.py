@@ -22,19 +22,17 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import RankMismatchError, coded
 from fsdp2.core.facts import (
-    Counts,
     ParamGroup,
     clean,
     default_mesh,
-    free_if_outdated,
     is_extended,
-    operations_of,
     wrap_local,
 )
 from fsdp2.full.gathering import require_released
 from fsdp2.full.selection import (
     MeshRanks,
     SelectedParam,
+    outdate,
     require_idle,
     selected_params,
     settle,
@@ -63,7 +61,7 @@ class _Verdict(NamedTuple):
 
 
 @dataclass
-class _Item:
+class ModelTensor:
     """One tensor of a model.
 
     Attributes:
@@ -131,7 +129,7 @@ def load_from_rank0(
     require_idle(selection, "load_from_rank0")
     require_released(selection, "load_from_rank0")
     ranks = MeshRanks(selected.param for selected in selection)
-    items = _items(model, selection)
+    items = items_of(model, selection)
     _require_alike(items, ranks, "load_from_rank0")
     values: dict[str, torch.Tensor] = {}
     verdict = _Verdict()
@@ -185,7 +183,7 @@ def sync_module_states(model: nn.Module, *, mesh: DeviceMesh | None = None) -> N
         (selected.param for selected in selection),
         None if selection else default_mesh() if mesh is None else mesh,
     )
-    items = _items(model, selection)
+    items = items_of(model, selection)
     _require_alike(items, ranks, "sync_module_states")
     meta = [item.names[0] for item in items if item.tensor.is_meta]
     found = ranks.told(meta[0] if meta and ranks.is_first else "")
@@ -196,16 +194,13 @@ def sync_module_states(model: nn.Module, *, mesh: DeviceMesh | None = None) -> N
             f"sync_module_states() found '{found}' on the meta device on rank 0; give it values "
             f"there, with to_empty() and an initialization",
         )
-    settle(selection, with_grads=False)
-    for group in {selected.group: None for selected in selection}:
-        _materialize_group(group)
-    for item in items:
-        if item.selected is None:
-            _write_copy(item, item.tensor, ranks)
-        else:
-            for leaf in leaves_of(item.selected.param.local):
-                _from_first_replica(item.selected, leaf)
-    _outdate(selection)
+    with _rewritten(selection):
+        for item in items:
+            if item.selected is None:
+                _write_copy(item, item.tensor, ranks)
+            else:
+                for leaf in leaves_of(item.selected.param.local):
+                    _from_first_replica(item.selected, leaf)
 
 
 # ---- for what writes by itself
@@ -234,34 +229,41 @@ def rewritten(model: nn.Module) -> Iterator[None]:
     what is gathered anywhere is out of date afterwards. `require_writable` comes first.
     """
     selection = selected_params(model, recurse=True)
+    devices = [selected.param.axes.device for selected in selection]
+    with _rewritten(selection):
+        for item in items_of(model, selection):
+            if item.selected is None and item.tensor.is_meta:
+                _give_memory(item, devices[0] if devices else torch.device("cpu"))
+        yield
+
+
+@contextmanager
+def _rewritten(selection: list[SelectedParam]) -> Iterator[None]:
+    """The same of sharded parameters alone."""
     settle(selection, with_grads=False)
     for group in {selected.group: None for selected in selection}:
         _materialize_group(group)
-    devices = [selected.param.axes.device for selected in selection]
-    for item in _items(model, selection):
-        if item.selected is None and item.tensor.is_meta:
-            _give_memory(item, devices[0] if devices else torch.device("cpu"))
     try:
         yield
     finally:
-        _outdate(selection)
+        outdate(selection)
 
 
 # ---- what a model has
 
 
-def _items(model: nn.Module, selection: list[SelectedParam]) -> list[_Item]:
+def items_of(model: nn.Module, selection: list[SelectedParam]) -> list[ModelTensor]:
     """Sharded parameters first, then all else; each once."""
     managed = {entry: selected for selected in selection for entry in selected.entries}
-    items = [_Item(s.names, s.param.sharded, s, True, []) for s in selection]
-    found: dict[int, _Item] = {}
+    items = [ModelTensor(s.names, s.param.sharded, s, True, []) for s in selection]
+    found: dict[int, ModelTensor] = {}
     for prefix, member in model.named_modules(remove_duplicate=False):
         for key, tensor, required in _own(member):
             if tensor is None or (member, key) in managed:
                 continue
             item = found.get(id(tensor))
             if item is None:
-                item = found[id(tensor)] = _Item([], tensor, None, required, [])
+                item = found[id(tensor)] = ModelTensor([], tensor, None, required, [])
                 items.append(item)
             item.required = item.required or required
             name = clean(f"{prefix}.{key}" if prefix else key)
@@ -279,7 +281,7 @@ def _own(member: nn.Module) -> Iterator[tuple[str, torch.Tensor | None, bool]]:
         yield key, buffer, key not in member._non_persistent_buffers_set
 
 
-def _require_alike(items: list[_Item], ranks: MeshRanks, function: str) -> None:
+def _require_alike(items: list[ModelTensor], ranks: MeshRanks, function: str) -> None:
     facts = [(item.names, tuple(item.tensor.shape), str(item.tensor.dtype)) for item in items]
     if not ranks.is_alike((function, facts)):
         raise coded(
@@ -290,7 +292,7 @@ def _require_alike(items: list[_Item], ranks: MeshRanks, function: str) -> None:
         )
 
 
-def _verdict(items: list[_Item], values: object, strict: bool) -> _Verdict:
+def _verdict(items: list[ModelTensor], values: object, strict: bool) -> _Verdict:
     """Compute rank 0's result."""
     if not isinstance(values, Mapping):
         return _Verdict(f"it was given a {type(values).__name__} instead of a state dict")
@@ -340,22 +342,21 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _write_all(
-    items: list[_Item], values: Mapping[str, torch.Tensor], missing: set[str], ranks: MeshRanks
+    items: list[ModelTensor],
+    values: Mapping[str, torch.Tensor],
+    missing: set[str],
+    ranks: MeshRanks,
 ) -> None:
-    selection = [item.selected for item in items if item.selected is not None]
-    settle(selection, with_grads=False)
-    for group in {selected.group: None for selected in selection}:
-        _materialize_group(group)
-    for item in items:
-        if item.required and item.names[0] in missing:
-            continue
-        value = next((values[name] for name in item.names if name in values), None)
-        if item.selected is None:
-            own = item.tensor if ranks.is_first and value is None else value
-            _write_copy(item, own, ranks)
-        else:
-            _write_rows(item.selected, value, ranks)
-    _outdate(selection)
+    with _rewritten([item.selected for item in items if item.selected is not None]):
+        for item in items:
+            if item.required and item.names[0] in missing:
+                continue
+            value = next((values[name] for name in item.names if name in values), None)
+            if item.selected is None:
+                own = item.tensor if ranks.is_first and value is None else value
+                _write_copy(item, own, ranks)
+            else:
+                _write_rows(item.selected, value, ranks)
 
 
 def _write_rows(selected: SelectedParam, value: torch.Tensor | None, ranks: MeshRanks) -> None:
@@ -376,7 +377,7 @@ def _write_rows(selected: SelectedParam, value: torch.Tensor | None, ranks: Mesh
 
 
 @torch.no_grad()
-def _write_copy(item: _Item, value: torch.Tensor | None, ranks: MeshRanks) -> None:
+def _write_copy(item: ModelTensor, value: torch.Tensor | None, ranks: MeshRanks) -> None:
     """Write a tensor that each rank holds in full."""
     if item.tensor.is_meta:
         _give_memory(item, ranks.device)
@@ -391,7 +392,7 @@ def _write_copy(item: _Item, value: torch.Tensor | None, ranks: MeshRanks) -> No
     local.copy_(sent)
 
 
-def _give_memory(item: _Item, device: torch.device) -> None:
+def _give_memory(item: ModelTensor, device: torch.device) -> None:
     """To a tensor on the meta device, wherever it is registered."""
     made = torch.empty_like(item.tensor, device=device)
     if isinstance(item.tensor, nn.Parameter):
@@ -429,10 +430,3 @@ def _materialize_group(group: ParamGroup) -> None:
         param.register(made)
     group.reregister()
     group.adopt()
-
-
-def _outdate(selection: list[SelectedParam]) -> None:
-    """Mark all unsharded parameters as out of date."""
-    Counts.steps += 1
-    for group in {selected.group: None for selected in selection}:
-        free_if_outdated(operations_of(group))

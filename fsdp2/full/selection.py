@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.facts import (
     HIDDEN,
+    Counts,
     GroupCollectives,
     ModuleEntry,
     Owners,
@@ -30,6 +31,7 @@ from fsdp2.core.facts import (
     clean,
     device_of,
     follow_replaced,
+    free_if_outdated,
     largest_over,
     managed_modules,
     operations_of,
@@ -171,6 +173,13 @@ def settle(selection: Iterable[SelectedParam], with_grads: bool) -> None:
         for scheduler in {record.scheduler: None for record in records if record is not None}:
             if scheduler is not None:
                 scheduler.wait_for_reductions()
+
+
+def outdate(selection: Iterable[SelectedParam]) -> None:
+    """Mark all unsharded parameters as out of date: shards were written."""
+    Counts.steps += 1
+    for group in {selected.group: None for selected in selection}:
+        free_if_outdated(operations_of(group))
 
 
 class MeshRanks:

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from fsdp2.core.errors import RankMismatchError, ShardingStateError, coded
-from fsdp2.core.facts import Counts, clean, is_extended
+from fsdp2.core.facts import Counts, is_extended
 from fsdp2.full.gathering import require_released
+from fsdp2.full.loading import items_of
 from fsdp2.full.selection import (
     MeshRanks,
     SelectedParam,
@@ -165,20 +166,10 @@ def _whole_unit(members: list[SelectedParam], everywhere: bool) -> list[tuple[st
 def _copies(
     module: nn.Module, selection: list[SelectedParam], with_buffers: bool
 ) -> list[tuple[str, torch.Tensor]]:
-    """Parameters that no unit has, and buffers, each once."""
-    managed = {entry for selected in selection for entry in selected.entries}
-    found: dict[int, tuple[str, torch.Tensor]] = {}
-    for prefix, member in module.named_modules():
-        own: list[tuple[str, torch.Tensor | None]] = [
-            (key, param)
-            for key, param in member._parameters.items()
-            if (member, key) not in managed
-        ]
-        if with_buffers:
-            hidden = member._non_persistent_buffers_set
-            own += [(key, b) for key, b in member._buffers.items() if key not in hidden]
-        for key, tensor in own:
-            if tensor is not None:
-                name = clean(f"{prefix}.{key}" if prefix else key)
-                found.setdefault(id(tensor), (name, tensor))
-    return list(found.values())
+    """Parameters that no unit has, and buffers of a state dict, each once."""
+    return [
+        (item.names[0], item.tensor)
+        for item in items_of(module, selection)
+        if item.selected is None
+        and (isinstance(item.tensor, nn.Parameter) or (with_buffers and item.required))
+    ]

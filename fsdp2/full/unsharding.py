@@ -6,7 +6,7 @@
 
 To unshard, rows go up the levels: on every rank (all-gathers), or only on the first (gathers to the
 first of each level, so that no other rank ever receives more than its part). To shard, each rank
-takes its rows if every rank has the full tensor; otherwise the first scatters them.
+takes its rows if every rank has the full tensor; otherwise the first sends them.
 
 The engine's all-gather is for compute: it casts. This one is for values: it copies bytes. Small
 tensors are packed together, and large ones start before others have ended.
@@ -16,7 +16,7 @@ A tensor subclass is sent as the plain tensors that it wraps, its *leaves*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,6 @@ from fsdp2.core.facts import (
     MeshAxes,
     ProcessGroup,
     ShardedParam,
-    Slot,
     Work,
     broadcast_from_first,
     gather_to_first,
@@ -38,9 +37,6 @@ from fsdp2.core.facts import (
     piece_of,
     scatter_from_first,
 )
-
-Part = Callable[[torch.Tensor, int], torch.Tensor]
-"""A rank's part of a whole tensor: a view."""
 
 PACK_BELOW, PACK = 128 << 10, 1 << 20
 """Bytes of a full tensor below which it is packed with others, and of the largest pack."""
@@ -54,15 +50,38 @@ class Level:
         group: process group; ``None`` if there is one rank.
         size: its number of ranks.
         rank: this process's position.
-        part: how it is sharded; ``None`` if each rank has a copy.
-        in_order: whether the parts of a tensor of some shape, padded, are contiguous in it.
+        dim: on which it is sharded; ``None`` if each rank has a copy.
+        bands: into which dim 0 is sharded before, as in `Slot.cut`.
     """
 
     group: ProcessGroup | None
     size: int
     rank: int
-    part: Part | None
-    in_order: Callable[[Sequence[int]], bool]
+    dim: int | None = None
+    bands: int = 1
+
+    def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's part of a whole tensor: a view."""
+        if self.dim is None:
+            return whole
+        per_band, height = self.size // self.bands, whole.shape[0] // self.bands
+        if self.bands > 1:
+            whole = whole.narrow(0, rank // per_band * height, height)
+        return whole.narrow(self.dim, *piece_of(whole.shape[self.dim], per_band, rank % per_band))
+
+    def shape(self, whole: Sequence[int], rank: int) -> tuple[int, ...]:
+        """The shape of a rank's part."""
+        return tuple(self.part(torch.empty(whole, device="meta"), rank).shape)
+
+    def numel(self, whole: Sequence[int]) -> int:
+        """Elements of the largest part: the first rank's."""
+        return torch.Size(self.shape(whole, 0)).numel()
+
+    def in_order(self, whole: Sequence[int]) -> bool:
+        """Whether the parts of a tensor of this shape, padded, are contiguous in it."""
+        piece = torch.Size(self.shape(whole, 0))
+        filled = self.size * piece.numel() == torch.Size(whole).numel()
+        return self.dim == 0 or (filled and piece[: self.dim].numel() == 1)
 
 
 @dataclass(frozen=True)
@@ -98,7 +117,7 @@ class ParamLevels:
         shapes = self._shapes(rows)
         held = rows.to(self.device).contiguous()
         for level, shape in zip(reversed(self.levels), reversed(shapes[:-1]), strict=True):
-            if level.part is not None and level.group is not None:
+            if level.dim is not None and level.group is not None:
                 found = _gather(level, held, shape, everywhere)
                 if found is None:
                     return None
@@ -109,44 +128,36 @@ class ParamLevels:
 
     def only_gather(self, everywhere: bool) -> Level | None:
         """The level whose gather makes a leaf full, if no other has to do anything."""
-        moving = [each for each in self.levels if each.part is not None and each.group is not None]
+        moving = [each for each in self.levels if each.dim is not None and each.group is not None]
         lone = len(moving) == 1 and (everywhere or len(self.levels) == 1)
         return moving[0] if lone else None
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a whole leaf: a view."""
         for level in self.levels:
-            if level.part is not None:
-                whole = level.part(whole, level.rank)
+            whole = level.part(whole, level.rank)
         return whole
 
-    def scatter(self, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    def send(
+        self, whole: torch.Tensor | None, like: torch.Tensor, everywhere: bool = False
+    ) -> torch.Tensor:
         """This rank's rows of a leaf that is whole on the first rank.
 
         Args:
             whole: on the first rank; ``None`` elsewhere.
             like: this rank's present rows, which have the right shape.
+            everywhere: whether all ranks get the whole leaf instead.
         """
         shapes = self._shapes(like)
-        dtype = like.dtype
-        held = None if whole is None else whole.to(self.device, dtype)
+        held = None if whole is None else whole.to(self.device, like.dtype)
         for at, level in enumerate(self.levels):
             if level.group is None or any(below.rank for below in self.levels[at + 1 :]):
                 continue
-            if level.part is not None:
-                held = _scatter(level, held, shapes[at], dtype, self.device)
-            else:
-                held = _broadcast(level.group, held, shapes[at], dtype, self.device)
-        assert held is not None
-        return held
-
-    def spread(self, whole: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """A whole leaf, on every rank, that is on the first rank; arguments as `scatter`."""
-        held = None if whole is None else whole.to(self.device, like.dtype)
-        shape = self._shapes(like)[0]
-        for at, level in enumerate(self.levels):
-            if level.group is not None and not any(b.rank for b in self.levels[at + 1 :]):
+            shape = shapes[0 if everywhere else at]
+            if level.dim is None or everywhere:
                 held = _broadcast(level.group, held, shape, like.dtype, self.device)
+            else:
+                held = _scatter(level, held, shape, like.dtype, self.device)
         assert held is not None
         return held
 
@@ -161,8 +172,7 @@ class ParamLevels:
         )
         shapes = [whole]
         for level in self.levels:
-            shape = shapes[-1]
-            shapes.append(shape if level.part is None else _part_shape(level, shape, level.rank))
+            shapes.append(level.shape(shapes[-1], level.rank))
         if shapes[-1] != tuple(rows.shape):
             raise coded(
                 ShardingStateError,
@@ -174,16 +184,6 @@ class ParamLevels:
         return shapes
 
 
-def _part_shape(level: Level, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-    assert level.part is not None
-    return tuple(level.part(torch.empty(shape, device="meta"), rank).shape)
-
-
-def _numel(level: Level, shape: Sequence[int]) -> int:
-    """Elements of the largest part: the first rank's."""
-    return torch.Size(_part_shape(level, shape, 0)).numel()
-
-
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A flat tensor as what every backend moves."""
     return tensor.view(torch.uint8)
@@ -192,7 +192,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _gather(
     level: Level, rows: torch.Tensor, shape: tuple[int, ...], everywhere: bool
 ) -> torch.Tensor | None:
-    flat = _padded(rows, _numel(level, shape))
+    flat = _padded(rows, level.numel(shape))
     buffer, work = _start(level, flat, everywhere)
     if work is not None:
         work.wait()
@@ -235,7 +235,6 @@ def _start(
 
 def _arranged(level: Level, buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """The full tensor of its parts, which follow each other, padded."""
-    assert level.part is not None
     if level.in_order(shape):
         return buffer[: torch.Size(shape).numel()].view(shape)
     n = buffer.numel() // level.size
@@ -311,7 +310,7 @@ def gather_leaves(
         if level is None or level.group is None or len(leaves) == 1:
             found[at] = levels.gather(rows, everywhere)
             continue
-        n = _numel(level, shape)
+        n = level.numel(shape)
         if level.size * n * rows.itemsize < PACK_BELOW:
             pack = packs.setdefault((level.group, levels.device), [])
             small = _Packed(at, level, _padded(rows.to(levels.device), n), shape)
@@ -344,10 +343,9 @@ def _scatter(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    assert level.part is not None
     assert level.group is not None
-    n = _numel(level, shape)
-    own = _part_shape(level, shape, level.rank)
+    n = level.numel(shape)
+    own = level.shape(shape, level.rank)
     received = torch.empty(n, dtype=dtype, device=device)
     if n:
         pieces = None
@@ -385,36 +383,22 @@ def levels_of(param: ShardedParam) -> ParamLevels:
     Raises:
         ShardingStateError: its tensor-parallel placements are of a kind that is not known.
     """
-    axes, slot = param.axes, slot_of(param)
+    axes, dim, bands, copies = param.axes, param.cut.dim, param.cut.bands, param.axes.replicas
     levels: list[Level] = []
-    dims = set(slot.cut.dims)
     shape = param.shape
     if param.parallel is not None:
         shape = tuple(param.parallel.shape)
-        for level, dim in _parallel_levels(param, axes):
-            levels.append(level)
-            if dim is not None:
-                dims.add(dim)
-    copies, dim = axes.replicas, slot.dim
+        levels += _parallel_levels(param, axes)
     if copies is not None and not axes.levels:
-        levels.append(Level(copies, axes.copies, copies.rank(), None, lambda _: False))
-    levels.append(Level(axes.group, axes.size, axes.rank, slot.part, _order_of(slot)))
+        levels.append(Level(copies, axes.copies, copies.rank()))
+    levels.append(Level(axes.group, axes.size, axes.rank, dim, bands))
     if copies is not None and axes.levels:  # pieces of these rows
-        part, order = _chunks(dim, axes.copies), _chunks_order(dim, axes.copies)
-        levels.append(Level(copies, axes.copies, axes.piece_rank, part, order))
-    return ParamLevels(param.name, tuple(levels), axes.device, frozenset(dims), shape)
+        levels.append(Level(copies, axes.copies, axes.piece_rank, dim))
+    dims = frozenset(each.dim for each in levels if each.dim is not None) | {*param.cut.dims}
+    return ParamLevels(param.name, tuple(levels), axes.device, dims, shape)
 
 
-def slot_of(param: ShardedParam) -> Slot:
-    """A parameter's pieces, wherever they lie."""
-    return Slot(0, param.shape, param.cut, param.axes.size, 0, 0)
-
-
-def _order_of(slot: Slot) -> Callable[[Sequence[int]], bool]:
-    return lambda shape: slot.cut.in_order(shape, slot.world_size)
-
-
-def _parallel_levels(param: ShardedParam, axes: MeshAxes) -> Iterator[tuple[Level, int | None]]:
+def _parallel_levels(param: ShardedParam, axes: MeshAxes) -> Iterator[Level]:
     assert param.parallel is not None
     mesh: DeviceMesh = param.parallel.mesh
     own = () if axes.dims is None else (*axes.dims.shard_names, *axes.dims.replicate_names)
@@ -423,11 +407,9 @@ def _parallel_levels(param: ShardedParam, axes: MeshAxes) -> Iterator[tuple[Leve
             continue  # a data-parallel dim of the full mesh: the shard axis or the replicas
         group, size, rank = mesh.get_group(at), mesh.size(at), mesh.get_local_rank(at)
         if placement.is_replicate():
-            yield Level(group, size, rank, None, lambda _: False), None
+            yield Level(group, size, rank)
         elif type(placement) is Shard:
-            dim = placement.dim
-            part, order = _chunks(dim, size), _chunks_order(dim, size)
-            yield Level(group, size, rank, part, order), dim
+            yield Level(group, size, rank, placement.dim)
         else:
             raise coded(
                 ShardingStateError,
@@ -435,23 +417,6 @@ def _parallel_levels(param: ShardedParam, axes: MeshAxes) -> Iterator[tuple[Leve
                 f"parameter '{param.name}' is {placement} on a tensor-parallel mesh, which is not "
                 f"supported here; leave it out with names=, and call its full_tensor()",
             )
-
-
-def _chunks(dim: int, size: int) -> Part:
-    """How DTensor cuts on one dim: pieces of ``ceil(length / size)``, the last ones short."""
-
-    def part(whole: torch.Tensor, rank: int) -> torch.Tensor:
-        return whole.narrow(dim, *piece_of(whole.shape[dim], size, rank))
-
-    return part
-
-
-def _chunks_order(dim: int, size: int) -> Callable[[Sequence[int]], bool]:
-    def in_order(shape: Sequence[int]) -> bool:
-        before = torch.Size(shape[:dim]).numel()
-        return dim == 0 or (before == 1 and shape[dim] % size == 0)
-
-    return in_order
 
 
 # ---- leaves of tensor subclasses
@@ -567,4 +532,4 @@ def scattered_rows(
     """
     like = torch.empty_like(param.laid_out(param.local), dtype=dtype, device="meta")
     laid_out = None if whole is None else param.laid_out(whole.detach())
-    return param.as_seen(levels_of(param).scatter(laid_out, like))
+    return param.as_seen(levels_of(param).send(laid_out, like))

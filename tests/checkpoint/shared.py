@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp2 import checkpoint
+from fsdp2 import checkpoint, fully_shard, shard_model
 from fsdp2.checkpoint import files
 
 EXTRA = {"schedule": [1, (2.5, None)], "table": torch.arange(4)}
@@ -26,6 +29,37 @@ def small(seed: int = 0, groups: bool = False) -> tuple[nn.Module, torch.optim.O
         others = [p for p in model.parameters() if all(p is not q for q in decayed)]
         return model, torch.optim.AdamW([{"params": decayed, "lr": 0.2}, {"params": others}])
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def spread(model: nn.Module, how: str, first: str, last: str, shard: Any = fully_shard) -> None:
+    """Shard a model, and two layers of it, over all ranks in one of the ways.
+
+    Args:
+        model: with two linear layers.
+        how: "whole" for not at all; "zero1"; or "hybrid" or "tp" for meshes of two dims, and
+            "dims" where parameters are cut on their last dim.
+        first: the first layer's name; with "tp" its output is cut, and the input of ``last``.
+        last: the other layer's name.
+        shard: `fully_shard`, or torch's.
+    """
+    if how == "whole":
+        return
+    size, options = dist.get_world_size(), {}
+    if how == "hybrid":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    elif "tp" in how:
+        both = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("shard", "tp"))
+        parallelize_module(model, both["tp"], {first: ColwiseParallel(), last: RowwiseParallel()})
+        mesh = both["shard"]
+    else:
+        mesh = init_device_mesh("cpu", (size,))
+    if how == "zero1":
+        shard_model(model, {nn.Linear}, strategy="zero1", mesh=mesh)
+        return
+    if "dims" in how:
+        options["shard_placement_fn"] = lambda p: Shard(p.dim() - 1) if p.numel() else None
+    for unit in (getattr(model, first), getattr(model, last), model):
+        shard(unit, mesh=mesh, **options)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, steps: int = 2) -> None:
@@ -107,6 +141,16 @@ class Failing(files.Disk):
             return found(*args)
 
         return call
+
+
+class Unsynced(files.Disk):
+    """Leaves all to the system, where a test is not about what a crash leaves."""
+
+    def sync(self, file: Any) -> None:
+        file.flush()
+
+    def sync_folder(self, path: Path) -> None:
+        pass
 
 
 class Evil:

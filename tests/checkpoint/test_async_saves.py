@@ -280,15 +280,6 @@ def test_a_failure_is_raised_alike_whoever_is_faster(tmp_path: Path, late: int) 
 
 
 @ranks(2)
-def test_a_folder_that_another_rank_has_removed_meanwhile(tmp_path: Path) -> None:
-    """What the save has failed with is raised, not what the tidying up has found."""
-    model, _ = made()
-    gone = mock.patch.object(Path, "glob", side_effect=FileNotFoundError("no such folder"))
-    with mock.patch.object(files, "DISK", full(1)), gone, raises("ckpt-rank-failed"):
-        checkpoint.async_save(tmp_path, model, step=1).result()
-
-
-@ranks(2)
 def test_no_memory_for_a_second_copy(tmp_path: Path) -> None:
     """On rank 1 alone: its call waits for the first save, and uses that one's memory."""
     model, _ = made()

@@ -9,7 +9,6 @@ import sys
 import threading
 import tracemalloc
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,22 +17,13 @@ from torch import nn
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import files
+from tests.checkpoint.shared import Unsynced
 from tests.common import combinations
 
 pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).parents[2]
 SAVES, WARM = 200, 100  # torch and Python fill caches in the first hundred
-
-
-class Unsynced(files.Disk):
-    """Leaves all to the system: this is about memory."""
-
-    def sync(self, file: Any) -> None:
-        file.flush()
-
-    def sync_folder(self, path: Path) -> None:
-        pass
 
 
 def _resident() -> int:

@@ -22,9 +22,10 @@ from tests.common.workers import ranks
 
 @pytest.fixture(autouse=True, scope="module")
 def _its_ranks_end() -> Iterator[None]:
-    """They have made unequal numbers of groups, with which no mesh of some ranks can be made."""
+    """They are in unequal numbers of groups, with which no mesh of some ranks can be made."""
     yield
-    workers.close_pools()
+    if 4 in workers._pools:
+        workers._pools[4].close(ask=True)
 
 
 def _trained(mesh: DeviceMesh, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -130,9 +131,9 @@ def test_one_rank_alone(tmp_path: Path) -> None:
         assert torch.equal(model.weight, expected)
 
 
-@ranks(3)
+@ranks(4)
 def test_ranks_outside_are_refused(tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
     model, _ = made(mesh=mesh, seed=1)
     group = dist.new_group([0, 2])
     out, run = tmp_path / "out", tmp_path / "run"
@@ -145,12 +146,12 @@ def test_ranks_outside_are_refused(tmp_path: Path) -> None:
     )
     before = model.state_dict()["first.weight"].full_tensor()
     for call in calls:
-        if dist.get_rank() == 1:
+        if dist.get_rank() % 2:
             with raises("ckpt-not-in-group"):
                 call(group)
         with raises("ckpt-group-kind"):
             call(mesh)
-    if dist.get_rank() != 1:
+    if dist.get_rank() % 2 == 0:
         with raises("ckpt-parts"):
             calls[0](group)
         dist.destroy_process_group(group)

@@ -28,7 +28,7 @@ from fsdp2.checkpoint import items
 from fsdp2.checkpoint.archives import mapped, read_file, values_of
 from fsdp2.checkpoint.contents import TensorFolder
 from fsdp2.checkpoint.folder import Manifest
-from fsdp2.checkpoint.items import cover
+from fsdp2.checkpoint.tensors import cover
 from fsdp2.core.errors import CheckpointError
 from tests.checkpoint.shared import trained
 from tests.common import combinations

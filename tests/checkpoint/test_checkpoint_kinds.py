@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -24,16 +23,10 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
-from fsdp2 import checkpoint, fully_shard, shard_model
+from fsdp2 import checkpoint, fully_shard
 from fsdp2.checkpoint.converting import kind_of
-from tests.checkpoint.shared import assert_same, everything, train
+from tests.checkpoint.shared import assert_same, everything, spread, train
 from tests.common.errors import raises
 from tests.common.workers import run_on_ranks
 
@@ -56,35 +49,11 @@ class Net(nn.Module):
 
 
 def built(how: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model sharded in one of the ways."""
+    """A model sharded in one of the ways, or ("torch") by torch's FSDP2."""
     torch.manual_seed(seed)
-    model: nn.Module = Net()
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    if how == "hybrid":
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-        _units(model, fully_shard, mesh=mesh)
-    elif how == "tp":
-        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(model, mesh["tp"], plan)
-        _units(model, fully_shard, mesh=mesh["dp"])
-    elif how == "dims":
-        place = {"shard_placement_fn": lambda param: Shard(param.dim() - 1)}
-        _units(model, fully_shard, mesh=init_device_mesh("cpu", (size,)), **place)
-    elif how == "zero1":
-        shard_model(model, {nn.Linear}, strategy="zero1", mesh=init_device_mesh("cpu", (size,)))
-    elif how == "torch":
-        _units(model, torchs.fully_shard, mesh=init_device_mesh("cpu", (size,)))
-    elif how == "sharded":
-        _units(model, fully_shard, mesh=init_device_mesh("cpu", (size,)))
-    else:
-        assert how == "whole"
+    model = Net()
+    spread(model, how, "up", "down", torchs.fully_shard if how == "torch" else fully_shard)
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def _units(model: nn.Module, shard: Any, **options: Any) -> None:
-    for unit in (model.up, model.down, model):
-        shard(unit, **options)
 
 
 # ---- between meshes

@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
 from fsdp2 import checkpoint, errors, fully_shard
 from fsdp2.checkpoint import files, tensors
 from fsdp2.checkpoint.state import held_by
 from fsdp2.command.checkpoint import main
-from tests.checkpoint.shared import Failing, assert_same, everything
+from tests.checkpoint.shared import Failing, assert_same, everything, spread
 from tests.common.errors import raises
 from tests.common.observing import LargestMade
 from tests.common.tensors import Wrapped
@@ -57,22 +56,7 @@ def _columns(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.ndim > 1 and param.numel() else None
 
 
-Shape = tuple[int, ...]
-WAYS: dict[str, Shape] = {
-    "alone": (),
-    "1": (1,),
-    "2": (2,),
-    "3": (3,),
-    "4": (4,),
-    "2 columns": (2,),
-    "4 columns": (4,),
-    "HSDP": (2, 2),
-    "TP": (2, 2),
-    "TP columns": (2, 2),
-}
-
-
-def made(way: str, seed: int = 0, meta: bool = False, tied: bool = False) -> nn.Module:
+def made(how: str, seed: int = 0, meta: bool = False, tied: bool = False) -> nn.Module:
     """A model with the same values on all ranks, sharded."""
     torch.manual_seed(seed)
     with torch.device("meta" if meta else "cpu"):
@@ -80,25 +64,8 @@ def made(way: str, seed: int = 0, meta: bool = False, tied: bool = False) -> nn.
     if not meta:
         for buffer in (model.norm.running_mean, model.norm.running_var):
             buffer.copy_(torch.randn_like(buffer))
-    if not WAYS[way]:
-        return model
-    place = _columns if "columns" in way else None
-    mesh = _mesh(way)
-    if "TP" in way:
-        plan = {"first": ColwiseParallel(), "last": RowwiseParallel()}
-        parallelize_module(model, mesh["tp"], plan)
-        mesh = mesh["shard"]
-    for unit in (model.first, model):
-        fully_shard(unit, mesh=mesh, shard_placement_fn=place)
+    spread(model, how, "first", "last")
     return model
-
-
-def _mesh(way: str) -> DeviceMesh:
-    shape = WAYS[way]
-    names = ("shard",) if len(shape) == 1 else ("shard", "tp")
-    return init_device_mesh(
-        "cpu", shape, mesh_dim_names=("replicate", "shard") if way == "HSDP" else names
-    )
 
 
 def barrier() -> None:
@@ -114,7 +81,7 @@ def _into(moved: list[tuple[int, int]]) -> Callable[[int, int], object]:
 
 
 def _there_and_back(folder: Path, ways: list[str]) -> None:
-    expected = everything(made("alone"))
+    expected = everything(made("whole"))
     for way in ways:
         model = made(way)
         moved: list[tuple[int, int]] = []
@@ -133,11 +100,11 @@ def _there_and_back(folder: Path, ways: list[str]) -> None:
             written = every
         assert sum(written) == sum(value.nbytes for value in expected.values())
         assert all(done == total for done, total in moved[-1:])
-        if way == "HSDP":
+        if way == "hybrid":
             assert all(written)  # replicas share the work
         for meta in (False, True):
             other = made(way, seed=1, meta=meta)
-            if not meta and WAYS[way]:
+            if not meta and way != "whole":
                 other.unshard()
             assert not checkpoint.load_pretrained(other, folder / way)
             assert_same(everything(other), expected)
@@ -145,31 +112,26 @@ def _there_and_back(folder: Path, ways: list[str]) -> None:
 
 
 def test_one_process(tmp_path: Path) -> None:
-    _there_and_back(tmp_path, ["alone"])
+    _there_and_back(tmp_path, ["whole"])
 
 
-@ranks(1, 2, extended=[3])
+@ranks(1, 2, 4, extended=[3])
 def test_ranks(tmp_path: Path, world_size: int) -> None:
     """Byte for byte what `save_file` makes of the whole tensors; loaded, also into meta models."""
-    ways = {1: ["1"], 2: ["2", "2 columns"], 3: ["3"]}
+    ways = {1: ["sharded"], 2: ["sharded", "dims"], 3: ["sharded"], 4: ["hybrid", "tp"]}
     _there_and_back(tmp_path, ways[world_size])
-
-
-@ranks(4)
-def test_meshes(tmp_path: Path) -> None:
-    _there_and_back(tmp_path, ["HSDP", "TP"])
 
 
 @pytest.mark.extended
 @ranks(4)
 def test_more_meshes(tmp_path: Path) -> None:
-    _there_and_back(tmp_path, ["4", "4 columns", "TP columns"])
+    _there_and_back(tmp_path, ["sharded", "dims", "tp dims"])
 
 
 @ranks(2)
 def test_tied_names(tmp_path: Path) -> None:
     """Written once, said where; loaded from the file, from all names, and from an untied model."""
-    model = made("2", tied=True)
+    model = made("sharded", tied=True)
     found = checkpoint.export(tmp_path / "out", model)
     assert found.tied == {"again.weight": "first.weight"}
     path = tmp_path / "out" / "model.safetensors"
@@ -179,7 +141,7 @@ def test_tied_names(tmp_path: Path) -> None:
     load_model(plain, path)
     assert_same(plain.state_dict(), expected)
     for meta in (False, True):
-        other = made("2", seed=1, meta=meta, tied=True)
+        other = made("sharded", seed=1, meta=meta, tied=True)
         checkpoint.load_pretrained(other, tmp_path / "out")
         assert other.again.weight is other.first.weight
         assert_same(everything(other), expected)
@@ -191,7 +153,7 @@ def test_tied_names(tmp_path: Path) -> None:
     every = {name: value.clone() for name, value in expected.items()}
     last = tmp_path / f"{dist.get_rank()}.safetensors"
     save_file(every, last)
-    checkpoint.load_pretrained(made("2", seed=1, tied=True), tmp_path / "0.safetensors")
+    checkpoint.load_pretrained(made("sharded", seed=1, tied=True), tmp_path / "0.safetensors")
     dist.barrier()
 
 
@@ -210,7 +172,7 @@ class Empty(nn.Module):
         self.again = self.a
 
 
-@ranks(3)
+@ranks(4)
 def test_parameters_without_elements_are_not_tied(tmp_path: Path) -> None:
     """What differs of one of them says nothing about the other."""
     model = Empty()
@@ -242,7 +204,7 @@ def test_empty_parts_of_a_users_own_storage_are_not_tied() -> None:
 @ranks(2)
 def test_names_dtypes_and_shards(tmp_path: Path) -> None:
     """Cast while they are written and read; left out where the name is None; many files."""
-    model = made("2")
+    model = made("sharded")
     expected = everything(model)
     found = checkpoint.export(
         tmp_path / "out", model, dtype=torch.float16, shard_size="0.15KB", names=_renamed
@@ -259,7 +221,7 @@ def test_names_dtypes_and_shards(tmp_path: Path) -> None:
     for file in found.files:
         read |= load_file(tmp_path / "out" / file)
     assert_same(read, halves)
-    other = made("2", seed=1)
+    other = made("sharded", seed=1)
     before = everything(other)
     assert not checkpoint.load_pretrained(other, tmp_path / "out", names=_renamed)
     for name, value in everything(other).items():
@@ -268,10 +230,10 @@ def test_names_dtypes_and_shards(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = made("alone")
+    model = made("whole")
     run, out = str(tmp_path / "run"), tmp_path / "out"
     checkpoint.save(run, model, step=3)
-    checkpoint.save(run, made("alone", seed=1), step=4)
+    checkpoint.save(run, made("whole", seed=1), step=4)
     command = ["export", run, str(out), "--step", "3", "--dtype", "bfloat16"]
     assert main([*command, "--shard-size", "300"]) == 0
     assert "3 files" in capsys.readouterr().out
@@ -344,7 +306,7 @@ def test_names_leave_other_classes_out(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_export_refuses(tmp_path: Path) -> None:
-    model, rank, mesh = made("2"), dist.get_rank(), init_device_mesh("cpu", (2,))
+    model, rank, mesh = made("sharded"), dist.get_rank(), init_device_mesh("cpu", (2,))
     out = tmp_path / "out"
 
     def refused(entry: Any, source: Any = model, **options: Any) -> None:
@@ -461,10 +423,10 @@ def test_buffers_that_no_file_has(tmp_path: Path) -> None:
 @ranks(2)
 def test_load_refuses(tmp_path: Path) -> None:
     """And lists all that differs; `strict=False` loads what is alike."""
-    model, rank = made("2", tied=True), dist.get_rank()
+    model, rank = made("sharded", tied=True), dist.get_rank()
     checkpoint.export(tmp_path / "out", model)
     saved = everything(model)
-    other = made("2", seed=1)
+    other = made("sharded", seed=1)
     other.table = nn.Parameter(torch.zeros(7, 3, 6))
     other.mask = other.mask.float()
     other.added = nn.Parameter(torch.zeros(2))
@@ -483,7 +445,7 @@ def test_load_refuses(tmp_path: Path) -> None:
     if rank == 0:
         save_file(different, tmp_path / "different.safetensors")
     dist.barrier()
-    other = made("2", seed=1, tied=True)
+    other = made("sharded", seed=1, tied=True)
     before = everything(other)
     with raises("pretrained-tied"):
         checkpoint.load_pretrained(other, tmp_path / "different.safetensors")
@@ -515,7 +477,7 @@ def test_load_refuses(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_not_during_a_forward(tmp_path: Path) -> None:
-    model = made("2")
+    model = made("sharded")
     checkpoint.export(tmp_path / "out", model)
     with (
         fsdp2.gathered(model),

@@ -178,8 +178,6 @@ def test_the_command_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_urls_that_are_refused(tmp_path: Path) -> None:
     model, _ = trained()
     with raises("ckpt-not-reached"):
-        checkpoint.save("nowhere://bucket/run", model, step=1)
-    with raises("ckpt-not-reached"):
         checkpoint.load("nowhere://bucket/run", model)
     with raises("ckpt-not-local"):
         checkpoint.export("memory://out", model)
@@ -338,15 +336,3 @@ def test_a_manifest_that_is_put_without_an_answer(tmp_path: Path, deletes: bool)
     assert len(checkpoint.unfinished(url)) == (not deletes)
     if deletes:
         assert same(loaded(url), everything(model, optimizer))
-
-
-def test_old_steps_that_cannot_be_removed(tmp_path: Path) -> None:
-    """The save is durable, and both steps are whole."""
-    url = f"{object_store.url_of(tmp_path)}/{RUN}"
-    checkpoint.save(url, *trained(seed=1), step=1)
-    model, optimizer = trained(seed=2)
-    with object_store.refusing(lambda kind, _: kind == "delete"):
-        checkpoint.save(url, model, optimizer, step=2, keep=1)
-    assert checkpoint.steps(url) == [1, 2]
-    assert checkpoint.verify(url) == checkpoint.unfinished(url) == []
-    assert same(loaded(url), everything(model, optimizer))

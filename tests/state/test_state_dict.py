@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -168,35 +169,10 @@ def _moves() -> list[Any]:
 
     By default each parallelism is written and read, by ours and for or from torch's.
     """
-    ours = [
-        ("flat4", "flat2"),
-        ("flat4", "plain"),
-        ("flat2", "flat4"),
-        ("plain", "flat4"),
-        ("flat4", "hsdp"),
-        ("hsdp", "flat2"),
-        ("hsdp", "tp"),
-        ("tp", "hsdp"),
-        ("flat2", "tp"),
-        ("tp", "flat4"),
-        ("tp", "plain"),
-        ("plain", "hsdp"),
-        ("plain", "tp"),
-    ]
-    mixed = [
-        ("ours", "flat4", "torch", "flat2"),
-        ("torch", "flat2", "ours", "flat4"),
-        ("ours", "flat4", "torch", "hsdp"),
-        ("torch", "hsdp", "ours", "flat2"),
-        ("ours", "flat2", "torch", "tp"),
-        ("torch", "tp", "ours", "flat4"),
-        ("ours", "hsdp", "torch", "flat4"),
-        ("torch", "flat4", "ours", "hsdp"),
-        ("ours", "tp", "torch", "flat4"),
-        ("torch", "flat4", "ours", "tp"),
-        ("ours", "tp", "torch", "tp"),
-        ("torch", "tp", "ours", "tp"),
-    ]
+    every = ("flat2", "flat4", "hsdp", "tp", "plain")
+    moves = [("ours", a, "ours", b) for a, b in itertools.permutations(every, 2)]
+    for a, b in itertools.product(every[:-1], repeat=2):
+        moves += [("ours", a, "torch", b), ("torch", a, "ours", b)]
     default = {
         ("ours", "flat2", "ours", "flat4"),
         ("ours", "plain", "ours", "tp"),
@@ -204,7 +180,6 @@ def _moves() -> list[Any]:
         ("torch", "flat4", "ours", "hsdp"),
         ("torch", "tp", "ours", "tp"),
     }
-    moves = [("ours", a, "ours", b) for a, b in ours] + mixed
     assert default <= set(moves)
     return [
         pytest.param(
