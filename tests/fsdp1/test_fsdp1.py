@@ -30,7 +30,6 @@ from fsdp2 import PrefetchTime
 from fsdp2.fsdp1 import comm_hooks
 from tests.common import parity
 from tests.common.cases import in_turn
-from tests.common.errors import raises
 from tests.common.gradients import unsharded_grads
 from tests.common.models import seeded
 from tests.common.workers import ranks
@@ -172,15 +171,6 @@ def test_hybrid_strategies(strategy: str) -> None:
         by_nodes = wrap(ours, seeded(Net), strategy)
     assert by_nodes.head.weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
     parity.assert_equal(train(ours, by_nodes), train(ours, model))
-
-
-@ranks(2)
-def test_nodes_that_differ() -> None:
-    """All ranks say so, before a process group is made that only some of them would join."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", str(dist.get_rank() + 1))
-        with raises("local-world-sizes"):
-            wrap(ours, seeded(Net), "HYBRID_SHARD")
 
 
 @ranks(2)

@@ -698,7 +698,8 @@ def test_runs_end_as_with_the_plain_optimizer() -> None:
 
 
 @ranks(2)
-def test_what_is_refused() -> None:
+def test_what_needs_all_gradients_is_refused() -> None:
+    """And copies, classes that look at whole parameters, and no parameters at all."""
     with pytest.raises(ValueError, match="empty parameter list"):  # as the class does
         FlatOptimizer([], torch.optim.AdamW)
     model, optimizer = made(_flat)

@@ -269,16 +269,6 @@ def test_the_first_example() -> None:
     )
 
 
-@ranks(2)
-def test_inner_modules_are_freed_between_the_passes() -> None:
-    """Nested wrapping is ZeRO-3: only the outermost wrapper stays gathered."""
-    model: Any = wrap_units(models.seeded(models.Nested))
-    loss = parity.regression_loss(model, _batch(3))
-    whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
-    assert whole == ["first.weight", "first.bias", "last.weight", "last.bias"]
-    loss.backward()
-
-
 # ---- checkpoints of activations
 
 
