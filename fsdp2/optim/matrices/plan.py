@@ -61,10 +61,8 @@ class StepPlan:
             key = (spread.ranks, dtype, device)
             if key not in lines:
                 lines[key] = line_of(spread, mesh, dtype, device)
-            unit, matrices = (
-                units.get(cast(nn.Parameter, param)),
-                matrices_of(name, param.shape, split),
-            )
+            unit = units.get(cast(nn.Parameter, param))
+            matrices = matrices_of(name, param.shape, split)
             self.members.append(Member(param, name, group, unit, matrices, spread, lines[key]))
         self._loads = {line: Tally.of(len(line.order)) for line in lines.values()}
 
