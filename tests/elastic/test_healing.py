@@ -384,7 +384,9 @@ def fetched(
         ([0, 30], 3),  # before the first frame
         ([0, 900], 3),
         ([0, 900, 1, 500], 5),
-        ([0, -900], 3),  # a flipped byte
+        ([0, *[300] * 6], 8),  # more breaks than are forgiven in a row
+        ([0, -900], 3),  # a flipped byte of a frame's head
+        ([0, -950], 3),  # of a piece
         ([0, -900, -300, 200], 5),
     ],
 )

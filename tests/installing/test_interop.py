@@ -250,7 +250,10 @@ def test_idle_may_be_said_of_what_is_idle() -> None:
     model: Any = fsdp2.fully_shard(_pair())
     idle = torchs._fully_shard._fsdp_common.TrainingState.IDLE
     model(torch.ones(2, 4))
-    model._get_fsdp_state()._fsdp_param_group._training_state = idle
+    group = model._get_fsdp_state()._fsdp_param_group
+    group._training_state = idle
+    with raises("torchs-state-set"):
+        group.device = torch.device("cpu")
     model.reshard()
 
     def during(*_: Any) -> None:
