@@ -6,6 +6,7 @@ so the same bits (`tests.common.parity`).
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import weakref
@@ -56,15 +57,22 @@ def _batch(outputs: int) -> Any:
 
 
 def _language(
-    wrap: Any, tied: bool = False, **unsharded: Any
+    wrap: Any, tied: bool = False, mixed: bool = False
 ) -> tuple[list[parity.Step], list[parity.Step]]:
     """Steps of a wrapped transformer, and of one that is not."""
+    build, *job = _transformer(tied)
+    return parity.train_sharded(wrap(build()), *job), _unwrapped(tied, mixed)
+
+
+@functools.cache
+def _unwrapped(tied: bool, mixed: bool) -> list[parity.Step]:
+    build, *job = _transformer(tied)
+    return parity.train_unsharded(build(), *job, slices=True, mixed=mixed)
+
+
+def _transformer(tied: bool) -> Any:
     build = partial(models.seeded, partial(models.Transformer, tied=tied))
-    batches = parity.language_batches(13, steps=STEPS)
-    ours = parity.train_sharded(wrap(build()), parity.adamw, parity.language_loss, batches)
-    return ours, parity.train_unsharded(
-        build(), parity.adamw, parity.language_loss, batches, slices=True, **unsharded
-    )
+    return build, parity.adamw, parity.language_loss, parity.language_batches(13, steps=STEPS)
 
 
 WRAPS: dict[str, Any] = {
