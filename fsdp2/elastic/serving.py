@@ -38,8 +38,14 @@ _IDLE = 60.0  # seconds that a peer may be silent in the middle of a request
 _WAIT = 1.0  # seconds that a question waits for an answer other than "not yet"
 
 
-class ShardServer:
-    """Serves images at `address`, a URL that ends in a secret; `close` waits `patience` seconds."""
+class ShardServer(ThreadingHTTPServer):
+    """Serves images at `address`, a URL that ends in a secret; `close` waits `patience` seconds.
+
+    A thread per connection, in IPv6 and IPv4 where the machine has both.
+    """
+
+    daemon_threads = True
+    block_on_close = False
 
     def __init__(self, host: str, port: int, patience: float, piece: int = PIECE) -> None:
         self.patience = patience
@@ -48,15 +54,29 @@ class ShardServer:
         self._changed = threading.Condition()
         self._image: Image | None = None
         self._readers: set[socket.socket] = set()
-        self._server = _Server(self, port)
-        self.address = f"http://{host}:{self._server.server_address[1]}/{self.secret}"
+        self._dual = socket.has_dualstack_ipv6()
+        self.address_family = socket.AF_INET6 if self._dual else socket.AF_INET
+        super().__init__(("", port), _Handler)
+        self.address = f"http://{host}:{self.server_port}/{self.secret}"
         self._thread = threading.Thread(
-            target=self._server.serve_forever,
+            target=self.serve_forever,
             kwargs={"poll_interval": 0.05},
             name="fsdp2 serves shards",
             daemon=True,
         )
         self._thread.start()
+
+    def server_bind(self) -> None:
+        """Without a look-up of this machine's name, which may take long."""
+        if self._dual:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = "", self.server_address[1]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A peer that has gone is not an error of this rank."""
+        LOG.info("a peer at %s has gone", client_address, exc_info=True)
 
     def open(self, image: Image) -> None:
         """Serve an image until `close`."""
@@ -107,34 +127,9 @@ class ShardServer:
     def shutdown(self) -> None:
         """End the thread and free the port."""
         self.close()
-        self._server.shutdown()
+        super().shutdown()
         self._thread.join()
-        self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
-    """A thread per connection, in IPv6 and IPv4 where the machine has both."""
-
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, shards: ShardServer, port: int) -> None:
-        self.shards = shards
-        self.dual = socket.has_dualstack_ipv6()
-        self.address_family = socket.AF_INET6 if self.dual else socket.AF_INET
-        super().__init__(("", port), _Handler)
-
-    def server_bind(self) -> None:
-        """Without a look-up of this machine's name, which may take long."""
-        if self.dual:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = "", self.server_address[1]
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A peer that has gone is not an error of this rank."""
-        LOG.info("a peer at %s has gone", client_address, exc_info=True)
+        self.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -142,11 +137,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     timeout = _IDLE
-    server: _Server
+    server: ShardServer
 
     def do_GET(self) -> None:
         """Answer with the head or with frames."""
-        shards = self.server.shards
+        shards = self.server
         match self.path.split("/"):
             case ["", secret, step] if secret == shards.secret and step.isdecimal():
                 token, start = "", -1
@@ -179,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(HTTPStatus.OK)
         self.send_header("Connection", "close")
         self.end_headers()
-        for begin, data in image.pieces(start, self.server.shards.piece):
+        for begin, data in image.pieces(start, self.server.piece):
             self.wfile.write(FRAME.pack(begin, len(data), zlib.crc32(data)))
             self.wfile.write(data)
         self.close_connection = True

@@ -118,19 +118,8 @@ def plan_wrapper(module: nn.Module, given: Given) -> WrapperPlan:
     return WrapperPlan(module, given, strategy, offload, prefetch, precision, ignored, device, mesh)
 
 
-_INHERITED = (
-    "sharding_strategy",
-    "cpu_offload",
-    "backward_prefetch",
-    "mixed_precision",
-    "param_init_fn",
-    "device_id",
-    "sync_module_states",
-    "forward_prefetch",
-    "limit_all_gathers",
-    "use_orig_params",
-)
-"""Arguments that wrappers below get, unless their policy says otherwise."""
+_OWN = ("process_group", "auto_wrap_policy", "ignored_modules")
+"""Arguments that wrappers below do not inherit; their policy may override the others."""
 
 
 def chosen_below(plan: WrapperPlan) -> tuple[list[Choice], list[nn.Module]]:
@@ -150,7 +139,7 @@ def chosen_below(plan: WrapperPlan) -> tuple[list[Choice], list[nn.Module]]:
             return recurse or isinstance(module, apart)
 
         policy = functools.partial(any_wrap_policy, policies=[policy, stays])
-    inherited = {name: given[name] for name in _INHERITED}
+    inherited = {name: value for name, value in given.items() if name not in _OWN}
     inherited |= {"ignored_states": ignored.params, "device_mesh": plan.mesh}
     choices = chosen_modules(
         module,

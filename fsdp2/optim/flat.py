@@ -131,14 +131,13 @@ class FlatOptimizer(Sectioned):
         self._staging = None
         # The base class takes the same arguments as the class, and reads iterators only once.
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, {})
-        devices = (param.device for group in self.param_groups for param in group["params"])
-        device = next(devices, torch.device("cpu"))
+        devices = [param.device for param in self.params()]
+        device = devices[0] if devices else torch.device("cpu")
         inner = self._make_inner([nn.Parameter(torch.empty(0, device=device))])
         self._class, self.defaults = type(inner), inner.defaults
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        devices = (param.device for group in self.param_groups for param in group["params"])
         self._offloads = offload and any(map(offloaded.travels, devices))
         if step_in_backward:
             self._in_backward = InBackward(self)
@@ -174,8 +173,7 @@ class FlatOptimizer(Sectioned):
             found.update(section.states())
         for param, state in self._loaded.items():
             found[param] = {key: wrapped(value, param) for key, value in state.items()}
-        ordered = (param for group in self.param_groups for param in group["params"])
-        return defaultdict(dict, {param: found[param] for param in ordered if param in found})
+        return defaultdict(dict, {param: found[param] for param in self.params() if param in found})
 
     @state.setter
     def state(self, state: Mapping[torch.Tensor, ParamState]) -> None:

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import cast
 
 import torch
 from torch.autograd import Variable
@@ -64,7 +63,7 @@ class Sectioned(torch.optim.Optimizer):
         for param, state in rest.states().items():
             self._loaded[param] = localized(state)
         known = {p for section in self._sections[1:] for p in section.members or ()}
-        params = self._params()
+        params = self.params()
         own = {*params} - known
         made: list[tuple[ParamGroup, Section]] = []
         for group in groups_with(params):
@@ -79,7 +78,8 @@ class Sectioned(torch.optim.Optimizer):
         ]
         return made
 
-    def _params(self) -> list[torch.Tensor]:
+    def params(self) -> list[torch.Tensor]:
+        """All parameters, in the order of the groups."""
         return [param for group in self.param_groups for param in group["params"]]
 
     def _section_of(self, members: Set[torch.Tensor]) -> Section:
@@ -94,26 +94,28 @@ class Sectioned(torch.optim.Optimizer):
         """Step all sections; those that are copied to the host, one after the other."""
         hosted: list[HostSection] = []
         for section in self._sections:
-            if section.stale or not section.set_gradients():
-                self._cut(section)
+            self.prepare(section)
             if isinstance(section, HostSection):
                 hosted.append(section)
             else:
                 section.step(self.param_groups)
         if hosted:
             step_all(hosted, self.param_groups)
-        self._sections[-1].hand_back(self.param_groups)
+        self.hand_back(self._sections[-1].written(self.param_groups))
+
+    def hand_back(self, written: Sequence[ParamGroupOptions]) -> None:
+        """Copy options that a step wrote into the groups: a class may store counts there."""
+        for group, options in zip(self.param_groups, written, strict=True):
+            group.update(options)
 
     def prepare(self, section: Section) -> None:
         """Set the gradients of a section's runs; create the runs again if they do not fit."""
-        if section.stale or not section.set_gradients():
-            self._cut(section)
-
-    def _cut(self, section: Section) -> None:
+        if not section.stale and section.set_gradients():
+            return
         members = section.members
         known = self._loaded if members is None else self._loaded.keys() & members
         loaded = {param: self._loaded.pop(param) for param in tuple(known)}
-        section.cut(self.param_groups, places_of(self._params()), loaded)
+        section.cut(self.param_groups, places_of(self.params()), loaded)
         fits = section.set_gradients()
         assert fits
 
@@ -161,7 +163,7 @@ class InBackward:
         """Create sections of the units' parameters, and watch their gradients."""
         optimizer = self.optimizer
         known = {param for unit in self._units for param in unit.params}
-        if is_stepped(_params_of(optimizer) - known):
+        if is_stepped({*optimizer.params()} - known):
             raise coded(
                 ValueError,
                 "stepped-twice-owner",
@@ -207,8 +209,7 @@ class InBackward:
             unit.end()
         optimizer.prepare(optimizer.rest)
         self._step(optimizer.rest)
-        for group, written in zip(optimizer.param_groups, self._written, strict=True):
-            group.update(written)
+        optimizer.hand_back(self._written)
 
     @torch.no_grad()
     def _step(self, section: Section) -> None:
@@ -295,8 +296,3 @@ class _UnitGradients:
         if group is not None and self.given():
             self._use(group)
         self.used.clear()
-
-
-def _params_of(optimizer: Sectioned) -> set[torch.Tensor]:
-    groups = optimizer.param_groups
-    return {param for group in groups for param in cast("list[torch.Tensor]", group["params"])}

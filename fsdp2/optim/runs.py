@@ -137,12 +137,6 @@ class Section:
             for group, inner in zip(groups, self._inner.param_groups, strict=True)
         ]
 
-    def hand_back(self, groups: Sequence[ParamGroupOptions]) -> None:
-        """Copy options that a step wrote into ``groups``: a class may store counts there."""
-        assert self._inner is not None
-        for group, inner in zip(groups, self._inner.param_groups, strict=True):
-            group.update(options_of(inner))
-
 
 @dataclass
 class FlatRun:
@@ -336,3 +330,10 @@ def wrapped(value: object, param: torch.Tensor) -> object:
 
 def localized(state: ParamState) -> ParamState:
     return {key: local_of(value) for key, value in state.items()}
+
+
+def keep(kept: ParamState, state: ParamState, param: torch.Tensor) -> None:
+    """Put entries of a state of rows that a step has made or replaced into the parameter's."""
+    for key, value in state.items():
+        if key not in kept or local_of(kept[key]) is not value:
+            kept[key] = wrapped(value, param)

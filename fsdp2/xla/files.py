@@ -10,6 +10,7 @@ unnamed scratch file next to it. The full file appears under its name when it is
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from glob import glob
@@ -23,7 +24,7 @@ from fsdp2.core.facts import piece_of
 from fsdp2.xla.shards import ShardInfo, ShardMetadata, check_metadata, local_shape
 
 StateDict = Mapping[str, Any]
-Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+Allocate = Callable[..., torch.Tensor]
 
 
 def consolidate_sharded_state_dicts(
@@ -59,7 +60,7 @@ def consolidate_sharded_state_dicts(
         )
     names = [f"the state dict of rank {rank}" for rank in range(len(state_dict_list))]
     _check_models(state_dict_list, names, metadata)
-    return _joined(state_dict_list, metadata, _in_memory)
+    return _joined(state_dict_list, metadata, torch.empty)
 
 
 def consolidate_sharded_model_checkpoints(
@@ -112,31 +113,23 @@ def consolidate_sharded_model_checkpoints(
     _check_alike([metadata[path] for path in ordered], ordered)
     _check_models(models, ordered, first)
     if not save_model:
-        return _joined(models, first, _in_memory), None
-    full = _joined(models, first, _Mapped(Path(target)).allocate)
+        return _joined(models, first, torch.empty), None
+    full = _joined(models, first, functools.partial(_mapped, Path(target)))
     _write(Path(target), {"model": full})
     return full, target
 
 
-def _in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
-
-
-class _Mapped:
-    """Creates tensors whose pages are those of unnamed files next to ``target``."""
-
-    def __init__(self, target: Path) -> None:
-        self._path = target.with_name(f".{target.name}.scratch-{os.getpid()}")
-
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        numel = torch.Size(shape).numel()
-        if not numel:
-            return torch.empty(shape, dtype=dtype)
-        try:
-            flat = torch.from_file(str(self._path), shared=True, size=numel, dtype=dtype)
-        finally:
-            self._path.unlink(missing_ok=True)  # the map keeps what it needs
-        return flat.view(shape)
+def _mapped(target: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor whose pages are those of an unnamed file next to ``target``."""
+    numel = torch.Size(shape).numel()
+    if not numel:
+        return torch.empty(shape, dtype=dtype)
+    path = target.with_name(f".{target.name}.scratch-{os.getpid()}")
+    try:
+        flat = torch.from_file(str(path), shared=True, size=numel, dtype=dtype)
+    finally:
+        path.unlink(missing_ok=True)  # the map keeps what it needs
+    return flat.view(shape)
 
 
 def _joined(
@@ -166,7 +159,7 @@ def _buffer(value: object, dtype: str | None) -> object:
 
 def _whole(pieces: Sequence[torch.Tensor], info: ShardInfo, allocate: Allocate) -> torch.Tensor:
     shape, dim = tuple(info["shape"]), info["dim"]
-    found = allocate(shape, pieces[0].dtype)
+    found = allocate(shape, dtype=pieces[0].dtype)
     with torch.no_grad():
         for rank, piece in enumerate(pieces):
             start, rows = piece_of(shape[dim], len(pieces), rank)

@@ -29,7 +29,8 @@ import fsdp2.fsdp1 as ours
 from fsdp2 import PrefetchTime
 from fsdp2.fsdp1 import comm_hooks
 from tests.common import parity
-from tests.common.errors import raises
+from tests.common.cases import in_turn
+from tests.common.gradients import unsharded_grads
 from tests.common.models import seeded
 from tests.common.workers import ranks
 
@@ -85,8 +86,8 @@ def wrap(api: Any, model: nn.Module, strategy: str = "FULL_SHARD", **arguments: 
         )
 
 
-def batches(steps: int) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+def batches(steps: int, rank: int | None = None) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(100 + (dist.get_rank() if rank is None else rank))
     for _ in range(steps):
         yield torch.randn(4, DIM, generator=generator)
 
@@ -134,6 +135,14 @@ def close(found: Any, expected: Any) -> None:
     parity.assert_close(found, expected, parity.REORDERED_FP32)
 
 
+def assert_plain_grads(model: nn.Module, build: Any, loss: Callable[[Any, int], Any]) -> None:
+    """A wrapped model has the mean of the gradients that the unwrapped one has of all ranks."""
+    plain = unsharded_grads(seeded(build), lambda plain, rank: loss(plain, rank).backward())
+    expected = {name: grad for name, grad in plain.items() if grad is not None}
+    found = whole(ours, model, grads=True)
+    close({name: found[name] for name in expected}, expected)
+
+
 # ---- strategies
 
 
@@ -162,15 +171,6 @@ def test_hybrid_strategies(strategy: str) -> None:
         by_nodes = wrap(ours, seeded(Net), strategy)
     assert by_nodes.head.weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
     parity.assert_equal(train(ours, by_nodes), train(ours, model))
-
-
-@ranks(2)
-def test_nodes_that_differ() -> None:
-    """All ranks say so, before a process group is made that only some of them would join."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", str(dist.get_rank() + 1))
-        with raises("local-world-sizes"):
-            wrap(ours, seeded(Net), "HYBRID_SHARD")
 
 
 @ranks(2)
@@ -258,23 +258,21 @@ def test_backward_prefetch_changes_no_bit(when: str | None) -> None:
 # ---- mixed precision
 
 
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "param": {"param_dtype": torch.bfloat16},
+    "reduce-fp32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "reduce-bf16": {"reduce_dtype": torch.bfloat16},
+    "inputs": {"param_dtype": torch.bfloat16, "cast_forward_inputs": True},
+}
+
+
 @ranks(2)
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"param_dtype": torch.bfloat16},
-        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-        {"reduce_dtype": torch.bfloat16},
-        {"param_dtype": torch.bfloat16, "cast_forward_inputs": True},
-    ],
-    ids=["param", "reduce-fp32", "reduce-bf16", "inputs"],
-)
-def test_mixed_precision(fields: dict[str, Any]) -> None:
-    def scenario(api: Any) -> Any:
+def test_mixed_precision() -> None:
+    def scenario(fields: dict[str, Any], api: Any) -> Any:
         precision = api.MixedPrecision(**fields)
         return train(api, wrap(api, seeded(Net), mixed_precision=precision))
 
-    as_torch(scenario)
+    in_turn(PRECISIONS, lambda fields: as_torch(functools.partial(scenario, fields)))
 
 
 @ranks(2)
@@ -358,21 +356,17 @@ def test_gradients_stay_low() -> None:
         return grads
 
     first = scenario(ours)
-    expected = wrap(ours, seeded(Net), mixed_precision=ours.MixedPrecision(torch.bfloat16))
-    (batch,) = batches(1)
-    expected(batch).float().pow(2).sum().backward()
-    for found, param in zip(first, expected.parameters(), strict=True):
-        parity.assert_equal(found.to_local(), param.grad.to_local().bfloat16())
     scenario(torchs)
-    precision = ours.MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
-    model = wrap(ours, seeded(Net), mixed_precision=precision)
-    for _ in range(2):
-        model(batch).float().pow(2).sum().backward()
-    norm = model.clip_grad_norm_(1e9)
-    assert norm.dtype == torch.bfloat16
-    for found, once in zip(model.parameters(), first, strict=True):
-        assert found.grad.dtype == torch.bfloat16
-        parity.assert_equal(found.grad.to_local(), 2 * once.to_local())
+    (batch,) = batches(1)
+    for keeps, times in ((False, 1), (True, 2)):
+        precision = ours.MixedPrecision(torch.bfloat16, keep_low_precision_grads=keeps)
+        model = wrap(ours, seeded(Net), mixed_precision=precision)
+        for _ in range(times):
+            model(batch).float().pow(2).sum().backward()
+        for found, once in zip(model.parameters(), first, strict=True):
+            assert found.grad.dtype == (torch.bfloat16 if keeps else torch.float32)
+            parity.assert_equal(found.grad.to_local().bfloat16(), times * once.to_local())
+    assert model.clip_grad_norm_(1e9).dtype == torch.bfloat16
 
 
 # ---- gradients
@@ -402,13 +396,8 @@ def test_accumulation_with_offload() -> None:
         found = whole(ours, model, grads=True)
         expected = expected or found
         parity.assert_equal(found, expected)
-    plain = seeded(Net)
-    for rank in range(2):
-        generator = torch.Generator().manual_seed(100 + rank)
-        for _ in range(3):
-            plain(torch.randn(4, DIM, generator=generator)).pow(2).sum().div(2).backward()
-    parity.assert_close(
-        found, {n: p.grad for n, p in plain.named_parameters()}, parity.REORDERED_FP32
+    assert_plain_grads(
+        model, Net, lambda plain, rank: sum(plain(x).pow(2).sum() for x in batches(3, rank))
     )
 
 
@@ -699,36 +688,37 @@ def test_state_dicts_of_wrappers() -> None:
 # ---- what torch's FSDP1 cannot do
 
 
-@ranks(2)
-def test_frozen_and_trainable_in_one_wrapper() -> None:
-    model = seeded(Net)
+def frozen() -> nn.Module:
+    model = Net()
     model.blocks[0].up.requires_grad_(False)
-    wrapped = ours.FSDP(model, device_id=CPU, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    before = whole(ours, wrapped)
-    train(ours, wrapped)
-    after = whole(ours, wrapped)
-    parity.assert_equal(after["blocks.0.up.weight"], before["blocks.0.up.weight"])
-    assert not torch.equal(after["blocks.0.down.weight"], before["blocks.0.down.weight"])
+    return model
+
+
+def tied() -> nn.Module:
+    """Across wrappers: one parameter, its gradient the sum of both uses."""
+    model = Net()
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+    return model
+
+
+def squares(model: Any, rank: int) -> Tensor:
+    return model(next(batches(1, rank))).pow(2).sum()
+
+
+def penalty(model: Any, rank: int) -> Tensor:
+    """Of gradients: a second backward through the first."""
+    x = next(batches(1, rank)).requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return grad.pow(2).sum()
 
 
 @ranks(2)
-def test_double_backward() -> None:
-    """A gradient penalty: a second backward through the first."""
-
-    def penalised(model: nn.Module, batch: Tensor) -> Tensor:
-        x = batch.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return grad.pow(2).sum()
-
-    model, plain = wrap(ours, seeded(Net)), seeded(Net)
-    (batch,) = batches(1)
-    penalised(model, batch).backward()
-    for rank in range(2):
-        generator = torch.Generator().manual_seed(100 + rank)
-        penalised(plain, torch.randn(4, DIM, generator=generator)).div(2).backward()
-    expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-    found = whole(ours, model, grads=True)
-    parity.assert_close({n: found[n] for n in expected}, expected, parity.REORDERED_FP32)
+def test_frozen_and_tied_parameters_and_double_backward() -> None:
+    for build, loss in ((frozen, squares), (tied, squares), (Net, penalty)):
+        model = wrap(ours, seeded(build))
+        loss(model, dist.get_rank()).backward()
+        assert_plain_grads(model, build, loss)
+        assert (model.blocks[0].up.weight.grad is None) == (build is frozen)
 
 
 @ranks(2)
@@ -740,27 +730,6 @@ def test_a_submodules_own_forward() -> None:
     parity.assert_equal(model.module.blocks[1].module(batch), plain.blocks[1](batch))
     parity.assert_equal(model.module(batch), plain(batch))
     parity.assert_equal(model(batch), plain(batch))
-
-
-@ranks(2)
-def test_shared_parameters() -> None:
-    """Tied across wrappers: one parameter, its gradient the sum of both uses."""
-
-    def tied() -> nn.Module:
-        model = Net()
-        model.blocks[2].up.weight = model.blocks[0].up.weight
-        return model
-
-    model, plain = wrap(ours, seeded(tied)), seeded(tied)
-    (batch,) = batches(1)
-    model(batch).pow(2).sum().backward()
-    for rank in range(2):
-        generator = torch.Generator().manual_seed(100 + rank)
-        plain(torch.randn(4, DIM, generator=generator)).pow(2).sum().div(2).backward()
-    found = whole(ours, model, grads=True)
-    parity.assert_close(
-        found, {n: p.grad for n, p in plain.named_parameters()}, parity.REORDERED_FP32
-    )
 
 
 @ranks(2)

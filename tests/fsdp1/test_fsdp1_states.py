@@ -88,6 +88,10 @@ def by_name(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     )
 
 
+def full(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    return FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+
+
 def in_order(states: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By name; torch's has other orders."""
     return {name: dict(sorted(state.items())) for name, state in sorted(states.items())}
@@ -209,10 +213,12 @@ def test_full_optimizer_states(kind: str) -> None:
     model, optimizer = trained(sharded(), kind)
     expected = by_name(alone, alone_optimizer)
     assert not any(name.startswith("blocks.0") for name in expected["state"])
-    found = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    found = full(model, optimizer)
     assert_same_states(found, expected, "full")
     mine = FSDP.full_optim_state_dict(model, optimizer, optim_input=groups_of(model))
-    assert_same_states(mine, expected, "rank 0") if dist.get_rank() == 0 else assert_empty(mine)
+    assert bool(mine) == (dist.get_rank() == 0)
+    if mine:
+        assert_same_states(mine, expected, "rank 0")
     ids = FSDP.rekey_optim_state_dict(
         found, OptimStateKeyType.PARAM_ID, alone, optim=alone_optimizer
     )
@@ -236,7 +242,7 @@ def test_full_optimizer_states(kind: str) -> None:
         its = OPTIMIZERS[kind](groups_of(other))
         before = copy.deepcopy(expected["state"])
         its.load_state_dict(way(other, its))
-        assert_same_states(FSDP.full_optim_state_dict(other, its, rank0_only=False), expected, "in")
+        assert_same_states(full(other, its), expected, "in")
         parity.assert_equal(before, expected["state"], "what was given")
     other.load_state_dict(model.state_dict())
     for each, its_own in ((alone, alone_optimizer), (other, its)):
@@ -244,15 +250,11 @@ def test_full_optimizer_states(kind: str) -> None:
     parity.assert_equal(dict(other.state_dict()), dict(alone.state_dict()), "continued")
 
 
-def assert_empty(found: dict[str, Any]) -> None:
-    assert found == {}
-
-
 @ranks(2)
 def test_optimizer_states_by_type() -> None:
     """`optim_state_dict` follows the type, and its config; loading takes what it gave."""
     model, optimizer = trained(sharded())
-    expected = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    expected = full(model, optimizer)
     config = ours.FullOptimStateDictConfig(rank0_only=True)
     with FSDP.state_dict_type(model, FULL, optim_state_dict_config=config):
         found = FSDP.optim_state_dict(model, optimizer)
@@ -261,17 +263,12 @@ def test_optimizer_states_by_type() -> None:
         its = OPTIMIZERS["adamw"](groups_of(other))
         FSDP.set_state_dict_type(other, FULL, None, config)
         FSDP.optim_state_dict_to_load(other, its, found, load_directly=True)
-    assert_same_states(FSDP.full_optim_state_dict(other, its, rank0_only=False), expected, "rank 0")
+    assert_same_states(full(other, its), expected, "rank 0")
     with FSDP.state_dict_type(model, SHARDED):
         shards = FSDP.optim_state_dict(model, optimizer)
         assert isinstance(shards["state"]["embed.weight"]["exp_avg"], DTensor)
-        again = FSDP.optim_state_dict_to_load(
-            model, optimizer, copy.deepcopy(shards["state"]) and shards
-        )
-        optimizer.load_state_dict(again)
-    assert_same_states(
-        FSDP.full_optim_state_dict(model, optimizer, rank0_only=False), expected, "sharded"
-    )
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, shards))
+    assert_same_states(full(model, optimizer), expected, "sharded")
     with pytest.warns(UserWarning, match="belongs to no parameter"):
         mixed = FSDP.optim_state_dict(
             model, optimizer, {**optimizer.state_dict(), "state": {"mine": 3}}
@@ -305,12 +302,12 @@ def test_optimizer_states_of_torchs_fsdp1(orig: bool) -> None:
         model = sharded()
         optimizer = make(model.parameters())
         train(model, optimizer)
-        found = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        found = full(model, optimizer)
         parity.assert_equal(in_order(found["state"]), in_order(expected["state"]), "alike")
         for given in (expected, shards):
             fresh = make(model.parameters())
             fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, given))
-            loaded = FSDP.full_optim_state_dict(model, fresh, rank0_only=False)
+            loaded = full(model, fresh)
             parity.assert_equal(
                 in_order(loaded["state"]), in_order(expected["state"]), "from torch's"
             )
@@ -349,14 +346,14 @@ def test_types_are_set_through_a_module_around() -> None:
 def test_other_optimizers() -> None:
     """`FlatOptimizer`, and states of Adafactor, which have other shapes than parameters."""
     model, optimizer = trained(sharded())
-    expected = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    expected = full(model, optimizer)
     other = sharded()
     flat = FlatOptimizer(groups_of(other), torch.optim.AdamW, lr=1e-2)
     train(other, flat)
-    found = FSDP.full_optim_state_dict(other, flat, rank0_only=False)
+    found = full(other, flat)
     parity.assert_equal(found["state"], expected["state"], "flat")
     flat.load_state_dict(FSDP.optim_state_dict_to_load(other, flat, expected))
-    loaded = FSDP.full_optim_state_dict(other, flat, rank0_only=False)
+    loaded = full(other, flat)
     assert_same_states(loaded, expected, "into flat")
     alone, model = plain(), sharded()
     make = partial(torch.optim.Adafactor, lr=1e-2)
@@ -367,7 +364,7 @@ def test_other_optimizers() -> None:
     for scatter in (False, True):
         load = FSDP.scatter_full_optim_state_dict if scatter else FSDP.shard_full_optim_state_dict
         fresh.load_state_dict(load(states, model, optim=fresh))
-        found = FSDP.full_optim_state_dict(model, fresh, rank0_only=False)
+        found = full(model, fresh)
         parity.assert_equal(found["state"], states["state"], "Adafactor's")
 
 
@@ -382,9 +379,7 @@ def test_replicas() -> None:
     model, optimizer = trained(hybrid())
     expected = by_name(alone, alone_optimizer)
     parity.assert_equal(dict(model.state_dict()), dict(alone.state_dict()), "weights")
-    assert_same_states(
-        FSDP.full_optim_state_dict(model, optimizer, rank0_only=False), expected, "states"
-    )
+    assert_same_states(full(model, optimizer), expected, "states")
     config = ours.FullStateDictConfig(rank0_only=True)
     with FSDP.state_dict_type(model, FULL, config):
         assert bool(model.state_dict()) == (dist.get_rank() == 0)
@@ -393,7 +388,7 @@ def test_replicas() -> None:
     given = expected if dist.get_rank() == 0 else None
     its.load_state_dict(FSDP.scatter_full_optim_state_dict(given, other, optim=its))
     other.load_state_dict(alone.state_dict())
-    found = FSDP.full_optim_state_dict(other, its, rank0_only=False)
+    found = full(other, its)
     assert_same_states(found, expected, "scattered")
     parity.assert_equal(dict(other.state_dict()), dict(alone.state_dict()), "loaded")
 
@@ -418,7 +413,7 @@ def test_other_ranks_hold_no_more_than_their_rows() -> None:
 @ranks(2)
 def test_misuse() -> None:
     model, optimizer = trained(sharded())
-    states = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    states = full(model, optimizer)
     with raises("state-dict-local"):
         FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
     with raises("state-dict-type"):

@@ -298,29 +298,6 @@ def _travel(local: Any) -> tuple[Any, Any]:
 # -- what changes between forward and backward ----------------------------------------------------
 
 
-@ranks(2)
-@pytest.mark.parametrize("reshard", [None, True])
-def test_parameters_frozen_between_forward_and_backward(reshard: bool | None) -> None:
-    def scenario(api: ModuleType) -> Any:
-        model = models.seeded(_three_layers)
-        for layer in model:
-            parity.shard(api, layer)
-        parity.shard(api, model, reshard_after_forward=reshard)
-        optimizer = parity.adamw(model.parameters())
-        found = []
-        for _ in range(3):
-            loss = model(_inputs()).square().sum()
-            model[1].requires_grad_(False)
-            loss.backward()
-            found.append({name: p.grad is None for name, p in model.named_parameters()})
-            optimizer.step()
-            optimizer.zero_grad()
-            model[1].requires_grad_(True)
-        return found, parity.full_params(model)
-
-    parity.same_as_torch(scenario)
-
-
 @ranks(2, 4)
 @pytest.mark.parametrize("waiting", ["unreduced", "partial sums", "finalize"])
 def test_gradients_of_before_are_not_lost_by_freezing(waiting: str) -> None:

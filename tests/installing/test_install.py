@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.interop import TORCHS_NAMES
+from fsdp2.interop.wrapped import WRAPPER_NAMES
 from fsdp2.run.__main__ import main
 from fsdp2.run.installing import HOLDERS, OURS
 from fsdp2.run.startup import FOLDER, sitecustomize
@@ -66,21 +67,15 @@ def _names() -> dict[str, dict[str, Any]]:
 # -- names ----------------------------------------------------------------------------------------
 
 
-def test_every_name_that_torch_exports_is_ours(installed: None) -> None:
-    for path in ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard"):
-        for name in torchs._fully_shard.__all__:
-            found = getattr(importlib.import_module(path), name)
-            assert found is getattr(fsdp2, name) or name == "FSDPModule", f"{path}.{name}"
-
-
-def test_every_holder_has_ours(installed: None) -> None:
+def test_names_are_ours_but_the_class_that_is_asked_for(installed: None) -> None:
     for path, holder in _holders().items():
         found = {name: vars(holder)[name] for name in OURS if name in vars(holder)}
         assert found, f"{path} holds nothing"
         assert all(found[name] is OURS[name] for name in found), path
-
-
-def test_the_class_that_is_asked_for_stays_torchs(installed: None) -> None:
+    for path in ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard"):
+        for name in torchs._fully_shard.__all__:
+            found = getattr(importlib.import_module(path), name)
+            assert found is getattr(fsdp2, name) or name == "FSDPModule", f"{path}.{name}"
     assert torchs.FSDPModule is TORCHS_NAMES["FSDPModule"]
     assert issubclass(fsdp2.FSDPModule, torchs.FSDPModule)
 
@@ -97,22 +92,16 @@ def test_installing_twice_and_uninstalling_is_as_if_nothing_had_been() -> None:
     assert _names() == before
 
 
-def test_what_somebody_else_put_there_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("since", [False, True])
+def test_what_somebody_else_puts_there_stays(since: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def theirs() -> None: ...
 
+    if since:
+        _install()
     monkeypatch.setattr(torchs, "fully_shard", theirs)
-    _install()
-    assert torchs.fully_shard is fsdp2.fully_shard
-    fsdp2.uninstall()
-    assert torchs.fully_shard is theirs
-
-
-def test_what_somebody_else_put_there_since_is_left(
-    installed: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def theirs() -> None: ...
-
-    monkeypatch.setattr(torchs, "fully_shard", theirs)
+    if not since:
+        _install()
+        assert torchs.fully_shard is fsdp2.fully_shard
     fsdp2.uninstall()
     assert torchs.fully_shard is theirs
 
@@ -128,9 +117,14 @@ def test_holders_imported_meanwhile_are_torchs_again(monkeypatch: pytest.MonkeyP
     assert late.fully_shard is torchs.fully_shard is TORCHS_NAMES["fully_shard"]
 
 
-def test_modules_that_imported_torchs_before_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["fully_shard", "FullyShardedDataParallel"], ids=["FSDP2", "FSDP1"]
+)
+def test_modules_that_imported_torchs_before_are_named(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     early: Any = ModuleType("an_early_framework")
-    early.shard = TORCHS_NAMES["fully_shard"]
+    early.shard = {**TORCHS_NAMES, **WRAPPER_NAMES}[name]
     monkeypatch.setitem(sys.modules, "an_early_framework", early)
     with pytest.warns(UserWarning, match=r"before fsdp2\.install\(\) by .*an_early_framework"):
         fsdp2.install()
@@ -169,16 +163,12 @@ def test_state_of_a_plain_module_is_none() -> None:
 POLICIES = [name for name in OURS if name.endswith("Policy")]
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_policies_are_recognised_whoever_made_them(name: str) -> None:
-    ours, theirs = OURS[name], TORCHS_NAMES[name]
-    for cls in (ours, theirs):
-        assert isinstance(cls(), ours)
-        assert isinstance(cls(), theirs)
-        assert not isinstance(object(), cls)
-
-
-def test_policies_are_told_apart() -> None:
+def test_policies_are_recognised_whoever_made_them() -> None:
+    for name in POLICIES:
+        for cls in (OURS[name], TORCHS_NAMES[name]):
+            assert isinstance(cls(), OURS[name]), name
+            assert isinstance(cls(), TORCHS_NAMES[name]), name
+            assert not isinstance(object(), cls), name
     assert isinstance(torchs.CPUOffloadPolicy(), fsdp2.OffloadPolicy)
     assert not isinstance(torchs.OffloadPolicy(), fsdp2.CPUOffloadPolicy)
     assert not isinstance(torchs.MixedPrecisionPolicy(), fsdp2.OffloadPolicy)
@@ -344,42 +334,48 @@ def _run_apart(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.parametrize(
+    ("where", "arguments"),
+    [
+        (".", ["scripts/script.py", "-m", "--flag"]),
+        (".", ["link.py"]),  # Python follows it to the neighbours of its script
+        ("scripts", ["-m", "script", "a"]),
+    ],
+    ids=["script", "link", "module"],
+)
 def test_a_script_runs_as_it_would_without_us(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    where: str,
+    arguments: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(folder)
-    assert _run(monkeypatch, "scripts/script.py", "-m", "--flag") == 3
-    expected = "__main__ fsdp2.sharding.api found ['scripts/script.py', '-m', '--flag'] script.py\n"
-    assert capsys.readouterr().out == expected
-
-
-def test_a_link_runs_beside_the_neighbours_of_its_script(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Python follows the link."""
     (folder / "link.py").symlink_to(folder / "scripts" / "script.py")
-    monkeypatch.chdir(folder)
-    assert _run(monkeypatch, "link.py") == 3
+    monkeypatch.chdir(folder / where)
+    assert _run(monkeypatch, *arguments) == 3
+    file = folder / "scripts" / "script.py"
+    seen = [str(file), "a"] if arguments[0] == "-m" else arguments
+    name = "link.py" if arguments == ["link.py"] else "script.py"
+    assert capsys.readouterr().out == f"__main__ fsdp2.sharding.api found {seen} {name}\n"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has had -P since 3.11")
-def test_a_safe_path_stays_one(folder: Path) -> None:
-    """There the script's folder is not searched; what is first is the user's."""
-    (folder / "script.py").write_text("import sys; print(sys.path[0])")
-    done = _run_apart(folder, "-P", "-m", "fsdp2.run", "script.py")
-    assert (done.stdout, done.returncode) == (f"{ROOT}\n", 0), done.stderr
-
-
-def test_a_module_runs_as_it_would_without_us(
+def test_a_safe_path_stays_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(folder / "scripts")
-    assert _run(monkeypatch, "-m", "script", "a") == 3
-    path = str(folder / "scripts" / "script.py")
-    assert (
-        capsys.readouterr().out == f"__main__ fsdp2.sharding.api found ['{path}', 'a'] script.py\n"
-    )
+    """With ``python -P`` the script's folder is not searched; what is first is the user's."""
+
+    class Safe:
+        safe_path = True
+        flags = sys.flags
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.flags, name)
+
+    (folder / "scripts" / "script.py").write_text("import sys; print(sys.path[0]); sys.exit(0)")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "flags", Safe())
+    assert _run(monkeypatch, "scripts/script.py") == 0
+    assert capsys.readouterr().out == f"{folder}\n"
 
 
 @pytest.mark.extended

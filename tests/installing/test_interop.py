@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import runpy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.interop import StateStandIn, TorchIdentity
+from fsdp2.interop import StateStandIn, TorchIdentity, identity
 from fsdp2.testing.null_group import init_null_group, null_mesh
 from tests.common.errors import raises
 
@@ -42,8 +43,11 @@ def _pair() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
-def _methods(cls: type) -> dict[str, Any]:
-    return {n: v for n, v in vars(cls).items() if callable(v) and not n.startswith("__")}
+def _nested() -> Any:
+    """A unit in a unit."""
+    model = _pair()
+    fsdp2.fully_shard(model[0])
+    return fsdp2.fully_shard(model)
 
 
 # -- identity -------------------------------------------------------------------------------------
@@ -53,69 +57,50 @@ def test_torchs_class_is_recognized() -> None:
     model = fsdp2.fully_shard(_pair())
     assert isinstance(model, torchs.FSDPModule)
     assert not isinstance(model[0], torchs.FSDPModule)
+    assert type(model[:1]) is nn.Sequential
     assert not torchs.FullyShardedDataParallel.fsdp_modules(model)  # the older one, FSDP1
 
 
 def test_no_method_of_torchs_class_is_left() -> None:
-    """Nor one that has no counterpart here, on the installed version."""
-    refusals = _methods(TorchIdentity)
-    for name, method in _methods(torchs.FSDPModule).items():
-        found = getattr(fsdp2.FSDPModule, name)
-        assert found is not method, f"{name} is torch's"
-        assert name.startswith("_") or found is not refusals.get(name), f"{name} only raises"
-    assert fsdp2.FSDPModule.__new__ is not torchs.FSDPModule.__new__
+    """Dunder methods included; nor one that has no counterpart here, on the installed version."""
+    mro = type(fsdp2.fully_shard(_pair())).__mro__
+    torchs_class, refusals = mro.index(torchs.FSDPModule), vars(TorchIdentity)
+    for name, value in vars(torchs.FSDPModule).items():
+        if callable(value) or isinstance(value, (property, classmethod, staticmethod)):
+            owner = next(i for i, cls in enumerate(mro) if name in vars(cls))
+            assert owner < torchs_class, f"{name} is inherited from torch's FSDPModule"
+            found = vars(mro[owner])[name]
+            assert name.startswith("_") or found is not refusals.get(name), f"{name} only raises"
 
 
-def test_a_method_that_only_torch_has_is_refused() -> None:
-    source = """if True:
-        import torch.distributed.fsdp as torchs
-        torchs.FSDPModule.set_something_new = lambda self: print("torch's ran")
-        import fsdp2
-        try:
-            fsdp2.FSDPModule.set_something_new(object())
-        except NotImplementedError as error:
-            assert "set_something_new()" in str(error), error
-        else:
-            raise SystemExit("not refused")
-    """
-    subprocess.run([sys.executable, "-c", source], check=True, timeout=120)
-
-
-def test_slices_are_plain() -> None:
-    assert type(fsdp2.fully_shard(_pair())[:1]) is nn.Sequential
+def test_a_method_that_only_torch_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchs.FSDPModule, "set_something_new", print, raising=False)
+    again = runpy.run_path(str(identity.__file__))  # as if fsdp2 were imported only now
+    with raises("newer-method") as caught:
+        again["TorchIdentity"].set_something_new(object())
+    assert "set_something_new()" in str(caught.value)
 
 
 # -- state ----------------------------------------------------------------------------------------
 
 
 def test_state_is_found() -> None:
-    model = _pair()
-    fsdp2.fully_shard(model[0])
-    fsdp2.fully_shard(model)
+    model = _nested()
     states = [model._get_fsdp_state(), model[0]._get_fsdp_state()]
     assert torchs.fully_shard.state(model) is states[0] is not states[1]
     assert states[0]._comm_ctx is not states[1]._comm_ctx
     torchs.share_comm_ctx([model, model[0]])
     assert states[0]._comm_ctx is states[1]._comm_ctx
-
-
-def test_members_of_a_list_share_a_state() -> None:
-    model = _pair()
-    fsdp2.fully_shard([model[0], model[1]])
-    assert model[0]._get_fsdp_state() is model[1]._get_fsdp_state()
-
-
-def test_what_the_state_does_not_have_is_named() -> None:
-    model = fsdp2.fully_shard(_pair())
     with raises("torchs-state"):
-        model._get_fsdp_state()._reset_iter_state()
+        states[0]._reset_iter_state()
+    listed = _pair()
+    fsdp2.fully_shard([listed[0], listed[1]])
+    assert listed[0]._get_fsdp_state() is listed[1]._get_fsdp_state()
 
 
 def test_torchs_look_up_finds_it() -> None:
     """VeOmni, TransformerEngine and others ask it whether a module is sharded."""
-    model = _pair()
-    fsdp2.fully_shard(model[0])
-    fsdp2.fully_shard(model)
+    model = _nested()
     for module in (model, model[0]):
         state = _get_module_fsdp_state(module)
         assert state is module._get_fsdp_state()
@@ -137,77 +122,75 @@ def _policy_of(policy: Any) -> Any:
     return [getattr(policy, name) for name in names]
 
 
-ANSWERS: dict[str, Callable[[Any, Any, Any], Any]] = {
+OF_STATE = (
+    *("_device", "_is_root", "_auto_reshard_after_forward", "_training_state"),
+    *("_state_ctx.is_last_backward", "_state_ctx.iter_forward_root"),
+    "_state_ctx.manual_backward_finalization",
+)
+OF_GROUP = (
+    *("device", "_training_state", "mesh_info", "mesh_info.shard_mesh_size", "_module_fqn"),
+    *("mesh_info.shard_process_group", "post_forward_mesh_info", "_reshard_after_forward"),
+    *("_use_post_forward_mesh", "_sharded_state", "is_unsharded", "is_sharded"),
+    *("is_sharded_post_forward", "reshard_after_backward", "unshard_in_backward"),
+    *("reduce_grads", "all_reduce_grads", "gradient_divide_factor", "_is_hsdp"),
+    *("reduce_scatter_unused_params", "force_sum_reduction_for_comms"),
+    *("_all_gather_process_group", "_reduce_scatter_process_group"),
+)
+OF_PARAM = (
+    *("_param_fqn", "_orig_size", "sharded_size", "orig_dtype", "param_dtype", "reduce_dtype"),
+    *("fsdp_placement", "is_dtensor", "offload_to_cpu", "sharded_state"),
+    *("sharded_param.placements", "sharded_param.grad", "unsharded_param.shape"),
+)
+OTHERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "groups": lambda state, group, model: state._fsdp_param_groups == [group],
     "modules": lambda state, group, model: (state._modules == (model,), group.modules == (model,)),
     "policy": lambda state, group, model: _policy_of(state._mp_policy),
     "group's": lambda state, group, model: _policy_of(group.mp_policy),
-    "device": lambda state, group, model: (state._device, group.device),
-    "root": lambda state, group, model: (state._is_root, state._auto_reshard_after_forward),
     "states": lambda state, group, model: [x is state for x in state._state_ctx.all_states],
-    "last": lambda state, group, model: state._state_ctx.is_last_backward,
-    "forward": lambda state, group, model: state._state_ctx.iter_forward_root,
-    "manual": lambda state, group, model: state._state_ctx.manual_backward_finalization,
-    "training": lambda state, group, model: (state._training_state, group._training_state),
     "prefetch": lambda state, group, model: [*state._states_to_backward_prefetch],
-    "mesh": lambda state, group, model: group.mesh_info,
-    "size": lambda state, group, model: group.mesh_info.shard_mesh_size,
-    "group": lambda state, group, model: group.mesh_info.shard_process_group,
-    "name": lambda state, group, model: group._module_fqn,
-    "leaves": lambda state, group, model: group.post_forward_mesh_info,
-    "reshards": lambda state, group, model: group._reshard_after_forward,
-    "smaller": lambda state, group, model: group._use_post_forward_mesh,
-    "where": lambda state, group, model: (group._sharded_state, group.is_unsharded),
-    "sharded": lambda state, group, model: (group.is_sharded, group.is_sharded_post_forward),
-    "after": lambda state, group, model: (group.reshard_after_backward, group.unshard_in_backward),
-    "sync": lambda state, group, model: (group.reduce_grads, group.all_reduce_grads),
-    "factor": lambda state, group, model: group.gradient_divide_factor,
-    "unused": lambda state, group, model: group.reduce_scatter_unused_params,
-    "sum": lambda state, group, model: group.force_sum_reduction_for_comms,
-    "hsdp": lambda state, group, model: group._is_hsdp,
-    "gathers": lambda state, group, model: group._all_gather_process_group,
-    "reduces": lambda state, group, model: group._reduce_scatter_process_group,
-    "fqn": lambda state, group, model: [p._param_fqn for p in group.fsdp_params],
-    "orig": lambda state, group, model: [p._orig_size for p in group.fsdp_params],
-    "local": lambda state, group, model: [p.sharded_size for p in group.fsdp_params],
-    "dtype": lambda state, group, model: [p.orig_dtype for p in group.fsdp_params],
-    "compute": lambda state, group, model: [p.param_dtype for p in group.fsdp_params],
-    "reduce": lambda state, group, model: [p.reduce_dtype for p in group.fsdp_params],
-    "placed": lambda state, group, model: [p.fsdp_placement for p in group.fsdp_params],
-    "parallel": lambda state, group, model: [p.is_dtensor for p in group.fsdp_params],
-    "offload": lambda state, group, model: [p.offload_to_cpu for p in group.fsdp_params],
-    "state": lambda state, group, model: [p.sharded_state for p in group.fsdp_params],
-    "param": lambda state, group, model: [
-        p.sharded_param.placements for p in group.fsdp_params if p.sharded_param.grad is None
-    ],
-    "whole": lambda state, group, model: [p.unsharded_param.shape for p in group.fsdp_params],
-    "one mesh": lambda state, group, model: all(
+    "one mesh": lambda state, group, model: [
         p.mesh_info is group.mesh_info for p in group.fsdp_params
-    ),
+    ],
 }
 """What clients read of torch's state, its groups and their parameters; docs/compat.md has them."""
 
-NOT_IN_EVERY_TORCH = {"groups", "group's", "manual", "unused", "sum", "dtype", "placed"}
+NOT_IN_EVERY_TORCH = {
+    *("groups", "group's", "param_dtype", "fsdp_placement", "reduce_scatter_unused_params"),
+    *("force_sum_reduction_for_comms", "_state_ctx.manual_backward_finalization"),
+}
+
+
+def _answers(state: Any, group: Any, model: Any) -> dict[str, Callable[[], Any]]:
+    found = {name: partial(read, state, group, model) for name, read in OTHERS.items()}
+    found |= {f"state {name}": partial(attrgetter(name), state) for name in OF_STATE}
+    found |= {f"group {name}": partial(attrgetter(name), group) for name in OF_GROUP}
+    return found | {
+        f"param {at} {name}": partial(attrgetter(name), param)
+        for at, param in enumerate(group.fsdp_params)
+        for name in OF_PARAM
+    }
 
 
 @pytest.mark.parametrize("reshard", [None, True])
 def test_stand_ins_answer_as_torchs_objects_do(reshard: bool | None) -> None:
-    found = []
-    for shard in (torchs.fully_shard, fsdp2.fully_shard):
+    theirs, ours = [], []
+    for shard, found in ((torchs.fully_shard, theirs), (fsdp2.fully_shard, ours)):
         torch.manual_seed(0)
         policy = torchs.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
         shard(model, mp_policy=policy, reshard_after_forward=reshard)
         model(torch.ones(2, 4))
         state = model._get_fsdp_state()
-        found.append((state, state._fsdp_param_group, model))
-    for name, read in ANSWERS.items():
+        found += [state, state._fsdp_param_group, model]
+    expected, answers = _answers(*theirs), _answers(*ours)
+    assert expected.keys() == answers.keys()
+    for name, read in expected.items():
         try:
-            theirs = read(*found[0])
+            wanted = read()
         except AttributeError:
-            assert name in NOT_IN_EVERY_TORCH, name
+            assert name in NOT_IN_EVERY_TORCH or name.split()[-1] in NOT_IN_EVERY_TORCH, name
         else:
-            assert read(*found[1]) == theirs, name
+            assert answers[name]() == wanted, name
 
 
 def test_a_plain_module_has_no_group() -> None:
@@ -233,9 +216,7 @@ def _set_as_verl(module: Any, value: bool) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("value", [True, False])
 def test_a_root_that_is_to_reshard_by_way_of_torchs_state(value: bool, when: str) -> None:
-    model: Any = _pair()
-    fsdp2.fully_shard(model[0])
-    fsdp2.fully_shard(model)
+    model = _nested()
     if when == "after":
         model(torch.ones(2, 4)).sum().backward()
     _set_as_verl(model, value)
@@ -269,7 +250,10 @@ def test_idle_may_be_said_of_what_is_idle() -> None:
     model: Any = fsdp2.fully_shard(_pair())
     idle = torchs._fully_shard._fsdp_common.TrainingState.IDLE
     model(torch.ones(2, 4))
-    model._get_fsdp_state()._fsdp_param_group._training_state = idle
+    group = model._get_fsdp_state()._fsdp_param_group
+    group._training_state = idle
+    with raises("torchs-state-set"):
+        group.device = torch.device("cpu")
     model.reshard()
 
     def during(*_: Any) -> None:
@@ -282,9 +266,7 @@ def test_idle_may_be_said_of_what_is_idle() -> None:
 
 def test_lazy_init_makes_a_root() -> None:
     """Called before units are gathered one by one, so that none of them becomes a root."""
-    model: Any = _pair()
-    fsdp2.fully_shard(model[0])
-    fsdp2.fully_shard(model)
+    model = _nested()
     assert model._get_fsdp_state()._is_root is None
     model._get_fsdp_state()._lazy_init()
     model[0].unshard()
@@ -294,9 +276,7 @@ def test_lazy_init_makes_a_root() -> None:
 
 
 def test_gradients_that_wait_are_reduced_by_a_groups_post_backward() -> None:
-    model: Any = _pair()
-    fsdp2.fully_shard(model[0])
-    fsdp2.fully_shard(model)
+    model = _nested()
     model.set_requires_gradient_sync(False)
     model(torch.ones(2, 4)).sum().backward()
     assert model[0].weight.grad is None
@@ -315,11 +295,6 @@ def test_calls_that_change_nothing() -> None:
     group._init_mp_dtypes()
     group.unshard_async_op = False
     assert group.unshard_async_op
-    model(torch.ones(2, 4)).sum().backward()
-
-
-def test_private_setter_changes_nothing() -> None:
-    model = fsdp2.fully_shard(_pair())
     model._set_unshard_async_op(True)
     model(torch.ones(2, 4)).sum().backward()
     assert all(isinstance(param.grad, DTensor) for param in model.parameters())
@@ -448,9 +423,7 @@ def test_models_with_a_metaclass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_state_dict_of_checkpoints() -> None:
-    model = _pair()
-    fsdp2.fully_shard(model[0])
-    fsdp2.fully_shard(model)
+    model = _nested()
     model(torch.ones(2, 4))
     state = get_model_state_dict(model)
     assert {key: type(value) for key, value in state.items()} == dict.fromkeys(state, DTensor)

@@ -81,14 +81,3 @@ def test_the_same_step_of_torchs_would_be_noticed() -> None:
     found = _calls_into_torchs_fsdp(lambda: _train(model))
     assert any(name.startswith("_fully_shard.py:") for name in found)
     assert any(name.startswith("_fsdp_param_group.py:") for name in found)
-
-
-def test_no_method_of_torchs_class_is_inherited() -> None:
-    """Dunder methods included, by a module of any class."""
-    model_class = type(_sharded(fsdp2))
-    mro = model_class.__mro__
-    torchs_class = mro.index(torchs.FSDPModule)
-    for name, value in vars(torchs.FSDPModule).items():
-        if callable(value) or isinstance(value, (property, classmethod, staticmethod)):
-            owner = next(i for i, cls in enumerate(mro) if name in vars(cls))
-            assert owner < torchs_class, f"{name} is inherited from torch's FSDPModule"

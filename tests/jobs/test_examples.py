@@ -63,7 +63,9 @@ TINY = PRESETS["tiny"]
         (["--resume"], "--resume needs --checkpoint"),
         (["--elastic", "2", "--plan"], "--elastic knows no --checkpoint, --export, --trace or"),
         (["--elastic", "50000", "--nproc", "2"], "100000 ranks are too many for this machine"),
-        (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint"),
+        (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint DIR"),
+        (["--checkpoint-async"], "--checkpoint-async needs --checkpoint DIR"),
+        (["--keep=3"], "--keep needs --checkpoint DIR"),
         (["--export", "/"], "--export / is there already"),
         (["--seq-len", "100000000"], "too little text"),
     ],
@@ -257,17 +259,6 @@ def test_model_shapes_and_first_loss() -> None:
     assert model.head.weight is not model.embed.weight
 
 
-def test_model_is_causal() -> None:
-    model = _model(TINY)
-    tokens = torch.randint(0, 256, (1, 12))
-    changed = tokens.clone()
-    changed[0, 8] = (changed[0, 8] + 1) % 256
-    with torch.no_grad():
-        before, after = model(tokens), model(changed)
-    torch.testing.assert_close(before[:, :8], after[:, :8])
-    assert not torch.allclose(before[:, 8:], after[:, 8:])
-
-
 def test_presets_are_llama_sized() -> None:
     for name, billions in (("llama-1b", 1.0), ("llama-8b", 7.0)):
         with torch.device("meta"):
@@ -374,16 +365,16 @@ def test_adapters_start_as_nothing_and_leave_the_base_frozen() -> None:
     assert model.get_parameter("blocks.0.attention.wq.lora_b.weight").any()
 
 
-def test_every_layer_of_a_block_has_its_tensor_parallel_style() -> None:
+def test_every_layer_has_its_tensor_parallel_style() -> None:
     colwise, rowwise = ["wq", "wk", "wv", "gate", "up"], ["wo", "down"]
     for model, suffix in ((_model(TINY), ""), (_adapted(), ".base")):
         block = model.blocks[0]
         assert isinstance(block, Block)
-        styles = parallel.plan(block)
-        assert isinstance(styles, dict)
+        found = parallel.plan(block)
+        assert isinstance(found, dict)
         holders = {name.rpartition(".")[0] for name, _ in block.named_parameters()}
-        assert styles.keys() == holders
-        for path, style in styles.items():
+        assert found.keys() == holders
+        for path, style in found.items():
             name = path.removesuffix(suffix).rpartition(".")[2]
             if name in colwise:
                 assert isinstance(style, ColwiseParallel), path
@@ -395,9 +386,6 @@ def test_every_layer_of_a_block_has_its_tensor_parallel_style() -> None:
                 # The adapter's wide side is cut as the base is, its narrow side is whole.
                 wide = path.endswith("lora_a") == (path.split(".")[-2] in rowwise)
                 assert isinstance(style, parallel.ReplicateParallel) != wide, path
-
-
-def test_the_other_parts_have_one_style_each() -> None:
     styles = {
         name: parallel.plan(part)
         for name, part in parts(_model(TINY))
@@ -425,12 +413,10 @@ def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert learning_rate(0, 1, 1.0) > 0
 
 
-def test_progress_line() -> None:
+def test_what_is_reported() -> None:
+    """A line of progress; frozen parameters count in the state."""
     line = reporting.step_line(7, 120, 2.34567, 12345.6, 3_000_000)
     assert line == "step   7/120  loss 2.3457  12,346 tokens/s  peak 3.00 MB"
-
-
-def test_frozen_parameters_count_in_the_state() -> None:
     frozen, trained = nn.Parameter(torch.zeros(5), requires_grad=False), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([trained], lr=1.0, momentum=0.9)
     trained.grad = torch.ones(3)
@@ -498,12 +484,6 @@ def test_folders_that_do_not_fit(tmp_path: Path) -> None:
         (tmp_path / "run" / "step-00000003" / file).write_text(content)
         with pytest.raises(UsageError, match="cannot be read"):
             checkpointing.find(tmp_path / "run", True, ALIKE)
-
-
-@pytest.mark.parametrize("flag", ["--checkpoint-every=5", "--checkpoint-async", "--keep=3"])
-def test_options_of_checkpoints_need_a_folder(flag: str) -> None:
-    with pytest.raises(UsageError, match=f"{flag.split('=')[0]} needs --checkpoint DIR"):
-        parse(["--device", "cpu", flag], None)
 
 
 def test_checkpoint_without_numpy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

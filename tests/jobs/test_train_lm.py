@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,12 +14,11 @@ from fsdp2 import checkpoint
 from fsdp2.examples.model import PRESETS
 from fsdp2.planning.presets import Model
 from tests.common import jobs
+from tests.common.cases import in_turn
 from tests.common.combinations import seldom
 
 pytestmark = pytest.mark.ranks
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 90
 STEPS = 40
 RUN = ("--preset", "tiny", "--device", "cpu", "--seed", "1", "--steps", str(STEPS))
 TRAIN_LM = jobs.TRAIN_LM
@@ -35,17 +33,13 @@ def torchrun(ranks: int) -> tuple[str, ...]:
 
 def losses_of(out: str) -> Losses:
     """Step -> the loss as printed, with 4 decimals."""
-    return {int(n): loss for n, loss in re.findall(r"^step +(\d+)/.*?loss (\d\.\d{4}) ", out, re.M)}
+    return dict(jobs.losses_of(out))
 
 
-def run(*command: str, timeout: float = TIMEOUT_SECONDS) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
-
-
-def train(*argv: str, command: tuple[str, ...] = TRAIN_LM, timeout: float = TIMEOUT_SECONDS) -> str:
-    done = run(*command, *RUN, *argv, timeout=timeout)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def train(*argv: str, command: tuple[str, ...] = TRAIN_LM) -> str:
+    code, out, err = jobs.Run(*command, *RUN, *argv).finish()
+    assert code == 0, err
+    return out
 
 
 def assert_same_losses(got: Losses, expected: Losses) -> None:
@@ -85,14 +79,14 @@ def test_it_learns_and_reports(two_ranks: str) -> None:
 
 
 @pytest.mark.extended
-def test_one_rank_prints_the_losses_of_two(two_ranks: str) -> None:
-    assert_same_losses(losses_of(train("--nproc", "1")), losses_of(two_ranks))
-
-
-@pytest.mark.extended
-def test_micro_batches_print_the_losses_of_one_batch(two_ranks: str) -> None:
-    out = train("--nproc", "2", "--grad-accum", "2", "--activation-checkpointing")
-    assert_same_losses(losses_of(out), losses_of(two_ranks))
+def test_other_ways_print_the_losses_of_two_ranks(two_ranks: str) -> None:
+    ways = {
+        "one rank": ("--nproc", "1"),
+        "micro-batches": ("--nproc", "2", "--grad-accum", "2", "--activation-checkpointing"),
+        "offloaded shards": ("--nproc", "2", *OFFLOAD),
+    }
+    expected = losses_of(two_ranks)
+    in_turn(ways, lambda argv: assert_same_losses(losses_of(train(*argv)), expected))
 
 
 @pytest.mark.exhaustive
@@ -140,15 +134,9 @@ def adapters_on_one_rank() -> Losses:
 @pytest.mark.parametrize("layout", [REPLICATE, TP], ids=" ".join)
 @pytest.mark.exhaustive
 def test_a_mesh_of_ranks_prints_the_losses_of_two(two_ranks: str, layout: tuple[str, ...]) -> None:
-    out = train(*layout, "--grad-accum", "2", "--steps", str(FEW), timeout=300)
+    out = train(*layout, "--grad-accum", "2", "--steps", str(FEW))
     assert "rank(s) (replicate " in out
     assert_same_losses(losses_of(out), first(losses_of(two_ranks), FEW))
-
-
-@pytest.mark.extended
-def test_offloaded_shards_print_the_losses_of_resident_ones(two_ranks: str) -> None:
-    out = train("--nproc", "2", *OFFLOAD)
-    assert_same_losses(losses_of(out), losses_of(two_ranks))
 
 
 @pytest.mark.exhaustive
@@ -178,7 +166,7 @@ def test_combinations(
     layout: tuple[str, ...],
     more: tuple[str, ...],
 ) -> None:
-    out = train(*layout, *more, "--steps", "20", timeout=600)
+    out = train(*layout, *more, "--steps", "20")
     expected = adapters_on_one_rank if more == LORA else losses_of(two_ranks)
     assert_same_losses(losses_of(out), first(expected, 20))
 
@@ -205,8 +193,8 @@ def test_resumed_on_another_mesh(
     more: tuple[str, ...],
 ) -> None:
     saving = ("--checkpoint", str(tmp_path), *more)
-    train(*before, *saving, "--steps", "6", timeout=600)
-    out = train(*after, *saving, "--steps", "12", "--resume", timeout=600)
+    train(*before, *saving, "--steps", "6")
+    out = train(*after, *saving, "--steps", "12", "--resume")
     expected = adapters_on_one_rank if more == LORA else losses_of(two_ranks)
     assert_same_losses(losses_of(out), {step: expected[step] for step in range(7, 13)})
 
@@ -281,7 +269,7 @@ def test_a_failing_worker_shows_its_traceback(tmp_path: Path) -> None:
         "    time.sleep(600)\n"
         "sys.exit(launch.main('failing', None, prepare, work))\n"
     )
-    job = jobs.Run(sys.executable, "-m", "failing", PYTHONPATH=f"{ROOT}:{tmp_path}")
+    job = jobs.Run(sys.executable, "-m", "failing", PYTHONPATH=f"{jobs.ROOT}:{tmp_path}")
     code, _, err = job.finish()
     assert code == 1
     assert "RuntimeError: rank 1 cannot go on" in err
@@ -290,15 +278,13 @@ def test_a_failing_worker_shows_its_traceback(tmp_path: Path) -> None:
 # --- wrong usage ---------------------------------------------------------------------------------
 
 
-def test_wrong_usage() -> None:
-    done = run(*TRAIN_LM, "--nproc", "3")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"train_lm: .* do not divide evenly over 3 ranks\.\n", done.stderr)
-
-
 @pytest.mark.extended
-def test_wrong_usage_under_torchrun() -> None:
-    done = run(*torchrun(2), "--batch-size", "5")
-    assert done.returncode != 0
-    assert done.stderr.count("train_lm: 5 sequences in a micro-batch") == 1
-    assert "exitcode  : 2" in done.stderr
+def test_wrong_usage() -> None:
+    """In a process of its own, and under torchrun."""
+    code, out, err = jobs.Run(*TRAIN_LM, "--nproc", "3").finish()
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"train_lm: .* do not divide evenly over 3 ranks\.\n", err)
+    code, _, err = jobs.Run(*torchrun(2), "--batch-size", "5").finish()
+    assert code != 0
+    assert err.count("train_lm: 5 sequences in a micro-batch") == 1
+    assert "exitcode  : 2" in err

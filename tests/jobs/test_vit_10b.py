@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import re
-import sys
+from contextlib import nullcontext, redirect_stdout
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp2.examples import vit_10b
+from fsdp2.examples.flags import GivenRanks
 from fsdp2.examples.vit_10b import SIZES, construction, main, parse
 from fsdp2.planning.presets import Model
-from tests.common import jobs
+from tests.common.workers import ranks
 
 pytestmark = pytest.mark.ranks
-
-TINY = ("--size", "tiny", "--device", "cpu", "--nproc", "2")
 
 
 def test_its_size_is_what_a_hand_computes() -> None:
@@ -28,9 +30,21 @@ def test_its_size_is_what_a_hand_computes() -> None:
     assert found == (4 * (depth * block + root) // ranks, 4 * block, 4 * root)
 
 
+@ranks(2)
 def test_two_ranks_train_as_one_process_does_and_hold_what_is_planned() -> None:
-    argv = (*TINY, "--steps", "3", "--lr", "1e-3", "--seed", "7")
-    job = jobs.Run(sys.executable, "-m", "fsdp2.examples.vit_10b", *argv)
+    rank = dist.get_rank()
+    argv = ("--size", "tiny", "--device", "cpu", "--steps", "3", "--lr", "1e-3", "--seed", "7")
+    here = nullcontext(torch.device("cpu"))
+    printed = io.StringIO()
+    with (
+        mock.patch.object(vit_10b.launch, "process_group", return_value=here),
+        redirect_stdout(printed),
+    ):
+        assert vit_10b.train(parse(argv, GivenRanks(rank, 2, rank, 2))) == 0
+    out = printed.getvalue()
+    if rank:
+        assert out == ""
+        return
     shape = SIZES["tiny"]
     torch.manual_seed(7)
     model = Model(shape)
@@ -39,8 +53,6 @@ def test_two_ranks_train_as_one_process_does_and_hold_what_is_planned() -> None:
         vit_10b.train_step(model, optimizer, *vit_10b.images_and_labels(shape, 7, step, 4)).item()
         for step in range(3)
     ]
-    code, out, err = job.finish()
-    assert code == 0, err
     found = [float(loss) for loss in re.findall(r"^step \d/3  loss (\d\.\d{4}) ", out, re.M)]
     assert found == pytest.approx(expected, abs=1.01e-4)
     assert len(set(found)) == 3

@@ -168,8 +168,6 @@ def test_every_third_call() -> None:
     resumed = EMA(sharded(5), 0.5, every=3)
     resumed.load_state_dict(ema.state_dict())
     assert (resumed.steps, resumed.updates) == (STEPS, 2)
-    with raises("ema-every"):
-        EMA(model, every=0)
 
 
 @ranks(2)
@@ -194,7 +192,7 @@ def test_swapped(dtype: torch.dtype | None) -> None:
     state = {n: t.clone() for n, t in plain.state_dict().items()}
     with torch.no_grad():
         buffers = {n: b.clone() for n, b in model.named_buffers()}
-        rounded = {n: t.to(state[n].dtype) for n, t in averages.items()}
+        rounded = {n: averages[n].to(state[n].dtype) for n, _ in model.named_parameters()}
         plain.load_state_dict(
             {**state, **rounded, **buffers, "head.weight": rounded["embed.weight"]}
         )
@@ -202,7 +200,7 @@ def test_swapped(dtype: torch.dtype | None) -> None:
         before = model(ids)
         with ema.swapped() as same:
             assert same is model
-            parity.assert_equal(parity.full_params(model), dict(sorted_like(rounded, model)))
+            parity.assert_equal(parity.full_params(model), rounded)
             assert torch.allclose(model(ids), plain(ids), atol=1e-5)
             for call in (ema.update, ema.averages, ema.swapped().__enter__):
                 with raises("ema-swapped"):
@@ -215,24 +213,6 @@ def test_swapped(dtype: torch.dtype | None) -> None:
     parity.assert_equal(parity.full_params(model), weights)
     model.train()
     step(model, optimizer_of(model), 9)
-
-
-def sorted_like(tensors: dict[str, Tensor], model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, tensors[name]) for name, _ in model.named_parameters()]
-
-
-@ranks(2)
-def test_not_in_a_forward() -> None:
-    model = sharded()
-    ema = EMA(model)
-
-    def hook(*_: Any) -> None:
-        with raises("full-during"):
-            ema.swapped().__enter__()
-
-    handle = model.block.register_forward_hook(hook)
-    model(torch.arange(6))
-    handle.remove()
 
 
 @ranks(2)
@@ -274,8 +254,6 @@ def test_parameters_that_move() -> None:
 
 @ranks(2)
 def test_state_dicts(tmp_path: Path) -> None:
-    folder: list[Any] = [str(tmp_path)]
-    dist.broadcast_object_list(folder)
     model = sharded()
     ema = EMA(model, 0.5)
     before = averaged(model, ema)
@@ -283,9 +261,9 @@ def test_state_dicts(tmp_path: Path) -> None:
     other.load_state_dict(ema.state_dict())
     assert other.updates == STEPS
     parity.assert_equal(whole(other.averages()), before)
-    dcp.save({"ema": ema}, checkpoint_id=f"{folder[0]}/dcp")
+    dcp.save({"ema": ema}, checkpoint_id=tmp_path / "dcp")
     again = EMA(sharded(6), 0.5)
-    dcp.load({"ema": again}, checkpoint_id=f"{folder[0]}/dcp")
+    dcp.load({"ema": again}, checkpoint_id=tmp_path / "dcp")
     assert again.updates == STEPS
     parity.assert_equal(whole(again.averages()), before)
     state: Any = ema.state_dict()
@@ -317,18 +295,20 @@ def _loads(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_files(tmp_path: Path) -> None:
     """Saved on two ranks, loaded on another number; exported as the averages."""
     saved = workers.run_on_ranks(2, _saves, tmp_path)[0]
-    for size in (2, 4, 1):
+    for size in (4, 1):
         for found, exported in workers.run_on_ranks(size, _loads, tmp_path):
             parity.assert_equal(found, saved, "loaded")
             parity.assert_equal(exported, saved, "exported")
 
 
-@ranks(1)
+@ranks(2)
 def test_what_is_refused() -> None:
     model = sharded()
     for decay in (-0.1, 1.5, "0.9"):
         with raises("ema-decay"):
             EMA(model, decay)  # type: ignore[arg-type]  # what is tested
+    with raises("ema-every"):
+        EMA(model, every=0)
     ema = EMA(model, lambda _: 2.0)
     ema.update()
     with raises("ema-decay"):
@@ -337,3 +317,10 @@ def test_what_is_refused() -> None:
         EMA(nn.Linear(2, 2, device="meta"))
     with raises("ema-extension"):
         EMA(tensors.extend(nn.Linear(2, 2), tensors.Aliased))
+
+    def during(*_: Any) -> None:
+        with raises("full-during"):
+            ema.swapped().__enter__()
+
+    model.block.register_forward_hook(during)
+    model(torch.arange(6))

@@ -8,12 +8,10 @@ CPU memory; streams and their order are those of tests/accelerator/test_offloade
 from __future__ import annotations
 
 import copy
-import functools
 import gc
-import inspect
 import pickle
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -36,6 +34,7 @@ from fsdp2.optim import offloaded
 from fsdp2.optim.flat import ELEMENTWISE, FlatOptimizer
 from fsdp2.testing.counting import operators
 from tests.common import meshes, models, parallelisms, parity
+from tests.common.cases import in_turn
 from tests.common.combinations import each_once
 from tests.common.errors import raises
 from tests.common.gradients import mlp, mlp_batches
@@ -140,21 +139,20 @@ def _check(
             parity.assert_equal(run(partial(_flat, **MODES[mode])), expected, mode)
 
 
+RUNS: dict[str, Callable[[], None]] = {}
+
+
 def like_plain(
-    modes: Iterable[str] = MODES, on: Sequence[int] = (2,)
-) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a test of a run: on ranks, `_check` calls it with what makes the optimizer."""
+    modes: Iterable[str] = MODES, **cases: dict[str, Any]
+) -> Callable[[Callable[..., Any]], None]:
+    """Makes a run a case of `test_runs_end_as_with_the_plain_optimizer`, or several."""
 
-    def decorate(run: Callable[..., Any]) -> Any:
-        @functools.wraps(run)
-        def test(**arguments: Any) -> None:
-            _check(partial(run, **arguments), modes)
+    def register(run: Callable[..., Any]) -> None:
+        for name, arguments in (cases or {"": {}}).items():
+            case = f"{run.__name__} {name}".strip()
+            RUNS[case] = partial(_check, partial(run, **arguments), modes)
 
-        own = inspect.signature(run)
-        test.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
-        return ranks(*on)(test)
-
-    return decorate
+    return register
 
 
 def _clip(model: nn.Module, _: Any, __: int) -> None:
@@ -179,28 +177,21 @@ def test_steps_like_the_plain_optimizer(optimizer_class: Any, model: Any) -> Non
     if optimizer_class is torch.optim.SGD:
         options["momentum"] = 0.9
     plain, flat = (parity.shard(parity.OURS, models.seeded(model)) for _ in range(2))
-    if optimizer_class is torch.optim.Rprop:  # torch's fails on DTensors
-        optimizer: Any = _OverRows(plain, optimizer_class(_own_rows(plain), **options))
-    else:
-        optimizer = optimizer_class(plain.parameters(), **options)
-    expected = _train(plain, optimizer)
+    expected = _train(plain, _OverRows(plain, optimizer_class, options))
     parity.assert_equal(_train(flat, FlatOptimizer(flat, optimizer_class, **options)), expected)
 
 
-def _own_rows(model: nn.Module) -> list[nn.Parameter]:
-    return [nn.Parameter(param._local_tensor.detach()) for param in model.parameters()]
-
-
 class _OverRows:
-    """A plain optimizer over this rank's rows as plain tensors."""
+    """A plain optimizer over this rank's rows as plain tensors: torch's Rprop takes no DTensors."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.params, self.optimizer = list(model.parameters()), optimizer
-        self.state_dict = optimizer.state_dict
+    def __init__(self, model: nn.Module, optimizer_class: Any, options: dict[str, Any]) -> None:
+        self.params = list(model.parameters())
+        self.rows = [nn.Parameter(param._local_tensor.detach()) for param in self.params]
+        self.optimizer = optimizer_class(self.rows, **options)
+        self.state_dict = self.optimizer.state_dict
 
     def step(self) -> None:
-        rows = self.optimizer.param_groups[0]["params"]
-        for param, own in zip(self.params, rows, strict=True):
+        for param, own in zip(self.params, self.rows, strict=True):
             own.grad = param.grad._local_tensor
         self.optimizer.step()
 
@@ -209,18 +200,21 @@ class _OverRows:
             param.grad = None
 
 
-@like_plain(on=[1, 2])
+@ranks(1, 2)
 @each_once(
     mixed=[False, True],
     model=[models.MLP, models.OddMLP, models.Repeated, models.Nested],
     reshard=[None, False],
 )
-def test_any_model(make: Make, mixed: bool, model: Any, reshard: bool | None) -> Any:
+def test_any_model(mixed: bool, model: Any, reshard: bool | None) -> None:
     """Uneven and empty shards, units that are called twice, two dtypes."""
-    sharded = parity.shard(
-        parity.OURS, models.seeded(model), mixed=mixed, reshard_after_forward=reshard
-    )
-    return _train(sharded, make(sharded))
+    options = {"mixed": mixed, "reshard_after_forward": reshard}
+
+    def run(make: Make) -> Any:
+        sharded = parity.shard(parity.OURS, models.seeded(model), **options)
+        return _train(sharded, make(sharded))
+
+    _check(run)
 
 
 @ranks(2)
@@ -253,7 +247,7 @@ def test_replicas_and_tensor_parallel_shards() -> None:
         return _train(model, make(model), [*map(spread.part, whole)], after=after)
 
     _check(copies)
-    _check(partial(parallel, False), reference=_flat)
+    _check(partial(parallel, False), ["backward", "host in backward"], reference=_flat)
     _check(partial(parallel, True), AT_THE_END, reference=_flat)
 
 
@@ -280,7 +274,7 @@ def test_units_that_rest_and_parameters_of_no_unit(ignores: bool) -> None:
 
 
 @like_plain(["flat"])
-def test_parameters_that_no_unit_manages(make: Make) -> Any:
+def parameters_that_no_unit_manages(make: Make) -> Any:
     """They are stepped as they are."""
     model = mlp()
     parity.OURS.fully_shard(model, ignored_params=set(model.head.parameters()))
@@ -305,7 +299,7 @@ class Partly(nn.Module):
 
 
 @like_plain()
-def test_gradients_that_other_ranks_have(make: Make) -> Any:
+def gradients_that_other_ranks_have(make: Make) -> Any:
     """They are delivered at the end of backward, behind those that have left by then."""
     used = [(True, True), (True, False), (False, False), (False, True), (True, True)]
 
@@ -317,30 +311,26 @@ def test_gradients_that_other_ranks_have(make: Make) -> Any:
     return _train(model, make(model), _parts(len(used), models.DIM), before=choose)
 
 
-@ranks(2)
-def test_groups_schedules_and_micro_batches() -> None:
+@like_plain()
+def groups_schedules_and_micro_batches(make: Make) -> Any:
     """Options belong to groups, and follow a schedule; a group may be added later."""
-
-    def run(make: Make) -> Any:
-        model = parity.shard(parity.OURS, mlp())
-        named = dict(model.layers.named_parameters())
-        biases = [param for name, param in named.items() if name.endswith("bias")]
-        weights = [param for name, param in named.items() if name.endswith("weight")]
-        groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
-        optimizer = make(model, params=groups)
-        optimizer.add_param_group({"params": model.head.parameters(), "lr": 0.5})
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        for batch in mlp_batches():
-            for last in (False, True):
-                model.set_requires_gradient_sync(last)
-                parity.regression_loss(model, parity.my_part(batch)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        rates = [group["lr"] for group in optimizer.param_groups]
-        return parity.full_params(model), _states(optimizer), rates
-
-    _check(run)
+    model = parity.shard(parity.OURS, mlp())
+    named = dict(model.layers.named_parameters())
+    biases = [param for name, param in named.items() if name.endswith("bias")]
+    weights = [param for name, param in named.items() if name.endswith("weight")]
+    groups = [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
+    optimizer = make(model, params=groups)
+    optimizer.add_param_group({"params": model.head.parameters(), "lr": 0.5})
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for batch in mlp_batches():
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            parity.regression_loss(model, parity.my_part(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return parity.full_params(model), _states(optimizer), rates
 
 
 Params = Callable[[nn.Module], Any]
@@ -355,21 +345,17 @@ WAYS: dict[str, Params] = {
 }
 
 
-@ranks(2)
-def test_parameters_are_named_in_any_way_that_the_class_takes() -> None:
-    def run(way: str, make: Make) -> Any:
-        model = parity.shard(parity.OURS, mlp())
-        optimizer = make(model, WAYS[way](model))
-        seen = _train(model, optimizer, 2)
-        groups = optimizer.state_dict()["param_groups"]
-        return seen, [(group["lr"], group.get("param_names"), group["params"]) for group in groups]
-
-    for way in WAYS:
-        _check(partial(run, way), ["flat"])
+@like_plain(["flat"], **{name: {"way": way} for name, way in WAYS.items()})
+def parameters_are_named_in_any_way_that_the_class_takes(make: Make, way: Params) -> Any:
+    model = parity.shard(parity.OURS, mlp())
+    optimizer = make(model, way(model))
+    seen = _train(model, optimizer, 2)
+    groups = optimizer.state_dict()["param_groups"]
+    return seen, [(group["lr"], group.get("param_names"), group["params"]) for group in groups]
 
 
 @like_plain(["flat"])
-def test_a_parameter_frozen_now_and_then(make: Make) -> Any:
+def a_parameter_frozen_now_and_then(make: Make) -> Any:
     """A run is cut where one of its parameters has no gradient, and stays cut: other counts."""
 
     def freeze(model: Any, _: Any, step: int) -> None:
@@ -379,7 +365,7 @@ def test_a_parameter_frozen_now_and_then(make: Make) -> Any:
 
 
 @like_plain(["flat"])
-def test_gradients_that_do_not_lie_side_by_side(make: Make) -> Any:
+def gradients_that_do_not_lie_side_by_side(make: Make) -> Any:
     """Set by the user, or added up over two backwards: copied, or found as they are."""
     model, optimizer = made(make)
     for step, batch in enumerate(mlp_batches()):
@@ -420,7 +406,7 @@ def test_gradients_that_only_seem_to_lie_side_by_side(kind: str) -> None:
 
 
 @like_plain(AT_THE_END)
-def test_several_reductions_before_a_step_are_added(make: Make) -> Any:
+def several_reductions_before_a_step_are_added(make: Make) -> Any:
     """Clipped between them, too, as gradients on the device would be."""
     batch = parity.my_part(mlp_batches()[1])
 
@@ -434,7 +420,7 @@ def test_several_reductions_before_a_step_are_added(make: Make) -> Any:
 
 
 @like_plain(["flat"])
-def test_a_closure_is_evaluated_with_gradients(make: Make) -> Any:
+def a_closure_is_evaluated_with_gradients(make: Make) -> Any:
     model, optimizer = made(make)
     batch = parity.my_part(mlp_batches()[0])
 
@@ -452,9 +438,8 @@ def test_a_closure_is_evaluated_with_gradients(make: Make) -> Any:
 # -- norms first, then the step -------------------------------------------------------------------
 
 
-@like_plain(AT_THE_END)
-@pytest.mark.parametrize("mixed", [False, True])
-def test_clipping_by_the_norm_of_all(make: Make, mixed: bool) -> Any:
+@like_plain(AT_THE_END, fp32={"mixed": False}, mixed={"mixed": True})
+def clipping_by_the_norm_of_all(make: Make, mixed: bool) -> Any:
     norms: list[Tensor] = []
 
     def clip(model: Any, _: Any, __: int) -> None:
@@ -465,9 +450,12 @@ def test_clipping_by_the_norm_of_all(make: Make, mixed: bool) -> Any:
     return _train(model, make(model), after=clip), norms
 
 
-@like_plain(AT_THE_END)
-@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, fsdp2.clip_grad_norm_])
-def test_clipping_and_a_scaler(make: Make, clip: Any) -> Any:
+@like_plain(
+    AT_THE_END,
+    torchs={"clip": nn.utils.clip_grad_norm_},
+    ours={"clip": fsdp2.clip_grad_norm_},
+)
+def clipping_and_a_scaler(make: Make, clip: Any) -> Any:
     """torch's clipping writes gradients through operators that no version counter sees."""
     model, optimizer = made(make)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
@@ -482,9 +470,8 @@ def test_clipping_and_a_scaler(make: Make, clip: Any) -> Any:
     return parity.full_params(model), _states(optimizer), scaler.get_scale()
 
 
-@like_plain(AT_THE_END)
-@pytest.mark.parametrize("zeroes", ["optimizer", "model"])
-def test_a_step_that_is_left_out_for_its_nans(make: Make, zeroes: str) -> Any:
+@like_plain(AT_THE_END, optimizers={"zeroes": "optimizer"}, models={"zeroes": "model"})
+def a_step_that_is_left_out_for_its_nans(make: Make, zeroes: str) -> Any:
     model, optimizer = made(make)
     skipped = []
     for step, batch in enumerate(mlp_batches()):
@@ -526,16 +513,6 @@ def test_state_dicts_are_exchanged(mode: str) -> None:
 
 
 @ranks(2)
-def test_a_loaded_state_is_not_shared() -> None:
-    """Step counts of a state dict of ours are one tensor each."""
-    model, optimizer = made(_flat)
-    _train(model, optimizer, 2)
-    counts = [state["step"] for state in optimizer.state.values()]
-    assert len({id(count) for count in counts}) == len(counts) == 8
-    assert all(count.item() == 2 for count in counts)
-
-
-@ranks(2)
 @pytest.mark.parametrize("makes", [(_plain, _flat), (_flat, _plain)])
 def test_checkpoints_are_exchanged(makes: tuple[Make, Make], tmp_path: Path) -> None:
     """Through torch.distributed.checkpoint, into an optimizer that never stepped."""
@@ -555,9 +532,13 @@ def test_checkpoints_are_exchanged(makes: tuple[Make, Make], tmp_path: Path) -> 
 
 
 @ranks(2)
-def test_state_may_be_written_to() -> None:
+def test_state_by_parameter() -> None:
+    """Step counts are one tensor each; other tensors may be written to."""
     model, optimizer = made(_flat)
-    _train(model, optimizer, 1)
+    _train(model, optimizer, 2)
+    counts = [state["step"] for state in optimizer.state.values()]
+    assert len({id(count) for count in counts}) == len(counts) == 8
+    assert all(count.item() == 2 for count in counts)
     weight = model.layers[0].weight
     optimizer.state[weight]["exp_avg"]._local_tensor.fill_(3.0)
     assert (optimizer.state[weight]["exp_avg"]._local_tensor == 3).all()
@@ -567,9 +548,8 @@ def test_state_may_be_written_to() -> None:
 # -- when memory moves ----------------------------------------------------------------------------
 
 
-@like_plain(["flat"])
-@pytest.mark.parametrize("move", ["dtype", "assign", "nothing"])
-def test_shards_that_get_other_memory(make: Make, move: str) -> Any:
+@like_plain(["flat"], dtype={"move": "dtype"}, assign={"move": "assign"}, no={"move": ""})
+def shards_that_get_other_memory(make: Make, move: str) -> Any:
     """State follows the parameters; the runs are cut anew."""
     model, optimizer = made(make)
     seen = _train(model, optimizer, 2)
@@ -584,7 +564,7 @@ def test_shards_that_get_other_memory(make: Make, move: str) -> Any:
 
 
 @like_plain(["flat"])
-def test_shards_that_get_other_memory_behind_the_units_back(make: Make) -> Any:
+def shards_that_get_other_memory_behind_the_units_back(make: Make) -> Any:
     """A layer of a unit is converted between backward and step: the unit's buffer is not it."""
     model = mlp()
     parity.OURS.fully_shard(model)
@@ -690,7 +670,7 @@ def test_what_a_class_writes_into_its_groups(in_backward: bool) -> None:
 
 
 @like_plain(AT_THE_END)
-def test_a_backward_that_raises_is_followed_by_others(make: Make) -> Any:
+def a_backward_that_raises_is_followed_by_others(make: Make) -> Any:
     """What its units have left behind is dropped with the gradients of the others."""
 
     class OnceError(Exception):
@@ -709,34 +689,29 @@ def test_a_backward_that_raises_is_followed_by_others(make: Make) -> Any:
     return _train(model, optimizer, 2)
 
 
-# -- what is refused ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nothing", [[], ()])
-def test_no_parameters_at_all_are_refused_as_the_class_does(nothing: Any) -> None:
-    with pytest.raises(ValueError, match="empty parameter list"):
-        FlatOptimizer(nothing, torch.optim.AdamW)
+# -- all runs, and what is refused ----------------------------------------------------------------
 
 
 @ranks(2)
-def test_classes_that_look_at_whole_parameters_are_refused() -> None:
-    model = parity.shard(parity.OURS, mlp())
+def test_runs_end_as_with_the_plain_optimizer() -> None:
+    in_turn(RUNS, lambda check: check())
+
+
+@ranks(2)
+def test_what_needs_all_gradients_is_refused() -> None:
+    """And copies, classes that look at whole parameters, and no parameters at all."""
+    with pytest.raises(ValueError, match="empty parameter list"):  # as the class does
+        FlatOptimizer([], torch.optim.AdamW)
+    model, optimizer = made(_flat)
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):  # would have neither model nor runs
+        with raises("copied-optimizer"):
+            duplicate(optimizer)
     with raises("not-elementwise"):
         FlatOptimizer(model, torch.optim.LBFGS)
+    in_turn({mode: mode for mode in ("backward", "host in backward")}, _needs_all_gradients)
 
 
-@ranks(2)
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_copies_are_refused(duplicate: Callable[[Any], Any]) -> None:
-    """They would have neither model nor runs."""
-    optimizer = _flat(parity.shard(parity.OURS, mlp()))
-    with raises("copied-optimizer"):
-        duplicate(optimizer)
-
-
-@ranks(2)
-@pytest.mark.parametrize("mode", ["backward", "host in backward"])
-def test_what_needs_all_gradients_is_refused(mode: str) -> None:
+def _needs_all_gradients(mode: str) -> None:
     batch = _parts(1)[0]
     with _apart():
         model, optimizer = made(_flat, **MODES[mode])

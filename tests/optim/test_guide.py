@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import fsdp2
 from fsdp2.core.layout.mesh import local_of
+from tests.common.cases import in_turn
 from tests.common.workers import ranks
 from tests.house import guide_setting
 
@@ -48,8 +48,11 @@ MADE: dict[str, Made] = {
 
 
 @ranks(2)
-@pytest.mark.parametrize("name", list(MADE))
-def test_bytes_of_states_are_the_guides(name: str) -> None:
+def test_bytes_of_states_are_the_guides() -> None:
+    in_turn({name: name for name in MADE}, _check_bytes)
+
+
+def _check_bytes(name: str) -> None:
     model = guide_setting.shard(guide_setting.Model())
     model(torch.arange(8)).backward()
     made = MADE[name](model)

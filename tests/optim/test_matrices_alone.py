@@ -84,6 +84,7 @@ def test_what_is_no_block(split: Any) -> None:
         lambda name, w: [w[:2]],
         lambda name, w: [w[:4], w[2:]],
         lambda name, w: [w[:4], w[1:3]],
+        lambda name, w: [w[:2], w[:2], w[2:4]],
         lambda name, w: [w, w],
     ],
 )

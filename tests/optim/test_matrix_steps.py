@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fsdp2
-from fsdp2.optim.matrices import exchange, muon
+from fsdp2.optim.matrices import exchange
 from tests.common import parity
 from tests.common.errors import raises
 from tests.common.workers import ranks
@@ -95,7 +95,7 @@ def test_whole_at_a_time(world_size: int) -> None:
     optimizer.step()
     whole: set[Any] = set()
     most = 0
-    start, finish = exchange.Wave.start, muon._finished
+    start, finish = exchange.Wave.start, Same._finish
 
     def started(wave: Any, rows: Any) -> Any:
         nonlocal most
@@ -103,16 +103,15 @@ def test_whole_at_a_time(world_size: int) -> None:
         most = max(most, len(whole))
         return start(wave, rows)
 
-    def finished(outgoing: Any, step: Any) -> Any:
-        found = finish(outgoing, step)
-        if outgoing is not None:
-            whole.remove(outgoing[0])
-        return found
+    def finished(self: Same, outgoing: Any) -> None:
+        sent = [wave for wave, _ in outgoing]
+        finish(self, outgoing)
+        whole.difference_update(sent)
 
     peaks = []
     with (
         mock.patch.object(exchange.Wave, "start", started),
-        mock.patch.object(muon, "_finished", finished),
+        mock.patch.object(Same, "_finish", finished),
     ):
         for _ in range(5):
             with Live() as live:

@@ -22,6 +22,7 @@ from fsdp2.core.layout import layout
 from fsdp2.core.layout.mesh import wrap_local
 from fsdp2.optim.matrices.blocks import spread_of
 from tests.common import meshes, models, parity
+from tests.common.cases import in_turn
 from tests.common.workers import ranks
 
 HEAD = {"lr": 1e-3, "foreach": True}
@@ -118,39 +119,31 @@ def both(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     return models.seeded(build), models.seeded(build)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "no nesterov": {"nesterov": False, "weight_decay": 0.0, "momentum": 0.5, "lr": 0.1},
+    "as adamw": {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 2, "eps": 1e-3},
+    "coefficients": {"ns_coefficients": (2.0, -1.5, 0.5), "adjust_lr_fn": "original"},
+    "bf16": {},  # parameters and momentum
+}
+
+
 @ranks(2, 4)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"nesterov": False, "weight_decay": 0.0, "momentum": 0.5, "lr": 0.1},
-        {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 2, "eps": 1e-3},
-        {"ns_coefficients": (2.0, -1.5, 0.5), "adjust_lr_fn": "original"},
-    ],
-    ids=str,
-)
-def test_steps_like_torchs(options: dict[str, Any]) -> None:
+def test_steps_like_torchs() -> None:
     """Uneven and empty shards; matrices wide, tall and of one row; embedding and bias aside."""
-    model, whole = both(Weights)
+    in_turn({name: name for name in OPTIONS}, _steps_like_torchs)
+
+
+def _steps_like_torchs(name: str) -> None:
+    dtype = torch.bfloat16 if name == "bf16" else torch.float32
+    model, whole = both(lambda: Weights(dtype))
     sharded(model)
-    ours = fsdp2.optim.Muon(model, elementwise=["embed.*"], elementwise_options=HEAD, **options)
-    check(model, ours, whole, torchs(whole, ["embed.weight"], **options))
+    options = {"elementwise": ["embed.*"], "elementwise_options": HEAD, **OPTIONS[name]}
+    theirs = torchs(whole, ["embed.weight"], **OPTIONS[name])
+    check(model, fsdp2.optim.Muon(model, **options), whole, theirs)
 
 
-@ranks(2)
-def test_low_precision() -> None:
-    """bf16 parameters, whose momentum is bf16, too."""
-    model, whole = both(lambda: Weights(torch.bfloat16))
-    sharded(model)
-    check(
-        model,
-        fsdp2.optim.Muon(model, elementwise_options=HEAD),
-        whole,
-        torchs(whole),
-    )
-
-
-@ranks(3)
+@ranks(4)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_any_dim(dim: int) -> None:
     """Columns in place of rows: blocks that are no rows of a matrix."""

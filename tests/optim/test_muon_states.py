@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -105,17 +104,14 @@ def test_exchange_with_torchs() -> None:
 def test_other_meshes(by: str, tmp_path: Path) -> None:
     """Four shards are loaded as two of each of two copies, and go on."""
     expected = unbroken()
-    told: list[Any] = [str(tmp_path)]
-    dist.broadcast_object_list(told)
-    folder = told[0]
     model, optimizer = ours()
     steps(model, [optimizer], range(2))
     other, fresh = ours(meshes.hsdp_mesh(2, 2))
-    carry(by, folder, (model, optimizer), (other, fresh))
+    carry(by, tmp_path, (model, optimizer), (other, fresh))
     parity.assert_equal(steps(other, [fresh], range(2, 4)), expected)
 
 
-def carry(by: str, folder: str, saved: Any, loaded: Any) -> None:
+def carry(by: str, folder: Path, saved: Any, loaded: Any) -> None:
     """Save a model and an optimizer, and load them into others."""
     if by == "fsdp2":
         fsdp2.checkpoint.save(folder, *saved, step=1)

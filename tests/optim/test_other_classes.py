@@ -6,6 +6,7 @@ What goes through no call of fsdp2's is torch's to say: it is the same over torc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,19 +19,12 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import fsdp2
 from fsdp2.optim.flat import WHOLE, FlatOptimizer
 from tests.common import models, parity
+from tests.common.cases import in_turn
 from tests.common.errors import raises
 from tests.common.gradients import mlp
 from tests.common.workers import ranks
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-def even() -> nn.Module:
-    return mlp()
-
-
-def uneven() -> nn.Module:
-    return models.seeded(models.OddMLP)
 
 
 def _lbfgs(params: Any) -> torch.optim.Optimizer:
@@ -39,10 +33,6 @@ def _lbfgs(params: Any) -> torch.optim.Optimizer:
 
 def _muon(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Muon([param for param in params if param.ndim == 2], lr=1e-2)
-
-
-def _adafactor(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(params, lr=1e-2)
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> dict[str, Tensor]:
@@ -64,8 +54,8 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -
     return parity.full_params(model)
 
 
-def _trained(api: ModuleType | None, build: Callable[[], nn.Module], make: Make) -> Any:
-    model = build() if api is None else parity.shard(api, build())
+def _trained(api: ModuleType | None, make: Make) -> Any:
+    model = mlp() if api is None else parity.shard(api, mlp())
     return _train(model, make(model.parameters()))
 
 
@@ -73,15 +63,15 @@ def _trained(api: ModuleType | None, build: Callable[[], nn.Module], make: Make)
 def test_where_rows_are_even() -> None:
     """Sums over shards are in another order, of bf16 in Muon; `fsdp2.optim.Muon` is exact."""
     for make, close in ((_lbfgs, parity.FP32), (_muon, parity.Tolerance(0.0, 3 * 1e-2 * 0.1))):
-        ours = _trained(parity.OURS, even, make)
-        parity.assert_equal(ours, _trained(parity.TORCH, even, make), make.__name__)
-        parity.assert_close(ours, _trained(None, even, make), close, make.__name__)
+        ours = _trained(parity.OURS, make)
+        parity.assert_equal(ours, _trained(parity.TORCH, make), make.__name__)
+        parity.assert_close(ours, _trained(None, make), close, make.__name__)
 
 
 @ranks(2)
 def test_states_of_lbfgs_are_kept_by_no_checkpoint(tmp_path: Path) -> None:
     """torch's calls `step` without a closure to make states; ours says what it cannot keep."""
-    model = parity.shard(parity.OURS, even())
+    model = parity.shard(parity.OURS, mlp())
     optimizer = _lbfgs(model.parameters())
     _train(model, optimizer)
     model.zero_grad()
@@ -89,36 +79,6 @@ def test_states_of_lbfgs_are_kept_by_no_checkpoint(tmp_path: Path) -> None:
         get_optimizer_state_dict(model, _lbfgs(model.parameters()))
     with raises("ckpt-contained"):
         fsdp2.checkpoint.save(tmp_path, model, optimizer, step=1)
-
-
-@ranks(2)
-@pytest.mark.parametrize(
-    ("build", "make", "words"),
-    [
-        (uneven, _lbfgs, "flatten unevenly sharded"),
-        (even, _adafactor, "placement changes are not supported"),
-        (even, torch.optim.SparseAdam, "does not support dense gradients"),
-    ],
-)
-def test_what_dtensor_has_no_rule_for(build: Any, make: Any, words: str) -> None:
-    for api in (parity.OURS, parity.TORCH):
-        with pytest.raises(RuntimeError, match=words):
-            _trained(api, build, make)
-
-
-@ranks(2)
-def test_torchs_muon_where_rows_are_uneven() -> None:
-    """torch 2.11 trains; later ones have no rule."""
-
-    def outcome(api: ModuleType) -> Any:
-        try:
-            return _trained(api, uneven, _muon)
-        except RuntimeError as error:
-            return "placement changes are not supported" in str(error)
-
-    ours, torchs = outcome(parity.OURS), outcome(parity.TORCH)
-    assert ours is not False
-    parity.assert_equal(ours, torchs)
 
 
 class _ByKernels(torch.optim.SGD):
@@ -137,27 +97,17 @@ def test_kernels_that_read_memory(module: str) -> None:
     class Mine(type("ByKernels", (_ByKernels,), {"__module__": module})):  # type: ignore[misc]  # made here
         """A user's subclass."""
 
-    model = parity.shard(parity.OURS, even())
+    model = parity.shard(parity.OURS, mlp())
     with raises("optimizer-kernels"):
         _train(model, Mine(model.parameters(), lr=0.1))
     model.zero_grad()
     flat = FlatOptimizer(model, Mine, elementwise=True, lr=0.1)
-    plain = even()
+    plain = mlp()
     expected = _train(plain, Mine(plain.parameters(), lr=0.1))
     parity.assert_equal(_train(model, flat), expected)
 
 
 # -- elementwise=True -----------------------------------------------------------------------------
-
-
-@ranks(2)
-@pytest.mark.parametrize("optimizer_class", WHOLE)
-def test_classes_that_look_at_whole_parameters_are_refused_whatever_is_said(
-    optimizer_class: Any,
-) -> None:
-    model = parity.shard(parity.OURS, even())
-    with raises("flat-whole"):
-        FlatOptimizer(model, optimizer_class, elementwise=True)
 
 
 class _Keeps(torch.optim.SGD):
@@ -187,15 +137,25 @@ KEPT: dict[str, Callable[[Tensor], object]] = {
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", list(KEPT))
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_state_that_belongs_to_no_element_is_refused(kind: str, in_backward: bool) -> None:
-    """By the first step, before a state dict could tell which parameter has which part."""
+def test_classes_that_are_refused_whatever_is_said() -> None:
+    """Those that look at whole parameters, and those whose state belongs to no element.
 
+    The latter by the first step, before a state dict could tell which parameter has which part.
+    """
+    model = parity.shard(parity.OURS, mlp())
+    for whole in WHOLE:
+        with raises("flat-whole"):
+            FlatOptimizer(model, whole, elementwise=True)
+    for in_backward in (False, True):
+        cases = {f"{kind}, in backward: {in_backward}": kept for kind, kept in KEPT.items()}
+        in_turn(cases, partial(_refused_in_the_first_step, in_backward))
+
+
+def _refused_in_the_first_step(in_backward: bool, kept: Callable[[Tensor], object]) -> None:
     class Keeps(_Keeps):
-        made = KEPT[kind]
+        made = kept
 
-    model = parity.shard(parity.OURS, even())
+    model = parity.shard(parity.OURS, mlp())
     optimizer = FlatOptimizer(model, Keeps, elementwise=True, lr=0.1, step_in_backward=in_backward)
     with raises("flat-state") as caught:
         _train(model, optimizer, 1)
@@ -209,8 +169,8 @@ def test_numbers_and_tensors_by_element_are_kept() -> None:
         def made(param: Tensor) -> object:
             return None
 
-    model = parity.shard(parity.OURS, even())
+    model = parity.shard(parity.OURS, mlp())
     optimizer = FlatOptimizer(model, Keeps, elementwise=True, lr=0.1, momentum=0.9)
-    plain = parity.shard(parity.OURS, even())
+    plain = parity.shard(parity.OURS, mlp())
     expected = _train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
     parity.assert_equal(_train(model, optimizer), expected)

@@ -93,6 +93,10 @@ def test_state_is_sharded_like_its_parameter() -> None:
     assert all(a is b for a, b in zip(groups, kept, strict=True))
     state = optimizer.state_dict()
     assert isinstance(state["state"][0]["exp_avg"], DTensor)
+    loose = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(loose.parameters(), lr=0.1)
+    repoint_optimizer(optimizer)  # of other parameters
+    assert list(optimizer.param_groups[0]["params"]) == list(loose.parameters())
 
 
 @ranks(4)
@@ -273,11 +277,3 @@ def test_tied_parameters_and_schedules() -> None:
         rates = train(model, optimizer, schedule, parts)
         results.append([rates, parity.full_all(list(model.parameters()))])
     parity.assert_close(results[0], results[1], parity.REORDERED_FP32, "unsharded")
-
-
-@ranks(2)
-def test_optimizers_of_other_parameters_are_left_alone() -> None:
-    loose = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(loose.parameters(), lr=0.1)
-    repoint_optimizer(optimizer)
-    assert list(optimizer.param_groups[0]["params"]) == list(loose.parameters())

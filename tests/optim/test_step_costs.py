@@ -71,13 +71,15 @@ def test_a_step_of_the_flat_optimizer(units: int, offload: bool) -> None:
             "core.modules.optimizers.after": 2,
             "optim.flat.step": 1,
             "optim.in_backward.step_sections": 1,
+            "optim.in_backward.prepare": 1,
             "optim.runs.set_gradients": 1,
             "optim.runs.set_gradient": units,
             "optim.runs.side_by_side": units,
             "optim.runs.step": 1,
             "optim.runs.options_of": 2,
             "optim.runs.drop_gradient": units,
-            "optim.runs.hand_back": 1,
+            "optim.runs.written": 1,
+            "optim.in_backward.hand_back": 1,
         }
         assert called(optimizer.zero_grad) == {}
 

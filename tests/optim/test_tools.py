@@ -1,8 +1,7 @@
-"""What people train with: loss scaling, autocast, dropout, optimizers of every kind."""
+"""What people train with: loss scaling, autocast, dropout, random initialization."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.common import gradients, models, parity
-from tests.common.combinations import each_once
 from tests.common.workers import ranks
 
 # -- loss scaling ---------------------------------------------------------------------------------
@@ -196,53 +194,3 @@ def test_random_initialisation_of_dtensors() -> None:
 
     first, second = parity.same_as_torch(run), run(parity.OURS)
     parity.assert_equal(first, second, "the same seed again")
-
-
-# -- optimizers -----------------------------------------------------------------------------------
-
-_IMPLEMENTATIONS = {
-    "loop": {"foreach": False, "fused": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-}
-_OPTIMIZERS: dict[str, partial[torch.optim.Optimizer]] = {
-    "sgd": partial(torch.optim.SGD, lr=0.1),
-    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "adam": partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1),
-    "amsgrad": partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
-    "adamw": partial(torch.optim.AdamW, lr=1e-2),
-}
-
-
-def _one_step(api: Any, make: Any) -> None:
-    model = parity.shard(api, models.seeded(models.OddMLP))
-    optimizer = make(model.parameters())
-    parity.regression_loss(
-        model, parity.my_part(parity.regression_batches(models.DIM, 1, steps=1)[0])
-    ).backward()
-    optimizer.step()
-
-
-@ranks(2)
-@each_once(optimizer=[*_OPTIMIZERS], implementation=[*_IMPLEMENTATIONS])
-def test_optimizers(optimizer: str, implementation: str) -> None:
-    """Odd rows, so that one rank's shard may be empty. Fused kernels round at other places."""
-    if implementation == "fused" and issubclass(_OPTIMIZERS[optimizer].func, torch.optim.SGD):
-        # DTensor has no rule for it yet (2.13); torch's FSDP2 cannot do it either.
-        with pytest.raises(NotImplementedError, match="_fused_sgd_"):
-            _one_step(parity.OURS, partial(_OPTIMIZERS[optimizer], fused=True))
-        return
-
-    def make(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return _OPTIMIZERS[optimizer](params, **_IMPLEMENTATIONS[implementation])
-
-    def run(api: Any) -> Any:
-        model = parity.shard(api, models.seeded(models.OddMLP), reshard_after_forward=True)
-        return parity.train_sharded(model, make, parity.regression_loss, batches)
-
-    batches = parity.regression_batches(models.DIM, 1, steps=4)
-    ours = parity.same_as_torch(run)
-    plain = parity.train_unsharded(
-        models.seeded(models.OddMLP), make, parity.regression_loss, batches, slices=True
-    )
-    parity.assert_close(ours, plain, parity.REORDERED_FP32, "unsharded")

@@ -6,9 +6,9 @@ so the same bits (`tests.common.parity`).
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
-import tempfile
 import weakref
 from functools import partial
 from pathlib import Path
@@ -51,16 +51,28 @@ def _wrap_below(module: nn.Module, **arguments: Any) -> nn.Module:
     return FSDP(module, **arguments) if getattr(module, "is_unit", False) else module
 
 
+def _batch(outputs: int) -> Any:
+    """This rank's part of one."""
+    return parity.my_part(parity.regression_batches(models.DIM, outputs, steps=1)[0])
+
+
 def _language(
-    wrap: Any, tied: bool = False, **unsharded: Any
+    wrap: Any, tied: bool = False, mixed: bool = False
 ) -> tuple[list[parity.Step], list[parity.Step]]:
     """Steps of a wrapped transformer, and of one that is not."""
+    build, *job = _transformer(tied)
+    return parity.train_sharded(wrap(build()), *job), _unwrapped(tied, mixed)
+
+
+@functools.cache
+def _unwrapped(tied: bool, mixed: bool) -> list[parity.Step]:
+    build, *job = _transformer(tied)
+    return parity.train_unsharded(build(), *job, slices=True, mixed=mixed)
+
+
+def _transformer(tied: bool) -> Any:
     build = partial(models.seeded, partial(models.Transformer, tied=tied))
-    batches = parity.language_batches(13, steps=STEPS)
-    ours = parity.train_sharded(wrap(build()), parity.adamw, parity.language_loss, batches)
-    return ours, parity.train_unsharded(
-        build(), parity.adamw, parity.language_loss, batches, slices=True, **unsharded
-    )
+    return build, parity.adamw, parity.language_loss, parity.language_batches(13, steps=STEPS)
 
 
 WRAPS: dict[str, Any] = {
@@ -93,18 +105,34 @@ def test_trains_as_the_unsharded_model(how: str) -> None:
     parity.assert_equal(ours, expected)
 
 
+class Grown(nn.Module):
+    """Each layer is wrapped before the next is made."""
+
+    def __init__(self, wrap: Any = lambda layer: layer) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for _ in range(3):
+            self.layers.append(wrap(nn.Linear(models.DIM, models.DIM)))
+        self.head = nn.Linear(models.DIM, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+
 @ranks(2)
 def test_other_models_train_as_unsharded() -> None:
-    """Units in units, uneven rows, tied parameters."""
-    for model, outputs in ((models.Nested, 3), (models.OddMLP, 1)):
-        build, batches = (
-            partial(models.seeded, model),
-            parity.regression_batches(models.DIM, outputs, steps=STEPS),
-        )
-        loss = parity.regression_loss
-        ours = parity.train_sharded(wrap_units(build()), parity.adamw, loss, batches)
-        expected = parity.train_unsharded(build(), parity.adamw, loss, batches, slices=True)
-        parity.assert_equal(ours, expected)
+    """Units in units, uneven rows, tied parameters; construction and wrapping in turns."""
+    for wrapped, plain, outputs in (
+        (lambda: wrap_units(models.seeded(models.Nested)), models.Nested, 3),
+        (lambda: wrap_units(models.seeded(models.OddMLP)), models.OddMLP, 1),
+        (lambda: FSDP(models.seeded(partial(Grown, FSDP))), Grown, 3),
+    ):
+        batches = parity.regression_batches(models.DIM, outputs, steps=STEPS)
+        job: Any = (parity.adamw, parity.regression_loss, batches)
+        expected = parity.train_unsharded(models.seeded(plain), *job, slices=True)
+        parity.assert_equal(parity.train_sharded(wrapped(), *job), expected)
     parity.assert_equal(*_language(wrap_units, tied=True))
 
 
@@ -119,7 +147,7 @@ def test_compute_dtype() -> None:
 @ranks(2)
 def test_gradients_are_reduced_in_the_compute_dtype() -> None:
     """Unless they are to be float32: then they have bits that bf16 has not."""
-    batch = parity.my_part(parity.regression_batches(models.DIM, 1, steps=1)[0])
+    batch = _batch(1)
     for fp32, rounded in ((False, True), (True, False)):
         model = FSDP(
             models.seeded(models.OddMLP), compute_dtype=torch.bfloat16, fp32_reduce_scatter=fp32
@@ -188,16 +216,14 @@ def test_no_sync_leaves_flags_as_they_were() -> None:
     model.pairs[0].set_requires_gradient_sync(False)
     with pytest.raises(RuntimeError, match="mine"), model.no_sync():
         raise RuntimeError("mine")
-    parity.regression_loss(
-        model, parity.my_part(parity.regression_batches(models.DIM, 3, steps=1)[0])
-    ).backward()
+    parity.regression_loss(model, _batch(3)).backward()
     without = {name for name, param in model.named_parameters() if param.grad is None}
     assert without == {n for n, _ in model.named_parameters() if n.startswith("pairs.0.")}
 
 
 @ranks(2)
 def test_divide_factors() -> None:
-    batch = parity.my_part(parity.regression_batches(models.DIM, 3, steps=1)[0])
+    batch = _batch(3)
     grads = []
     for pre, post in ((1.0, 2.0), (2.0, 4.0)):
         model: Any = wrap_units(models.seeded(models.Nested))
@@ -248,46 +274,6 @@ def test_the_first_example() -> None:
     expected.step()
     parity.assert_equal(
         parity.full_all(model.parameters()), [p.detach() for p in plain.parameters()]
-    )
-
-
-@ranks(2)
-def test_inner_modules_are_freed_between_the_passes() -> None:
-    """Nested wrapping is ZeRO-3: only the outermost wrapper stays gathered."""
-    model: Any = wrap_units(models.seeded(models.Nested))
-    loss = parity.regression_loss(
-        model, parity.my_part(parity.regression_batches(models.DIM, 3, steps=1)[0])
-    )
-    whole = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
-    assert whole == ["first.weight", "first.bias", "last.weight", "last.bias"]
-    loss.backward()
-
-
-class Grown(nn.Module):
-    """Each layer is wrapped before the next is made."""
-
-    def __init__(self, wrap: Any) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList()
-        for _ in range(3):
-            self.layers.append(wrap(nn.Linear(models.DIM, models.DIM)))
-        self.head = nn.Linear(models.DIM, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return self.head(x)
-
-
-@ranks(2)
-def test_construction_and_wrapping_in_turns() -> None:
-    batches = parity.regression_batches(models.DIM, 3, steps=STEPS)
-    model = FSDP(models.seeded(partial(Grown, FSDP)))
-    ours = parity.train_sharded(model, parity.adamw, parity.regression_loss, batches)
-    plain = models.seeded(partial(Grown, lambda layer: layer))
-    parity.assert_equal(
-        ours,
-        parity.train_unsharded(plain, parity.adamw, parity.regression_loss, batches, slices=True),
     )
 
 
@@ -472,12 +458,6 @@ def _of_rank_0(value: Tensor) -> Tensor:
     return found
 
 
-def _shared_folder() -> Path:
-    found = [tempfile.mkdtemp(prefix="xla-files-") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    return Path(str(found[0]))
-
-
 def _save(model: Any, optimizer: Any, folder: Path) -> Path:
     ckpt = {
         "model": model.state_dict(),
@@ -491,7 +471,7 @@ def _save(model: Any, optimizer: Any, folder: Path) -> Path:
 
 
 @ranks(2)
-def test_each_rank_saves_and_resumes() -> None:
+def test_each_rank_saves_and_resumes(tmp_path: Path) -> None:
     batches = parity.language_batches(13, steps=4)
 
     def steps(model: Any, optimizer: Any, some: Any) -> list[Tensor]:
@@ -507,7 +487,7 @@ def test_each_rank_saves_and_resumes() -> None:
     model = wrap_units(models.seeded(models.Transformer))
     optimizer = parity.adamw(model.parameters())
     steps(model, optimizer, batches[:2])
-    path = _save(model, optimizer, _shared_folder())
+    path = _save(model, optimizer, tmp_path)
     expected = steps(model, optimizer, batches[2:])
     again = wrap_units(models.seeded(models.Transformer, seed=7))
     optimizer = parity.adamw(again.parameters())
@@ -547,15 +527,14 @@ def test_a_model_that_is_sharded_already_is_saved_and_loaded(strategy: Any) -> N
 
 @pytest.mark.parametrize("tied", [False, True])
 @ranks(2)
-def test_consolidated_files_load_into_the_unwrapped_model(tied: bool) -> None:
+def test_consolidated_files_load_into_the_unwrapped_model(tied: bool, tmp_path: Path) -> None:
     model: Any = wrap_units(models.seeded(partial(models.Transformer, tied=tied)))
     optimizer = parity.adamw(model.parameters())
     batch = parity.language_batches(13, steps=1)[0]
     parity.language_loss(model, parity.my_part(batch)).backward()
     optimizer.step()
-    folder = _shared_folder()
-    _save(model, optimizer, folder)
-    prefix, suffix = str(folder / "final_ckpt"), "_rank-*-of-*.pth"
+    _save(model, optimizer, tmp_path)
+    prefix, suffix = str(tmp_path / "final_ckpt"), "_rank-*-of-*.pth"
     expected = dict(zip(model.state_dict(), _full(model), strict=True))
     if dist.get_rank() == 0:
         assert main(["--ckpt_prefix", prefix, "--ckpt_suffix", suffix]) == 0
@@ -569,7 +548,7 @@ def test_consolidated_files_load_into_the_unwrapped_model(tied: bool) -> None:
         full, path = consolidate_sharded_model_checkpoints(prefix, suffix, save_model=False)
         assert path is None
         parity.assert_equal(full, expected)
-        assert len(list(folder.iterdir())) == 3  # nothing else was left there
+        assert len(list(tmp_path.iterdir())) == 3  # nothing else was left there
     dist.barrier()
 
 

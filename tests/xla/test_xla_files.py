@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -246,13 +247,16 @@ def test_memory_is_pages_of_files(tmp_path: Path) -> None:
     assert (found["p3"][0], found["p3"][-1]) == (3, 4)
 
 
-@pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As the document calls it."""
     prefix, target = save(tmp_path, 2), tmp_path / "full.pth"
-    command = [sys.executable, "-m", "fsdp2.xla.consolidate"]
-    command += ["--ckpt_prefix", prefix, "--ckpt_suffix", SUFFIX, "--save_path", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout == f"saved 4 tensors to {target}\n"
-    assert not done.stderr
+    arguments = ["--ckpt_prefix", prefix, "--ckpt_suffix", SUFFIX, "--save_path", str(target)]
+    monkeypatch.setattr(sys, "argv", ["python -m fsdp2.xla.consolidate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("fsdp2.xla.consolidate", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr() == (f"saved 4 tensors to {target}\n", "")
     assert torch.equal(torch.load(target)["model"]["wide"], full()["wide"])

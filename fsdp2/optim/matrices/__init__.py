@@ -2,7 +2,8 @@
 
 muon           Muon, with torch's arguments and results
 newton_schulz  the nearest orthogonal matrix to each of several
-members        parameters in a step: matrices, rows, gradients on which ranks agree
+members        parameters in a step: matrices, rows, gradients
+plan           messages of members whose gradients ranks agree on
 blocks         boxes of elements: matrices in a weight, and the box of each rank
 owners         which rank owns a matrix; units that share messages
 exchange       rows to owners and back, one message per direction and wave

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.facts import local_of
-from fsdp2.optim.runs import ParamGroupOptions, ParamState, localized, options_of, wrapped
+from fsdp2.optim.matrices.members import gradient_rows
+from fsdp2.optim.runs import ParamGroupOptions, ParamState, keep, localized, options_of
 
 States = Mapping[torch.Tensor, ParamState]
 
@@ -54,10 +55,7 @@ class Elementwise:
         for group, stepped in zip(groups, twin.param_groups, strict=True):
             group.update(options_of(stepped))  # a class may store counts there
         for param, rows in rows_of.items():
-            kept = state[param]
-            for key, value in twin.state[rows].items():
-                if key not in kept or local_of(kept[key]) is not value:
-                    kept[key] = wrapped(value, param)
+            keep(state[param], twin.state[rows], param)
         torch.autograd.graph.increment_version([p for p in rows_of if isinstance(p, DTensor)])
         twin.state.clear()
         twin.param_groups = []
@@ -68,10 +66,7 @@ def _rows_with_gradient(param: torch.Tensor) -> torch.Tensor:
     grad = param.grad
     if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
         return param
-    spec = param._spec
-    if grad._spec.placements != spec.placements or grad._spec.mesh != spec.mesh:
-        grad = grad.redistribute(spec.mesh, spec.placements)
-    rows, gradient = local_of(param).detach(), local_of(grad)
+    rows, gradient = local_of(param).detach(), gradient_rows(param, grad)
     if gradient.dtype != rows.dtype:
         rows.grad_dtype = gradient.dtype
     rows.grad = gradient

@@ -14,10 +14,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from fsdp2.core.facts import exchange_messages
+from fsdp2.core.facts import Work, exchange_messages
 from fsdp2.optim.matrices.blocks import Box, Matrix
 from fsdp2.optim.matrices.members import Line, Member
 
@@ -45,12 +46,15 @@ class Item:
         return copies[position] == copies[self.owner]
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A part of a message: elements of an item."""
 
     item: Item
     box: Box
+
+
+Message = Iterator[tuple[_Piece, torch.Tensor]]
+"""A message that is being sent; its end is waited for when the received parts are taken."""
 
 
 @dataclass(frozen=True)
@@ -66,41 +70,35 @@ class Stack:
         return self.items[0].matrix.seen(self.blocks)
 
 
-class Message:
-    """A message that is being sent: flat, with one part after the other, by rank."""
+def _sent(
+    line: Line,
+    sent: Sequence[Sequence[_Piece]],
+    received: Sequence[Sequence[_Piece]],
+    values: Callable[[_Piece], torch.Tensor],
+) -> Message:
+    """Start to send a message: flat, with one part after the other, by rank."""
+    memory = torch.empty(sum(_sizes(sent)), dtype=line.dtype, device=line.device)
+    for piece, flat in _parts(sent, memory):
+        flat.copy_(values(piece))
+    if line.group is None:
+        return _parts(received, memory)
+    sizes = _sizes(received)
+    output = memory.new_empty(sum(sizes))
+    work = exchange_messages(output, memory, sizes, _sizes(sent), line.group)
+    assert work is not None  # this rank is one of the group
+    return _arriving([work], [memory], output, received)
 
-    def __init__(
-        self, line: Line, sent: Sequence[Sequence[_Piece]], received: Sequence[Sequence[_Piece]]
-    ) -> None:
-        self._line = line
-        self._received = received
-        self._sent = sent
-        self._input = torch.empty(sum(_sizes(sent)), dtype=line.dtype, device=line.device)
 
-    def fill(self, values: Callable[[_Piece], torch.Tensor]) -> None:
-        """Copy each part in."""
-        for piece, flat in _parts(self._sent, self._input):
-            flat.copy_(values(piece))
-
-    def start(self) -> None:
-        """Send it."""
-        self._work = None
-        if self._line.group is None:
-            self._output = self._input
-            return
-        sizes = _sizes(self._received)
-        self._output = self._input.new_empty(sum(sizes))
-        self._work = exchange_messages(
-            self._output, self._input, sizes, _sizes(self._sent), self._line.group
-        )
-
-    def wait(self) -> Iterator[tuple[_Piece, torch.Tensor]]:
-        """Wait; yields the received parts."""
-        if self._work is not None:
-            self._work.wait()
-        output = self._output
-        del self._input, self._output, self._work  # read once, then freed
-        yield from _parts(self._received, output)
+def _arriving(
+    work: list[Work],
+    memory: list[torch.Tensor],
+    output: torch.Tensor,
+    received: Sequence[Sequence[_Piece]],
+) -> Message:
+    """Wait for a message, and free what was sent; then its parts."""
+    work.pop().wait()
+    memory.clear()
+    yield from _parts(received, output)
 
 
 class Wave:
@@ -133,10 +131,12 @@ class Wave:
 
     def start(self, rows: Mapping[Member, torch.Tensor]) -> Message:
         """Send this rank's rows to owners."""
-        message = Message(self.line, self._to_owners, self._to_me)
-        message.fill(lambda piece: _own(piece).of(rows[piece.item.member]))
-        message.start()
-        return message
+        return _sent(
+            self.line,
+            self._to_owners,
+            self._to_me,
+            lambda p: p.box.within(p.item.member.spread.own).of(rows[p.item.member]),
+        )
 
     def stacks(self, message: Message) -> list[Stack]:
         """This rank's matrices, whole."""
@@ -151,21 +151,19 @@ class Wave:
             for items in self._stacks
         ]
         blocks = _blocks(stacks)
-        for piece, values in message.wait():
+        for piece, values in message:
             piece.box.within(piece.item.matrix.box).of(blocks[piece.item]).copy_(values)
         return stacks
 
     def send_back(self, updates: Iterable[Stack]) -> Message:
         """Send updates to the ranks that have rows of them."""
         blocks = _blocks(updates)
-        message = Message(self.line, self._to_ranks, self._back_to_me)
-        message.fill(lambda piece: piece.box.within(piece.item.matrix.box).of(blocks[piece.item]))
-        message.start()
-        return message
-
-    def received(self, message: Message) -> dict[Item, torch.Tensor]:
-        """Wait for updates: elements of this rank, which has none of some items."""
-        return {piece.item: values for piece, values in message.wait()}
+        return _sent(
+            self.line,
+            self._to_ranks,
+            self._back_to_me,
+            lambda p: p.box.within(p.item.matrix.box).of(blocks[p.item]),
+        )
 
 
 # ---- pieces of messages
@@ -191,11 +189,6 @@ def _parts(
         end = start + piece.box.numel
         yield piece, flat[start:end].view(piece.box.lengths)
         start = end
-
-
-def _own(piece: _Piece) -> Box:
-    """A piece of this rank, with indices relative to its rows."""
-    return piece.box.within(piece.item.member.spread.own)
 
 
 def _stacks(items: Sequence[Item], stacked: bool) -> list[list[Item]]:

@@ -19,15 +19,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2.core.errors import coded
-from fsdp2.core.facts import local_of, uncompiled
+from fsdp2.core.facts import uncompiled
 from fsdp2.optim.matrices.blocks import Split, matrices_of
 from fsdp2.optim.matrices.elementwise import Elementwise
 from fsdp2.optim.matrices.exchange import Item, Message, Stack, Wave
-from fsdp2.optim.matrices.members import MatrixMembers, Member, resolved
+from fsdp2.optim.matrices.members import Member, resolved
 from fsdp2.optim.matrices.newton_schulz import COEFFICIENTS, EPS, STEPS, flops, orthogonalized
 from fsdp2.optim.matrices.owners import MatrixOwners
-from fsdp2.optim.matrices.plan import StepPlan, specs_of
-from fsdp2.optim.runs import ParamGroupOptions, Params, ParamState, wrapped
+from fsdp2.optim.matrices.plan import StepPlan
+from fsdp2.optim.runs import ParamGroupOptions, Params, ParamState, keep, localized
 
 Given = torch.Tensor | tuple[str, torch.Tensor]
 """A parameter, with its name or without."""
@@ -295,21 +295,76 @@ class Muon(torch.optim.Optimizer):
     # ---- a step of matrices
 
     def _step_matrices(self) -> None:
+        """Update all matrices, wave by wave; all ranks start messages in the same order."""
+        params = [
+            (place, param)
+            for place, group in enumerate(self.param_groups)
+            if not self._is_elementwise[place]
+            for param in group["params"]
+        ]
+        if self._plan is None or not self._plan.fits(params):
+            names = {id(resolved(param)): name for param, name in self._names}
+            self._plan = StepPlan(params, names, self._split, self._dtype_of_messages)
         plan = self._plan
-        if plan is None or not plan.fits(self.param_groups):
-            plan = self._plan = self._bind()
-        gradients = [member.gradient() for member in plan.members.listed]
-        waves = plan.waves(plan.members.present(gradients), self._weigh, self._batched)
-        _run(waves, _Step(self, dict(zip(plan.members.listed, gradients, strict=True))))
+        gradients = {member: member.gradient() for member in plan.members}
+        waves = plan.waves(plan.present(list(gradients.values())), self._weigh, self._batched)
+        unit = max((wave.all_nbytes for wave in waves), default=0)
+        started = (wave.start(self._rows_to_send(wave.members, gradients)) for wave in waves)
+        incoming = next(started, iter(()))
+        outgoing: list[tuple[Wave, Message]] = []  # one, or none
+        for wave in waves:
+            if outgoing and 2 * wave.nbytes + outgoing[0][0].nbytes > 2 * unit:
+                self._finish(outgoing)  # memory for two waves only
+            stacks = deque(wave.stacks(incoming))
+            updates = self._updates(stacks, 1 if len(stacks) > 1 else 0)
+            self._finish(outgoing)
+            incoming = next(started, iter(()))
+            updates += self._updates(stacks, len(stacks))
+            outgoing.append((wave, wave.send_back(updates)))
+            del updates
+        self._finish(outgoing)
 
-    def _bind(self) -> StepPlan:
-        names = {id(resolved(param)): name for param, name in self._names}
-        members = MatrixMembers(self._split, self._dtype_of_messages)
-        for place, group in enumerate(self.param_groups):
-            if not self._is_elementwise[place]:
-                for param in group["params"]:
-                    members.add(param, names.get(id(param), ""), place)
-        return StepPlan(members, specs_of(self.param_groups))
+    def _rows_to_send(
+        self, members: Sequence[Member], gradients: Mapping[Member, torch.Tensor | None]
+    ) -> dict[Member, torch.Tensor]:
+        """The momentum of rows, group by group."""
+        found: dict[Member, torch.Tensor] = {}
+        by_group: defaultdict[int, list[Member]] = defaultdict(list)
+        for member in members:
+            by_group[member.group].append(member)
+        for place, own in by_group.items():
+            grads = [_or_zeros(gradients[member], member) for member in own]
+            states = [localized(self.state[member.param]) for member in own]
+            rows = self.momentum_of(grads, states, self.param_groups[place])
+            found.update(zip(own, rows, strict=True))
+            for member, state in zip(own, states, strict=True):
+                keep(self.state[member.param], state, member.param)
+        return found
+
+    def _updates(self, stacks: deque[Stack], count: int) -> list[Stack]:
+        """Update the matrices of the next stacks, and keep only the updates."""
+        found = []
+        for _ in range(count):
+            stack = stacks.popleft()
+            group = self.param_groups[stack.items[0].member.group]
+            update = self.orthogonalized(stack.matrices, group)
+            found.append(Stack(stack.items, stack.items[0].matrix.unseen(update)))
+        return found
+
+    def _finish(self, outgoing: list[tuple[Wave, Message]]) -> None:
+        """Wait for the updates of this rank's rows, and step each parameter."""
+        while outgoing:
+            wave, message = outgoing.pop()
+            of_member: defaultdict[Member, list[RowUpdate]] = defaultdict(list)
+            for piece, values in message:  # this rank has none of some items
+                member = piece.item.member
+                view = piece.box.within(member.spread.own).of(member.rows)
+                of_member[member].append((view, values, piece.item.matrix.shape))
+            for member, updates in of_member.items():
+                self.write_rows(member.rows, updates, self.param_groups[member.group])
+            torch.autograd.graph.increment_version(
+                [member.param for member in wave.members if isinstance(member.param, DTensor)]
+            )
 
     def _weigh(self, item: Item) -> tuple[float, int]:
         itemsize = item.member.line.dtype.itemsize
@@ -346,111 +401,9 @@ class _Choice:
                 )
 
 
-# ---- a step, wave by wave
-
-
-class _Step:
-    """One step of an optimizer, for `_run`."""
-
-    def __init__(self, optimizer: Muon, gradients: Mapping[Member, torch.Tensor | None]) -> None:
-        self._optimizer = optimizer
-        self._gradients = gradients
-
-    def rows_to_send(self, members: Sequence[Member]) -> dict[Member, torch.Tensor]:
-        """The momentum of rows, group by group."""
-        optimizer = self._optimizer
-        found: dict[Member, torch.Tensor] = {}
-        by_group: defaultdict[int, list[Member]] = defaultdict(list)
-        for member in members:
-            by_group[member.group].append(member)
-        for place, own in by_group.items():
-            grads = [self._gradient(member) for member in own]
-            states = [_row_state(optimizer.state[member.param]) for member in own]
-            rows = optimizer.momentum_of(grads, states, optimizer.param_groups[place])
-            found.update(zip(own, rows, strict=True))
-            for member, state in zip(own, states, strict=True):
-                kept = optimizer.state[member.param]
-                for key, value in state.items():
-                    if key not in kept or local_of(kept[key]) is not value:
-                        kept[key] = wrapped(value, member.param)
-        return found
-
-    def update(self, stack: Stack) -> torch.Tensor:
-        """The updates of matrices of one shape."""
-        group = self._optimizer.param_groups[stack.items[0].member.group]
-        return self._optimizer.orthogonalized(stack.matrices, group)
-
-    def write(self, members: Sequence[Member], updates: dict[Item, torch.Tensor]) -> None:
-        """Step the rows of each parameter."""
-        optimizer = self._optimizer
-        of_member: defaultdict[Member, list[RowUpdate]] = defaultdict(list)
-        for item, values in updates.items():
-            own = item.member.spread.own
-            held = item.held_by(item.member.spread.position).within(own)
-            view = held.of(item.member.rows)
-            of_member[item.member].append((view, values, item.matrix.shape))
-        for member in members:
-            if member in of_member:
-                group = optimizer.param_groups[member.group]
-                optimizer.write_rows(member.rows, of_member[member], group)
-        torch.autograd.graph.increment_version(
-            [member.param for member in members if isinstance(member.param, DTensor)]
-        )
-
-    def _gradient(self, member: Member) -> torch.Tensor:
-        grad = self._gradients[member]
-        if grad is not None:
-            return grad
-        dtype = getattr(member.param, "grad_dtype", None) or member.param.dtype
-        return torch.zeros_like(member.rows, dtype=dtype)
-
-
-def _row_state(state: ParamState) -> ParamState:
-    """The state of rows: the momentum."""
-    return {key: local_of(value) for key, value in state.items()}
-
-
-# ---- wave by wave
-
-_Outgoing = tuple[Wave, Message]
-
-
-def _run(waves: Sequence[Wave], step: _Step) -> None:
-    """Update all matrices; all ranks start messages in the same order."""
-    unit = max((wave.all_nbytes for wave in waves), default=0)
-    incoming = waves[0].start(step.rows_to_send(waves[0].members)) if waves else None
-    outgoing: _Outgoing | None = None
-    for index, wave in enumerate(waves):
-        if outgoing is not None and 2 * wave.nbytes + outgoing[0].nbytes > 2 * unit:
-            outgoing = _finished(outgoing, step)  # memory for two waves only
-        assert incoming is not None
-        stacks = deque(wave.stacks(incoming))
-        first = 1 if len(stacks) > 1 else 0
-        updates = _updates(stacks, first, step)
-        outgoing = _finished(outgoing, step)
-        incoming = None
-        if index + 1 < len(waves):
-            following = waves[index + 1]
-            incoming = following.start(step.rows_to_send(following.members))
-        updates += _updates(stacks, len(stacks), step)
-        outgoing = wave, wave.send_back(updates)
-        del updates
-    _finished(outgoing, step)
-
-
-def _finished(outgoing: _Outgoing | None, step: _Step) -> _Outgoing | None:
-    """Finish the message; ``None`` is typed like the caller's variable."""
-    if outgoing is not None:
-        wave, message = outgoing
-        step.write(wave.members, wave.received(message))
-    return None
-
-
-def _updates(stacks: deque[Stack], count: int, step: _Step) -> list[Stack]:
-    """Update the next stacks, and keep only the updates."""
-    found = []
-    for _ in range(count):
-        stack = stacks.popleft()
-        update = step.update(stack)
-        found.append(Stack(stack.items, stack.items[0].matrix.unseen(update)))
-    return found
+def _or_zeros(grad: torch.Tensor | None, member: Member) -> torch.Tensor:
+    """A gradient, or zeros if only other ranks have one."""
+    if grad is not None:
+        return grad
+    dtype = getattr(member.param, "grad_dtype", None) or member.param.dtype
+    return torch.zeros_like(member.rows, dtype=dtype)
