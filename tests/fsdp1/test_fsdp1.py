@@ -99,7 +99,7 @@ def train(
     around: Callable[[int], Any] = lambda step: contextlib.nullcontext(),
 ) -> list[Any]:
     """Losses, gradients and parameters of some steps with AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = parity.ShardwiseAdamW(model.parameters(), lr=0.05)
     seen: list[Any] = []
     for step, batch in enumerate(batches(steps)):
         context = around(step)
