@@ -12,11 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp2.core.config import DataParallelMeshDims
-from fsdp2.core.device.process_groups import (
-    ProcessGroup,
-    new_groups,
-    rank_and_size,
-)
+from fsdp2.core.device.process_groups import ProcessGroup, new_groups, rank_and_size
 from fsdp2.core.errors import coded
 from fsdp2.core.layout.mesh import MeshAxes, device_of, joined, memory_order
 from fsdp2.core.params.param import is_extended

@@ -27,7 +27,9 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2.fsdp1 as ours
 from fsdp2 import PrefetchTime
+from fsdp2.core.layout.mesh import local_of
 from fsdp2.fsdp1 import comm_hooks
+from fsdp2.testing import counting
 from tests.common import parity
 from tests.common.cases import in_turn
 from tests.common.gradients import unsharded_grads
@@ -382,6 +384,11 @@ def test_no_sync(strategy: str) -> None:
         return train(api, model, 4, lambda step: contexts.get(step, nothing)())
 
     as_torch(scenario, close)
+    model = wrap(ours, seeded(Net), strategy)
+    with model.no_sync():
+        for batch in batches(2):
+            found = counting.collectives(lambda: model(batch).sum().backward())  # noqa: B023  # called in this turn
+    assert bool(found) == (strategy == "FULL_SHARD"), "gathered parameters stay"
 
 
 @ranks(2)
@@ -455,7 +462,7 @@ def test_communication_hooks(strategy: str) -> None:
 
 @ranks(2)
 def test_sharded_grad_scaler() -> None:
-    """One rank overflows: all skip the step, and halve the scale, as torch's do."""
+    """One rank's rows overflow: all skip the step, and halve the scale, as torch's do."""
 
     def scenario(api: Any, kind: Any) -> Any:
         model = wrap(api, seeded(Net))
@@ -464,9 +471,11 @@ def test_sharded_grad_scaler() -> None:
         seen: list[Any] = []
         for step, batch in enumerate(batches(4)):
             loss = model(batch).pow(2).sum()
-            if step == 2 and dist.get_rank() == 1:
-                loss = loss * torch.inf
             scaler.scale(loss).backward()
+            if step == 2 and dist.get_rank() == 1:
+                grads = [param.grad for param in model.parameters() if param.grad is not None]
+                for grad in grads:
+                    local_of(grad).fill_(torch.inf)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

@@ -243,7 +243,9 @@ def test_full_optimizer_states(kind: str) -> None:
         before = copy.deepcopy(expected["state"])
         its.load_state_dict(way(other, its))
         assert_same_states(full(other, its), expected, "in")
+        train(other, its)
         parity.assert_equal(before, expected["state"], "what was given")
+    its.load_state_dict(ways[0](other, its))
     other.load_state_dict(model.state_dict())
     for each, its_own in ((alone, alone_optimizer), (other, its)):
         train(each, its_own)  # go on alike
