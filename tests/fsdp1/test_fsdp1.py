@@ -384,11 +384,17 @@ def test_no_sync(strategy: str) -> None:
         return train(api, model, 4, lambda step: contexts.get(step, nothing)())
 
     as_torch(scenario, close)
-    model = wrap(ours, seeded(Net), strategy)
-    with model.no_sync():
-        for batch in batches(2):
-            found = counting.collectives(lambda: model(batch).sum().backward())  # noqa: B023  # called in this turn
-    assert bool(found) == (strategy == "FULL_SHARD"), "gathered parameters stay"
+
+
+@ranks(2)
+def test_no_sync_keeps_what_strategies_keep_until_backward() -> None:
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+        model = wrap(ours, seeded(Net), strategy)
+        with model.no_sync():
+            for batch in batches(2):
+                with counting.CountCollectives() as found:
+                    model(batch).sum().backward()
+        assert bool(found.all_gathers) == (strategy == "FULL_SHARD"), strategy
 
 
 @ranks(2)
