@@ -131,7 +131,7 @@ class FlatOptimizer(Sectioned):
         self._staging = None
         # The base class takes the same arguments as the class, and reads iterators only once.
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, {})
-        devices = [param.device for param in self.params()]
+        devices = [param.device for param in self._params()]
         device = devices[0] if devices else torch.device("cpu")
         inner = self._make_inner([nn.Parameter(torch.empty(0, device=device))])
         self._class, self.defaults = type(inner), inner.defaults
@@ -173,7 +173,7 @@ class FlatOptimizer(Sectioned):
             found.update(section.states())
         for param, state in self._loaded.items():
             found[param] = {key: wrapped(value, param) for key, value in state.items()}
-        return defaultdict(dict, {param: found[param] for param in self.params() if param in found})
+        return defaultdict(dict, {p: found[p] for p in self._params() if p in found})
 
     @state.setter
     def state(self, state: Mapping[torch.Tensor, ParamState]) -> None:

@@ -63,7 +63,7 @@ class Sectioned(torch.optim.Optimizer):
         for param, state in rest.states().items():
             self._loaded[param] = localized(state)
         known = {p for section in self._sections[1:] for p in section.members or ()}
-        params = self.params()
+        params = self._params()
         own = {*params} - known
         made: list[tuple[ParamGroup, Section]] = []
         for group in groups_with(params):
@@ -78,7 +78,7 @@ class Sectioned(torch.optim.Optimizer):
         ]
         return made
 
-    def params(self) -> list[torch.Tensor]:
+    def _params(self) -> list[torch.Tensor]:
         """All parameters, in the order of the groups."""
         return [param for group in self.param_groups for param in group["params"]]
 
@@ -115,7 +115,7 @@ class Sectioned(torch.optim.Optimizer):
         members = section.members
         known = self._loaded if members is None else self._loaded.keys() & members
         loaded = {param: self._loaded.pop(param) for param in tuple(known)}
-        section.cut(self.param_groups, places_of(self.params()), loaded)
+        section.cut(self.param_groups, places_of(self._params()), loaded)
         fits = section.set_gradients()
         assert fits
 
@@ -163,7 +163,7 @@ class InBackward:
         """Create sections of the units' parameters, and watch their gradients."""
         optimizer = self.optimizer
         known = {param for unit in self._units for param in unit.params}
-        if is_stepped({*optimizer.params()} - known):
+        if is_stepped({*optimizer._params()} - known):
             raise coded(
                 ValueError,
                 "stepped-twice-owner",
