@@ -61,7 +61,7 @@ from fsdp2.core.device.streams import (
     Streams,
     make_streams,
 )
-from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Segment, Slot, Transport
+from fsdp2.core.layout.layout import COLLECTIVE_ALIGN_BYTES, Cut, Segment, Slot, Transport
 from fsdp2.core.layout.levels import own_slot
 from fsdp2.core.layout.mesh import (
     MeshAxes,

@@ -26,15 +26,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.core.errors import ShardingStateError, coded
 from fsdp2.core.facts import (
+    Cut,
     GroupCollectives,
     MeshAxes,
     ProcessGroup,
     ShardedParam,
+    Slot,
     Work,
     broadcast_from_first,
     gather_to_first,
     is_extended,
-    piece_of,
     scatter_from_first,
 )
 
@@ -50,38 +51,26 @@ class Level:
         group: process group; ``None`` if there is one rank.
         size: its number of ranks.
         rank: this process's position.
-        dim: on which it is sharded; ``None`` if each rank has a copy.
-        bands: into which dim 0 is sharded before, as in `Slot.cut`.
+        cut: how it is sharded; ``None`` if each rank has a copy.
     """
 
     group: ProcessGroup | None
     size: int
     rank: int
-    dim: int | None = None
-    bands: int = 1
+    cut: Cut | None = None
+
+    def slot(self, whole: Sequence[int]) -> Slot:
+        """The parts of a tensor of this shape, wherever they lie."""
+        assert self.cut is not None
+        return Slot(0, tuple(whole), self.cut, self.size, 0, 0)
 
     def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """A rank's part of a whole tensor: a view."""
-        if self.dim is None:
-            return whole
-        per_band, height = self.size // self.bands, whole.shape[0] // self.bands
-        if self.bands > 1:
-            whole = whole.narrow(0, rank // per_band * height, height)
-        return whole.narrow(self.dim, *piece_of(whole.shape[self.dim], per_band, rank % per_band))
+        return whole if self.cut is None else self.slot(whole.shape).part(whole, rank)
 
     def shape(self, whole: Sequence[int], rank: int) -> tuple[int, ...]:
         """The shape of a rank's part."""
-        return tuple(self.part(torch.empty(whole, device="meta"), rank).shape)
-
-    def numel(self, whole: Sequence[int]) -> int:
-        """Elements of the largest part: the first rank's."""
-        return torch.Size(self.shape(whole, 0)).numel()
-
-    def in_order(self, whole: Sequence[int]) -> bool:
-        """Whether the parts of a tensor of this shape, padded, are contiguous in it."""
-        piece = torch.Size(self.shape(whole, 0))
-        filled = self.size * piece.numel() == torch.Size(whole).numel()
-        return self.dim == 0 or (filled and piece[: self.dim].numel() == 1)
+        return tuple(whole) if self.cut is None else self.slot(whole).local_shape(rank)
 
 
 @dataclass(frozen=True)
@@ -117,7 +106,7 @@ class ParamLevels:
         shapes = self._shapes(rows)
         held = rows.to(self.device).contiguous()
         for level, shape in zip(reversed(self.levels), reversed(shapes[:-1]), strict=True):
-            if level.dim is not None and level.group is not None:
+            if level.cut is not None and level.group is not None:
                 found = _gather(level, held, shape, everywhere)
                 if found is None:
                     return None
@@ -128,7 +117,7 @@ class ParamLevels:
 
     def only_gather(self, everywhere: bool) -> Level | None:
         """The level whose gather makes a leaf full, if no other has to do anything."""
-        moving = [each for each in self.levels if each.dim is not None and each.group is not None]
+        moving = [each for each in self.levels if each.cut is not None and each.group is not None]
         lone = len(moving) == 1 and (everywhere or len(self.levels) == 1)
         return moving[0] if lone else None
 
@@ -154,7 +143,7 @@ class ParamLevels:
             if level.group is None or any(below.rank for below in self.levels[at + 1 :]):
                 continue
             shape = shapes[0 if everywhere else at]
-            if level.dim is None or everywhere:
+            if level.cut is None or everywhere:
                 held = _broadcast(level.group, held, shape, like.dtype, self.device)
             else:
                 held = _scatter(level, held, shape, like.dtype, self.device)
@@ -192,7 +181,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _gather(
     level: Level, rows: torch.Tensor, shape: tuple[int, ...], everywhere: bool
 ) -> torch.Tensor | None:
-    flat = _padded(rows, level.numel(shape))
+    flat = _padded(rows, level.slot(shape).shard_numel)
     buffer, work = _start(level, flat, everywhere)
     if work is not None:
         work.wait()
@@ -235,7 +224,7 @@ def _start(
 
 def _arranged(level: Level, buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """The full tensor of its parts, which follow each other, padded."""
-    if level.in_order(shape):
+    if level.slot(shape).in_order:
         return buffer[: torch.Size(shape).numel()].view(shape)
     n = buffer.numel() // level.size
     whole = buffer.new_empty(shape)
@@ -310,14 +299,15 @@ def gather_leaves(
         if level is None or level.group is None or len(leaves) == 1:
             found[at] = levels.gather(rows, everywhere)
             continue
-        n = level.numel(shape)
+        slot = level.slot(shape)
+        n = slot.shard_numel
         if level.size * n * rows.itemsize < PACK_BELOW:
             pack = packs.setdefault((level.group, levels.device), [])
             small = _Packed(at, level, _padded(rows.to(levels.device), n), shape)
             if sum(each.nbytes for each in pack) + small.nbytes > PACK:
                 unpack(pack)
             pack.append(small)
-        elif everywhere and rows.numel() == n and _is_sendable(rows, levels, level.in_order(shape)):
+        elif everywhere and rows.numel() == n and _is_sendable(rows, levels, slot.in_order):
             buffer, work = _start(level, rows.view(-1), everywhere)
             assert buffer is not None
             found[at] = _arranged(level, buffer, shape)
@@ -344,12 +334,12 @@ def _scatter(
     device: torch.device,
 ) -> torch.Tensor:
     assert level.group is not None
-    n = level.numel(shape)
-    own = level.shape(shape, level.rank)
+    slot = level.slot(shape)
+    n, own = slot.shard_numel, slot.local_shape(level.rank)
     received = torch.empty(n, dtype=dtype, device=device)
     if n:
         pieces = None
-        if whole is not None and level.in_order(shape) and whole.numel() == level.size * n:
+        if whole is not None and slot.in_order and whole.numel() == level.size * n:
             pieces = [_bytes(piece) for piece in whole.contiguous().view(-1).split(n)]
         elif whole is not None:
             padded = torch.zeros(level.size, n, dtype=dtype, device=device)
@@ -383,7 +373,7 @@ def levels_of(param: ShardedParam) -> ParamLevels:
     Raises:
         ShardingStateError: its tensor-parallel placements are of a kind that is not known.
     """
-    axes, dim, bands, copies = param.axes, param.cut.dim, param.cut.bands, param.axes.replicas
+    axes, cut, copies = param.axes, param.cut, param.axes.replicas
     levels: list[Level] = []
     shape = param.shape
     if param.parallel is not None:
@@ -391,10 +381,10 @@ def levels_of(param: ShardedParam) -> ParamLevels:
         levels += _parallel_levels(param, axes)
     if copies is not None and not axes.levels:
         levels.append(Level(copies, axes.copies, copies.rank()))
-    levels.append(Level(axes.group, axes.size, axes.rank, dim, bands))
+    levels.append(Level(axes.group, axes.size, axes.rank, cut))
     if copies is not None and axes.levels:  # pieces of these rows
-        levels.append(Level(copies, axes.copies, axes.piece_rank, dim))
-    dims = frozenset(each.dim for each in levels if each.dim is not None) | {*param.cut.dims}
+        levels.append(Level(copies, axes.copies, axes.piece_rank, Cut(cut.dim)))
+    dims = frozenset(dim for each in levels if each.cut is not None for dim in each.cut.dims)
     return ParamLevels(param.name, tuple(levels), axes.device, dims, shape)
 
 
@@ -409,7 +399,7 @@ def _parallel_levels(param: ShardedParam, axes: MeshAxes) -> Iterator[Level]:
         if placement.is_replicate():
             yield Level(group, size, rank)
         elif type(placement) is Shard:
-            yield Level(group, size, rank, placement.dim)
+            yield Level(group, size, rank, Cut(placement.dim))
         else:
             raise coded(
                 ShardingStateError,
