@@ -207,7 +207,7 @@ def _read(path: Path, found: Converted) -> Contents:
     if found.from_kind == "steps":
         return _read_step(path, found)
     if found.from_kind == "dcp":
-        return contents_of(Step(path, is_ours=False).tree(), path)
+        return contents_of(Step(path, typed=False).tree(), path)
     if found.from_kind == "safetensors" or path.is_dir():
         folder = TensorFolder(path)
         model = {name: folder.values(name) for name in folder.abouts}

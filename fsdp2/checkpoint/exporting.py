@@ -327,7 +327,7 @@ def _of_step(
     store = store_of(folder)
     manifest = read_manifest(store, step)
     check_files(store, manifest)
-    content, number = Step(items_of(store, manifest)), 0
+    content, number = Step(items_of(store, manifest), typed=False), 0
     saved = [name for name in content.saved if name.startswith("model.")]
     for name in saved:
         if name not in content.abouts:

@@ -255,7 +255,7 @@ def read_extra(folder: PathLike, step: int | None = None, *, rank: int | None = 
     check_files(store, manifest)
     path = items_of(store, manifest)
     with broken_values(path):
-        found = Step(path)
+        found = Step(path, typed=False)
         if rank is not None:
             return found.rank_extra(rank)
         return unpacked(manifest.extra, found.below("extra"))

@@ -61,10 +61,10 @@ class Step:
 
     Args:
         path: the folder.
-        is_ours: whether `save` or `convert` has written it: then "values" and "about" are theirs.
+        typed: whether to read "about" and "values", which `save` and `convert` have written.
     """
 
-    def __init__(self, path: AnyPath, is_ours: bool = True) -> None:
+    def __init__(self, path: AnyPath, typed: bool = True) -> None:
         self.path = path
         self.metadata = read_index(path)
         self.saved = self.metadata.state_dict_metadata
@@ -81,7 +81,7 @@ class Step:
             self._note(self._paths[name], name)
         self.about = Saved()
         self._typed: dict[str, tuple[Path, Json]] = {}
-        if is_ours:
+        if typed:
             self._read_texts()
 
     def _note(self, path: Path, name: str | None) -> None:
