@@ -15,11 +15,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp2.core.facts import (
     COLLECTIVE_ALIGN_BYTES,
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     ParamGroup,
     Segment,
     Slot,
     Transport,
+    UnitRecord,
     Wire,
     codec_of,
     record_of,
@@ -42,6 +44,7 @@ class GroupReport:
         name: name of its module below the model, "(root)" for the model itself.
         num_params: number of parameters.
         numel: number of elements, over all ranks.
+        ranks: number of ranks among which each copy is sharded, inside a node with levels.
         shard_bytes: bytes of its flat shard on one rank, including padding.
         unsharded_bytes: bytes while it is unsharded, including padding.
         padding_bytes: how many of ``shard_bytes`` hold no parameter, on average over ranks.
@@ -59,6 +62,8 @@ class GroupReport:
         reshard_after_forward: whether forward reshards the parameters at its end: a bool, or the
             number of ranks to whose groups it reshards them. The default is ``False`` for the root:
             before the first forward, for ``model`` itself.
+        reshard_after_backward: whether backward reshards them.
+        offloaded: whether shards are in CPU memory, by an `OffloadPolicy`.
         gathers: all-gathers per step of one micro-batch: 2 if parameters are resharded after
             forward, otherwise 1; also 1 if all rows are kept and backward reuses them; 0 on one
             rank.
@@ -92,6 +97,7 @@ class GroupReport:
     name: str
     num_params: int
     numel: int
+    ranks: int
     shard_bytes: int
     unsharded_bytes: int
     padding_bytes: int
@@ -101,6 +107,8 @@ class GroupReport:
     window: int
     mp_policy: MixedPrecisionPolicy
     reshard_after_forward: bool | int
+    reshard_after_backward: bool
+    offloaded: bool = False
     gathers: int = 0
     gathered_bytes: int = 0
     reduced_bytes: int = 0
@@ -130,9 +138,11 @@ class Report:
 
     Attributes:
         groups: one row per group, in the order of registration of their modules.
+        left: names of the parameters that no unit has, such as ignored ones.
     """
 
     groups: tuple[GroupReport, ...]
+    left: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         header = (
@@ -143,6 +153,7 @@ class Report:
             "gathered",
             "padding",
             "per step",
+            "resharded after",
             "travels",
         )
         whole = [group for group in self.groups if group.transport == WHOLE]
@@ -157,9 +168,13 @@ class Report:
                 for name in ("shard_bytes", "unsharded_bytes", "padding_bytes", "step_bytes")
             ),
             "",
+            "",
         )
-        lines = table(header, [*_alike(rows), total], last=True)
-        return "\n".join([*lines[:-1], lines[1], lines[-1]])
+        lines = table(header, [*_alike(rows), total], right=2)
+        lines.insert(-1, lines[1])
+        if self.left:
+            lines.append(f"in no unit: {', '.join(self.left)}")
+        return "\n".join(lines)
 
 
 def _row(found: GroupReport) -> tuple[str, ...]:
@@ -180,6 +195,10 @@ def _row(found: GroupReport) -> tuple[str, ...]:
     if found.packed:
         reasons = dict.fromkeys(found.packed.values())
         how += f" ({len(found.packed)} packed: {'; '.join(reasons)})"
+    if found.offloaded:
+        how += ", offloaded"
+    passes = ["forward"] if found.reshard_after_forward else []
+    passes += ["backward"] if found.reshard_after_backward else []
     return (
         found.name,
         f"{found.num_params:,}",
@@ -188,6 +207,7 @@ def _row(found: GroupReport) -> tuple[str, ...]:
         amount(found.unsharded_bytes),
         amount(found.padding_bytes),
         amount(found.step_bytes),
+        "" if found.transport == WHOLE else ", ".join(passes) or "no pass",
         how,
     )
 
@@ -225,37 +245,30 @@ def report(model: nn.Module) -> Report:
             print(group.name, group.shard_bytes, group.transport)
     """
     names: dict[ParamGroup, list[str]] = {}
-    windows: dict[ParamGroup, int] = {}
-    freed: dict[ParamGroup, bool | int] = {}
+    records: dict[ParamGroup, UnitRecord] = {}
     for name, module in model.named_modules():
         record = record_of(module)
-        if record is None:
-            continue
-        units = [record.unit] if record.scheduler is None else record.scheduler.units
-        for group in record.unit.own_groups:
-            names.setdefault(group, []).append(name or "(root)")
-            windows[group] = window_of(units)
-            is_root = not name if record.scheduler is None else record.unit.is_root
-            frees = record.unit.reshard_after_forward
-            freed[group] = not is_root if frees is None else frees
-            if freed[group] and group.smaller_group is not None:
-                freed[group] = group.smaller_group.collectives.size
+        if record is not None:
+            for group in record.unit.own_groups:
+                names.setdefault(group, []).append(name or "(root)")
+                records[group] = record
     params = {param: name for name, param in model.named_parameters()}
+    sharded = {param.sharded for group in names for param in group.params}
     return Report(
-        tuple(
-            _report(group, ", ".join(where), params, windows[group], freed[group])
-            for group, where in names.items()
-        )
+        tuple(_report(group, names[group], records[group], params) for group in names),
+        tuple(name for param, name in params.items() if param not in sharded),
     )
 
 
 def _report(
-    group: ParamGroup,
-    name: str,
-    params: Mapping[nn.Parameter, str],
-    window: int,
-    reshards: bool | int,
+    group: ParamGroup, where: list[str], record: UnitRecord, params: Mapping[nn.Parameter, str]
 ) -> GroupReport:
+    unit, scheduler = record.unit, record.scheduler
+    reshards: bool | int | None = unit.reshard_after_forward
+    if reshards is None:
+        reshards = not (where[-1] == "(root)" if scheduler is None else unit.is_root)
+    if reshards and group.smaller_group is not None:
+        reshards = group.smaller_group.collectives.size
     gathers = 2 if reshards else 1
     layout, masters = group.layout, group.shard_layout
     between = gathers if group.between is not None and not group.keeps_rows else 1
@@ -285,18 +298,21 @@ def _report(
     coded_sums = sum(sum(numels) for (_, codec), numels in sums.items() if codec is not None)
     residuals = coded_sums * ranks * FEEDBACK_DTYPE.itemsize if sharded and wire.feedback else 0
     return GroupReport(
-        name=name,
+        name=", ".join(where),
         num_params=len(group.params),
         numel=sum(slot.numel for slot in layout.slots),
+        ranks=ranks,
         shard_bytes=masters.shard_bytes + extended,
         unsharded_bytes=layout.gathered_bytes + extended * ranks,
         padding_bytes=masters.padding_bytes,
         copied_bytes=layout.copied_bytes,
         transport=WHOLE if group.is_whole else layout.transports,
         dims={n: p.cut.dims for n, p in named if p.cut.dims != (0,)},
-        window=window,
+        window=window_of([unit] if scheduler is None else scheduler.units),
         mp_policy=group.options.precision,
         reshard_after_forward=reshards,
+        reshard_after_backward=unit.reshard_after_backward,
+        offloaded=isinstance(record.arguments.offload, CPUOffloadPolicy),
         gathers=(1 if reused == gathered else gathers) if sharded else 0,
         gathered_bytes=gathered if sharded else 0,
         reduced_bytes=reduced * ranks if sharded or group.replicas is not None else 0,

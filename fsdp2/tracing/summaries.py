@@ -368,11 +368,11 @@ def peak_told(peak: Peak, origin: float = 0.0) -> str:
 
 
 def table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, last: bool = False
+    head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, right: int = 0
 ) -> list[str]:
-    """Lines of columns: the first ``left`` are words, and the ``last``; others are numbers."""
+    """Lines of columns: the first ``left`` and the last ``right`` are words, others are numbers."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    words = {*range(left), len(head) - 1} if last else {*range(left)}
+    words = {*range(left), *range(len(head) - right, len(head))}
     lines = []
     for row in (head, *rows):
         cells = [

@@ -31,15 +31,13 @@ from fsdp2.wrap.policies import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from fsdp2.wrap.sharding import ShardReport, Strategy, UnitReport, shard_model
+from fsdp2.wrap.sharding import Strategy, shard_model
 
 __all__ = [
     "Choice",
     "CustomPolicy",
     "ModuleWrapPolicy",
-    "ShardReport",
     "Strategy",
-    "UnitReport",
     "WireFormat",
     "always_wrap_policy",
     "any_wrap_policy",

@@ -3,7 +3,7 @@
     ignored     ──> parameters and modules that fsdp2 does not manage
     policy      ──> modules, bottom-up; modules that share parameters become one unit
     strategy    ──> a mesh, and when unsharded parameters are freed
-    everything is checked ──> fully_shard on each unit, then on the model ──> ShardReport
+    everything is checked ──> fully_shard on each unit, then on the model ──> Report
 
 A strategy is a set of unit settings: `fully_shard` and setters have the same effect.
 """
@@ -22,14 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.core.errors import coded
 from fsdp2.core.facts import (
-    CPUOffloadPolicy,
     ProcessGroup,
     default_group,
     default_mesh,
     device_of,
     gather_numbers,
-    record_of,
-    require_record,
 )
 from fsdp2.interop import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.sharding.api import apply_calls, plan_call
@@ -37,6 +34,7 @@ from fsdp2.sharding.meshes import Levels
 from fsdp2.sharding.module import FSDPModule
 from fsdp2.sharding.plan import Pending, PlacementFn, PlannedCall
 from fsdp2.sharding.plan import whole_below as small_whole
+from fsdp2.tracing.reports import Report, report
 from fsdp2.wrap.choices import Policy, chosen_modules
 
 if TYPE_CHECKING:
@@ -73,76 +71,6 @@ _OPTIONS = (
 """The options that a policy may set for a single module."""
 
 
-@dataclass(frozen=True)
-class UnitReport:
-    """One unit that `shard_model` created.
-
-    Attributes:
-        names: names of its modules below the model, "(root)" for the model itself.
-        num_params: number of parameters.
-        numel: number of elements, over all ranks.
-        shard_bytes: bytes of its flat shards on one rank, including padding.
-        reshard_after_forward: whether forward reshards. With the root's ``None`` it does not,
-            because its backward follows at once.
-        reshard_after_backward: whether backward reshards.
-        param_dtype: compute dtype; ``None``: the parameters' own.
-        offloaded: whether shards are in CPU memory.
-        tied: whether it was created because its modules share parameters.
-    """
-
-    names: tuple[str, ...]
-    num_params: int
-    numel: int
-    shard_bytes: int
-    reshard_after_forward: bool | int | None
-    reshard_after_backward: bool
-    param_dtype: torch.dtype | None
-    offloaded: bool
-    tied: bool
-
-
-@dataclass(frozen=True)
-class ShardReport:
-    """The result of `shard_model`; ``print`` shows a table.
-
-    Attributes:
-        strategy: the strategy.
-        mesh: shape of the mesh: (shard,), (replicate, shard) or (between, inside).
-        units: in the order of their creation, the root last.
-        ignored: names of parameters that fsdp2 does not manage.
-    """
-
-    strategy: str
-    mesh: tuple[int, ...]
-    units: tuple[UnitReport, ...]
-    ignored: tuple[str, ...]
-
-    def __str__(self) -> str:
-        lines = [f"{self.strategy} over {' x '.join(map(str, self.mesh))} ranks"]
-        width = max(len(" + ".join(unit.names)) for unit in self.units)
-        for unit in self.units:
-            frees = [
-                word
-                for word, on in (
-                    ("forward", unit.reshard_after_forward),
-                    ("backward", unit.reshard_after_backward),
-                )
-                if on
-            ]
-            notes = [f"freed after {' and '.join(frees)}" if frees else "kept until a step"]
-            notes += ["tied"] if unit.tied else []
-            notes += [f"computes in {unit.param_dtype}"] if unit.param_dtype else []
-            notes += ["offloaded"] if unit.offloaded else []
-            lines.append(
-                f"  {' + '.join(unit.names):{width}}  {unit.num_params:>4} parameters"
-                f"  {unit.numel:>13,} elements  {unit.shard_bytes:>13,} bytes per rank  "
-                f"{', '.join(notes)}"
-            )
-        if self.ignored:
-            lines.append(f"  left alone: {', '.join(self.ignored)}")
-        return "\n".join(lines)
-
-
 @dataclass
 class _PlannedUnit:
     """A unit to be."""
@@ -150,7 +78,6 @@ class _PlannedUnit:
     names: list[str]
     modules: list[nn.Module]
     options: dict[str, Any]
-    tied: bool = False
     call: PlannedCall | None = None
 
 
@@ -166,7 +93,7 @@ def shard_model(
     whole_below: int = 0,
     wire: WireFormat | None = None,
     ignored: Iterable[nn.Module | nn.Parameter | str] = (),
-) -> ShardReport:
+) -> Report:
     """Shard a model in place: the modules that a policy selects, bottom-up, then the model.
 
     Modules that share a parameter and would be in different units, such as an embedding and the
@@ -211,7 +138,7 @@ def shard_model(
             them.
 
     Returns:
-        The units and their settings.
+        The units and their settings, as `fsdp2.report` gives them at any time.
 
     Raises:
         ValueError: an argument or a parameter is invalid; nothing has changed in this case.
@@ -263,9 +190,7 @@ def shard_model(
         for member in plan.modules:
             if isinstance(member, FSDPModule):
                 member.set_reshard_after_backward(settings.frees_backward, recurse=False)
-    names = tuple(name for name, param in model.named_parameters() if param in params)
-    shape = tuple(chosen.shape)
-    return ShardReport(strategy, shape, tuple(_report(plan) for plan in plans), names)
+    return report(model)
 
 
 # ---- arguments
@@ -459,9 +384,7 @@ def _with_ties(
         if model in cluster or inner & taken or not all(map(_runs, cluster)):
             continue
         own = [plans[owners[module]].options for module in cluster if module in owners]
-        tied.append(
-            _PlannedUnit(list(cluster.values()), list(cluster), own[0] if own else options, True)
-        )
+        tied.append(_PlannedUnit(list(cluster.values()), list(cluster), own[0] if own else options))
     gone = {module for plan in tied for module in plan.modules}
     return [*tied, *(plan for plan in plans if plan.modules[0] not in gone)]
 
@@ -475,24 +398,3 @@ def _planned(units: Sequence[_PlannedUnit], ignored: set[nn.Parameter]) -> list[
                 unit.modules, ignored_params=ignored, pending=pending, **unit.options
             )
     return [unit for unit in units if unit.call is not None]
-
-
-def _report(plan: _PlannedUnit) -> UnitReport:
-    record = next(record for m in plan.modules if (record := record_of(m)) is not None)
-    unit, precision = record.unit, require_record(plan.modules[0]).unit.options.precision
-    layouts = [group.layout for group in unit.own_groups]
-    kept = [group.shard_layout for group in unit.own_groups]
-    reshard = plan.options["reshard_after_forward"]
-    return UnitReport(
-        names=tuple(plan.names),
-        num_params=0 if plan.call is None else len(plan.call.plans),
-        numel=sum(slot.numel for layout in layouts for slot in layout.slots),
-        shard_bytes=sum(layout.shard_bytes for layout in kept),
-        reshard_after_forward=(
-            None if reshard is None and plan.names == ["(root)"] else reshard is None or reshard
-        ),
-        reshard_after_backward=unit.reshard_after_backward,
-        param_dtype=precision.param_dtype,
-        offloaded=isinstance(record.arguments.offload, CPUOffloadPolicy),
-        tied=plan.tied,
-    )

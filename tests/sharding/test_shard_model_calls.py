@@ -55,36 +55,25 @@ class Tied(nn.Module):
         return self.last(self.middle(self.first(x)) * self.scale)
 
 
-def _units(report: fsdp2.wrap.ShardReport) -> list[tuple[tuple[str, ...], int]]:
-    return [(unit.names, unit.num_params) for unit in report.units]
-
-
 def test_tied_modules_of_different_blocks_are_one_unit() -> None:
     model = Tied()
     report = shard_model(model, {Block})
-    assert _units(report) == [
-        (("first.inner", "last.inner"), 1),
-        (("first",), 2),
-        (("middle",), 4),
-        (("last",), 2),
-        (("(root)",), 1),
-    ]
-    assert [unit.tied for unit in report.units] == [True, False, False, False, False]
     assert model.first.inner.weight is model.last.inner.weight
-    assert {g.name: g.num_params for g in fsdp2.report(model).groups} == {
+    assert {g.name: g.num_params for g in report.groups} == {
         "first.inner, last.inner": 1,
         "first": 2,
         "middle": 4,
         "last": 2,
         "(root)": 1,
     }
+    assert str(report) == str(fsdp2.report(model))
 
 
 def test_a_tie_that_the_model_itself_registers_is_shared() -> None:
     model = Tied()
     model.first.norm.weight = model.scale
     report = shard_model(model, {Block})
-    assert ("first", "(root)") not in [unit.names for unit in report.units]
+    assert "(root), first" not in [group.name for group in report.groups]
     assert isinstance(model.scale, DTensor)
     assert model.scale is model.first.norm.weight
 
@@ -96,9 +85,9 @@ def test_ignored(how: str) -> None:
     report = shard_model(model, {Block}, ignored=modules)
     left = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     assert left == {"scale", *(f"middle.{name}" for name, _ in model.middle.named_parameters())}
-    assert set(report.ignored) == left
+    assert set(report.left) == left
     assert not isinstance(model.middle, FSDPModule)
-    assert "left alone: scale, middle.inner.weight" in str(report)
+    assert "in no unit: scale, middle.inner.weight" in str(report)
 
 
 def test_options_of_a_module() -> None:
@@ -109,22 +98,25 @@ def test_options_of_a_module() -> None:
 
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4))
-    report = shard_model(model, CustomPolicy(choose), mp_policy=policy)
-    assert [u.reshard_after_forward for u in report.units] == [False, True, None]
-    assert {u.param_dtype for u in report.units} == {torch.bfloat16}
-    assert "computes in torch.bfloat16" in str(report)
+    offload = fsdp2.CPUOffloadPolicy(pin_memory=False)
+    report = shard_model(model, CustomPolicy(choose), mp_policy=policy, offload_policy=offload)
+    frees = {group.name: group.reshard_after_forward for group in report.groups}
+    assert frees == {"0": False, "1": True, "(root)": False}
+    assert {(group.mp_policy, group.offloaded) for group in report.groups} == {(policy, True)}
+    assert ", offloaded" in str(report)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_a_strategy_is_settings(strategy: Any) -> None:
     model = Tied()
     report = shard_model(model, {Block}, strategy=strategy)
-    assert report.mesh == (4,)
     assert isinstance(model.middle, FSDPModule)
-    freed = {group.name: group.reshard_after_forward for group in fsdp2.report(model).groups}
-    assert freed["middle"] is (strategy == "zero3")
-    assert {u.reshard_after_backward for u in report.units} == {strategy != "zero1"}
-    assert str(report).startswith(f"{strategy} over 4 ranks\n  first.inner + last.inner ")
+    (middle,) = [group for group in report.groups if group.name == "middle"]
+    assert middle.ranks == 4
+    assert middle.reshard_after_forward is (strategy == "zero3")
+    assert {group.reshard_after_backward for group in report.groups} == {strategy != "zero1"}
+    freed = {"zero1": "no pass", "zero2": "backward", "zero3": "forward, backward"}
+    assert f"  {freed[strategy]}  " in str(report)
 
 
 def test_misuse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def _model() -> Tied:
 def _check(strategy: Any, exact: bool) -> tuple[int, ...]:
     model = _model()
     report = shard_model(model, {nn.Sequential}, strategy=strategy)
-    assert len(report.units) == UNITS
+    assert len(report.groups) == UNITS
     steps, counts = _train(model)
     expected = _train_unsharded(_model())
     if exact:

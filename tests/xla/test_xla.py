@@ -504,15 +504,15 @@ def test_a_model_that_is_sharded_already_is_saved_and_loaded(strategy: Any) -> N
     expected = models.seeded(models.OddMLP).state_dict()
     model = models.seeded(models.OddMLP)
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
-        shape = fsdp2.shard_model(model, {nn.Linear}, strategy=strategy).mesh
-    groups = torch.arange(2).view(-1, shape[-1]).tolist()
+        per_copy = fsdp2.shard_model(model, {nn.Linear}, strategy=strategy).groups[0].ranks
+    groups = torch.arange(2).view(-1, per_copy).tolist()
     wrapper = FSDP(model, sharding_groups=groups)
-    assert wrapper.world_size == shape[-1]
+    assert wrapper.world_size == per_copy
     rows = {name: value.clone() for name, value in wrapper.state_dict().items()}
     metadata = wrapper.get_shard_metadata()
     both: list[Any] = [None, None]
     dist.all_gather_object(both, rows)
-    mine = groups[dist.get_rank() // shape[-1]]
+    mine = groups[dist.get_rank() // per_copy]
     full = consolidate_sharded_state_dicts([both[rank] for rank in mine], metadata)
     assert full.keys() == expected.keys()
     for name, value in expected.items():
