@@ -197,6 +197,11 @@ class GroupStandIn(_StandIn):
         between = self._group.state is GroupState.RESHARDED
         return states.SHARDED_POST_FORWARD if between else states.SHARDED
 
+    def _gathered_over(self) -> object:
+        """The ranks of the next all-gather: those of the smaller group after a forward."""
+        smaller = self._group.smaller_group if self.is_sharded_post_forward else None
+        return (self._group if smaller is None else smaller).collectives.group
+
     def _mesh_between(self) -> object:
         """The mesh on which forward leaves the parameters: ``None`` if it keeps them unsharded."""
         if not self._record.unit.frees_after_forward:
@@ -231,7 +236,7 @@ class GroupStandIn(_StandIn):
     )
     mesh_info = _of(_mesh)
     _is_hsdp = _of(lambda self: self._group.replicas is not None)
-    _all_gather_process_group = _of("_group.collectives.group")
+    _all_gather_process_group = _of(_gathered_over)
     _reduce_scatter_process_group = _of("_group.reducers.group")
     _all_reduce_process_group = _of(lambda self: getattr(self._group.replicas, "group", None))
     _training_state = _of("_state._training_state", write=True)

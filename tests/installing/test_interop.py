@@ -34,8 +34,8 @@ pytestmark = pytest.mark.alone
 
 @pytest.fixture(autouse=True)
 def mesh() -> Iterator[DeviceMesh]:
-    init_null_group(2)
-    yield null_mesh(2)
+    init_null_group(4)
+    yield null_mesh(4)
     dist.destroy_process_group()
 
 
@@ -122,6 +122,11 @@ def _policy_of(policy: Any) -> Any:
     return [getattr(policy, name) for name in names]
 
 
+def _ranks_of(info: Any) -> Any:
+    """Ours has names for the dims of a smaller group's mesh."""
+    return info and (type(info), info.mesh.mesh.tolist(), info.shard_mesh_size)
+
+
 OF_STATE = (
     *("_device", "_is_root", "_auto_reshard_after_forward", "_training_state"),
     *("_state_ctx.is_last_backward", "_state_ctx.iter_forward_root"),
@@ -129,12 +134,12 @@ OF_STATE = (
 )
 OF_GROUP = (
     *("device", "_training_state", "mesh_info", "mesh_info.shard_mesh_size", "_module_fqn"),
-    *("mesh_info.shard_process_group", "post_forward_mesh_info", "_reshard_after_forward"),
+    *("mesh_info.shard_process_group", "_reshard_after_forward"),
     *("_use_post_forward_mesh", "_sharded_state", "is_unsharded", "is_sharded"),
     *("is_sharded_post_forward", "reshard_after_backward", "unshard_in_backward"),
     *("reduce_grads", "all_reduce_grads", "gradient_divide_factor", "_is_hsdp"),
     *("reduce_scatter_unused_params", "force_sum_reduction_for_comms"),
-    *("_all_gather_process_group", "_reduce_scatter_process_group"),
+    "_reduce_scatter_process_group",
 )
 OF_PARAM = (
     *("_param_fqn", "_orig_size", "sharded_size", "orig_dtype", "param_dtype", "reduce_dtype"),
@@ -148,6 +153,10 @@ OTHERS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "group's": lambda state, group, model: _policy_of(group.mp_policy),
     "states": lambda state, group, model: [x is state for x in state._state_ctx.all_states],
     "prefetch": lambda state, group, model: [*state._states_to_backward_prefetch],
+    "after forward": lambda state, group, model: _ranks_of(group.post_forward_mesh_info),
+    "gathers over": lambda state, group, model: dist.get_process_group_ranks(
+        group._all_gather_process_group
+    ),
     "one mesh": lambda state, group, model: [
         p.mesh_info is group.mesh_info for p in group.fsdp_params
     ],
@@ -171,8 +180,8 @@ def _answers(state: Any, group: Any, model: Any) -> dict[str, Callable[[], Any]]
     }
 
 
-@pytest.mark.parametrize("reshard", [None, True])
-def test_stand_ins_answer_as_torchs_objects_do(reshard: bool | None) -> None:
+@pytest.mark.parametrize("reshard", [None, True, 2])
+def test_stand_ins_answer_as_torchs_objects_do(reshard: bool | int | None) -> None:
     theirs, ours = [], []
     for shard, found in ((torchs.fully_shard, theirs), (fsdp2.fully_shard, ours)):
         torch.manual_seed(0)
