@@ -19,7 +19,6 @@ Life of a pool:
 1. *start*: on the first test of its world size. Importing torch is the expensive part: it is done
    once, in a process that all ranks are forked from, and they stay for later tests, as does their
    default process group.
-   A pool that has many process groups, which tests make and leave, is replaced by a new one.
 2. *call*: every rank starts from the same state (seed, grad mode, default dtype, one thread). The
    barrier behind the body makes a test that left the ranks out of step fail itself, and not the
    next one.
@@ -75,7 +74,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_TIMEOUT = 150.0  # seconds a call may take, on two busy cores shared by eight ranks
 START_TIMEOUT = 180.0  # seconds until every rank has imported torch and found the others
-MOST_GROUPS = 24  # per rank: each has a thread of gloo's that wakes 100 times per second
 GRACE = 5.0  # seconds the other ranks get to report, once one rank has failed
 SEED = 0
 
@@ -147,8 +145,6 @@ _pools: dict[int, _Pool] = {}
 
 
 def _pool(world_size: int) -> _Pool:
-    if world_size in _pools and _pools[world_size].groups > MOST_GROUPS:
-        _pools[world_size].close(ask=True)
     if world_size not in _pools:
         if not _pools:
             atexit.unregister(close_pools)  # at most one registration
@@ -182,7 +178,6 @@ class _Pool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.groups = 0  # process groups of a rank
         self._scratch = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
@@ -244,7 +239,7 @@ class _Pool:
 
     def _receive(self, rank: int) -> tuple[str, Any]:
         try:
-            kind, value, self.groups = pickle.loads(self._connections[rank].recv_bytes())
+            kind, value = pickle.loads(self._connections[rank].recv_bytes())
             return kind, value
         except (EOFError, ConnectionResetError):
             self._processes[rank].join(timeout=GRACE)
@@ -343,7 +338,7 @@ def _serve(
         dist.barrier()
         gc.collect()
         gc.freeze()  # what the imports made stays: later collections skip it
-        connection.send_bytes(_report("returned", None))
+        connection.send_bytes(pickle.dumps(("returned", None)))
         while (call := pickle.loads(connection.recv_bytes())) is not None:
             connection.send_bytes(_answer(*call))
         dist.destroy_process_group()
@@ -352,7 +347,7 @@ def _serve(
         pass  # the pytest process is gone
     except BaseException:
         with contextlib.suppress(OSError):
-            connection.send_bytes(_report("raised", traceback.format_exc()))
+            connection.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
     finally:
         os._exit(code)
 
@@ -369,15 +364,11 @@ def _answer(target: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, An
         for name in qualname.split("."):
             function = getattr(function, name)
         value = getattr(function, RANK_BODY, function)(*args, **kwargs)
-        report = _report("returned", value)
+        report = pickle.dumps(("returned", value))
         dist.barrier()  # a body that left the ranks out of step fails here, and not in the next one
     except BaseException:
-        return _report("raised", traceback.format_exc())
+        return pickle.dumps(("raised", traceback.format_exc()))
     return report
-
-
-def _report(kind: str, value: object) -> bytes:
-    return pickle.dumps((kind, value, len(dist.distributed_c10d._world.pg_map)))
 
 
 def _clean_state() -> None:

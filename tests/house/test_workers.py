@@ -47,11 +47,6 @@ def _abort_on_rank_2() -> None:
         os.abort()
 
 
-def _make_groups(count: int) -> None:
-    for _ in range(count):
-        dist.new_group()
-
-
 def _leave_a_mess() -> None:
     torch.set_grad_enabled(False)
     torch.set_default_dtype(torch.float64)
@@ -94,14 +89,6 @@ def test_processes_and_process_group_are_kept_between_calls() -> None:
     assert first == second
     assert [rank for rank, _ in first] == list(range(SIZE))
     assert len({pid for _, pid in first} | {os.getpid()}) == SIZE + 1
-
-
-def test_processes_with_many_process_groups_are_replaced() -> None:
-    before = workers.run_on_ranks(SIZE, _rank_and_pid)
-    workers.run_on_ranks(SIZE, _make_groups, workers.MOST_GROUPS)
-    after = workers.run_on_ranks(SIZE, _rank_and_pid)
-    assert [rank for rank, _ in after] == [0, 1, 2]
-    assert not {pid for _, pid in before} & {pid for _, pid in after}
 
 
 def test_every_call_starts_from_the_same_state() -> None:
