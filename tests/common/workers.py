@@ -327,6 +327,7 @@ def _serve(
     code = 1
     try:
         _use_loopback()
+        _share_one_device()
         pretend()
         dist.init_process_group(
             "gloo",
@@ -386,6 +387,19 @@ def _use_loopback() -> None:
     for loopback in ("lo", "lo0"):
         if loopback in names:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def _share_one_device() -> None:
+    """A thread of each device of gloo wakes up 100 times per second, as long as the pool lives."""
+    init: Any = dist.ProcessGroupGloo.__init__
+    device = dist.ProcessGroupGloo.create_default_device()
+
+    def over_it(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        options: Any = dist.ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [device], 2, timeout
+        init(self, store, rank, size, options)
+
+    dist.ProcessGroupGloo.__init__ = over_it  # type: ignore[method-assign]
 
 
 def _exit_with_parent() -> None:
