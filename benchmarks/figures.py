@@ -1,6 +1,6 @@
 """Figures of the docs, drawn by matplotlib: the files of docs/figures that a script writes.
 
-    python -m benchmarks.report      # writes them, and the tables of pages; needs the extra `docs`
+    python -m benchmarks.figures     # needs the extra `docs`
 
     benchmarks/results/ ── PLOTS, and functions here ──┐
     schedules, meshes ────────────────────────────────┴─ FIGURES ──> docs/figures/*.svg
@@ -684,3 +684,7 @@ def write(folder: Path = FOLDER) -> list[Path]:
         with matplotlib.rc_context(STYLE):
             paths[-1].write_text(svg(draw()), encoding="utf-8")
     return paths
+
+
+if __name__ == "__main__":
+    print(*write(), sep="\n")

@@ -1,4 +1,4 @@
-"""What pages quote of the files in benchmarks/results, and figures of them.
+"""Tables and numbers on pages, from the files in benchmarks/results; `benchmarks.figures` draws.
 
     python -m benchmarks.report                                    # write all of it anew
     python -m benchmarks.report --measure host_cost,instructions   # measure those first
@@ -399,17 +399,8 @@ def filled(text: str, folder: Path = RESULTS) -> str:
     return _MARK.sub(lambda found: found["mark"] + MADE[found["name"]](folder) + found["end"], text)
 
 
-def write() -> list[Path]:
-    """Write what the pages quote, and figures anew; returns the paths."""
-    from benchmarks import figures  # needs matplotlib
-
-    for path in PAGES:
-        path.write_text(filled(path.read_text()))
-    return [*PAGES, *figures.write()]
-
-
 def main(arguments: list[str] | None = None) -> None:
-    """Measure what is asked for, and write pages and figures."""
+    """Measure what is asked for, and write what the pages quote."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument(
@@ -420,8 +411,10 @@ def main(arguments: list[str] | None = None) -> None:
         help=f"measure these first, comma list or all: {', '.join(RUNS)}",
     )
     options = parser.parse_args(arguments)
-    for path in [*map(measure, options.measure), *write()]:
-        print(path)
+    for run in options.measure:
+        print(measure(run))
+    for path in PAGES:
+        path.write_text(filled(path.read_text()))
 
 
 if __name__ == "__main__":
