@@ -27,7 +27,6 @@ import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -150,7 +149,7 @@ class Stage:
 
     @property
     def is_tests(self) -> bool:
-        """Whether it is a run of pytest, which writes another kind of file."""
+        """Whether it is a run of pytest, whose last lines are its results."""
         return self.command[0] == "pytest"
 
 
@@ -191,8 +190,8 @@ def _stages(machine: Machine) -> Iterator[tuple[str, str, str, int, dict[str, st
     blocks = "" if on_gpu else " --shrink 16"
 
     # First of all: where results are wrong, times mean nothing.
-    yield "tests", "Tests", f"pytest {where} -n 0", 150, {}, ""
-    extended = f"pytest {where} -n 0 -m extended"
+    yield "tests", "Tests", f"pytest {where} -n 0 -rsfE", 150, {}, ""
+    extended = f"pytest {where} -n 0 -rsfE -m extended"
     yield "tests-extended", "Extended tests", extended, 100, {}, for_gpu
     expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     for name in dict.fromkeys((dense, large, experts)):
@@ -255,7 +254,7 @@ class Day:
         self.outcomes = {stage.name: Outcome() for stage in stages}
         out.mkdir(parents=True, exist_ok=True)
         for stage in stages:
-            earlier = (self.content(stage) or {}).get("stage", {})
+            earlier = (_read(self.file(stage)) or {}).get("stage", {})
             if earlier.get("status") == DONE and earlier.get("key") == self.key(stage):
                 self.outcomes[stage.name] = Outcome(DONE, earlier["seconds"], kept=True)
             elif stage.absent:
@@ -265,13 +264,6 @@ class Day:
 
     def file(self, stage: Stage, suffix: str = "json") -> Path:
         return self.out / f"{stage.name}.{suffix}"
-
-    def content(self, stage: Stage) -> dict[str, Any] | None:
-        """What a stage gave; ``None`` where it gave nothing that can be read."""
-        with suppress(OSError, ValueError):
-            read = json.loads(self.file(stage).read_text())
-            return read if isinstance(read, dict) else None
-        return None
 
     def key(self, stage: Stage) -> dict[str, Any]:
         """What a stage's figures depend on; the digest of the sources stands for the commit."""
@@ -298,13 +290,13 @@ class Day:
     def _run_one(self, stage: Stage, seconds: float) -> Outcome:
         raw, log = self.file(stage, "raw"), self.file(stage, "log")
         raw.unlink(missing_ok=True)
-        output = [f"--junitxml={raw}"] if stage.is_tests else ["--json", str(raw)]
+        output = [] if stage.is_tests else ["--json", str(raw)]
         began = time.monotonic()
         with log.open("w") as file:
             command = [sys.executable, "-m", *stage.command, *output]
             status = run_whole(command, stage.environment, file, seconds)
         outcome = Outcome(DONE, time.monotonic() - began)
-        content = _results(raw, stage)
+        content = {"results": printed(log, TAIL)} if stage.is_tests else _read(raw)
         if status is None:
             outcome.status, outcome.why = LATE, f"it was ended after {seconds:.0f} s"
         elif status < 0:
@@ -347,42 +339,21 @@ class Day:
             outcome = self.outcomes[stage.name]
             if outcome.status in (SKIPPED, WAITING):
                 continue
-            results = (self.content(stage) or {}).get("results")
-            shown = printed(self.file(stage, "log")) if results else ""
-            if stage.is_tests and results:
-                lines = [f"{results['passed']} passed, {len(results['failed'])} failed"]
-                lines += [f"failed: {name}" for name in results["failed"]]
-                lines += [f"{count} skipped: {why}" for why, count in results["skipped"].items()]
-                shown = "\n".join(lines)
-            if outcome.status != DONE:
-                shown = outcome.tail
+            shown = outcome.tail
+            if outcome.status == DONE:
+                shown = printed(self.file(stage, "log"), TAIL if stage.is_tests else 0)
             text = shown.replace("```", "'''")
             head = f"**{outcome}**" if outcome.status != DONE else ""
             parts += [f"## {stage.title}", "", head, "", "```", text, "```", ""]
         return "\n".join(parts)
 
 
-def _results(raw: Path, stage: Stage) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError, ElementTree.ParseError):
-        if stage.is_tests:
-            return {"results": counted(ElementTree.parse(raw).getroot())}
-        content: dict[str, Any] = json.loads(raw.read_text())
-        return content
+def _read(path: Path) -> dict[str, Any] | None:
+    """What a file holds; ``None`` where it holds nothing that can be read."""
+    with suppress(OSError, ValueError):
+        content = json.loads(path.read_text())
+        return content if isinstance(content, dict) else None
     return None
-
-
-def counted(root: ElementTree.Element) -> dict[str, Any]:
-    """What pytest saw: how many tests, which failed, and why others were skipped."""
-    cases = list(root.iter("testcase"))
-    failed = [case for case in cases if {"failure", "error"} & {part.tag for part in case}]
-    reasons: dict[str, int] = {}
-    for case in cases:
-        for part in case.findall("skipped"):
-            why = part.get("message", "")
-            reasons[why] = reasons.get(why, 0) + 1
-    names = sorted({f"{case.get('classname')}::{case.get('name')}" for case in failed})
-    passed = len(cases) - len(failed) - sum(reasons.values())
-    return {"passed": passed, "failed": names, "skipped": reasons}
 
 
 def printed(log: Path, last: int = 0) -> str:

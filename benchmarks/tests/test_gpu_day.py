@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -201,19 +200,6 @@ def _is_gone(pid: int) -> bool:
             return True
         time.sleep(0.01)
     return False
-
-
-def test_tests_are_counted() -> None:
-    text = """<testsuites><testsuite>
-      <testcase classname="tests.gpu.test_a" name="test_1"/>
-      <testcase classname="tests.gpu.test_a" name="test_2"><failure message="no"/></testcase>
-      <testcase classname="tests.gpu.test_b" name="test_3"><skipped message="one GPU"/></testcase>
-    </testsuite></testsuites>"""
-    assert gpu_day.counted(ElementTree.fromstring(text)) == {
-        "passed": 1,
-        "failed": ["tests.gpu.test_a::test_2"],
-        "skipped": {"one GPU": 1},
-    }
 
 
 def test_a_digest_is_of_what_is_written(tmp_path: Path) -> None:
