@@ -97,14 +97,9 @@ def print_rounds(rounds: Rounds, kinds: Sequence[str] | None = None) -> None:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A plain text table: the first column to the left, the others to the right."""
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    cells.insert(1, ["-" * width for width in widths])
-    lines = []
-    for first, *others in cells:
-        padded = [other.rjust(width) for other, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *padded]).rstrip())
-    return "\n".join(lines)
+    from fsdp2.tracing import summaries  # a worker may measure the import of fsdp2
+
+    return "\n".join(summaries.table(header, [[str(cell) for cell in row] for row in rows]))
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

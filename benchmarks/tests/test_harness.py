@@ -44,11 +44,6 @@ def test_ratio_is_taken_round_by_round() -> None:
     assert harness.over(rounds, "step", "torch") == {}
 
 
-def test_table_aligns() -> None:
-    lines = harness.table(("variant", "ms"), [("none", 1), ("fsdp2", 20)]).splitlines()
-    assert lines == ["variant  ms", "-------  --", "none      1", "fsdp2    20"]
-
-
 class Dies(harness.Ranks):
     """A variant that answers so often, and is then lost."""
 
