@@ -17,7 +17,7 @@ from tests.common.observing import observe
 SEEDS = 80
 
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("rare_collections")]
+pytestmark = pytest.mark.alone
 
 
 def _entries(node: Node) -> list[str]:

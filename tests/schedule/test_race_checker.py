@@ -26,7 +26,7 @@ SEEDS = 60  # schedules of each scenario; the extended run has six times as many
 MUTATED = 4  # schedules of each scenario that are mutated …
 MAX_WAITS = 56  # … and have at most so many waits
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("rare_collections")]
+pytestmark = pytest.mark.alone
 
 # ---- random models
 
