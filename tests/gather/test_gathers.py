@@ -14,7 +14,7 @@ from fsdp2.testing.virtual import VirtualDevice
 from tests.common import random_models
 from tests.common.observing import observe
 
-SEEDS = 80
+SEEDS = 30
 
 
 pytestmark = pytest.mark.alone
