@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 BF16 = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 HALVES = fsdp2.MixedPrecisionPolicy(torch.float32, torch.float16)  # divides before and after
-STEPS = 8
+STEPS = 3
 EAGERLY = {"options": {"compiler": "aot_eager"}}
 
 
@@ -101,7 +101,7 @@ def _channels_last() -> nn.Module:
 
 def _hybrid() -> nn.Module:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
-    return _of_blocks(models.Transformer, mesh=mesh)
+    return _of_blocks(compiling.Stack, mesh=mesh)
 
 
 def _tensor_parallel() -> nn.Module:
@@ -138,6 +138,11 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "coalesced and packed": lambda: _coalesced(64, mp_policy=BF16),
 }
 NEEDS_FOUR = ("hybrid", "tensor parallel")
+ON_TWO = [
+    case if case == "coalesced and packed" else pytest.param(case, marks=pytest.mark.extended)
+    for case in CASES
+    if case not in NEEDS_FOUR
+]
 
 
 def _inputs(model: nn.Module) -> Iterator[Tensor]:
@@ -176,7 +181,7 @@ def _assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("case", [case for case in CASES if case not in NEEDS_FOUR])
+@pytest.mark.parametrize("case", ON_TWO)
 def test_bits_on_two_ranks(case: str) -> None:
     _compare(case)
 
@@ -222,7 +227,7 @@ def test_a_trace_shows_the_collectives(tmp_path: Path, compile: Any) -> None:
     """Each runs until compute has waited, in the order of hooks, with the bytes of hooks."""
     found = []
     for mode in (False, True):
-        model = _of_blocks(models.Transformer)
+        model = _of_blocks(compiling.Stack)
         fsdp2.graph_mode(model, mode, compile=compile)
         optimizer = torch.optim.SGD(model.parameters())
         with compiling.fresh_dynamo(), fsdp2.trace(tmp_path / "{rank}.json") as trace:
@@ -248,9 +253,9 @@ def test_inside_of_a_larger_graph() -> None:
 
     Training compiles once, and evaluation once more.
     """
-    model = _of_blocks(models.Transformer)
+    model = _of_blocks(compiling.Stack)
     expected = _trained(model, model)
-    larger = _of_blocks(models.Transformer)
+    larger = _of_blocks(compiling.Stack)
     fsdp2.graph_mode(larger)
     with compiling.fresh_dynamo():
         compiler = compiling.Compiler()
@@ -270,7 +275,7 @@ def test_gradients_of_a_compiled_model() -> None:
     found = []
     with compiling.fresh_dynamo():
         for compile in (False, EAGERLY):
-            model = _of_blocks(models.Transformer)
+            model = _of_blocks(compiling.Stack)
             fsdp2.graph_mode(model, compile=compile)  # type: ignore[arg-type]  # one of both
             found.append(_gradients(model))
     assert all(type(one) is type(other) for one, other in zip(*found, strict=True))
@@ -286,7 +291,7 @@ def _gradients(model: nn.Module) -> list[Tensor]:
     found += torch.autograd.grad(_loss(output), [*doubled.values()])
     for _ in range(2):
         _loss(model(inputs)).backward()
-    hook = model.head.weight.register_hook(lambda gradient: 3 * gradient)
+    hook = model.outlet.weight.register_hook(lambda gradient: 3 * gradient)
     _loss(model(inputs)).backward()
     hook.remove()
     found += [cast(Tensor, param.grad) for param in params.values()]
