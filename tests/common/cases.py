@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def in_turn(cases: Mapping[str, T], check: Callable[[T], object]) -> None:
@@ -20,10 +19,10 @@ def in_turn(cases: Mapping[str, T], check: Callable[[T], object]) -> None:
             raise AssertionError(f"case '{name}'") from error
 
 
-def each(argument: str, values: Iterable[object]) -> Callable[[F], F]:
+def each(argument: str, values: Iterable[object]) -> Callable[[Any], Any]:
     """As `pytest.mark.parametrize`, but in one test: pytest takes 3 ms per test to report it."""
 
-    def decorate(test: F) -> F:
+    def decorate(test: Any) -> Any:
         @functools.wraps(test)
         def of_all(**given: Any) -> None:
             named = {f"{argument}={value}": value for value in values}
@@ -32,6 +31,6 @@ def each(argument: str, values: Iterable[object]) -> Callable[[F], F]:
         signature = inspect.signature(test)
         left = [p for p in signature.parameters.values() if p.name != argument]
         of_all.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
-        return cast(F, of_all)
+        return of_all
 
     return decorate
