@@ -25,10 +25,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import fsdp2
 from fsdp2 import checkpoint
-from tests.common import meshes, models
+from tests.common import meshes, models, parity
 from tests.common.workers import ranks
 
-HALF = 3  # steps before the checkpoint, and after it
+HALF = 2  # steps before the checkpoint, and after it
 FED = {"reduce": "int4", "rotate": True, "feedback": True}
 BOTH = {"gather": "int4", "differences": True, **FED}
 
@@ -50,7 +50,7 @@ def make(
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return parity.adamw(model.parameters())
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
