@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2.tracing.timeline import COLLECTIVES
 from tests.common import compiling, models, parity
+from tests.common.combinations import often
 from tests.common.looped import coalescing
 from tests.common.workers import ranks
 
@@ -121,6 +122,7 @@ def _placed(param: nn.Parameter) -> Any:
 
 
 CASES: dict[str, Callable[[], nn.Module]] = {
+    "coalesced and packed": lambda: _coalesced(64, mp_policy=BF16),
     "blocks": lambda: _of_blocks(models.Transformer),
     "mixed precision": lambda: _of_blocks(models.Transformer, mp_policy=BF16),
     "kept until backward": lambda: _of_blocks(models.Transformer, reshard_after_forward=False),
@@ -135,14 +137,8 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "halves": lambda: _of_blocks(models.OddMLP, mp_policy=HALVES),
     "channels last": _channels_last,
     "coalesced": lambda: _coalesced(0),
-    "coalesced and packed": lambda: _coalesced(64, mp_policy=BF16),
 }
 NEEDS_FOUR = ("hybrid", "tensor parallel")
-ON_TWO = [
-    case if case == "coalesced and packed" else pytest.param(case, marks=pytest.mark.extended)
-    for case in CASES
-    if case not in NEEDS_FOUR
-]
 
 
 def _inputs(model: nn.Module) -> Iterator[Tensor]:
@@ -181,7 +177,7 @@ def _assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("case", ON_TWO)
+@pytest.mark.parametrize("case", often([case for case in CASES if case not in NEEDS_FOUR]))
 def test_bits_on_two_ranks(case: str) -> None:
     _compare(case)
 

@@ -81,10 +81,7 @@ def test_body_runs_on_every_rank(value: int, world_size: int, tmp_path: Path) ->
 
 
 def test_processes_and_process_group_are_kept_between_calls() -> None:
-    first, second = (
-        workers.run_on_ranks(SIZE, _rank_and_pid),
-        workers.run_on_ranks(SIZE, _rank_and_pid),
-    )
+    first, second = (workers.run_on_ranks(SIZE, _rank_and_pid) for _ in range(2))
     assert first == second
     assert [rank for rank, _ in first] == list(range(SIZE))
     assert len({pid for _, pid in first} | {os.getpid()}) == SIZE + 1

@@ -42,19 +42,12 @@ def _check_seeds(scenario: str, seeds: range) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("window", [1, 2, pytest.param(3, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_random_models(scenario: str) -> None:
-    _check_seeds(scenario, range(SEEDS))
-
-
-@pytest.mark.parametrize("window", [2, pytest.param(3, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_random_models_with_larger_windows(
-    scenario: str, window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_models(scenario: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many units are gathered ahead as the window says at most: the watch sees to it."""
     monkeypatch.setattr(random_models.Watch, "window", window)
-    _check_seeds(scenario, range(SEEDS // 2))
+    _check_seeds(scenario, range(SEEDS // window))
 
 
 @pytest.mark.extended
