@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
@@ -26,6 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     upper_bounds.lowers = config.getoption("--lower-bounds")
+    # Simulations are many small objects that refer to each other: walks through them for garbage
+    # would take half of their time.
+    gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,19 +39,6 @@ def _imports_are_no_garbage() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="module")
-def rare_collections() -> Iterator[None]:
-    """Look for garbage less often.
-
-    Simulations are many small objects that refer to each other: half of their time would go into
-    walks through them.
-    """
-    thresholds = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)
-    yield
-    gc.set_threshold(*thresholds)
 
 
 BY_DEFAULT, EXTENDED = 2, 1

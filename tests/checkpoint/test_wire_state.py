@@ -25,10 +25,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import fsdp2
 from fsdp2 import checkpoint
-from tests.common import meshes, models
+from tests.common import meshes, models, parity
 from tests.common.workers import ranks
 
-HALF = 3  # steps before the checkpoint, and after it
+HALF = 2  # steps before the checkpoint, and after it
 FED = {"reduce": "int4", "rotate": True, "feedback": True}
 BOTH = {"gather": "int4", "differences": True, **FED}
 
@@ -47,10 +47,6 @@ def make(
     fsdp2.fully_shard(model, **arguments)
     model.set_wire_format(**(formats or FED), exact_below=20)
     return model
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -82,7 +78,7 @@ def uninterrupted(
     **formats: Any,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     model = make(**formats)
-    train(model, adam(model), range(2 * HALF))
+    train(model, parity.adamw(model.parameters()), range(2 * HALF))
     return weights(model), kept(model)
 
 
@@ -95,7 +91,7 @@ def goes_on(
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     """A run that is saved on its way, and one that takes it up, end alike; what was kept there."""
     model, other = made(0), made(1)
-    optimizer, its = adam(model), adam(other)
+    optimizer, its = parity.adamw(model.parameters()), parity.adamw(other.parameters())
     steps(model, optimizer, range(before))
     saved = kept(model)
     assert saved
@@ -194,7 +190,7 @@ def test_of_other_ranks_and_settings_they_begin_at_zero(tmp_path: Path) -> None:
     pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
     whole = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
     model = make(mesh=pair)
-    optimizer = adam(model)
+    optimizer = parity.adamw(model.parameters())
     train(model, optimizer, range(1))
     if dist.get_rank() < 2:
         checkpoint.save(tmp_path / "two", model, step=1, process_group=pair.get_group())
@@ -203,13 +199,13 @@ def test_of_other_ranks_and_settings_they_begin_at_zero(tmp_path: Path) -> None:
     dist.barrier()
     other = make(mesh=whole)
     for name in ("two", "none"):
-        train(other, adam(other), range(1))
+        train(other, parity.adamw(other.parameters()), range(1))
         assert any(value.any() for value in kept(other).values())
         assert _warned(lambda name=name: checkpoint.load(tmp_path / name, other))
         assert not any(value.any() for value in kept(other).values())
     assert not _warned(lambda: checkpoint.load(tmp_path / "two", plain))
     state = fsdp2.checkpoint.WireState(model).state_dict()
-    train(other, adam(other), range(1))
+    train(other, parity.adamw(other.parameters()), range(1))
     assert _warned(lambda: fsdp2.checkpoint.WireState(other).load_state_dict(state))
     assert not any(value.any() for value in kept(other).values())
 
@@ -217,7 +213,7 @@ def test_of_other_ranks_and_settings_they_begin_at_zero(tmp_path: Path) -> None:
 @ranks(2)
 def test_it_is_no_part_of_the_models_state(tmp_path: Path) -> None:
     model = make()
-    train(model, adam(model), range(1))
+    train(model, parity.adamw(model.parameters()), range(1))
     names = [name for name, _ in model.named_parameters()]
     assert sorted(model.state_dict()) == sorted(names)
     assert sorted(get_model_state_dict(model)) == sorted(names)
@@ -232,7 +228,7 @@ def test_it_is_no_part_of_the_models_state(tmp_path: Path) -> None:
 @ranks(2)
 def test_other_kinds_of_checkpoints_leave_them_out(tmp_path: Path) -> None:
     model = make()
-    train(model, adam(model), range(1))
+    train(model, parity.adamw(model.parameters()), range(1))
     checkpoint.save(tmp_path / "run", model, step=1)
     checkpoint.export(tmp_path / "out", model)
     if dist.get_rank() == 0:
@@ -249,12 +245,12 @@ def test_references_are_sharded_anew(tmp_path: Path) -> None:
     whole = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
     formats = {"gather": "int4", "differences": True}
     model = make(mesh=pair, **formats)
-    train(model, adam(model), range(3))
+    train(model, parity.adamw(model.parameters()), range(3))
     if dist.get_rank() < 2:
         checkpoint.save(tmp_path, model, step=1, process_group=pair.get_group())
     dist.barrier()
     other = make(seed=1, mesh=whole, **formats)
-    train(other, adam(other), range(1))
+    train(other, parity.adamw(other.parameters()), range(1))
     assert not _warned(lambda: checkpoint.load(tmp_path, other))
     saved, found = (fsdp2.checkpoint.WireState(each).state_dict() for each in (model, other))
     assert saved.keys() == found.keys()
@@ -264,7 +260,7 @@ def test_references_are_sharded_anew(tmp_path: Path) -> None:
             before = saved[f"references.{name}"].full_tensor()
             assert dist.get_rank() >= 2 or torch.equal(reference, before)  # those have not saved
             assert not torch.equal(reference, param.full_tensor())  # 4 bits have left out
-    train(other, adam(other), range(1))
+    train(other, parity.adamw(other.parameters()), range(1))
     checkpoint.save(tmp_path, plain := make(mesh=whole), step=2)
     assert _warned(lambda: checkpoint.load(tmp_path, other))
     for name, param in plain.named_parameters():
@@ -278,7 +274,7 @@ def test_references_are_sharded_anew(tmp_path: Path) -> None:
 def test_a_reference_that_one_rank_lacks_is_dropped_by_all() -> None:
     formats = {"gather": "int4", "differences": True}
     model = make(**formats)
-    train(model, adam(model), range(1))
+    train(model, parity.adamw(model.parameters()), range(1))
     state = fsdp2.checkpoint.WireState(model).state_dict()
     lost = next(iter(state))
     if dist.get_rank() == 1:
@@ -286,7 +282,7 @@ def test_a_reference_that_one_rank_lacks_is_dropped_by_all() -> None:
     fsdp2.checkpoint.WireState(model).load_state_dict(state)
     for name, value in kept(model).items():
         assert bool(value.isnan().all()) == (name == lost)
-    train(model, adam(model), range(1))
+    train(model, parity.adamw(model.parameters()), range(1))
 
 
 def last_dim(param: nn.Parameter) -> Shard:
@@ -336,7 +332,7 @@ def test_references_of_two_levels(
 def test_a_load_by_some_ranks_of_two_levels_waits_for_no_others(tmp_path: Path) -> None:
     """They drop the references, because the rows of a node come from ranks of other nodes, too."""
     model = on_levels(0, 2, {}, INSIDE)
-    train(model, adam(model), range(1))
+    train(model, parity.adamw(model.parameters()), range(1))
     checkpoint.save(tmp_path, model, step=1)
     node = meshes.mesh("between", "inside", shape=(2, 2))["inside"].get_group()
     if dist.get_rank() < 2:
@@ -350,7 +346,7 @@ def test_a_load_by_some_ranks_of_two_levels_waits_for_no_others(tmp_path: Path) 
 def test_references_of_two_levels_are_those_of_one(tmp_path: Path) -> None:
     """Levels to one level and back: the same numbers, of which each rank has other rows."""
     model = on_levels(0, 2, {}, INSIDE)
-    train(model, adam(model), range(3))
+    train(model, parity.adamw(model.parameters()), range(3))
     checkpoint.save(tmp_path, model, step=1)
     found = [model]
     for inside in (4, 2):

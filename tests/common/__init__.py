@@ -23,7 +23,7 @@ Models, parameters and what they do
 Comparing
     parity          one model trained in several ways, compared step by step
     combinations    values of arguments: each once by default, then all
-    cases           named cases that one launch runs one after another
+    cases           named cases that one test, or one launch, runs one after another
     errors          the catalogue of errors: ``with raises("its-id")``
     page_scripts    whole scripts of pages, and what they print
     upper_bounds    numbers that may only fall, in one table

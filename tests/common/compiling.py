@@ -42,6 +42,8 @@ ROOT_WAYS = ("root wrapped", "root in place")
 class Block(nn.Module):
     """Pre-norm MLP. Its forward is one graph."""
 
+    is_unit = True
+
     def __init__(self, checkpoints: bool = False) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)

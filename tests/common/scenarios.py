@@ -432,7 +432,7 @@ SCENARIOS: dict[str, Scenario] = {
 def staged_in_order(
     scenario: str, buffer: str, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> bool:
-    """Ten random models of a scenario, whose groups have these options: nothing may be wrong."""
+    """Four random models of a scenario, whose groups have these options: nothing may be wrong."""
     settings = random_models.random_settings
 
     def chosen(*args: Any) -> dict[str, Any]:
@@ -441,7 +441,7 @@ def staged_in_order(
 
     monkeypatch.setattr(random_models, "random_settings", chosen)
     staged = False
-    for seed in range(10):
+    for seed in range(4):
         device = VirtualDevice()
         watch = SCENARIOS[scenario](random.Random(f"{scenario} {seed}"), device)
         assert watch.problems == []

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fsdp2.core.codecs import codec as known
+from tests.common import cases
 
 pytestmark = pytest.mark.alone
 
@@ -69,7 +70,7 @@ def blocks_of(numbers: torch.Tensor, block: int) -> torch.Tensor:
 
 
 @integers
-@pytest.mark.parametrize("numel", LENGTHS)
+@cases.each("numel", LENGTHS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_are_off_by_half_a_step_at_most(codec: known.Blocks, kind: str, numel: int) -> None:
     numbers = numbers_of(kind, numel, largest=codec.largest)
@@ -113,7 +114,7 @@ def test_fp32_loses_nothing(kind: str, dtype: torch.dtype) -> None:
 
 @codecs
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 31, 32, 63, 64, 127, 128, 2 * 128 + 3])
+@cases.each("place", [0, 31, 32, 63, 64, 127, 128, 2 * 128 + 3])
 def test_what_is_not_finite_stays_visible(codec: known.Codec, bad: float, place: int) -> None:
     numel = 2 * 128 + 4
     block = {
@@ -137,7 +138,7 @@ def test_what_is_not_finite_stays_visible(codec: known.Codec, bad: float, place:
 
 @codecs
 @pytest.mark.parametrize("dtype", known.NUMBERS)
-@pytest.mark.parametrize("numel", LENGTHS)
+@cases.each("numel", LENGTHS)
 def test_sums_are_those_of_the_decoded_rows(
     codec: known.Codec, dtype: torch.dtype, numel: int
 ) -> None:
@@ -160,7 +161,7 @@ def test_sums_are_those_of_the_decoded_rows(
 
 
 @codecs
-@pytest.mark.parametrize("numel", [*LENGTHS, 100_000])
+@cases.each("numel", [*LENGTHS, 100_000])
 def test_bytes_are_what_is_promised(codec: known.Codec, numel: int) -> None:
     inner = codec
     if isinstance(codec, known.Rotated):  # of whole blocks
@@ -210,7 +211,7 @@ def test_the_rotation_is_orthonormal_and_the_same_for_all() -> None:
 
 
 @integers
-@pytest.mark.parametrize("numel", LENGTHS)
+@cases.each("numel", LENGTHS)
 @pytest.mark.parametrize(
     "kind", [kind for kind in KINDS if kind not in ("denormals", "the largest")]
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp2.core.device.fingerprint import bind_fingerprint, differ, differ_at_once
+from tests.common import cases
 
 pytestmark = pytest.mark.alone
 
@@ -28,7 +29,7 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return (drawn & 1 if dtype is torch.bool else drawn).view(dtype).view(shape)
 
 
-@pytest.mark.parametrize("shape", SIZES, ids=str)
+@cases.each("shape", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_bit_counts(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     values = _values(shape, dtype)
@@ -74,7 +75,7 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("width", [128, 1024])
-@pytest.mark.parametrize("change", CHANGES)
+@cases.each("change", CHANGES)
 def test_changes_that_weaker_sums_miss(change: str, width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     values = torch.randn(100, width).to(dtype)

@@ -163,7 +163,7 @@ def test_at_most_two_blocks_are_gathered(monkeypatch: pytest.MonkeyPatch, pack_b
             peaks.append(len(alive))
 
     numbers = itertools.count()
-    model = _sharded(6)
+    model = _sharded(4)
     model.set_tuning(pack_below=pack_below)
     fsdp2.graph_mode(model, compile=EAGERLY)
     with compiling.fresh_dynamo():
@@ -171,7 +171,7 @@ def test_at_most_two_blocks_are_gathered(monkeypatch: pytest.MonkeyPatch, pack_b
             monkeypatch.setattr(Exchange, "all_gather", note)
             model(torch.randn(2, models.DIM)).sum().backward()
     assert max(peaks) == 2
-    assert len(peaks) == 2 * 2 * 6
+    assert len(peaks) == 2 * 2 * 4
     assert not alive
 
 
@@ -307,7 +307,7 @@ def test_groups_enter_a_graph_in_place_of_parameters() -> None:
 
 def test_changes_compile_anew() -> None:
     """Of the layout, of dtypes, and of what trains: once each. The root's forward is compiled."""
-    model = _sharded()
+    model = _sharded(2)
     fsdp2.graph_mode(model, compile=EAGERLY)
 
     def step(dtype: torch.dtype = torch.float32) -> int:
@@ -329,7 +329,7 @@ def test_changes_compile_anew() -> None:
 
 def test_a_graph_of_another_layout_is_not_used() -> None:
     """Keys, which torch's caches on disk know, hold what operators return; a change is noticed."""
-    model = _sharded()
+    model = _sharded(2)
     fsdp2.graph_mode(model)
     inputs = torch.randn(2, models.DIM)
     run = torch.compile(model, fullgraph=True, backend="fsdp2", **EAGERLY)

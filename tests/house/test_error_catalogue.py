@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from docs.site import catalogue
+from tests.common import cases
 
 pytestmark = pytest.mark.alone
 
@@ -63,7 +64,7 @@ def test_a_code_names_one_message() -> None:
     assert len(by_id) >= MINIMUM
 
 
-@pytest.mark.parametrize("path", catalogue.PATHS, ids=lambda path: path.stem)
+@cases.each("path", catalogue.PATHS)
 def test_every_message_of_the_sources_is_there(path: Path) -> None:
     """What is raised has a code, but for assertions and `NOT_CATALOGUED`."""
     said = catalogue.said_in(path)

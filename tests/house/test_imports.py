@@ -268,9 +268,9 @@ def test_an_unknown_name() -> None:
 def test_types_agree_with_what_loads_later() -> None:
     """The imports under ``TYPE_CHECKING`` are the table, and the public names of `_ROOMS`."""
     tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
-    (block,) = (n for n in tree.body if isinstance(n, ast.If) and _is_for_types(n.test))
+    tests = {ast.unparse(n.test): n for n in tree.body if isinstance(n, ast.If)}
     read: dict[str, str] = {}
-    for node in block.body:
+    for node in tests["TYPE_CHECKING"].body:
         assert isinstance(node, ast.ImportFrom)
         home = str(node.module).removeprefix("fsdp2").removeprefix(".")
         read |= dict.fromkeys([alias.name for alias in node.names], home)
@@ -288,7 +288,3 @@ def test_each_public_name_loads_later() -> None:
     assert {name for name in fsdp2.__all__ if name not in HOMES} == set()
     named = [*fsdp2._TOGETHER.values(), *fsdp2._LATER.values(), fsdp2._ROOMS]
     assert len(HOMES) == sum(map(len, named)), "a name is in one table"
-
-
-def _is_for_types(test: ast.expr) -> bool:
-    return ast.unparse(test) == "TYPE_CHECKING"

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from tests.common import workers
-from tests.common import workers as common_workers
 
 pytestmark = pytest.mark.ranks
 
@@ -70,7 +69,7 @@ def _alive(pid: int) -> bool:
     return True
 
 
-@common_workers.ranks(SIZE)
+@workers.ranks(SIZE)
 @pytest.mark.parametrize("value", [1, 3])
 def test_body_runs_on_every_rank(value: int, world_size: int, tmp_path: Path) -> None:
     total = torch.tensor(value)
@@ -82,19 +81,16 @@ def test_body_runs_on_every_rank(value: int, world_size: int, tmp_path: Path) ->
 
 
 def test_processes_and_process_group_are_kept_between_calls() -> None:
-    first, second = (
-        common_workers.run_on_ranks(SIZE, _rank_and_pid),
-        common_workers.run_on_ranks(SIZE, _rank_and_pid),
-    )
+    first, second = (workers.run_on_ranks(SIZE, _rank_and_pid) for _ in range(2))
     assert first == second
     assert [rank for rank, _ in first] == list(range(SIZE))
     assert len({pid for _, pid in first} | {os.getpid()}) == SIZE + 1
 
 
 def test_every_call_starts_from_the_same_state() -> None:
-    common_workers.run_on_ranks(SIZE, _leave_a_mess)
+    workers.run_on_ranks(SIZE, _leave_a_mess)
     expected = (True, torch.float32, workers.SEED, 1)
-    assert common_workers.run_on_ranks(SIZE, _state) == [expected] * SIZE
+    assert workers.run_on_ranks(SIZE, _state) == [expected] * SIZE
 
 
 @pytest.mark.parametrize(
@@ -108,10 +104,10 @@ def test_every_call_starts_from_the_same_state() -> None:
 def test_failure_shows_every_rank_and_ends_the_pool(
     body: object, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = [pid for _, pid in common_workers.run_on_ranks(SIZE, _rank_and_pid)]
+    before = [pid for _, pid in workers.run_on_ranks(SIZE, _rank_and_pid)]
     monkeypatch.setattr(workers, "GRACE", 1.0)
-    with pytest.raises(common_workers.RankError) as failure:
-        common_workers.run_on_ranks(SIZE, body, timeout=3.0)  # type: ignore[arg-type]
+    with pytest.raises(workers.RankError) as failure:
+        workers.run_on_ranks(SIZE, body, timeout=3.0)  # type: ignore[arg-type]
     message = str(failure.value)
     for text in expected:
         assert text in message
@@ -122,4 +118,4 @@ def test_failure_shows_every_rank_and_ends_the_pool(
 
 def test_only_module_level_functions_are_sent() -> None:
     with pytest.raises(ValueError, match="module-level"):
-        common_workers.run_on_ranks(SIZE, lambda: None)
+        workers.run_on_ranks(SIZE, lambda: None)

@@ -58,7 +58,7 @@ Before = Callable[[Any, Any, int], object]
 
 def _plain(model: nn.Module, params: Any = None, **options: Any) -> torch.optim.Optimizer:
     params = model.parameters() if params is None else params
-    return torch.optim.AdamW(params, **{**OPTIONS, **options})
+    return parity.ShardwiseAdamW(params, **{**OPTIONS, **options})
 
 
 def _flat(model: nn.Module, params: Any = None, **options: Any) -> FlatOptimizer:

@@ -24,7 +24,7 @@ from fsdp2.testing.virtual import VirtualDevice
 from fsdp2.tracing.record.notes import Allocation
 from tests.common import schedules
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("rare_collections")]
+pytestmark = pytest.mark.alone
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 

@@ -19,7 +19,7 @@ from fsdp2.core.schedule.unit import Phase, Unit
 from fsdp2.testing.virtual import VirtualDevice
 from tests.common.scenarios import SCENARIOS
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("rare_collections")]
+pytestmark = pytest.mark.alone
 
 Run = Callable[..., Any]
 

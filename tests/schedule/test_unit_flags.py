@@ -19,7 +19,7 @@ from fsdp2.tracing.record.notes import HOST, operations
 from tests.common import random_models, schedules
 from tests.common.observing import observe
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("rare_collections")]
+pytestmark = pytest.mark.alone
 
 
 def _params(sim: Simulation) -> list[Any]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp2.core.layout import layout as layouts
-from tests.common import cuts
+from tests.common import cases, cuts
 
 pytestmark = pytest.mark.alone
 
@@ -128,21 +128,15 @@ def test_in_order(shape: tuple[int, ...], cut: layouts.Cut, ranks: int, in_order
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("length", range(18))
+@cases.each("length", range(18))
 def test_rows_are_those_of_torch_chunk(length: int, world_size: int) -> None:
-    slot = _slot((2, length), 1, world_size)
+    """And blocks cover the ranks that hold rows."""
+    slot = _slot((2, length, 3), 1, world_size)
     chunks = [len(chunk) for chunk in torch.empty(length).chunk(world_size)] if length else []
     rows = [slot.rows(rank) for rank in range(world_size)]
     assert rows == chunks + [0] * (world_size - len(chunks))
-    assert slot.local_shape(0) == (2, rows[0])
+    assert slot.local_shape(0) == (2, rows[0], 3)
     assert slot.whole_ranks() == (rows.count(slot.chunk) if length else 0)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("length", range(18))
-def test_shard_blocks_cover_the_ranks_that_hold_rows(length: int, world_size: int) -> None:
-    slot = _slot((2, length, 3), 1, world_size)
-    rows = [slot.rows(rank) for rank in range(world_size)]
     expected = []
     first = 0
     for held, run in groupby(rows):

@@ -20,7 +20,7 @@ from tests.common.meshes import mesh
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 4
+STEPS = 2
 
 
 def _rows(rows: int) -> list[int]:

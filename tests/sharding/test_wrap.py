@@ -13,6 +13,7 @@ from torch import nn
 import fsdp2.wrap as ours
 from fsdp2.wrap import chosen_modules
 from fsdp2.wrap.choices import options_for, wrap_chosen
+from tests.common import cases
 from tests.common.errors import raises
 
 pytestmark = pytest.mark.alone
@@ -128,7 +129,7 @@ def _torchs_choices(
     return wrapped
 
 
-@pytest.mark.parametrize("kind", POLICIES)
+@cases.each("kind", POLICIES)
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("ignores", [False, True])
 def test_the_choices_are_torchs(kind: str, build: Callable[[], nn.Module], ignores: bool) -> None:

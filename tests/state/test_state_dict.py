@@ -35,7 +35,7 @@ from tests.common.meshes import TORCH_VERSION
 
 pytestmark = pytest.mark.ranks
 
-HALF = 3  # steps before the checkpoint, and after it
+HALF = 2  # steps before the checkpoint, and after it
 
 
 def world(**arguments: Any) -> tuple[nn.Module, parallelisms.Parallelism]:
