@@ -57,6 +57,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 if not TYPE_CHECKING:  # with a ``__getattr__``, type checkers would take any name for one of ours
 
     def __getattr__(name: str) -> object:

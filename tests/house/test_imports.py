@@ -243,11 +243,13 @@ def test_names_are_listed_before_they_load() -> None:
         import json, sys
         import fsdp2
         before = set(sys.modules)
-        print(json.dumps([dir(fsdp2), len(set(sys.modules) - before)]))
+        loaded = [dir(fsdp2), len(set(sys.modules) - before)]
+        print(json.dumps([*loaded, dir(fsdp2.tracing)]))
     """
-    listed, loaded = _alone(source)
+    listed, loaded, of_tracing = _alone(source)
     assert listed == sorted([*fsdp2.__all__, "__version__"])
     assert loaded == 0
+    assert of_tracing == sorted(fsdp2.tracing.__all__)
 
 
 def test_dcp_keeps_torchs_wrapper_whenever_it_is_imported() -> None:
