@@ -1,7 +1,4 @@
-"""Modules changed after `fully_shard`: parameters deleted, moved, renamed, parametrized, pruned.
-
-Each change happens to an unsharded model as well, whose state dict and outputs are the right ones.
-"""
+"""Modules changed after `fully_shard`: parameters deleted, moved, renamed, parametrized, pruned."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 
 import fsdp2
 from fsdp2 import fully_shard
-from tests.common import parity
 from tests.common.combinations import each_once
 from tests.common.errors import raises
 from tests.common.models import DIM
 from tests.common.workers import ranks
+from tests.ties.stories import Shard, as_without_sharding, train
 
 Change = Callable[[Any], object]
 
@@ -45,13 +42,6 @@ class Listed(nn.Module):
         for matrix in self.matrices:
             x = torch.tanh(x @ matrix)
         return x
-
-
-def build(before: Change) -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(DIM, DIM), Listed())
-    before(model[1])
-    return model
 
 
 def _nothing(_: Any) -> None: ...
@@ -110,26 +100,18 @@ def _prune(layer: Any) -> None:
     prune.l1_unstructured(layer.linear, "weight", 0.5)
 
 
-def _prune_by_identity(layer: Any) -> None:
-    prune.identity(layer.linear, "weight")
-
-
-def _prune_by_mask(layer: Any) -> None:
-    prune.custom_from_mask(layer.linear, "weight", torch.eye(DIM))
-
-
 def _unprune(layer: Any) -> None:
     prune.remove(layer.linear, "weight")
 
 
 def _spectral_norm(layer: Any) -> None:
+    torch.manual_seed(1)
     torch.nn.utils.spectral_norm(layer.linear)
 
 
 ANYWHERE: dict[str, tuple[Change, Change]] = {
     "a new list": (_nothing, _new_list),
     "a shorter list": (_nothing, _shorter_list),
-    "a new module": (_nothing, _new_module),
     "None": (_nothing, _bias_to_none),
     "None and back": (_nothing, _none_and_back),
     "a buffer": (_nothing, _bias_to_buffer),
@@ -142,58 +124,37 @@ ANYWHERE: dict[str, tuple[Change, Change]] = {
 GATHERED: dict[str, tuple[Change, Change]] = {
     "parametrization left": (_parametrize, _unparametrize_and_leave),
     "pruned": (_nothing, _prune),
-    "pruned by identity": (_nothing, _prune_by_identity),
-    "pruned by a mask": (_nothing, _prune_by_mask),
-    "pruning removed": (_prune_by_mask, _unprune),
+    "pruning removed": (_prune, _unprune),
     "normalised": (_nothing, _spectral_norm),
 }
 """What reads or writes values, and therefore needs `fsdp2.gathered`."""
 
-
-def _train(model: Any, change: Change, first: bool) -> list[Tensor]:
-    """Outputs of steps, the first of them before the change if ``first``."""
-    found = []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        if step == (1 if first else 0):
-            torch.manual_seed(1)
-            change(model)
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        torch.manual_seed(2)
-        output = model(torch.randn(3, DIM))
-        output.square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(output.detach())
-    return found
-
-
-def _shard(model: Any, inner: bool) -> None:
-    if inner:
-        fully_shard(model[1].linear)
-    fully_shard(model[1])
-    fully_shard(model)
+X = torch.randn(3, DIM, generator=torch.Generator().manual_seed(2))
 
 
 def check(before: Change, change: Change, inner: bool, first: bool, whole: bool) -> None:
-    plain, model = build(before), build(before)
-    _shard(model, inner)
+    """Trained after the change, and before it if ``first``; ``inner``: the layer is a unit."""
 
-    def changed(each: Any) -> None:
-        with fsdp2.gathered(each) if each is model and whole else contextlib.nullcontext():
-            change(each[1])
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(DIM, DIM), Listed())
+        before(model[1])
+        return model
 
-    outputs = [_train(each, changed, first) for each in (plain, model)]
-    for mine, right in zip(outputs[1], outputs[0], strict=True):
-        torch.testing.assert_close(mine, right)
-    model.reshard()
-    assert list(model.state_dict()) == list(plain.state_dict())
-    parity.assert_close(parity.full_params(model), dict(plain.named_parameters()), parity.FP32)
+    def story(model: Any, shard: Shard) -> list[Tensor]:
+        shard(*([model[1].linear] if inner else []), model[1], model)
+        outputs = train(model, X) if first else []
+        model.zero_grad()
+        is_sharded = isinstance(model, fsdp2.FSDPModule)
+        with fsdp2.gathered(model) if whole and is_sharded else contextlib.nullcontext():
+            change(model[1])
+        return [*outputs, *train(model, X, X)]
+
+    as_without_sharding(make, story)
 
 
 @ranks(2)
 @each_once(
-    case=[case for case in ANYWHERE if "new module" not in case],
+    case=list(ANYWHERE),
     inner={"unit": True, "in a unit": False},
     first={"after a step": True, "at once": False},
     whole={"sharded": False, "gathered": True},
@@ -218,9 +179,9 @@ def test_what_needs_values(case: str, inner: bool, first: bool) -> None:
 @pytest.mark.parametrize("first", [True, False], ids=["after a step", "at once"])
 def test_a_module_that_is_replaced(first: bool) -> None:
     """A unit around it goes on with the same parameters; a unit that it was itself is gone."""
-    check(*ANYWHERE["a new module"], inner=False, first=first, whole=False)
+    check(_nothing, _new_module, inner=False, first=first, whole=False)
     with raises("unit-gone"):
-        check(*ANYWHERE["a new module"], inner=True, first=first, whole=False)
+        check(_nothing, _new_module, inner=True, first=first, whole=False)
 
 
 @ranks(2)
