@@ -71,6 +71,15 @@ def levels() -> fsdp2.Levels:
     return fsdp2.Levels(init_device_mesh("cpu", (NODES, LOCAL), mesh_dim_names=names))
 
 
+def settled(sent: Axes, **arguments: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """A model on two levels that has taken a step, of which nothing is counted."""
+    model = sharded(levels(), **arguments)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    sent.clear()
+    return model, optimizer
+
+
 def rows_there() -> list[str]:
     gc.collect()  # models of tests before
     found = buffers.all_buffers()
@@ -123,10 +132,7 @@ def test_rows_are_freed_on_request(sent: Axes) -> None:
 
 
 def test_evaluations_between_steps_cross_once(sent: Axes) -> None:
-    model = sharded(levels())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step(model, optimizer)
-    sent.clear()
+    model, optimizer = settled(sent)
     with torch.no_grad():
         model(torch.ones(2, WIDTH))
         model(torch.ones(2, WIDTH))
