@@ -189,9 +189,9 @@ def test_bytes_of_formats_between_nodes(
     model.set_wire_format(gather=inside, level="inside")
     model.set_wire_format(gather=gather, reduce=reduce, level="between")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step(model, optimizer)
+    step(model, optimizer, micro=1)
     sent.clear()
-    step(model, optimizer)
+    step(model, optimizer, micro=1)
     rows = NUMEL // LOCAL
     sizes = {
         "int8": rows + 4 * NODES * (rows // NODES // 128),
@@ -216,12 +216,12 @@ def test_formats_of_both_levels(sent: Axes) -> None:
     model = sharded(levels(), mp_policy=HALF)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.set_wire_format(gather="int8", reduce="int8")
-    step(model, optimizer)
+    step(model, optimizer, micro=1)
     before = [param.to_local().clone() for param in model.parameters()]
     model.set_wire_format()  # rows move back
-    step(model, optimizer)
+    step(model, optimizer, micro=1)
     sent.clear()
-    step(model, optimizer)
+    step(model, optimizer, micro=1)
     assert sent.calls["exchange between"] == 0
     assert {group.between_format for group in fsdp2.report(model).groups} == {None}
     assert [param.to_local().shape for param in model.parameters()] == [b.shape for b in before]
