@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 
 import fsdp2
 from fsdp2 import fully_shard
+from tests.common.cases import in_turn
 from tests.common.combinations import each_once
 from tests.common.errors import raises
 from tests.common.models import DIM
@@ -132,8 +134,9 @@ GATHERED: dict[str, tuple[Change, Change]] = {
 X = torch.randn(3, DIM, generator=torch.Generator().manual_seed(2))
 
 
-def check(before: Change, change: Change, inner: bool, first: bool, whole: bool) -> None:
+def check(case: tuple[Change, Change], inner: bool, first: bool, whole: bool) -> None:
     """Trained after the change, and before it if ``first``; ``inner``: the layer is a unit."""
+    before, change = case
 
     def make() -> nn.Module:
         model = nn.Sequential(nn.Linear(DIM, DIM), Listed())
@@ -154,34 +157,32 @@ def check(before: Change, change: Change, inner: bool, first: bool, whole: bool)
 
 @ranks(2)
 @each_once(
-    case=list(ANYWHERE),
     inner={"unit": True, "in a unit": False},
     first={"after a step": True, "at once": False},
     whole={"sharded": False, "gathered": True},
 )
-def test_as_on_the_unsharded_model(case: str, inner: bool, first: bool, whole: bool) -> None:
-    check(*ANYWHERE[case], inner, first, whole)
+def test_as_on_the_unsharded_model(inner: bool, first: bool, whole: bool) -> None:
+    in_turn(ANYWHERE, partial(check, inner=inner, first=first, whole=whole))
 
 
 @ranks(2)
 @each_once(
-    case=list(GATHERED),
     inner={"unit": True, "in a unit": False},
     first={"after a step": True, "at once": False},
 )
-def test_what_needs_values(case: str, inner: bool, first: bool) -> None:
+def test_what_needs_values(inner: bool, first: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, on the older of two ways
-        check(*GATHERED[case], inner, first, whole=True)
+        in_turn(GATHERED, partial(check, inner=inner, first=first, whole=True))
 
 
 @ranks(2)
 @pytest.mark.parametrize("first", [True, False], ids=["after a step", "at once"])
 def test_a_module_that_is_replaced(first: bool) -> None:
     """A unit around it goes on with the same parameters; a unit that it was itself is gone."""
-    check(_nothing, _new_module, inner=False, first=first, whole=False)
+    check((_nothing, _new_module), inner=False, first=first, whole=False)
     with raises("unit-gone"):
-        check(_nothing, _new_module, inner=True, first=first, whole=False)
+        check((_nothing, _new_module), inner=True, first=first, whole=False)
 
 
 @ranks(2)
