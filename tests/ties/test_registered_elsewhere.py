@@ -180,9 +180,15 @@ def test_what_needs_values(inner: bool, first: bool) -> None:
 @pytest.mark.parametrize("first", [True, False], ids=["after a step", "at once"])
 def test_a_module_that_is_replaced(first: bool) -> None:
     """A unit around it goes on with the same parameters; a unit that it was itself is gone."""
-    check((_nothing, _new_module), inner=False, first=first, whole=False)
+    kept: list[nn.Module] = []
+
+    def replace(layer: Any) -> None:
+        kept.extend([layer.linear] if first else [])  # gone from the model, if not from memory
+        _new_module(layer)
+
+    check((_nothing, replace), inner=False, first=first, whole=False)
     with raises("unit-gone"):
-        check((_nothing, _new_module), inner=True, first=first, whole=False)
+        check((_nothing, replace), inner=True, first=first, whole=False)
 
 
 @ranks(2)
