@@ -56,7 +56,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         "meshes/test_whole",
         "accelerator/test_lanes::test_accumulating",
     ),
-    "Tied parameters": ("ties/test_ties", "ties/test_shared"),
+    "Tied parameters": ("ties/test_ties",),
     "Frozen parameters, LoRA": (
         "reduce/test_gradients::test_freezing_within_and_across_groups",
         "reduce/test_frozen_between",

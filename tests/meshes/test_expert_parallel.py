@@ -160,18 +160,17 @@ def _sharded(
     return model
 
 
-def _steps(micro: int = 1) -> Any:
-    return meshes.micro_batches(models.DIM, 4, micro=micro, rows=32)
+STEPS = meshes.micro_batches(models.DIM, 4, rows=32)
+BATCH = STEPS[0][0]
 
 
-def _train(api: Any, micro: int = 1, before: Any = None, **arguments: Any) -> list[parity.Step]:
-    model = _sharded(api, **arguments)
-    return meshes.train_micro(model, _steps(micro), before=before)
+def _train(api: Any, **arguments: Any) -> list[parity.Step]:
+    return meshes.train_micro(_sharded(api, **arguments), STEPS)
 
 
-def _plain(micro: int = 1, whole: bool = False) -> list[parity.Step]:
+def _plain(whole: bool = False) -> list[parity.Step]:
     """The unsharded model's steps, cut down to this rank's experts unless `whole`."""
-    steps = meshes.train_plain(BUILD(), _steps(micro))
+    steps = meshes.train_plain(BUILD(), STEPS)
     if whole:
         return steps
 
@@ -196,21 +195,10 @@ def test_experts_and_dense_parameters_in_one_unit(dim: int, reshard_after_forwar
 def test_without_the_factor_each_group_divides_by_its_own_size() -> None:
     """What the default does: experts' gradients are twice the objective's."""
     model = _sharded(parity.OURS)
-    batch = parity.regression_batches(models.DIM, 4, rows=32, steps=1)[0]
-    parity.regression_loss(model, parity.my_part(batch)).backward()
-    expected = {
-        name: grad * 2 if "experts" in name else grad for name, grad in _first_gradients().items()
-    }
+    parity.regression_loss(model, parity.my_part(BATCH)).backward()
+    grads = _plain()[0].grads
+    expected = {name: grad * 2 if "experts" in name else grad for name, grad in grads.items()}
     parity.assert_close(parity.full_grads(model), expected, parity.FP32, "unsharded")
-
-
-def _first_gradients() -> dict[str, Tensor]:
-    plain = BUILD()
-    batch = parity.regression_batches(models.DIM, 4, rows=32, steps=1)[0]
-    for rank in range(4):
-        (parity.regression_loss(plain, parity.my_part(batch, rank, 4)) / 4).backward()
-    grads = parity.full_grads(plain)
-    return {name: _mine(grad) if "experts" in name else grad for name, grad in grads.items()}
 
 
 @needs_torchs
@@ -220,7 +208,7 @@ def test_as_torch(mixed: bool) -> None:
     def scenario(api: Any) -> Any:
         policy = api.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         model = _sharded(api, **({"mp_policy": policy} if mixed else {}))
-        parity.regression_loss(model, parity.my_part(_steps()[0][0])).backward()
+        parity.regression_loss(model, parity.my_part(BATCH)).backward()
         return meshes.specs(model), parity.full_grads(model)
 
     meshes.like_torch(scenario, parity.REORDERED_FP32)
@@ -249,9 +237,7 @@ def test_every_parameter_on_another_mesh() -> None:
     parity.OURS.fully_shard(layer, shard_placement_fn=lambda p: ShardPlacementResult(None, info))
     assert layer.weight.device_mesh == _mesh()["data"]
     assert layer.weight.to_local().shape == (2, models.DIM)
-    batch = parity.my_part(
-        parity.regression_batches(models.DIM, 4, steps=1)[0], _mesh().get_local_rank("data"), 2
-    )
+    batch = parity.my_part(BATCH, _mesh().get_local_rank("data"), 2)
     with parity.CountCollectives() as count:
         parity.regression_loss(layer, batch).backward()
     assert (count.all_gathers, count.reduce_scatters) == (1, 1)
@@ -260,7 +246,6 @@ def test_every_parameter_on_another_mesh() -> None:
 @ranks(4)
 def test_copies_of_dense_parameters_and_shards_of_experts() -> None:
     """A 2-D mesh for the unit, with a 1-D one for the experts, and the other way around."""
-    batch = parity.regression_batches(models.DIM, 4, rows=32, steps=1)[0]
     for own, other in ((_mesh(), _mesh()["data"]), (_mesh()["data"], _mesh())):
         model = models.seeded(partial(nn.Linear, models.DIM, 4))
         info = FSDPMeshInfo(other, other.ndim - 1, 0 if other.ndim == 2 else None)
@@ -275,11 +260,9 @@ def test_copies_of_dense_parameters_and_shards_of_experts() -> None:
         )
         model.set_gradient_divide_factor(2.0)  # every rank of a row sees the same
         row = _mesh().get_local_rank("data")
-        parity.regression_loss(model, parity.my_part(batch, row, 2)).backward()
+        parity.regression_loss(model, parity.my_part(BATCH, row, 2)).backward()
         plain = models.seeded(partial(nn.Linear, models.DIM, 4))
-        for rank in range(2):
-            (parity.regression_loss(plain, parity.my_part(batch, rank, 2)) / 2).backward()
-        expected = parity.full_grads(plain)
+        (expected,) = (step.grads for step in meshes.train_plain(plain, STEPS[:1], parts=2))
         # Summed over both ranks of a row where the mesh has copies along it.
         wide = "weight" if other.ndim == 2 else "bias"
         expected[wide] *= 2
@@ -304,7 +287,7 @@ def test_setters_reach_all_groups() -> None:
     first, second = model.blocks
     first.set_modules_to_forward_prefetch([second])
     second.set_modules_to_backward_prefetch([first])
-    ours = meshes.train_micro(model, _steps())
+    ours = meshes.train_micro(model, STEPS)
     parity.assert_close(ours, reference, parity.REORDERED_FP32, "with every setter")
 
 
@@ -315,9 +298,7 @@ def test_gradients_absent_from_one_group() -> None:
     for block in model.blocks:
         for param in block.experts.parameters():
             param.requires_grad_(False)
-    loss = parity.regression_loss(
-        model, parity.my_part(parity.regression_batches(models.DIM, 4, rows=32, steps=1)[0])
-    )
+    loss = parity.regression_loss(model, parity.my_part(BATCH))
     with parity.CountCollectives() as count:
         loss.backward()
     assert count.reduce_scatters == 3
@@ -344,4 +325,4 @@ def test_what_is_refused_on_several_groups() -> None:
     ):
         with pytest.raises(ValueError, match=f"{method} cannot be used .* \\(2 groups\\)"):
             getattr(block, method)(argument)
-    parity.regression_loss(model, parity.my_part(_steps()[0][0])).backward()  # nothing was changed
+    parity.regression_loss(model, parity.my_part(BATCH)).backward()  # nothing was changed

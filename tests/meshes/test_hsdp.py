@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,49 @@ def _order_matters(kind: str, mixed: bool = False) -> parity.Tolerance | None:
 
 # -- training -------------------------------------------------------------------------------------
 
+MLP = partial(models.seeded, models.MLP)
+
+
+def check(
+    build: Any,
+    steps: Any,
+    kind: str,
+    *,
+    before: meshes.Before | None = None,
+    change: Callable[[Any], object] | None = None,
+    choose: meshes.Before | None = None,
+    torch_too: bool = True,
+    policy: dict[str, Any] | None = None,
+    divide: float | None = None,
+    tolerance: parity.Tolerance = parity.FP32,
+    mixed: bool = False,
+    **training: Any,
+) -> None:
+    """Trains as torch does, to the bit where sums have one order, and as the unsharded model.
+
+    `change` is what happens to a sharded model; `choose`, to each before a micro-batch; `before`,
+    to sharded ones. `divide` is what sums are divided by.
+    """
+
+    def prepare(model: Any, number: int, last: bool) -> None:
+        for act in (choose, before):
+            if act is not None:
+                act(model, number, last)
+
+    def scenario(api: Any) -> Any:
+        own = {} if policy is None else {"mp_policy": api.MixedPrecisionPolicy(**policy)}
+        model = parity.shard(api, build(), mesh=_mesh(kind), mixed=mixed, **own)
+        if change is not None:
+            change(model)
+        return meshes.train_micro(model, steps, before=prepare, **training)
+
+    order = _order_matters(kind, mixed)
+    ours = meshes.like_torch(scenario, order) if torch_too else scenario(parity.OURS)
+    plain = meshes.train_plain(
+        build(), steps, before=choose, divide=divide, mixed=mixed, **training
+    )
+    parity.assert_close(ours, plain, tolerance, f"unsharded, {kind}, divided by {divide}")
+
 
 @ranks(4, extended=(2,))
 @pytest.mark.parametrize("kind", SHAPES)
@@ -42,44 +86,21 @@ def test_training(kind: str) -> None:
     """By torch's AdamW, whose operators get the DTensors themselves."""
     build = partial(models.seeded, partial(models.Transformer, blocks=1))
     steps = [[batch] for batch in parity.language_batches(13, steps=3)]
-
-    def scenario(api: Any) -> Any:
-        return meshes.train_micro(
-            parity.shard(api, build(), mesh=_mesh(kind)),
-            steps,
-            loss=parity.language_loss,
-            make_optimizer=parity.torchs_adamw,
-        )
-
-    ours = meshes.like_torch(scenario, _order_matters(kind))
-    parity.assert_close(
-        ours,
-        meshes.train_plain(build(), steps, loss=parity.language_loss),
-        parity.FP32,
-        "unsharded",
-    )
+    check(build, steps, kind, loss=parity.language_loss, make_optimizer=parity.torchs_adamw)
 
 
 @ranks(4)
 @pytest.mark.parametrize("kind", ["both", "copies only"])
 def test_training_mixed(kind: str) -> None:
-    build = partial(models.seeded, models.Nested)
-    steps = meshes.micro_batches(models.DIM, 3)
-
-    def scenario(api: Any) -> Any:
-        return meshes.train_micro(parity.shard(api, build(), mesh=_mesh(kind), mixed=True), steps)
-
-    ours = meshes.like_torch(scenario, _order_matters(kind, mixed=True))
-    parity.assert_close(
-        ours, meshes.train_plain(build(), steps, mixed=True), parity.REORDERED_MIXED, "unsharded"
-    )
+    build, steps = partial(models.seeded, models.Nested), meshes.micro_batches(models.DIM, 3)
+    check(build, steps, kind, mixed=True, tolerance=parity.REORDERED_MIXED)
 
 
 @ranks(4, extended=(2,))
 @pytest.mark.parametrize("kind", SHAPES)
 def test_placements(kind: str) -> None:
     """Copies first, then rows; on the mesh that was given, dims of size 1 included."""
-    model = parity.shard(parity.OURS, models.seeded(models.MLP), mesh=_mesh(kind))
+    model = parity.shard(parity.OURS, MLP(), mesh=_mesh(kind))
     rows = models.DIM // _mesh(kind)["shard"].size()
     for layer in model.layers:
         assert layer.weight.placements == (Replicate(), Shard(0))
@@ -91,20 +112,14 @@ def test_placements(kind: str) -> None:
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_one_rank(mixed: bool) -> None:
     """A mesh of one rank in both dims: no collective, the same bits as no sharding at all."""
-    build = partial(models.seeded, models.MLP)
     steps = meshes.micro_batches(models.DIM, 4, micro=2)
-    before = meshes.flags_in_turn(meshes.Flags(all_reduce=False), meshes.Flags())
-
-    def scenario(api: Any) -> Any:
-        model = parity.shard(api, build(), mesh=meshes.hsdp_mesh(1, 1), mixed=mixed)
-        return meshes.train_micro(model, steps, before=before)
-
+    flags = meshes.flags_in_turn(meshes.Flags(all_reduce=False), meshes.Flags())
     with parity.CountCollectives() as count:
-        model = parity.shard(parity.OURS, build(), mesh=meshes.hsdp_mesh(1, 1), mixed=mixed)
+        model = parity.shard(parity.OURS, MLP(), mesh=meshes.hsdp_mesh(1, 1), mixed=mixed)
         model(steps[0][0][0]).sum().backward()
     assert count.total == 0
-    ours = meshes.like_torch(scenario)
-    parity.assert_equal(ours, meshes.train_plain(build(), steps, mixed=mixed), "unsharded")
+    exact = parity.Tolerance(0, 0)
+    check(MLP, steps, "shard only", before=flags, mixed=mixed, tolerance=exact)
 
 
 # -- several micro-batches ------------------------------------------------------------------------
@@ -126,20 +141,9 @@ TURNS = {
 @pytest.mark.parametrize("turns", combinations.often([*TURNS], default=3))
 def test_accumulation(turns: str) -> None:
     """Whatever each micro-batch communicates, the sum over them is the same."""
-    build = partial(models.seeded, models.MLP)
     steps = meshes.micro_batches(models.DIM, 4, micro=3, steps=2)
-    before = meshes.flags_in_turn(*TURNS[turns])
     for kind in ("both", "copies only") if dist.get_world_size() == 4 else ("copies only",):
-
-        def scenario(api: Any, kind: str = kind) -> Any:
-            return meshes.train_micro(
-                parity.shard(api, build(), mesh=_mesh(kind)), steps, before=before
-            )
-
-        ours = meshes.like_torch(scenario, _order_matters(kind))
-        parity.assert_close(
-            ours, meshes.train_plain(build(), steps), parity.FP32, f"unsharded, {kind}"
-        )
+        check(MLP, steps, kind, before=meshes.flags_in_turn(*TURNS[turns]))
 
 
 USED = {
@@ -157,55 +161,39 @@ USED = {
 def test_units_used_in_some_micro_batches(used: str, turns: str) -> None:
     """torch leaves partial sums of units that the last micro-batch does not use for the next step;
     here they are delivered in this one, so the unsharded model is the judge."""
-    _check_units_used(used, turns)
-
-
-def _check_units_used(used: str, turns: str) -> None:
-    build = partial(models.seeded, models.Choosy)
-    steps = meshes.micro_batches(models.DIM, 2, micro=3, steps=2)
-    flags = meshes.flags_in_turn(*TURNS[turns])
 
     def choose(model: Any, number: int, last: bool) -> None:
         model.active = USED[used][number]
 
-    def before(model: Any, number: int, last: bool) -> None:
-        choose(model, number, last)
-        flags(model, number, last)
-
-    model = parity.shard(parity.OURS, build(), mesh=meshes.hsdp_mesh(2, dist.get_world_size() // 2))
-    ours = meshes.train_micro(model, steps, before=before)
-    parity.assert_close(
-        ours, meshes.train_plain(build(), steps, before=choose), parity.FP32, "unsharded"
-    )
+    steps = meshes.micro_batches(models.DIM, 2, micro=3, steps=2)
+    flags = meshes.flags_in_turn(*TURNS[turns])
+    build = partial(models.seeded, models.Choosy)
+    check(build, steps, "copies only", before=flags, choose=choose, torch_too=False)
 
 
 @ranks(4, extended=(2,))
 @pytest.mark.parametrize("zeros", [False, True], ids=["absent", "zeros"])
 def test_parameters_used_in_some_micro_batches(zeros: bool) -> None:
     """Within a unit that always runs: one half in the first micro-batch, the other in the last."""
-    build = partial(models.seeded, partial(models.Forked, "tuple"))
-    steps = meshes.micro_batches(models.DIM, 2, micro=2, steps=2)
-    flags = meshes.flags_in_turn(PARTIAL, FULL)
 
     def choose(model: Any, number: int, last: bool) -> None:
         model.used = ("left", "right")[number]
 
-    def before(model: Any, number: int, last: bool) -> None:
-        choose(model, number, last)
-        flags(model, number, last)
-
-    model: Any = parity.shard(parity.OURS, build(), mesh=_mesh("both"))
-    model.set_reduce_scatter_unused_params(zeros)
-    ours = meshes.train_micro(model, steps, before=before)
-    parity.assert_close(
-        ours, meshes.train_plain(build(), steps, before=choose), parity.FP32, "unsharded"
+    check(
+        partial(models.seeded, partial(models.Forked, "tuple")),
+        meshes.micro_batches(models.DIM, 2, micro=2, steps=2),
+        "both",
+        before=meshes.flags_in_turn(PARTIAL, FULL),
+        change=lambda model: model.set_reduce_scatter_unused_params(zeros),
+        choose=choose,
+        torch_too=False,
     )
 
 
 @ranks(2)
 def test_recovery_drops_partial_sums() -> None:
-    model = parity.shard(parity.OURS, models.seeded(models.MLP), mesh=meshes.hsdp_mesh(2, 1))
-    fresh = parity.shard(parity.OURS, models.seeded(models.MLP), mesh=meshes.hsdp_mesh(2, 1))
+    model = parity.shard(parity.OURS, MLP(), mesh=meshes.hsdp_mesh(2, 1))
+    fresh = parity.shard(parity.OURS, MLP(), mesh=meshes.hsdp_mesh(2, 1))
     first, second = (
         parity.my_part(batch) for batch in parity.regression_batches(models.DIM, 4, steps=2)
     )
@@ -223,7 +211,7 @@ def test_recovery_drops_partial_sums() -> None:
 @ranks(4, extended=(2,))
 def test_what_changes_while_partial_sums_wait_counts_afterwards() -> None:
     """A divide factor set meanwhile is not forgotten."""
-    model = parity.shard(parity.OURS, models.seeded(models.MLP), mesh=_mesh("both"))
+    model = parity.shard(parity.OURS, MLP(), mesh=_mesh("both"))
     batch = parity.my_part(parity.regression_batches(models.DIM, 4, steps=1)[0])
     FULL.set_on(model)
     parity.regression_loss(model, batch).backward()
@@ -247,40 +235,24 @@ def test_what_changes_while_partial_sums_wait_counts_afterwards() -> None:
 @ranks(4, extended=(2,))
 @combinations.each_once(kind=["both", "copies only"], force_sum=[False, True])
 def test_divide_factors(kind: str, force_sum: bool) -> None:
-    """torch needs PREMUL_SUM for most of these, which gloo has not: unsharded is the judge."""
-    build = partial(models.seeded, models.MLP)
+    """torch needs PREMUL_SUM for most of these, which gloo has not: unsharded is the judge.
+
+    It can do the factor that is the number of shards: an average over them, a sum over copies.
+    """
     steps = meshes.micro_batches(models.DIM, 4, steps=2)
-    shards = _mesh(kind)["shard"].size()
-    for factor in {None, 1.0, float(shards), 3.0, float(dist.get_world_size())}:
-        model: Any = parity.shard(parity.OURS, build(), mesh=_mesh(kind))
-        for unit in (model, *model.layers):
-            unit.set_force_sum_reduction_for_comms(force_sum)
-            if factor is not None:
-                unit.set_reduce_scatter_divide_factor(factor)
-        ours = meshes.train_micro(model, steps)
-        expected = meshes.train_plain(build(), steps, divide=factor)
-        parity.assert_close(ours, expected, parity.FP32, f"divided by {factor}")
+    shards = float(_mesh(kind)["shard"].size())
+    for factor in {None, 1.0, shards, 3.0, float(dist.get_world_size())}:
+        torch_too = factor == shards > 1 and not force_sum
 
+        def change(model: Any, factor: float | None = factor, torch_too: bool = torch_too) -> None:
+            for unit in (model, *model.layers):
+                unit.set_force_sum_reduction_for_comms(force_sum)
+                if factor is not None and torch_too:
+                    unit.set_gradient_divide_factor(factor)
+                elif factor is not None:
+                    unit.set_reduce_scatter_divide_factor(factor)  # as older code calls it
 
-@ranks(4, extended=(2,))
-def test_divide_factor_of_the_shard_size_as_torch() -> None:
-    """The one factor that torch can do on gloo: an average over shards, a sum over copies."""
-    build = partial(models.seeded, models.MLP)
-    steps = meshes.micro_batches(models.DIM, 4, steps=2)
-
-    def scenario(api: Any) -> Any:
-        model: Any = parity.shard(
-            api, build(), mesh=meshes.hsdp_mesh(1, 2) if size == 2 else meshes.hsdp_mesh(2, 2)
-        )
-        for unit in (model, *model.layers):
-            unit.set_gradient_divide_factor(2.0)
-        return meshes.train_micro(model, steps)
-
-    size = dist.get_world_size()
-    ours = meshes.like_torch(scenario)
-    parity.assert_close(
-        ours, meshes.train_plain(build(), steps, divide=2.0), parity.FP32, "unsharded"
-    )
+        check(MLP, steps, kind, change=change, divide=factor, torch_too=torch_too)
 
 
 # One rounding of the reduce dtype in each of at most four addends and sums, relative to gradients
@@ -295,19 +267,15 @@ COARSE = {
 @ranks(4, extended=(2,))
 @pytest.mark.parametrize("dtype", list(COARSE), ids=str)
 def test_reduce_dtypes(dtype: torch.dtype) -> None:
-    build = partial(models.seeded, models.MLP)
-    steps = meshes.micro_batches(models.DIM, 4, micro=2, steps=2)
-    before = meshes.flags_in_turn(PARTIAL, FULL)
-    kind = "both" if dist.get_world_size() == 4 else "copies only"
-
-    def scenario(api: Any) -> Any:
-        policy = api.MixedPrecisionPolicy(reduce_dtype=dtype)
-        model = parity.shard(api, build(), mesh=_mesh(kind), mp_policy=policy)
-        return meshes.train_micro(model, steps, before=before, make_optimizer=_sgd)
-
-    ours = meshes.like_torch(scenario)
-    expected = meshes.train_plain(build(), steps, make_optimizer=_sgd)
-    parity.assert_close(ours, expected, COARSE[dtype], "unsharded")
+    check(
+        MLP,
+        meshes.micro_batches(models.DIM, 4, micro=2, steps=2),
+        "both" if dist.get_world_size() == 4 else "copies only",
+        before=meshes.flags_in_turn(PARTIAL, FULL),
+        policy={"reduce_dtype": dtype},
+        tolerance=COARSE[dtype],
+        make_optimizer=_sgd,
+    )
 
 
 def _sgd(params: Any) -> torch.optim.Optimizer:
@@ -355,7 +323,7 @@ def test_all_reduce_hook(copies: bool) -> None:
 
 @ranks(4, extended=(2,))
 def test_post_accumulate_hooks_fire_once_the_copies_agree() -> None:
-    model: Any = parity.shard(parity.OURS, models.seeded(models.MLP), mesh=_mesh("both"))
+    model: Any = parity.shard(parity.OURS, MLP(), mesh=_mesh("both"))
     fired: dict[str, int] = {}
     for name, param in model.named_parameters():
 
@@ -379,7 +347,7 @@ def test_post_accumulate_hooks_fire_once_the_copies_agree() -> None:
 @ranks(4)
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_one_flat_all_reduce_a_group(mixed: bool) -> None:
-    model = parity.shard(parity.OURS, models.seeded(models.MLP), mesh=_mesh("both"), mixed=mixed)
+    model = parity.shard(parity.OURS, MLP(), mesh=_mesh("both"), mixed=mixed)
     batch = parity.my_part(parity.regression_batches(models.DIM, 4, steps=1)[0])
     groups = 1 + len(model.layers)
 
@@ -402,14 +370,13 @@ def test_one_flat_all_reduce_a_group(mixed: bool) -> None:
 @ranks(2)
 def test_parameters_frozen_and_thawed_while_partial_sums_wait() -> None:
     """Sums that wait belong to the parameters of their backward; new ones are not lost either."""
-    build = partial(models.seeded, models.MLP)
     batches = parity.regression_batches(models.DIM, 4, steps=2)
 
     def toggle(model: Any, number: int) -> None:
         model.layers[1].bias.requires_grad_(number == 1)
         model.layers[1].weight.requires_grad_(number == 0)
 
-    model, plain = parity.shard(parity.OURS, build(), mesh=meshes.hsdp_mesh(2, 1)), build()
+    model, plain = parity.shard(parity.OURS, MLP(), mesh=meshes.hsdp_mesh(2, 1)), MLP()
     for number, batch in enumerate(batches):
         toggle(model, number)
         toggle(plain, number)

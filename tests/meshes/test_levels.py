@@ -26,6 +26,7 @@ pytestmark = pytest.mark.ranks
 
 PARTIAL, FULL = meshes.Flags(all_reduce=False), meshes.Flags()
 FOUR = (PARTIAL, PARTIAL, PARTIAL, FULL)
+TWO = meshes.flags_in_turn(PARTIAL, FULL)
 
 
 def _mesh() -> Any:
@@ -52,22 +53,38 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+def _compare(
+    build: Any, micro: int, before: Any, outputs: int = 4, change: Any = None, **arguments: Any
+) -> None:
+    """Levels and HSDP train alike; the first gradients are equal to the bit."""
+    steps = meshes.micro_batches(models.DIM, outputs, micro=micro, steps=3)
+    done = []
+    for make in (_levels, _hsdp):
+        model = make(build, **arguments)
+        if change is not None:
+            change(model)
+        done.append(meshes.train_micro(model, steps, before=before))
+    ours, theirs = done
+    parity.assert_equal(ours[0].grads, theirs[0].grads, "the first gradients")
+    mixed = bool(arguments.get("mixed"))
+    tolerance = parity.REORDERED_MIXED if mixed else parity.REORDERED_FP32
+    parity.assert_close(ours, theirs, tolerance, "HSDP")
+
+
 @ranks(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("keep", [True, False], ids=["kept rows", "rows freed"])
 def test_training_is_hsdps(kind: str, keep: bool) -> None:
     build, arguments = KINDS[kind]
     outputs = {"mixed": 3, "odd": 1, "columns": 1}.get(kind, 4)
-    steps = meshes.micro_batches(models.DIM, outputs, micro=4, steps=3)
-    before = meshes.flags_in_turn(*FOUR)
-    model = _levels(build, **arguments)
-    model.set_tuning(keep_rows=keep)
-    ours = meshes.train_micro(model, steps, before=before)
-    theirs = meshes.train_micro(_hsdp(build, **arguments), steps, before=before)
-    parity.assert_equal(ours[0].grads, theirs[0].grads, "the first gradients")
-    mixed = bool(arguments.get("mixed"))
-    tolerance = parity.REORDERED_MIXED if mixed else parity.REORDERED_FP32
-    parity.assert_close(ours, theirs, tolerance, "HSDP")
+    _compare(
+        build,
+        4,
+        meshes.flags_in_turn(*FOUR),
+        outputs,
+        lambda model: model.set_tuning(keep_rows=keep),
+        **arguments,
+    )
 
 
 @ranks(4)
@@ -84,17 +101,12 @@ def test_parameters_used_on_some_ranks() -> None:
 
 
 @ranks(4)
-def test_frozen_and_tied_and_kept_gradients() -> None:
-    build = partial(models.seeded, models.MLP)
-    steps = meshes.micro_batches(models.DIM, 4, micro=2, steps=3)
-    before = meshes.flags_in_turn(PARTIAL, FULL)
-    done = []
-    for make in (_levels, _hsdp):
-        model = make(build)
+def test_frozen_parameters_and_kept_gradients() -> None:
+    def change(model: Any) -> None:
         model.set_tuning(keep_gradients=True)
         next(iter(model.parameters())).requires_grad_(False)
-        done.append(meshes.train_micro(model, steps, before=before))
-    parity.assert_close(*done, parity.REORDERED_FP32, "HSDP")
+
+    _compare(EVEN, 2, TWO, change=change)
 
 
 FORMATS = {
@@ -112,12 +124,11 @@ def test_formats_of_each_level(formats: str) -> None:
     """Near to exact training, and all ranks compute with the same bits."""
     inside, between = FORMATS[formats]
     steps = meshes.micro_batches(models.DIM, 1, micro=2, steps=3)
-    before = meshes.flags_in_turn(PARTIAL, FULL)
     model = _levels(ODD)
     model.set_wire_format(**inside, level="inside", exact_below=8)
     model.set_wire_format(**between, level="between", exact_below=8)
-    ours = meshes.train_micro(model, steps, before=before, make_optimizer=_sgd)
-    theirs = meshes.train_micro(_hsdp(ODD), steps, before=before, make_optimizer=_sgd)
+    ours = meshes.train_micro(model, steps, before=TWO, make_optimizer=_sgd)
+    theirs = meshes.train_micro(_hsdp(ODD), steps, before=TWO, make_optimizer=_sgd)
     parity.assert_close(ours, theirs, NEAR, "exact")
     for layer in model.layers:
         layer.unshard()
@@ -138,17 +149,12 @@ def _sgd(params: Any) -> torch.optim.Optimizer:
 
 @ranks(4)
 def test_shards_are_chunks_of_chunks() -> None:
-    plain: Any = nn.Linear(13, 7)
-    parity_of = {name: param.detach().clone() for name, param in plain.named_parameters()}
-    for value in parity_of.values():
-        dist.broadcast(value, 0)
-    with torch.no_grad():
-        for name, param in plain.named_parameters():
-            param.copy_(parity_of[name])
+    plain: Any = models.seeded(lambda: nn.Linear(13, 7))
+    wholes = {name: param.detach().clone() for name, param in plain.named_parameters()}
     model = fsdp2.fully_shard(plain, mesh=fsdp2.Levels(_mesh()))
     node, local = _mesh().get_coordinate()
     for name, param in model.named_parameters():
-        whole = parity_of[name]
+        whole = wholes[name]
         assert param.placements == (_StridedShard(0, split_factor=2), Shard(0))
         inside = torch.chunk(whole, 2)[local]
         pieces = torch.chunk(inside, 2)
@@ -156,20 +162,19 @@ def test_shards_are_chunks_of_chunks() -> None:
         parity.assert_equal(param.to_local(), own, name)
         parity.assert_equal(param.full_tensor(), whole, name)
     full = {name: tensor.clone() for name, tensor in fsdp2.full_parameters(model)}
-    parity.assert_equal(full, parity_of)
+    parity.assert_equal(full, wholes)
     with fsdp2.gathered(model):
-        parity.assert_equal(dict(model.named_parameters())["weight"].detach(), parity_of["weight"])
+        parity.assert_equal(dict(model.named_parameters())["weight"].detach(), wholes["weight"])
         model.weight.data.add_(1)
-    parity.assert_equal(model.weight.full_tensor(), parity_of["weight"] + 1)
+    parity.assert_equal(model.weight.full_tensor(), wholes["weight"] + 1)
 
 
 @ranks(4)
 def test_clipping_and_flat_optimizer() -> None:
-    build = partial(models.seeded, models.OddMLP)
     batch = meshes.micro_batches(models.DIM, 1, steps=1)[0][0]
     found = []
     for make in (_levels, _hsdp):
-        model = make(build)
+        model = make(ODD)
         optimizer = fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW, lr=1e-2)
         for _ in range(3):
             parity.regression_loss(model, parity.my_part(batch)).backward()
@@ -255,11 +260,10 @@ def test_checkpoints_to_two_flat_ranks_and_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_rows_of_a_smaller_group_are_kept(mixed: bool) -> None:
     """Micro-batches from the second on gather from neighbours alone; same bits as without."""
-    build = partial(models.seeded, models.OddMLP)
     steps = meshes.micro_batches(models.DIM, 1, micro=3, steps=3)
     done = []
     for keep in (False, True):
-        model: Any = parity.shard(parity.OURS, build(), reshard_after_forward=2, mixed=mixed)
+        model: Any = parity.shard(parity.OURS, ODD(), reshard_after_forward=2, mixed=mixed)
         model.set_tuning(keep_rows=keep)
         done.append(meshes.train_micro(model, steps))
     parity.assert_equal(*done, "without")

@@ -71,6 +71,15 @@ def levels() -> fsdp2.Levels:
     return fsdp2.Levels(init_device_mesh("cpu", (NODES, LOCAL), mesh_dim_names=names))
 
 
+def settled(sent: Axes, **arguments: Any) -> tuple[Any, torch.optim.Optimizer]:
+    """A model on two levels that has taken a step, of which nothing is counted."""
+    model = sharded(levels(), **arguments)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    sent.clear()
+    return model, optimizer
+
+
 def rows_there() -> list[str]:
     gc.collect()  # models of tests before
     found = buffers.all_buffers()
@@ -123,10 +132,7 @@ def test_rows_are_freed_on_request(sent: Axes) -> None:
 
 
 def test_evaluations_between_steps_cross_once(sent: Axes) -> None:
-    model = sharded(levels())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step(model, optimizer)
-    sent.clear()
+    model, optimizer = settled(sent)
     with torch.no_grad():
         model(torch.ones(2, WIDTH))
         model(torch.ones(2, WIDTH))
@@ -183,9 +189,9 @@ def test_bytes_of_formats_between_nodes(
     model.set_wire_format(gather=inside, level="inside")
     model.set_wire_format(gather=gather, reduce=reduce, level="between")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step(model, optimizer)
+    step(model, optimizer, micro=1)
     sent.clear()
-    step(model, optimizer)
+    step(model, optimizer, micro=1)
     rows = NUMEL // LOCAL
     sizes = {
         "int8": rows + 4 * NODES * (rows // NODES // 128),
@@ -210,12 +216,12 @@ def test_formats_of_both_levels(sent: Axes) -> None:
     model = sharded(levels(), mp_policy=HALF)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.set_wire_format(gather="int8", reduce="int8")
-    step(model, optimizer)
+    step(model, optimizer, micro=1)
     before = [param.to_local().clone() for param in model.parameters()]
     model.set_wire_format()  # rows move back
-    step(model, optimizer)
+    step(model, optimizer, micro=1)
     sent.clear()
-    step(model, optimizer)
+    step(model, optimizer, micro=1)
     assert sent.calls["exchange between"] == 0
     assert {group.between_format for group in fsdp2.report(model).groups} == {None}
     assert [param.to_local().shape for param in model.parameters()] == [b.shape for b in before]

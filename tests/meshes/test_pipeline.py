@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp2 import FSDPModule
 from fsdp2.core.modules.registry import require_record
 from tests.common import meshes, models, parity
 from tests.common.meshes import TORCH_VERSION
@@ -84,151 +85,127 @@ def _batch(step: int, shard: int) -> tuple[Tensor, Tensor]:
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A schedule: its class, and which of the stages each pipeline rank has."""
-
-    name: str
-    stages: tuple[tuple[int, ...], tuple[int, ...]]
-
-    @property
-    def count(self) -> int:
-        return sum(len(mine) for mine in self.stages)
-
-    @property
-    def schedule(self) -> Any:
-        return getattr(pipelining, self.name)
-
-    def make(self, stages: list[Any], **options: Any) -> Any:
-        held = stages if len(self.stages[0]) > 1 else stages[0]
-        return self.schedule(held, n_microbatches=MICROBATCHES, loss_fn=_loss, **options)
-
-
-PLANS = {
-    plan.name: plan
-    for plan in (
-        Plan("ScheduleGPipe", ((0,), (1,))),
-        Plan("Schedule1F1B", ((0,), (1,))),
-        Plan("ScheduleInterleaved1F1B", ((0, 2), (1, 3))),
-        Plan("ScheduleInterleavedZeroBubble", ((0, 2), (1, 3))),
-        Plan("ScheduleZBVZeroBubble", ((0, 3), (1, 2))),
-    )
+STAGES = {
+    "ScheduleGPipe": ((0,), (1,)),
+    "Schedule1F1B": ((0,), (1,)),
+    "ScheduleInterleaved1F1B": ((0, 2), (1, 3)),
+    "ScheduleInterleavedZeroBubble": ((0, 2), (1, 3)),
+    "ScheduleZBVZeroBubble": ((0, 3), (1, 2)),
 }
+"""The stages that each pipeline rank has, by schedule."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """How the stages are sharded, and how the schedule runs.
+class Run:
+    """A schedule over sharded stages.
 
-    Attributes:
-        arguments: of `fully_shard`.
-        options: of the schedule.
-        mixed: whether to compute in bf16.
-        copies: whether the two data-parallel ranks hold copies (HSDP), not shards.
-        together: calls of the schedule that make one optimizer step.
+    `mixed` computes in bf16; with `copies` the two data-parallel ranks hold copies (HSDP), not
+    shards; `together` is how many calls of the schedule make one optimizer step; `options` are the
+    schedule's.
     """
 
-    arguments: dict[str, Any] = field(default_factory=lambda: {"reshard_after_forward": False})
-    options: dict[str, Any] = field(default_factory=dict)
-    mixed: bool = False
-    copies: bool = False
-    together: int = 1
+    def __init__(
+        self,
+        name: str,
+        reshard: bool | None = False,
+        mixed: bool = False,
+        copies: bool = False,
+        together: int = 1,
+        **options: Any,
+    ) -> None:
+        self.schedule, self.options = getattr(pipelining, name), options
+        self.reshard, self.mixed, self.copies, self.together = reshard, mixed, copies, together
+        self.mine = STAGES[name][dist.get_rank() // 2]
+        self.count = sum(map(len, STAGES[name]))
+        self.shard = dist.get_rank() % 2
+
+    def build(self, api: ModuleType) -> tuple[list[nn.Module], Any]:
+        """This rank's parts, and their schedule."""
+        mesh = _mesh(self.copies)
+        arguments: dict[str, Any] = {"reshard_after_forward": self.reshard}
+        arguments["mesh"] = mesh["copy", "dp"] if self.copies else mesh["dp"]
+        if self.mixed:
+            arguments["mp_policy"] = parity.mixed_policy(api)
+        parts = [_parts(self.count)[index] for index in self.mine]
+        for part in parts:
+            for unit in (*models.units(part), part):
+                api.fully_shard(unit, **arguments)
+        group, device = mesh.get_group("pp"), torch.device("cpu")
+        stages = [
+            pipelining.PipelineStage(part, index, self.count, device, group=group)
+            for index, part in zip(self.mine, parts, strict=True)
+        ]
+        held = stages if len(stages) > 1 else stages[0]
+        made = self.schedule(held, n_microbatches=MICROBATCHES, loss_fn=_loss, **self.options)
+        return parts, made
+
+    def ends(self, step: int) -> bool:
+        """Whether the optimizer steps then."""
+        return (step + 1) % self.together == 0
+
+    def train(self, api: ModuleType) -> dict[str, Any]:
+        """What this rank saw: losses, and its stages' gradients and parameters."""
+        parts, schedule = self.build(api)
+        optimizer = parity.adamw([param for part in parts for param in part.parameters()])
+        named = dict(zip(map(str, self.mine), parts, strict=True))
+        seen: dict[str, Any] = {}
+        for step in range(STEPS):
+            inputs, targets = _batch(step, self.shard)
+            losses: list[Tensor] = []
+            schedule.step(
+                *((inputs,) if 0 in self.mine else ()),
+                **({"target": targets, "losses": losses} if self.count - 1 in self.mine else {}),
+                **({} if self.ends(step) else {"finalize_gradients": False}),
+            )
+            seen[f"{step} losses"] = [loss.detach() for loss in losses]
+            if self.ends(step):
+                _end(seen, step, nn.ModuleDict(named), optimizer, lambda x: x.to_local())
+        return seen
+
+    def train_whole(self) -> dict[str, Any]:
+        """The same of the whole model in this process: this rank's rows of it."""
+        model = nn.Sequential(*_parts(self.count))
+        whole = parity.Bf16(model) if self.mixed else model
+        optimizer = parity.adamw(model.parameters())
+        seen: dict[str, Any] = {}
+
+        def mine(tensor: Tensor) -> Tensor:
+            pieces = tensor.chunk(1 if self.copies else 2)
+            return pieces[self.shard % len(pieces)]
+
+        for step in range(STEPS):
+            losses = []
+            for other in range(2):
+                inputs, targets = _batch(step, other)
+                pieces = zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)
+                losses.append([_loss(whole(piece), target) for piece, target in pieces])
+                torch.stack(losses[-1]).sum().backward()
+            is_last = self.count - 1 in self.mine
+            seen[f"{step} losses"] = [x.detach() for x in losses[self.shard] if is_last]
+            if self.ends(step):
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.grad /= 2 * MICROBATCHES
+                _end(seen, step, model, optimizer, mine)
+        return seen
 
 
-def _stages(api: ModuleType, plan: Plan, setting: Setting) -> tuple[list[nn.Module], list[Any]]:
-    mesh = _mesh(setting.copies)
-    arguments = {**setting.arguments, "mesh": mesh["copy", "dp"] if setting.copies else mesh["dp"]}
-    if setting.mixed:
-        arguments["mp_policy"] = parity.mixed_policy(api)
-    mine = plan.stages[mesh.get_local_rank("pp")]
-    parts = [_parts(plan.count)[index] for index in mine]
-    for part in parts:
-        for unit in models.units(part):
-            api.fully_shard(unit, **arguments)
-        api.fully_shard(part, **arguments)
-    group = mesh.get_group("pp")
-    stages = [
-        pipelining.PipelineStage(part, index, plan.count, torch.device("cpu"), group=group)
-        for index, part in zip(mine, parts, strict=True)
-    ]
-    return parts, stages
+def _end(
+    seen: dict[str, Any], step: int, model: nn.Module, optimizer: Any, of: Callable[[Any], Tensor]
+) -> None:
+    """Note this rank's rows of gradients, step, and note those of parameters."""
+    named = dict(model.named_parameters())
+    seen.update({f"{step} grad {n}": of(p.grad).detach().clone() for n, p in named.items()})
+    optimizer.step()
+    optimizer.zero_grad()
+    seen.update({f"{step} param {n}": of(p).detach().clone() for n, p in named.items()})
 
 
-def _run(api: ModuleType, plan: Plan, setting: Setting) -> dict[str, Any]:
-    """Trains in the schedule; what this rank saw: losses, and its stages' gradients, parameters."""
-    mine = plan.stages[dist.get_rank() // 2]
-    parts, stages = _stages(api, plan, setting)
-    schedule = plan.make(stages, **setting.options)
-    optimizer = parity.adamw([param for part in parts for param in part.parameters()])
-    seen: dict[str, Any] = {}
-    for step in range(STEPS):
-        inputs, targets = _batch(step, dist.get_rank() % 2)
-        last = (step + 1) % setting.together == 0
-        losses: list[Tensor] = []
-        schedule.step(
-            *((inputs,) if 0 in mine else ()),
-            **({"target": targets, "losses": losses} if plan.count - 1 in mine else {}),
-            **({} if last else {"finalize_gradients": False}),
-        )
-        seen[f"{step} losses"] = [loss.detach() for loss in losses]
-        if last:
-            seen.update(_locals(f"{step} grad", mine, parts, lambda p: p.grad))
-            optimizer.step()
-            optimizer.zero_grad()
-            seen.update(_locals(f"{step} param", mine, parts, lambda p: p))
-    return seen
-
-
-def _locals(what: str, mine: tuple[int, ...], parts: list[nn.Module], of: Any) -> dict[str, Tensor]:
-    return {
-        f"{what} {index}.{name}": of(param).to_local().detach().clone()
-        for index, part in zip(mine, parts, strict=True)
-        for name, param in part.named_parameters()
-    }
-
-
-def _expected(plan: Plan, setting: Setting) -> dict[str, Any]:
-    """The same of the whole model in this process: this rank's rows of it."""
-    shard = dist.get_rank() % 2
-    mine = plan.stages[dist.get_rank() // 2]
-    model = nn.Sequential(*_parts(plan.count))
-    whole = parity.Bf16(model) if setting.mixed else model
-    optimizer = parity.adamw(model.parameters())
-    seen: dict[str, Any] = {}
-
-    def add(what: str, of: Any) -> None:
-        for name, param in model.named_parameters():
-            if int(name.partition(".")[0]) in mine:
-                rows = torch.arange(param.shape[0]).chunk(1 if setting.copies else 2)
-                seen[f"{what} {name}"] = of(param)[rows[shard % len(rows)]].detach().clone()
-
-    for step in range(STEPS):
-        losses = {}
-        for other in range(2):
-            inputs, targets = _batch(step, other)
-            pieces = zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)
-            losses[other] = [_loss(whole(piece), target) for piece, target in pieces]
-            torch.stack(losses[other]).sum().backward()
-        seen[f"{step} losses"] = [x.detach() for x in losses[shard] if plan.count - 1 in mine]
-        if (step + 1) % setting.together == 0:
-            for param in model.parameters():
-                assert param.grad is not None
-                param.grad /= 2 * MICROBATCHES
-            add(f"{step} grad", lambda p: p.grad)
-            optimizer.step()
-            optimizer.zero_grad()
-            add(f"{step} param", lambda p: p)
-    return seen
-
-
-def _check(plan: Plan, setting: Setting, *, torch_too: bool = True) -> None:
-    ours = _run(parity.OURS, plan, setting)
-    expected = _expected(plan, setting)
+def _check(run: Run, *, torch_too: bool = True) -> None:
+    ours, expected = run.train(parity.OURS), run.train_whole()
     if torch_too:
-        parity.assert_equal(ours, _run(parity.TORCH, plan, setting), "torch in the same schedule")
-    assert ours.keys() == expected.keys()
+        parity.assert_equal(ours, run.train(parity.TORCH), "torch in the same schedule")
     # The same kernels on the same shapes, microbatches and shards summed in another order.
-    tolerance = parity.REORDERED_MIXED if setting.mixed else parity.REORDERED_FP32
+    tolerance = parity.REORDERED_MIXED if run.mixed else parity.REORDERED_FP32
     parity.assert_close(ours, {key: expected[key] for key in ours}, tolerance, "unsharded")
 
 
@@ -247,17 +224,17 @@ def _schedules(*names: str, default: tuple[str, ...] = ()) -> pytest.MarkDecorat
     return pytest.mark.parametrize("name", params)
 
 
-@_schedules(*PLANS, default=DEFAULT)
+@_schedules(*STAGES, default=DEFAULT)
 @ranks(4)
 def test_schedule(name: str) -> None:
-    _check(PLANS[name], Setting())
+    _check(Run(name))
 
 
 @pytest.mark.parametrize("reshard", [None, True], ids="reshard_after_forward={}".format)
 @_schedules("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B")
 @ranks(4)
 def test_resharding_after_forward(name: str, reshard: bool | None) -> None:
-    _check(PLANS[name], Setting({"reshard_after_forward": reshard}))
+    _check(Run(name, reshard))
 
 
 @_schedules("Schedule1F1B", "ScheduleZBVZeroBubble")
@@ -265,13 +242,13 @@ def test_resharding_after_forward(name: str, reshard: bool | None) -> None:
 def test_mixed_precision(name: str) -> None:
     # Before 2.15, torch adds the gradients of weight passes in a row in bf16.
     exact = name == "Schedule1F1B" or TORCH_VERSION >= (2, 15)
-    _check(PLANS[name], Setting(mixed=True), torch_too=exact)
+    _check(Run(name, mixed=True), torch_too=exact)
 
 
 @_schedules(*DEFAULT)
 @ranks(4)
 def test_copies(name: str) -> None:
-    _check(PLANS[name], Setting(copies=True))
+    _check(Run(name, copies=True))
 
 
 def _accepts(function: Any, name: str) -> bool:
@@ -281,33 +258,32 @@ def _accepts(function: Any, name: str) -> bool:
 @_schedules(*DEFAULT)
 @ranks(4)
 def test_several_calls_of_the_schedule_make_one_step(name: str) -> None:
-    if _accepts(PLANS[name].schedule.step, "finalize_gradients"):
-        _check(PLANS[name], Setting(together=2))
+    run = Run(name, together=2)
+    if _accepts(run.schedule.step, "finalize_gradients"):
+        _check(run)
 
 
 @pytest.mark.extended
 @ranks(4)
 def test_reductions_that_are_awaited_late() -> None:
-    plan = PLANS["ScheduleInterleavedZeroBubble"]
-    if _accepts(plan.schedule, "defer_reduce_grad_wait"):
-        _check(plan, Setting(options={"defer_reduce_grad_wait": True, "max_active_stages": 1}))
+    options = {"defer_reduce_grad_wait": True, "max_active_stages": 1}
+    run = Run("ScheduleInterleavedZeroBubble", **options)
+    if _accepts(run.schedule, "defer_reduce_grad_wait"):
+        _check(run)
 
 
 @ranks(4)
 def test_nothing_stays_gathered_and_each_unit_is_reduced_once() -> None:
-    plan = PLANS["Schedule1F1B"]
-    parts, stages = _stages(parity.OURS, plan, Setting())
-    schedule = plan.make(stages)
+    (part,), schedule = Run("Schedule1F1B").build(parity.OURS)
     operations: list[str] = []
-    for module in parts[0].modules():
-        if isinstance(module, parity.OURS.FSDPModule):
-            observe([require_record(module).unit], lambda what, _: operations.append(what))
+    units = [require_record(m).unit for m in part.modules() if isinstance(m, FSDPModule)]
+    observe(units, lambda what, _: operations.append(what))
     inputs, targets = _batch(0, 0)
     first = dist.get_rank() < 2
     for _ in range(2):  # in the first call, torch may run the stages to see what they return
         operations.clear()
         schedule.step(*((inputs,) if first else ()), **({} if first else {"target": targets}))
-        assert all(isinstance(param, DTensor) for param in parts[0].parameters())
+        assert all(isinstance(param, DTensor) for param in part.parameters())
     found = Counter(operations)
     assert found["all_gather"] in ((3, 6) if TORCH_VERSION < (2, 12) else (3,))  # in each call
     assert found["all_gather"] == found["finish"] == found["reshard"]

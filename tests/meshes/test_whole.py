@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import fsdp2
 from tests.common import meshes, models, parity
+from tests.common.cases import in_turn
 from tests.common.workers import ranks
 
 SMALL = 2 * models.DIM
@@ -34,21 +35,24 @@ def batches(micro: int = 1, steps: int = 3) -> list[list[Tensor]]:
     return [flat[i * micro : (i + 1) * micro] for i in range(steps)]
 
 
-def train(whole: bool, build: Callable[[], nn.Module] = BUILD, **settings: Any) -> Any:
-    micro, before = settings.pop("micro", 1), settings.pop("before", None)
-    make, change = settings.pop("make", parity.adamw), settings.pop("change", None)
-    model = shard(build(), whole, **settings)
-    if change is not None:
-        change(model)
-    return meshes.train_micro(
-        model, batches(micro), loss=parity.language_loss, before=before, make_optimizer=make
-    )
+def train(
+    whole: bool,
+    build: Callable[[], nn.Module] = BUILD,
+    flags: tuple[Flags, ...] = (Flags(),),
+    factor: float | None = None,
+    **settings: Any,
+) -> Any:
+    model: Any = shard(build(), whole, **settings)
+    if factor is not None:
+        model.set_gradient_divide_factor(factor)
+    before = meshes.flags_in_turn(*flags)
+    return meshes.train_micro(model, batches(len(flags)), loss=parity.language_loss, before=before)
 
 
 def check(**settings: Any) -> Any:
-    """Whole and sharded train alike: sums of two ranks have one order."""
+    """Whole and sharded train alike: sums of two ranks, in one backward, have one order."""
     whole, sharded = train(True, **settings), train(False, **settings)
-    if dist.get_world_size() == 2:
+    if dist.get_world_size() == 2 and "flags" not in settings:
         parity.assert_equal(whole, sharded, "sharded")
     else:
         mixed = settings.get("mixed", False)
@@ -65,34 +69,25 @@ def test_training() -> None:
         parity.assert_equal(whole, plain, "unsharded")
 
 
-@ranks(2)
-@pytest.mark.parametrize(
-    "flags",
-    [
-        (Flags(sync=False), Flags(sync=False), Flags()),
-        (Flags(), Flags(), Flags()),
-        (Flags(all_reduce=False), Flags(all_reduce=False), Flags()),
-        (Flags(sync=False), Flags(all_reduce=False), Flags()),
-    ],
-    ids=["no sync", "sync", "no all-reduce", "both"],
-)
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
-def test_accumulation(flags: tuple[Flags, ...], mixed: bool) -> None:
-    settings = {"micro": 3, "before": meshes.flags_in_turn(*flags), "mixed": mixed}
-    whole, sharded = train(True, **settings), train(False, **settings)
-    tolerance = parity.REORDERED_MIXED if mixed else parity.REORDERED_FP32
-    parity.assert_close(whole, sharded, tolerance, "sharded")
+NO, PARTIAL, FULL = Flags(sync=False), Flags(all_reduce=False), Flags()
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mixed, by three": {"mixed": True, "factor": 3.0},
+    "by two": {"factor": 2.0},
+    "not divided": {"factor": 1.0},
+    "no sync, mixed": {"flags": (NO, NO, FULL), "mixed": True},
+    "sync": {"flags": (FULL, FULL, FULL)},
+    "no all-reduce, mixed, by three": {
+        "flags": (PARTIAL, PARTIAL, FULL),
+        "mixed": True,
+        "factor": 3.0,
+    },
+    "both": {"flags": (NO, PARTIAL, FULL)},
+}
 
 
 @ranks(2)
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
-@pytest.mark.parametrize("factor", [None, 3.0, 2.0, 1.0])
-def test_factors_and_dtypes(mixed: bool, factor: float | None) -> None:
-    def change(model: Any) -> None:
-        if factor is not None:
-            model.set_gradient_divide_factor(factor)
-
-    check(mixed=mixed, change=change)
+def test_factors_dtypes_and_accumulation() -> None:
+    in_turn(SETTINGS, lambda settings: check(**settings))
 
 
 @ranks(4)
@@ -103,11 +98,8 @@ def test_hsdp() -> None:
     assert isinstance(weight, DTensor)
     assert weight.placements == (Replicate(), Replicate())
     assert weight.device_mesh == mesh
-    settings = {"mesh": mesh, "micro": 2}
-    flags = meshes.flags_in_turn(Flags(all_reduce=False), Flags())
-    for before in (None, flags):
-        whole, sharded = (train(w, before=before, **settings) for w in (True, False))
-        parity.assert_close(whole, sharded, parity.REORDERED_FP32, "sharded")
+    check(mesh=mesh, flags=(FULL, FULL))
+    check(mesh=mesh, flags=(PARTIAL, FULL))
 
 
 @ranks(2, extended=(4,))

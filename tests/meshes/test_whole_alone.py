@@ -99,6 +99,13 @@ def step(model: Any, backwards: int = 1) -> None:
         model(torch.arange(6).view(1, 6)).float().sum().backward()
 
 
+def again(model: Any, sent: Sent, backwards: int = 1) -> None:
+    """A step, of which nothing is counted, and another."""
+    step(model)
+    sent.clear()
+    step(model, backwards)
+
+
 def filled(numel: int) -> int:
     """Elements of a flat tensor of so many numbers and a mark for each of the norms."""
     multiple = 16 // 4
@@ -110,21 +117,11 @@ def filled(numel: int) -> int:
 
 def test_collectives_of_a_step(sent: Sent) -> None:
     """Norms travel packed beside the matrices, or not at all: one all-reduce for all of them."""
-    before = sharded()
-    step(before)
-    sent.clear()
-    step(before)
-    gathers, scatters = 2 * BLOCKS + 1, BLOCKS + 1
-    assert sent.calls == {"all_gather_single": gathers, "reduce_scatter_single": scatters}
-    after = sharded(SMALL)
-    step(after)
-    sent.clear()
-    step(after)
-    assert sent.calls == {
-        "all_gather_single": gathers,
-        "reduce_scatter_single": scatters,
-        "allreduce": 1,
-    }
+    again(sharded(), sent)
+    counts = {"all_gather_single": 2 * BLOCKS + 1, "reduce_scatter_single": BLOCKS + 1}
+    assert sent.calls == counts
+    again(sharded(SMALL), sent)
+    assert sent.calls == {**counts, "allreduce": 1}
     assert sent.reduced == [(filled(NORMS * DIM), torch.float32)]
 
 
@@ -136,9 +133,7 @@ def test_norms_alone_are_never_gathered(sent: Sent) -> None:
         norms = [module for module in model.modules() if isinstance(module, nn.RMSNorm)]
         for unit in (*norms, *model.blocks, model):
             fsdp2.fully_shard(unit, shard_placement_fn=whole)
-        step(model)
-        sent.clear()
-        step(model)
+        again(model, sent)
         kinds = ("all_gather", "reduce_scatter", "allreduce")
         counts.append(
             [sum(n for name, n in sent.calls.items() if name.startswith(kind)) for kind in kinds]
@@ -152,9 +147,7 @@ def test_norms_alone_are_never_gathered(sent: Sent) -> None:
 def test_one_all_reduce_a_backward_and_dtype(sent: Sent) -> None:
     model = sharded(SMALL, mp_policy=MIXED)
     model.norm.weight.requires_grad_(False)
-    step(model)
-    sent.clear()
-    step(model, backwards=3)
+    again(model, sent, backwards=3)
     assert [dtype for _, dtype in sent.reduced] == [torch.float32] * 3
     for block in model.blocks[:2]:
         block.set_gradient_divide_factor(3.0)  # other steps
@@ -200,9 +193,7 @@ def test_ended_by_hand(sent: Sent) -> None:
 def test_exact_whatever_the_wire_format(sent: Sent) -> None:
     model = sharded(SMALL)
     model.set_wire_format(gather="int8", reduce="int8", exact_below=0)
-    step(model)
-    sent.clear()
-    step(model)
+    again(model, sent)
     assert sent.reduced == [(filled(NORMS * DIM), torch.float32)]
 
 

@@ -34,50 +34,62 @@ def made(seed: int = 0, whole: bool = True, flat: bool = False, **options: Any) 
     return model, torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
 
 
-def _saves(folder: Path, flat: bool) -> dict[str, Tensor]:
-    model, optimizer = made(flat=flat)
-    train(model, optimizer, 1)
-    checkpoint.save(folder / "steps", model, optimizer, step=2)
-    states = get_state_dict(model, optimizer)
-    dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=folder / "dcp")
-    checkpoint.export(folder / "exported", model)
-    return everything(model, optimizer)
+Way = tuple[bool, bool, str]
+"""Whether the optimizer is flat, whether parameters are whole, and what is loaded."""
 
 
-def _loads(folder: Path, whole: bool, flat: bool, by: str) -> dict[str, Tensor]:
-    model, optimizer = made(5, whole, flat)
-    train(model, optimizer, 3)
-    if by == "ours":
-        checkpoint.load(folder / "steps", model, optimizer)
-    elif by == "dcp":
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        dcp.load(state, checkpoint_id=folder / "dcp")
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-    else:
-        checkpoint.load_pretrained(model, folder / "exported")
-    return everything(model, optimizer)
+def _saves(folder: Path) -> dict[bool, dict[str, Tensor]]:
+    """By plain and by flat optimizers."""
+    saved = {}
+    for flat in (False, True):
+        model, optimizer = made(flat=flat)
+        train(model, optimizer, 1)
+        place = folder / str(flat)
+        checkpoint.save(place / "steps", model, optimizer, step=2)
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(state, checkpoint_id=place / "dcp")
+        checkpoint.export(place / "exported", model)
+        saved[flat] = everything(model, optimizer)
+    return saved
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_files(tmp_path: Path, flat: bool) -> None:
+def _loads(folder: Path, ways: list[Way]) -> list[dict[str, Tensor]]:
+    found = []
+    for flat, whole, by in ways:
+        model, optimizer = made(5, whole, flat)
+        train(model, optimizer, 3)
+        place = folder / str(flat)
+        if by == "ours":
+            checkpoint.load(place / "steps", model, optimizer)
+        elif by == "dcp":
+            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            dcp.load(state, checkpoint_id=place / "dcp")
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
+        else:
+            checkpoint.load_pretrained(model, place / "exported")
+        found.append(everything(model, optimizer))
+    return found
+
+
+def test_files(tmp_path: Path) -> None:
     """Saved by two ranks that have them whole; loaded by others, whole, sharded or unsharded."""
-    saved = workers.run_on_ranks(2, _saves, tmp_path, flat)[0]
-    weights = [name for name in saved if ":" not in name]
-    for size, whole, by in (
-        *((2, True, "ours"), (2, False, "ours"), (2, True, "dcp"), (2, True, "exported")),
-        *((4, True, "ours"), (1, True, "ours")),
-    ):
-        for found in workers.run_on_ranks(size, _loads, tmp_path, whole, flat, by):
-            names = weights if by == "exported" else sorted(saved)
-            parity.assert_equal({n: found[n] for n in names}, {n: saved[n] for n in names}, by)
-    found = _loads(tmp_path, False, False, "ours")
-    parity.assert_equal(found, saved, "one process")
+    saved = workers.run_on_ranks(2, _saves, tmp_path)[0]
+    of_two = ((True, "ours"), (False, "ours"), (True, "dcp"), (True, "exported"))
+    for size, loaded in ((2, of_two), (4, of_two[:1]), (1, of_two[:1])):
+        ways = [(flat, whole, by) for flat in (False, True) for whole, by in loaded]
+        for results in workers.run_on_ranks(size, _loads, tmp_path, ways):
+            for way, found in zip(ways, results, strict=True):
+                flat, _, by = way
+                names = [n for n in sorted(saved[flat]) if by != "exported" or ":" not in n]
+                expected = {name: saved[flat][name] for name in names}
+                parity.assert_equal({n: found[n] for n in names}, expected, f"{size} ranks, {way}")
+    (alone,) = _loads(tmp_path, [(False, False, "ours")])
+    parity.assert_equal(alone, saved[False], "one process")
 
 
 @ranks(2)

@@ -6,6 +6,7 @@ round a weight differently that these ranks have in common.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.common import meshes, models, parity
 from tests.common.workers import ranks
 
 WIDTH = 26  # no multiple of a block
+MESH = partial(meshes.mesh, "data", "model", shape=(2, 2))
 FORMATS: list[dict[str, Any]] = [
     {},
     {"reduce": "fp32"},
@@ -53,7 +55,7 @@ class Block(nn.Module):
 
 
 def make(hidden: int, formats: dict[str, Any], seed: int = 0) -> nn.Module:
-    mesh = meshes.mesh("data", "model", shape=(2, 2))
+    mesh = MESH()
     model = models.seeded(lambda: nn.Sequential(Block(hidden), Block(hidden)), seed=seed)
     for block in model:
         plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
@@ -66,17 +68,13 @@ def make(hidden: int, formats: dict[str, Any], seed: int = 0) -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    data = meshes.mesh("data", "model", shape=(2, 2)).get_local_rank("data")
+    data = MESH().get_local_rank("data")
     for step in steps:
         generator = torch.Generator().manual_seed(10 * step + data)
         x = torch.randn(8, WIDTH, generator=generator)
         (model(x) - x.roll(1, 1)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return parity.adamw(model.parameters())
 
 
 def in_common(model: nn.Module) -> dict[str, Tensor]:
@@ -90,7 +88,7 @@ def in_common(model: nn.Module) -> dict[str, Tensor]:
 
 def equal_over_ranks(tensors: dict[str, Tensor]) -> bool:
     """Whether ranks of tensor parallelism have the same bits."""
-    group = meshes.mesh("data", "model", shape=(2, 2))["model"].get_group()
+    group = MESH()["model"].get_group()
     mine = torch.cat([each.flatten() for each in tensors.values()])
     both = [torch.empty_like(mine) for _ in range(2)]
     dist.all_gather(both, mine, group=group)
@@ -104,14 +102,14 @@ def test_weights_in_common_are_equal_to_the_bit(
     tmp_path: Path, formats: dict[str, Any], hidden: int
 ) -> None:
     model = make(hidden, formats)
-    optimizer = adam(model)
+    optimizer = parity.adamw(model.parameters())
     train(model, optimizer, range(3))
     assert len(in_common(model)) == 6  # of each block a replicated bias, a plain weight and bias
     assert equal_over_ranks(in_common(model))
     checkpoint.save(tmp_path, model, optimizer, step=3)
     train(model, optimizer, range(3, 6))
     other = make(hidden, formats, seed=1)
-    its = adam(other)
+    its = parity.adamw(other.parameters())
     checkpoint.load(tmp_path, other, its)
     assert equal_over_ranks(in_common(other))
     train(other, its, range(3, 6))

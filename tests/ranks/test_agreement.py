@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,82 +73,88 @@ def _sentence(results: list[Any]) -> str:
     return found.pop()
 
 
+Play = list[list[tuple[tuple[int, ...], Intent]]]
+"""By rank: with whom it agrees, on what."""
+
+
+def _played(play: Play, agreement: Agreement) -> str:
+    for ranks, intent in play[agreement.board.rank]:
+        agreement.agree(ranks, intent, LONG)
+    return "done"
+
+
 def test_equal_steps_pass_and_leave_few_notes() -> None:
     notes = Notes()
-
-    def body(agreement: Agreement) -> str:
-        for number in range(20):
-            agreement.agree((0, 1, 2), Intent(f"step {number}"), LONG)
-        return "done"
-
-    assert _run(3, body, notes) == ["done"] * 3
+    play = [[((0, 1, 2), Intent(f"step {number}")) for number in range(20)]] * 3
+    assert _run(3, partial(_played, play), notes) == ["done"] * 3
     assert len([key for key in notes.notes if "0,1,2" in key]) == 2 * (3 + 1)
 
 
-def test_a_rank_at_another_step_is_named_with_it() -> None:
-    def body(agreement: Agreement) -> None:
-        agreement.agree((0, 1, 2), Intent("the all-gather of 'a'"), LONG)
-        unit = "c" if agreement.board.rank == 1 else "b"
-        agreement.agree((0, 1, 2), Intent(f"the all-gather of '{unit}'"), LONG)
-
-    assert _sentence(_run(3, body)) == (
-        "ranks disagree on their next step: ranks 0 and 2 are at the all-gather of 'b', rank 1 is "
-        "at the all-gather of 'c'; run the same units in the same order on every rank, with zeros "
-        "as input if a rank does not need a unit [ranks-elsewhere]"
-    )
+THREE, FOUR = (0, 1, 2), (0, 1, 2, 3)
+A, B, C = (Intent(f"the all-gather of '{unit}'") for unit in "abc")
+STEPS = [Intent(f"step {rank}") for rank in range(4)]
 
 
-def test_a_disagreement_is_noticed_before_all_have_come() -> None:
-    """Rank 2 never comes: it is waiting for something else by then."""
-
-    def body(agreement: Agreement) -> None:
-        rank = agreement.board.rank
-        if rank == 2:
-            agreement.agree((2, 3), Intent("the all-reduce of 'a'"), LONG)
-        elif rank < 2:
-            agreement.agree((0, 1, 2), Intent(f"step {rank}"), LONG)
-        else:
-            raise RankMismatchError(_ABSENT)
-
-    *results, absent = _run(4, body)
-    assert str(absent) == _ABSENT
-    assert "rank 0 is at step 0, rank 1 is at step 1, rank 2 " in _sentence(results)
+def _detailed(dtype: str, **more: str) -> Intent:
+    return Intent("the all-gather of 'a'", {"dtype": dtype, "shape": "[8]", **more}, "mend it")
 
 
-_ABSENT = "rank 3 does nothing"
+DISAGREEMENTS: dict[str, tuple[Play, tuple[str, ...]]] = {
+    "another step": (
+        [[(THREE, A), (THREE, last)] for last in (B, C, B)],
+        (
+            "ranks disagree on their next step: ranks 0 and 2 are at the all-gather of 'b', rank 1 "
+            "is at the all-gather of 'c'; run the same units in the same order on every rank, with "
+            "zeros as input if a rank does not need a unit [ranks-elsewhere]",
+        ),
+    ),
+    "noticed before rank 2 comes, which waits for rank 3": (
+        [[(THREE, STEPS[0])], [(THREE, STEPS[1])], [((2, 3), A)], []],
+        ("rank 0 is at step 0, rank 1 is at step 1, rank 2 ",),
+    ),
+    "details: equal ones are not named": (
+        [*[[(FOUR, _detailed("fp32"))]] * 3, [(FOUR, _detailed("bf16", bias="[3]"))]],
+        (
+            "ranks disagree about the all-gather of 'a': dtype is fp32 on ranks 0, 1 and 2, bf16 "
+            "on rank 3; bias is not there on ranks 0, 1 and 2, [3] on rank 3; mend it "
+            "[ranks-differ]",
+        ),
+    ),
+    "details: only the first three are named": (
+        [[((0, 1), Intent("it", {f"d{i}": str(rank) for i in range(5)}))] for rank in (0, 1)],
+        (
+            "d0 is 0 on rank 0, 1 on rank 1; d1 is 0 on rank 0, 1 on rank 1; d2 is 0 on rank 0, "
+            "1 on rank 1, and 2 more; ",
+        ),
+    ),
+    # No set of ranks has two different notes, and yet nobody can go on.
+    "a circle of two, as parts of two sets": (
+        [[((0, 1, 10 + rank), STEPS[rank])] for rank in (0, 1)],
+        ("rank 0 is at step 0", "rank 1 is at step 1"),
+    ),
+    "a circle of four": (
+        [[(tuple(sorted((rank, (rank + 1) % 4))), STEPS[rank])] for rank in FOUR],
+        tuple(f"rank {rank} is at step {rank}" for rank in FOUR),
+    ),
+}
 
 
-def test_details_that_differ_are_named_the_others_are_not() -> None:
-    def body(agreement: Agreement) -> None:
-        odd = agreement.board.rank == 3
-        details = {"dtype": "bf16" if odd else "fp32", "shape": "[8]"}
-        if odd:
-            details["bias"] = "[3]"
-        agreement.agree((0, 1, 2, 3), Intent("the all-gather of 'a'", details, "mend it"), LONG)
-
-    assert _sentence(_run(4, body)) == (
-        "ranks disagree about the all-gather of 'a': dtype is fp32 on ranks 0, 1 and 2, bf16 on "
-        "rank 3; bias is not there on ranks 0, 1 and 2, [3] on rank 3; mend it [ranks-differ]"
-    )
-
-
-def test_only_the_first_three_of_many_details_are_named() -> None:
-    def body(agreement: Agreement) -> None:
-        details = {f"d{i}": str(agreement.board.rank) for i in range(5)}
-        agreement.agree((0, 1), Intent("it", details), LONG)
-
-    sentence = _sentence(_run(2, body))
-    assert "d2 is 0 on rank 0, 1 on rank 1, and 2 more; " in sentence
-    assert "d3" not in sentence
+@pytest.mark.parametrize("case", DISAGREEMENTS)
+def test_all_ranks_raise_the_same_sentence(case: str) -> None:
+    play, parts = DISAGREEMENTS[case]
+    results = _run(len(play), partial(_played, play))
+    said = _sentence([result for result, own in zip(results, play, strict=True) if own])
+    for part in parts:
+        assert part in said
 
 
 def test_a_rank_that_has_left_is_not_waited_for() -> None:
     def body(agreement: Agreement) -> str | None:
-        agreement.agree((0, 1, 2), Intent("the all-gather of 'a'"), LONG)
+        agreement.agree(THREE, A, LONG)
         if agreement.board.rank == 2:
             agreement.leave("has ended")
             return "left"
-        agreement.agree((0, 1, 2), Intent("the all-gather of 'b'"), LONG)
+        agreement.agree(THREE, B, LONG)
         return None
 
     *others, last = _run(3, body)
@@ -162,11 +169,11 @@ def test_a_rank_that_does_not_come_is_named_and_raises_when_it_does() -> None:
     raised = threading.Event()
 
     def body(agreement: Agreement) -> None:
-        agreement.agree((0, 1), Intent("the all-gather of 'a'"), LONG)
+        agreement.agree((0, 1), A, LONG)
         if agreement.board.rank == 1:
             assert raised.wait(LONG)
         try:
-            agreement.agree((0, 1), Intent("the all-gather of 'b'"), 0.3)
+            agreement.agree((0, 1), B, 0.3)
         finally:
             raised.set()
 
@@ -175,46 +182,21 @@ def test_a_rank_that_does_not_come_is_named_and_raises_when_it_does() -> None:
     assert "was last at the all-gather of 'a'; " in sentence
 
 
-def test_a_slow_rank_is_no_disagreement() -> None:
+@pytest.mark.parametrize(
+    "play",
+    [
+        pytest.param([[((0, 1), A)]] * 2, id="one step"),
+        # Rank 0 waits for 1, 1 for 2, and 2 is only slow.
+        pytest.param([[((0, 1), A)], [((1, 2), B), ((0, 1), A)], [((1, 2), B)]], id="a chain"),
+    ],
+)
+def test_a_slow_rank_is_no_disagreement_and_no_circle(play: Play) -> None:
     def body(agreement: Agreement) -> str:
-        if agreement.board.rank == 1:
-            time.sleep(3 * LOOK_INTERVAL)
-        agreement.agree((0, 1), Intent("the all-gather of 'a'"), LONG)
-        return "done"
-
-    assert _run(2, body) == ["done"] * 2
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_that_wait_for_each_other_in_a_circle(size: int) -> None:
-    """No set of ranks has two different notes, and yet nobody can go on."""
-
-    def body(agreement: Agreement) -> None:
-        rank = agreement.board.rank
-        neighbours = sorted((rank, (rank + 1) % size))
-        ranks = (*neighbours, 10) if size == 2 else tuple(neighbours)
-        if size == 2 and rank == 1:
-            ranks = (*neighbours, 11)  # the same two, as parts of two sets
-        agreement.agree(ranks, Intent(f"step {rank}"), LONG)
-
-    sentence = _sentence(_run(size, body))
-    for rank in range(size):
-        assert f"rank {rank} is at step {rank}" in sentence
-
-
-def test_a_chain_of_waits_is_no_circle() -> None:
-    """Rank 0 waits for 1, 1 for 2, and 2 is only slow."""
-
-    def body(agreement: Agreement) -> str:
-        rank = agreement.board.rank
-        if rank == 2:
+        if agreement.board.rank == len(play) - 1:
             time.sleep(4 * LOOK_INTERVAL)
-        for ranks in ((1, 2), (0, 1)):
-            if rank in ranks:
-                agreement.agree(ranks, Intent(f"step of {ranks}"), LONG)
-        return "done"
+        return _played(play, agreement)
 
-    assert _run(3, body) == ["done"] * 3
+    assert _run(len(play), body) == ["done"] * len(play)
 
 
 class _WhileLooking(MemoryBoard):
@@ -252,34 +234,24 @@ def test_waits_that_were_not_there_all_at_once_are_no_circle() -> None:
     assert board.looks == 2
 
 
-def test_ranks_that_raised_agree_again() -> None:
-    def body(agreement: Agreement) -> str:
-        rank = agreement.board.rank
+def test_ranks_that_raised_agree_again_and_count_iterations_from_there() -> None:
+    def body(own: Agreement) -> list[int]:
+        counted = Agreement(own.board, iter((5, 6, 9, 9)).__next__)
+        found = [counted.iteration]
         with pytest.raises(RankMismatchError):
-            agreement.agree((0, 1), Intent(f"step {rank}"), LONG)
-        for number in range(3):
-            agreement.agree((0, 1), Intent(f"step {number}"), LONG)
-        return "done"
+            counted.agree((0, 1), STEPS[own.board.rank], LONG)
+        found.append(counted.iteration)
+        for step in STEPS:
+            counted.agree((0, 1), step, LONG)
+        return found
 
-    assert _run(2, body) == ["done"] * 2
+    assert _run(2, body) == [[1, 0]] * 2
 
 
 def test_one_rank_agrees_with_itself() -> None:
     notes = Notes()
     Agreement(MemoryBoard(notes, 0), lambda: 0).agree((0,), Intent("it"), 0.0)
     assert len(notes.notes) == 1  # the failure that nobody has claimed
-
-
-def test_iterations_count_from_the_last_failure() -> None:
-    def body(own: Agreement) -> list[int]:
-        ticks = iter((5, 6, 9, 9)).__next__
-        counted = Agreement(own.board, ticks)
-        found = [counted.iteration]
-        with pytest.raises(RankMismatchError):
-            counted.agree((0, 1), Intent(f"step {own.board.rank}"), LONG)
-        return [*found, counted.iteration]
-
-    assert _run(2, body) == [[1, 0]] * 2
 
 
 class _HeldBack(MemoryBoard):

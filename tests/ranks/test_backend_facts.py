@@ -135,28 +135,26 @@ class _Like(backends.Served):
     _device_types = (CPU,)
 
 
+def _like(kind: str, options: object) -> Any:
+    return _options_like(_Like(backends.stand_in(kind, options)))  # type: ignore[arg-type]
+
+
 def test_options_are_carried_over() -> None:
     given = backends.Options()
     given.is_high_priority_stream = True
     given.config.max_ctas = 8
     given.split_from = "the default group"  # type: ignore[attr-defined]
-    found = _options_like(_Like(backends.stand_in("nccl-legacy", given)))  # type: ignore[arg-type]
+    found = _like("nccl-legacy", given)
     assert found is not given
     assert found.is_high_priority_stream
     assert (found.config.max_ctas, found.config.min_ctas) == (8, backends.Config().min_ctas)
     assert found._timeout == given._timeout
     assert not hasattr(found, "split_from")
     assert not hasattr(found, "lazy_init")
-
-
-def test_options_that_can_leave_out_the_split_do() -> None:
-    found = _options_like(_Like(backends.stand_in("nccl2", backends.LazyOptions())))  # type: ignore[arg-type]
-    assert found.lazy_init
-
-
-def test_other_backends_have_no_options() -> None:
-    for kind in ("gloo", "unknown"):
-        assert _options_like(_Like(backends.stand_in(kind, object()))) is None  # type: ignore[arg-type]
+    # Those that can leave out the split do.
+    assert _like("nccl2", backends.LazyOptions()).lazy_init
+    for other in ("gloo", "unknown"):
+        assert _like(other, object()) is None
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="torch is built without NCCL")
@@ -164,7 +162,7 @@ def test_torchs_own_options() -> None:
     given = dist.ProcessGroupNCCL.Options()
     given.is_high_priority_stream = True
     given.config.min_ctas = 4
-    found = _options_like(_Like(backends.stand_in("nccl-legacy", given)))  # type: ignore[arg-type]
+    found = _like("nccl-legacy", given)
     assert type(found) is dist.ProcessGroupNCCL.Options
     assert (found.is_high_priority_stream, found.config.min_ctas) == (True, 4)
     assert getattr(found, "lazy_init", True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -69,9 +69,13 @@ def _connected(seen: list[str]) -> list[str]:
     return before
 
 
-GRID: Callable[[], DeviceMesh] = lambda: init_device_mesh(  # noqa: E731
-    "cpu", (2, 2), mesh_dim_names=("replicate", "shard")
-)
+def _forget(*groups: Any) -> None:
+    """These have run no collective yet."""
+    connections._connected.difference_update(groups)
+
+
+def _grid() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 @ranks(4)
@@ -80,9 +84,8 @@ def test_each_group_once_in_one_order() -> None:
     rank = dist.get_rank()
     shard, copies = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
     with _late() as seen:
-        mesh = GRID()
-        for group in mesh.get_all_groups():
-            connections._connected.discard(group)
+        mesh = _grid()
+        _forget(*mesh.get_all_groups())
         model = _model(mesh)
         _step(model)
         names = sorted(",".join(map(str, each)) for each in (shard, copies))
@@ -99,10 +102,9 @@ def test_a_forward_without_backward_leaves_replicas_alone() -> None:
     """One replica may evaluate while the other does not: nothing here is between them."""
     rank = dist.get_rank()
     with _late() as seen:
-        mesh = GRID()
+        mesh = _grid()
         model = _model(mesh)
-        for group in mesh.get_all_groups():
-            connections._connected.discard(group)
+        _forget(*mesh.get_all_groups())
         if rank < 2:
             with torch.no_grad():
                 model(torch.ones(2, 8))
@@ -130,9 +132,8 @@ def test_smaller_groups_are_connected_for_a_backward() -> None:
     with _late() as seen:
         mesh = init_device_mesh("cpu", (4,))
         model = _model(mesh, reshard_after_forward=2)
-        connections._connected.discard(mesh.get_group())
         (group,) = record_of(model[0]).unit.own_groups
-        connections._connected.discard(group.smaller_group.collectives.group)
+        _forget(mesh.get_group(), group.smaller_group.collectives.group)
         with torch.no_grad():
             model(torch.ones(2, 8))
         assert _connected(seen) == ["0,1,2,3"]
@@ -146,15 +147,14 @@ def test_stages_with_groups_of_their_own() -> None:
     stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
     rank = dist.get_rank()
     with _late() as seen:
-        group = stages.get_group("shard")
         model = _model(stages["shard"])
-        connections._connected.discard(group)
+        _forget(stages.get_group("shard"))
         x = torch.ones(2, 8)
         if rank >= 2:
             dist.recv(x, rank - 2)
         loss = model(x).sum()
         if rank < 2:
-            dist.send(torch.ones(2, 8), rank + 2)
+            dist.send(x, rank + 2)
         loss.backward()
         half = rank // 2 * 2
         assert _connected(seen) == [f"{half},{half + 1}"]

@@ -21,30 +21,26 @@ from tests.common import backends as backends_of
 from tests.common.errors import raises
 from tests.common.workers import ranks
 
-SHORT = 0.3  # seconds
+SHORT = timedelta(seconds=0.3)
 
 
-def _impatient_mesh(*shape: int) -> DeviceMesh:
-    """Over new process groups whose collectives do not wait."""
-    size = dist.get_world_size()
-    if shape == (size,):
-        group = dist.new_group(list(range(size)), timeout=timedelta(seconds=SHORT))
-        return DeviceMesh.from_group(group, "cpu")
-    groups = []
-    for lines in (torch.arange(size).view(shape).T.tolist(), torch.arange(size).view(shape)):
-        for line in map(list, lines):
-            group = dist.new_group([int(r) for r in line], timeout=timedelta(seconds=SHORT))
-            if dist.get_rank() in line:
-                groups.append(group)
-    return DeviceMesh.from_group(
-        groups, "cpu", mesh=torch.arange(size).view(shape), mesh_dim_names=("replicate", "shard")
-    )
+def _mesh(timeout: timedelta | None = SHORT) -> DeviceMesh:
+    """Over a new process group."""
+    return DeviceMesh.from_group(dist.new_group([0, 1], timeout=timeout), "cpu")
+
+
+def _replicas() -> DeviceMesh:
+    """Of one rank each, over new process groups."""
+    alone = [dist.new_group([rank], timeout=SHORT) for rank in range(2)]
+    groups = [dist.new_group([0, 1], timeout=SHORT), alone[dist.get_rank()]]
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group(groups, "cpu", mesh=[[0], [1]], mesh_dim_names=names)
 
 
 @ranks(2)
 def test_a_rank_of_torchs() -> None:
     """It would wait in the same collective, of the same sizes."""
-    mesh = _impatient_mesh(2)
+    mesh = _mesh()
     if dist.get_rank() == 1:
         TORCHS_NAMES["fully_shard"](nn.Linear(4, 4), mesh=mesh)
     else:
@@ -58,7 +54,7 @@ def test_a_rank_of_torchs() -> None:
 @ranks(2)
 def test_a_replica_of_torchs() -> None:
     """Forward gathers from nobody else here, and backward would sum with it."""
-    mesh = _impatient_mesh(2, 1)
+    mesh = _replicas()
     if dist.get_rank() == 1:
         model = fsdp2.fully_shard(nn.Linear(4, 4), mesh=mesh)
         with raises("other-implementation"), pytest.warns(UserWarning, match="ranks 0"):
@@ -95,7 +91,7 @@ def test_ranks_whose_backends_differ() -> None:
     """One would gather packed, the other not: its environment has chosen another backend."""
     kind = "nccl2" if dist.get_rank() else "nccl-legacy"
     with mock.patch.dict(backends._KNOWN, {"ProcessGroupGloo": backends_of.known(kind)}):
-        model = fsdp2.fully_shard(nn.Linear(4, 4), mesh=_impatient_mesh(2))
+        model = fsdp2.fully_shard(nn.Linear(4, 4), mesh=_mesh(None))
         with raises("backends-differ") as caught:
             model(torch.ones(2, 4))
     assert "nccl-legacy on rank 0, nccl2 on rank 1" in str(caught.value)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +19,10 @@ import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.core.modules.registry import records_below
 from fsdp2.core.schedule.observers import observers_of
-from fsdp2.core.schedule.unit import Unit
 from fsdp2.errors import CommunicationError, RankMismatchError
 from fsdp2.testing.counting import CountCollectives
 from tests.common import backends, errors, meshes, models, parity
+from tests.common.cases import in_turn
 from tests.common.workers import ranks
 
 DIM = 8
@@ -85,7 +87,7 @@ def _said(function: Callable[[], object]) -> str:
     return everyones[0]
 
 
-# ---- other steps
+# ---- what one rank does otherwise
 
 
 def _train(model: nn.Module, orders: list[Order]) -> None:
@@ -115,36 +117,143 @@ def test_a_unit_skipped_on_one_rank() -> None:
         parity.assert_equal(parity.full_grads(model), parity.full_grads(other))
 
 
-@ranks(2)
-@pytest.mark.parametrize(
-    ("order", "sentence"),
-    [
-        pytest.param((0, 1, 2), "rank 1 is at the all-gather of 'blocks.2' ahead of", id="last"),
-        pytest.param((1, 0, 2, 3), "rank 1 is at the all-gather of 'blocks.1' for its", id="order"),
-        pytest.param((0, 1, 1, 2, 3), "rank 1 is at the all-gather of 'blocks.1' for", id="twice"),
-    ],
-)
-def test_units_in_another_order(order: tuple[int, ...], sentence: str) -> None:
-    with fsdp2.debug(check_ranks=True):
-        model = _shard()
-        _step(model)
-        assert sentence in _said(lambda: _step(model, order if dist.get_rank() == 1 else ALL))
+def _units_in(order: Order) -> None:
+    model = _shard()
+    _step(model)
+    _step(model, order if dist.get_rank() == 1 else ALL)
 
 
-@ranks(2)
-def test_a_rank_that_steps_its_optimizer_without_a_backward() -> None:
-    def train() -> None:
-        model = _shard()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss = model(torch.ones(2, DIM)).sum()
-        if dist.get_rank() == 0:
-            loss.backward()
-        optimizer.step()
+def _no_backward() -> None:
+    model = _shard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(2, DIM)).sum()
+    if dist.get_rank() == 0:
+        loss.backward()
+    optimizer.step()
 
-    with fsdp2.debug(check_ranks=True):
-        said = _said(train)
-    assert "rank 0 is at the all-gather of 'blocks.3' " in said
-    assert "rank 1 is at SGD.step(), iteration 0; " in said
+
+def _no_gradients() -> None:
+    """Of some parameters of a unit a rank may lack them; of all, it does not reduce."""
+    model = _shard()
+    first = dist.get_rank() == 0
+    _step(model, ALL, () if first else (1,))
+    if not first:
+        model.blocks[1].register_forward_hook(lambda _, args, out: args[0] + out.detach())
+    _step(model)
+
+
+def _other_model(build: Callable[[int], nn.Module], **arguments: Any) -> None:
+    fully_shard(build(dist.get_rank()), mesh=parity.world_mesh(), **arguments)
+
+
+def _other_policy() -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16 if dist.get_rank() == 1 else None)
+    _other_model(lambda _: models.seeded(Chain), mp_policy=policy)
+
+
+def _other_flags(change: Callable[[nn.Module], object]) -> None:
+    model = _shard()
+    if dist.get_rank() == 1:
+        change(model)
+    _step(model)
+
+
+Case = tuple[Callable[[], object], str]
+"""What some ranks do otherwise, and what all of them say; "…" is for anything."""
+
+DISAGREEMENTS: dict[str, Case] = {
+    "the last unit left out": (
+        lambda: _units_in((0, 1, 2)),
+        "rank 1 is at the all-gather of 'blocks.2' ahead of",
+    ),
+    "another order": (
+        lambda: _units_in((1, 0, 2, 3)),
+        "rank 1 is at the all-gather of 'blocks.1' for its",
+    ),
+    "a unit twice": (
+        lambda: _units_in((0, 1, 1, 2, 3)),
+        "rank 1 is at the all-gather of 'blocks.1' for",
+    ),
+    "an optimizer that steps without a backward": (
+        _no_backward,
+        "rank 0 is at the all-gather of 'blocks.3' … rank 1 is at SGD.step(), iteration 0; ",
+    ),
+    "no gradients of a unit": (
+        _no_gradients,
+        "rank 0 is at the all-gather of 'blocks.0' ahead of its backward, iteration 0, rank 1 is "
+        "at the all-gather of 'blocks.0' for its backward, iteration 0; ",
+    ),
+    "shapes": (
+        lambda: _other_model(lambda rank: Chain(9 if rank == 1 else DIM)),
+        "ranks disagree about fully_shard of Chain: parameter 'blocks.0.up.weight' is "
+        "torch.float32 [8, 8] on dim 0 on rank 0, torch.float32 [9, 8] on dim 0 on rank 1; ",
+    ),
+    "dtypes": (
+        lambda: _other_model(lambda rank: Chain().to((torch.float32, torch.bfloat16)[rank])),
+        "torch.float32 [8, 8] on dim 0 on rank 0, torch.bfloat16 [8, 8] on dim 0 ",
+    ),
+    "weights": (
+        lambda: _other_model(lambda rank: models.seeded(Chain, seed=rank)),
+        "the weights of 'blocks.0.up.weight' is checksum ",
+    ),
+    "policies": (_other_policy, "param_dtype is None on rank 0, torch.bfloat16 on rank 1; "),
+    "resharding": (
+        lambda: _other_flags(lambda model: model.blocks[1].set_reshard_after_forward(False)),
+        "'blocks.1' during the forward of 'blocks.0', iteration 0: reshard_after_for",
+    ),
+    "factors": (
+        lambda: _other_flags(lambda model: model.set_gradient_divide_factor(3.0)),
+        "the gradient divide factor is None on rank 0, 3.0 on rank 1; ",
+    ),
+    "frozen parameters": (
+        lambda: _other_flags(lambda model: model.blocks[1].up.bias.requires_grad_(False)),
+        "'blocks.1.up.bias' is torch.float32 [8] in torch.float32, trained on rank 0, ",
+    ),
+    "sync": (
+        lambda: _other_flags(lambda model: model.set_requires_gradient_sync(False)),
+        "rank 0 is at the reduce-scatter of 'blocks.3' in backward, iterat",
+    ),
+}
+
+
+def _all_reduces_of(replica: int) -> None:
+    """The ranks of a shard axis agree; those of the replicate axis are at different steps."""
+    mesh = _hsdp()
+    model = _shard(mesh)
+    model.set_requires_all_reduce(mesh.get_local_rank("replicate") == replica)
+    _train(model, [ALL])
+
+
+def _skips_beside_tensor_parallelism() -> None:
+    """Ranks 0 and 2 shard together, ranks 1 and 3 do; in both sets one skips a unit."""
+    mesh = meshes.mesh("shard", "tp", shape=(2, 2))
+    _step(_shard(mesh["shard"]), (0, 2, 3) if mesh.get_local_rank("shard") == 1 else ALL)
+
+
+REDUCES, STEPS = "at the all-reduce of 'blocks.3' in backward, iteration 0", "at SGD.step(), itera"
+OF_ONE_AXIS: dict[str, Case] = {
+    "all-reduces of the first replica": (lambda: _all_reduces_of(0), f"{REDUCES}…{STEPS}"),
+    "all-reduces of the second": (lambda: _all_reduces_of(1), f"{STEPS}…{REDUCES}"),
+    "a unit, beside tensor parallelism": (
+        _skips_beside_tensor_parallelism,
+        " is at the all-gather of 'blocks.2' during the forward of 'blocks.1'",
+    ),
+}
+
+
+@ranks(2, 4)
+def test_what_some_ranks_do_otherwise_is_named_on_all(world_size: int) -> None:
+    def check(case: Case) -> None:
+        function, said = case
+        with fsdp2.debug(check_ranks=True):
+            sentence = _said(function)
+        if "disagree about" in sentence:
+            errors.assert_said("ranks-differ", sentence)
+        else:
+            errors.assert_said("ranks-elsewhere", sentence)
+        assert re.search(".*".join(map(re.escape, said.split("…"))), sentence), sentence
+
+    in_turn(DISAGREEMENTS if world_size == 2 else OF_ONE_AXIS, check)
 
 
 @ranks(2)
@@ -189,48 +298,6 @@ def test_a_rank_that_does_not_come_in_time() -> None:
         assert "and was last at the reduce-scatter of 'blocks.0' in backward" in str(caught.value)
 
 
-# ---- other parameters, before anything has changed
-
-
-def _other_hidden() -> None:
-    fully_shard(Chain(9 if dist.get_rank() == 1 else DIM), mesh=parity.world_mesh())
-
-
-def _other_dtype() -> None:
-    dtype = torch.bfloat16 if dist.get_rank() == 1 else torch.float32
-    fully_shard(models.seeded(Chain).to(dtype), mesh=parity.world_mesh())
-
-
-def _other_weights() -> None:
-    fully_shard(models.seeded(Chain, seed=dist.get_rank()), mesh=parity.world_mesh())
-
-
-def _other_policy() -> None:
-    policy = MixedPrecisionPolicy(torch.bfloat16 if dist.get_rank() == 1 else None)
-    fully_shard(models.seeded(Chain), mesh=parity.world_mesh(), mp_policy=policy)
-
-
-@ranks(2)
-@pytest.mark.parametrize(
-    ("function", "sentence"),
-    [
-        (
-            _other_hidden,
-            "ranks disagree about fully_shard of Chain: parameter 'blocks.0.up.weight' is "
-            "torch.float32 [8, 8] on dim 0 on rank 0, torch.float32 [9, 8] on dim 0 on rank 1; ",
-        ),
-        (_other_dtype, "torch.float32 [8, 8] on dim 0 on rank 0, torch.bfloat16 [8, 8] on dim 0 "),
-        (_other_weights, "the weights of 'blocks.0.up.weight' is checksum "),
-        (_other_policy, "param_dtype is None on rank 0, torch.bfloat16 on rank 1; "),
-    ],
-)
-def test_parameters_that_differ(function: Callable[[], None], sentence: str) -> None:
-    with fsdp2.debug(check_ranks=True):
-        said = _said(function)
-        errors.assert_said("ranks-differ", said)
-        assert sentence in said
-
-
 @ranks(2)
 def test_a_unit_that_is_refused_is_as_it_was() -> None:
     model = models.seeded(Chain, seed=dist.get_rank())
@@ -239,6 +306,9 @@ def test_a_unit_that_is_refused_is_as_it_was() -> None:
         _said(lambda: fully_shard(model, mesh=parity.world_mesh()))
     assert type(model) is Chain
     assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+
+
+# ---- replicas
 
 
 def _seeds_apart(mesh: DeviceMesh) -> nn.Module:
@@ -282,27 +352,21 @@ def _change_one(param: Tensor) -> None:
 
 
 @ranks(4)
-@pytest.mark.parametrize(
-    ("build", "name"),
-    [
-        (_seeds_apart, "head.weight"),
-        (_initializes_apart, "blocks.2.up.bias"),
-        (_changes_one_row, "blocks.2.up.bias"),
-        (_changes_whole, "blocks.2.up.bias"),
-    ],
-)
 @pytest.mark.parametrize("check", [False, True], ids=["plain", "debug"])
-def test_replicas_that_differ_raise_at_their_first_all_reduce(
-    build: Callable[[DeviceMesh], nn.Module], name: str, check: bool
-) -> None:
-    model = build(_hsdp())
-    with fsdp2.debug(check_ranks=check):
-        model.set_requires_all_reduce(False)
-        _step(model)  # nothing is added up over replicas
-        model.set_requires_all_reduce(True)
-        with errors.raises("replicas-differ"):
-            _step(model)
-        assert _said(lambda: _step(model)).startswith(f"parameter '{name}' differs between")
+def test_replicas_that_differ_raise_at_their_first_all_reduce(check: bool) -> None:
+    def compare(build: Callable[[DeviceMesh], nn.Module]) -> None:
+        model = build(_hsdp())
+        with fsdp2.debug(check_ranks=check):
+            model.set_requires_all_reduce(False)
+            _step(model)  # nothing is added up over replicas
+            model.set_requires_all_reduce(True)
+            with errors.raises("replicas-differ"):
+                _step(model)
+            name = "head.weight" if build is _seeds_apart else "blocks.2.up.bias"
+            assert _said(lambda: _step(model)).startswith(f"parameter '{name}' differs between")
+
+    cases = (_seeds_apart, _initializes_apart, _changes_one_row, _changes_whole)
+    in_turn({case.__name__: case for case in cases}, compare)
 
 
 @ranks(4)
@@ -316,107 +380,9 @@ def test_replicas_are_compared_once() -> None:
     shared = {"all_reduce": 2}  # over replicas, then over the shard axis
     assert counts[0] - counts[1] == shared
     assert counts[1] == counts[2]
-    assert not any(observers_of(group) for unit in _units(model) for group in unit.groups)
+    assert not any(observers_of(group) for group in _groups(model))
     _change_one(model.head.weight)
     _step(model)  # what is written later is the user's: replicas may average it themselves
-
-
-def _units(model: nn.Module) -> list[Unit]:
-    return [record.unit for record in records_below(model)]
-
-
-# ---- other flags and gradients
-
-
-def _reshards(model: nn.Module) -> None:
-    model.blocks[1].set_reshard_after_forward(False)
-
-
-def _divides(model: nn.Module) -> None:
-    model.set_gradient_divide_factor(3.0)
-
-
-def _freezes(model: nn.Module) -> None:
-    model.blocks[1].up.bias.requires_grad_(False)
-
-
-def _keeps_gradients(model: nn.Module) -> None:
-    model.set_requires_gradient_sync(False)
-
-
-@ranks(2)
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (_reshards, "'blocks.1' during the forward of 'blocks.0', iteration 0: reshard_after_for"),
-        (_divides, "the gradient divide factor is None on rank 0, 3.0 on rank 1; "),
-        (_freezes, "'blocks.1.up.bias' is torch.float32 [8] in torch.float32, trained on rank 0, "),
-        (_keeps_gradients, "rank 0 is at the reduce-scatter of 'blocks.3' in backward, iterat"),
-    ],
-)
-def test_flags_that_differ(change: Callable[[nn.Module], None], sentence: str) -> None:
-    def train() -> None:
-        model = _shard()
-        if dist.get_rank() == 1:
-            change(model)
-        _step(model)
-
-    with fsdp2.debug(check_ranks=True):
-        assert sentence in _said(train)
-
-
-@ranks(4)
-@pytest.mark.parametrize("replica", [0, 1])
-def test_all_reduces_that_one_replica_leaves_out(replica: int) -> None:
-    """The ranks of a shard axis agree; those of the replicate axis are at different steps."""
-
-    def train() -> None:
-        mesh = _hsdp()
-        model = _shard(mesh)
-        model.set_requires_all_reduce(mesh.get_local_rank("replicate") == replica)
-        _train(model, [ALL])
-
-    with fsdp2.debug(check_ranks=True):
-        said = _said(train)
-    assert "is at the all-reduce of 'blocks.3' in backward, iteration 0" in said
-    assert "is at SGD.step(), iteration 0" in said
-
-
-@ranks(2)
-def test_gradients_that_one_rank_has_not() -> None:
-    """Of a unit: of some parameters it may lack them, of all it does not reduce."""
-
-    def train(skips: bool) -> None:
-        model = _shard()
-        _step(model, ALL, (1,) if dist.get_rank() == 1 else ())
-        if skips and dist.get_rank() == 1:
-            model.blocks[1].register_forward_hook(lambda _, args, out: args[0] + out.detach())
-        _step(model)
-
-    with fsdp2.debug(check_ranks=True):
-        train(skips=False)
-        said = _said(lambda: train(skips=True))
-    assert (
-        "rank 0 is at the all-gather of 'blocks.0' ahead of its backward, iteration 0, rank 1 is "
-        "at the all-gather of 'blocks.0' for its backward, iteration 0; "
-    ) in said
-
-
-@ranks(4)
-def test_the_data_parallel_ranks_of_a_tensor_parallel_mesh() -> None:
-    """Ranks 0 and 2 shard together, ranks 1 and 3 do; in both sets one skips a unit."""
-    mesh = meshes.mesh("shard", "tp", shape=(2, 2))
-
-    def train() -> None:
-        model = _shard(mesh["shard"])
-        skips = mesh.get_local_rank("shard") == 1
-        _step(model, (0, 2, 3) if skips else ALL)
-
-    with fsdp2.debug(check_ranks=True):
-        said = _said(train)
-    assert "rank 0 is at the all-gather of 'blocks.2' during the forward of 'blocks.1'" in said or (
-        "rank 1 is at the all-gather of 'blocks.2' during the forward of 'blocks.1'" in said
-    )
 
 
 # ---- ranks that agree
@@ -453,18 +419,14 @@ def _every_feature(model: nn.Module) -> None:
             model.blocks[3].reshard()
 
 
-def _mesh_of(kind: str) -> DeviceMesh:
-    return _hsdp() if kind == "hsdp" else parity.world_mesh()
-
-
 @ranks(4)
 @pytest.mark.parametrize("kind", ["flat", "hsdp", "smaller"])
 def test_ranks_that_agree_train_as_without_the_check(kind: str) -> None:
+    mesh = _hsdp() if kind == "hsdp" else parity.world_mesh()
     found = []
     for checked in (False, True):
         with fsdp2.debug(check_ranks=checked, check_nan=checked):
             model = models.seeded(Chain)
-            mesh = _mesh_of(kind)
             for block in model.blocks:
                 fully_shard(
                     block, mesh=mesh, reshard_after_forward=2 if kind == "smaller" else True
@@ -488,23 +450,21 @@ def test_groups_follow_when_the_check_is_switched() -> None:
     assert [type(group) for group in _groups(model)] == kinds
 
 
-def _groups(model: nn.Module) -> list[object]:
-    from fsdp2.core.modules.registry import records_below
-
+def _groups(model: nn.Module) -> list[Any]:
     return [group for record in records_below(model) for group in record.unit.groups]
 
 
 # ---- without the check
 
 
-PATIENCE = timedelta(seconds=3)
-TIMED_OUT = "Timed out waiting 3000ms"
+PATIENCE = timedelta(seconds=0.5)
+TIMED_OUT = "Timed out waiting 500ms"
 
 
-def _impatient() -> DeviceMesh:
-    """A mesh of all ranks whose process group waits a moment, and is of no use then."""
-    group = dist.new_group(list(range(dist.get_world_size())), timeout=PATIENCE)
-    return DeviceMesh.from_group(group, "cpu")
+def _in_a_hurry(group: dist.ProcessGroup) -> None:
+    """From now on its collectives wait for a moment only; once one has failed, it is of no use."""
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(PATIENCE, group)
 
 
 # What a rank waits for first: where it makes communicators, one does before the first gather.
@@ -514,52 +474,54 @@ FIRST = "first collective" if backends.known(backends.pretended()).connects_late
 @ranks(4)
 def test_a_unit_skipped_on_one_rank_without_the_check() -> None:
     """The same as with it above; what each rank names depends on which collectives fit together."""
-    model = _shard(_impatient())
+    group = dist.new_group(list(ALL))
+    model = _shard(DeviceMesh.from_group(group, "cpu"))
     _step(model)
+    _in_a_hurry(group)
     with pytest.raises(CommunicationError, match=r"of unit '.*' failed in backward, iteration "):
         _step(model, (0, 2, 3) if dist.get_rank() == 2 else ALL)
     dist.barrier()
 
 
-@ranks(2)
-@pytest.mark.parametrize(
-    ("where", "sentence"),
-    [
-        ("forward", f"the {FIRST} of unit '(root)' failed in forward, iteration "),
-        ("backward", "the all-gather of unit 'blocks.3' failed in backward, iteration "),
-    ],
-)
-def test_a_time_out_names_what_this_rank_waited_for(where: str, sentence: str) -> None:
-    model = _shard(_impatient())
-    loss = model(torch.ones(2, DIM)).sum() if where == "backward" else None
-    dist.barrier()
-    if dist.get_rank() == 0:
-        with errors.raises("collective-failed") as caught:
-            _step(model) if loss is None else loss.backward()
-        assert sentence in str(caught.value)
-        assert TIMED_OUT in str(caught.value.__cause__)
-    dist.barrier()
+def _chain(group: dist.ProcessGroup) -> nn.Module:
+    return _shard(DeviceMesh.from_group(group, "cpu"))
+
+
+def _linear(group: dist.ProcessGroup) -> nn.Module:
+    return fully_shard(nn.Linear(DIM, DIM), mesh=DeviceMesh.from_group(group, "cpu"))
+
+
+def _replicated(group: dist.ProcessGroup) -> nn.Module:
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    names = ("replicate", "shard")
+    mesh = DeviceMesh.from_group([group, alone], "cpu", [[0], [1]], mesh_dim_names=names)
+    return fully_shard(models.seeded(lambda: nn.Linear(DIM, DIM)), mesh=mesh)
+
+
+TIME_OUTS: dict[str, tuple[Callable[[dist.ProcessGroup], nn.Module], str]] = {
+    "in forward": (_chain, f"the {FIRST} of unit '(root)' failed in forward, iteration "),
+    "in backward": (_chain, "the all-gather of unit 'blocks.3' failed in backward, iteration "),
+    "of a sum": (_linear, "the reduce-scatter of unit '(root)' failed in backward, iteration "),
+    "of replicas": (_replicated, "the all-reduce of unit '(root)' failed in backward, iteration "),
+}
 
 
 @ranks(2)
-@pytest.mark.parametrize("operation", ["reduce-scatter", "all-reduce"])
-def test_a_time_out_of_a_reduction(operation: str) -> None:
-    rank = dist.get_rank()
-    both = dist.new_group([0, 1], timeout=PATIENCE)
-    mesh = DeviceMesh.from_group(both, "cpu")
-    if operation == "all-reduce":
-        alone = dist.new_group([rank], use_local_synchronization=True)
-        names = ("replicate", "shard")
-        mesh = DeviceMesh.from_group([both, alone], "cpu", [[0], [1]], mesh_dim_names=names)
-    model = fully_shard(models.seeded(lambda: nn.Linear(DIM, DIM)), mesh=mesh)
-    loss = model(torch.ones(2, DIM)).sum()
-    dist.barrier()
-    if rank == 0:
-        where = rf"the {operation} of unit '\(root\)' failed in backward, iteration \d+, most"
-        with pytest.raises(CommunicationError, match=where) as caught:
-            loss.backward()
-        assert TIMED_OUT in str(caught.value.__cause__)
-    dist.barrier()
+def test_a_time_out_names_what_this_rank_waited_for() -> None:
+    def check(case: tuple[Callable[[dist.ProcessGroup], nn.Module], str]) -> None:
+        build, sentence = case
+        group = dist.new_group([0, 1])
+        model = build(group)
+        loss = None if "in forward" in sentence else model(torch.ones(2, DIM)).sum()
+        _in_a_hurry(group)
+        if dist.get_rank() == 0:
+            with errors.raises("collective-failed") as caught:
+                _step(model) if loss is None else loss.backward()
+            assert sentence in str(caught.value)
+            assert TIMED_OUT in str(caught.value.__cause__)
+        dist.barrier()
+
+    in_turn(TIME_OUTS, check)
 
 
 # ---- gradients that are not numbers

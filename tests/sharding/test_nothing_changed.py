@@ -312,6 +312,15 @@ def test_a_tie_of_two_units_to_be(
         shard(model, **call)
 
 
+def test_a_parameter_that_a_unit_below_was_given(refused: Refused) -> None:
+    """That unit would compute with it in another dtype than the call."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fsdp2.fully_shard(model[0], mp_policy=BF16)
+    model[0].given = model[1].weight
+    with refused("tied-dtypes", model):
+        fsdp2.fully_shard(model)
+
+
 def test_xla_executes_what_was_put_off(refused: Refused) -> None:
     """Several wrappers that are to shard later: none of them does if one cannot."""
     inner = [

@@ -1,13 +1,11 @@
-"""Modules changed after `fully_shard`: parameters deleted, moved, renamed, parametrized, pruned.
-
-Each change happens to an unsharded model as well, whose state dict and outputs are the right ones.
-"""
+"""Modules changed after `fully_shard`: parameters deleted, moved, renamed, parametrized, pruned."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,11 +16,12 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 
 import fsdp2
 from fsdp2 import fully_shard
-from tests.common import parity
+from tests.common.cases import in_turn
 from tests.common.combinations import each_once
 from tests.common.errors import raises
 from tests.common.models import DIM
 from tests.common.workers import ranks
+from tests.ties.stories import Shard, as_without_sharding, train
 
 Change = Callable[[Any], object]
 
@@ -45,13 +44,6 @@ class Listed(nn.Module):
         for matrix in self.matrices:
             x = torch.tanh(x @ matrix)
         return x
-
-
-def build(before: Change) -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(DIM, DIM), Listed())
-    before(model[1])
-    return model
 
 
 def _nothing(_: Any) -> None: ...
@@ -110,26 +102,18 @@ def _prune(layer: Any) -> None:
     prune.l1_unstructured(layer.linear, "weight", 0.5)
 
 
-def _prune_by_identity(layer: Any) -> None:
-    prune.identity(layer.linear, "weight")
-
-
-def _prune_by_mask(layer: Any) -> None:
-    prune.custom_from_mask(layer.linear, "weight", torch.eye(DIM))
-
-
 def _unprune(layer: Any) -> None:
     prune.remove(layer.linear, "weight")
 
 
 def _spectral_norm(layer: Any) -> None:
+    torch.manual_seed(1)
     torch.nn.utils.spectral_norm(layer.linear)
 
 
 ANYWHERE: dict[str, tuple[Change, Change]] = {
     "a new list": (_nothing, _new_list),
     "a shorter list": (_nothing, _shorter_list),
-    "a new module": (_nothing, _new_module),
     "None": (_nothing, _bias_to_none),
     "None and back": (_nothing, _none_and_back),
     "a buffer": (_nothing, _bias_to_buffer),
@@ -142,85 +126,69 @@ ANYWHERE: dict[str, tuple[Change, Change]] = {
 GATHERED: dict[str, tuple[Change, Change]] = {
     "parametrization left": (_parametrize, _unparametrize_and_leave),
     "pruned": (_nothing, _prune),
-    "pruned by identity": (_nothing, _prune_by_identity),
-    "pruned by a mask": (_nothing, _prune_by_mask),
-    "pruning removed": (_prune_by_mask, _unprune),
+    "pruning removed": (_prune, _unprune),
     "normalised": (_nothing, _spectral_norm),
 }
 """What reads or writes values, and therefore needs `fsdp2.gathered`."""
 
-
-def _train(model: Any, change: Change, first: bool) -> list[Tensor]:
-    """Outputs of steps, the first of them before the change if ``first``."""
-    found = []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
-        if step == (1 if first else 0):
-            torch.manual_seed(1)
-            change(model)
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        torch.manual_seed(2)
-        output = model(torch.randn(3, DIM))
-        output.square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(output.detach())
-    return found
+X = torch.randn(3, DIM, generator=torch.Generator().manual_seed(2))
 
 
-def _shard(model: Any, inner: bool) -> None:
-    if inner:
-        fully_shard(model[1].linear)
-    fully_shard(model[1])
-    fully_shard(model)
+def check(case: tuple[Change, Change], inner: bool, first: bool, whole: bool) -> None:
+    """Trained after the change, and before it if ``first``; ``inner``: the layer is a unit."""
+    before, change = case
 
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(DIM, DIM), Listed())
+        before(model[1])
+        return model
 
-def check(before: Change, change: Change, inner: bool, first: bool, whole: bool) -> None:
-    plain, model = build(before), build(before)
-    _shard(model, inner)
+    def story(model: Any, shard: Shard) -> list[Tensor]:
+        shard(*([model[1].linear] if inner else []), model[1], model)
+        outputs = train(model, X) if first else []
+        model.zero_grad()
+        is_sharded = isinstance(model, fsdp2.FSDPModule)
+        with fsdp2.gathered(model) if whole and is_sharded else contextlib.nullcontext():
+            change(model[1])
+        return [*outputs, *train(model, X, X)]
 
-    def changed(each: Any) -> None:
-        with fsdp2.gathered(each) if each is model and whole else contextlib.nullcontext():
-            change(each[1])
-
-    outputs = [_train(each, changed, first) for each in (plain, model)]
-    for mine, right in zip(outputs[1], outputs[0], strict=True):
-        torch.testing.assert_close(mine, right)
-    model.reshard()
-    assert list(model.state_dict()) == list(plain.state_dict())
-    parity.assert_close(parity.full_params(model), dict(plain.named_parameters()), parity.FP32)
+    as_without_sharding(make, story)
 
 
 @ranks(2)
 @each_once(
-    case=[case for case in ANYWHERE if "new module" not in case],
     inner={"unit": True, "in a unit": False},
     first={"after a step": True, "at once": False},
     whole={"sharded": False, "gathered": True},
 )
-def test_as_on_the_unsharded_model(case: str, inner: bool, first: bool, whole: bool) -> None:
-    check(*ANYWHERE[case], inner, first, whole)
+def test_as_on_the_unsharded_model(inner: bool, first: bool, whole: bool) -> None:
+    in_turn(ANYWHERE, partial(check, inner=inner, first=first, whole=whole))
 
 
 @ranks(2)
 @each_once(
-    case=list(GATHERED),
     inner={"unit": True, "in a unit": False},
     first={"after a step": True, "at once": False},
 )
-def test_what_needs_values(case: str, inner: bool, first: bool) -> None:
+def test_what_needs_values(inner: bool, first: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, on the older of two ways
-        check(*GATHERED[case], inner, first, whole=True)
+        in_turn(GATHERED, partial(check, inner=inner, first=first, whole=True))
 
 
 @ranks(2)
 @pytest.mark.parametrize("first", [True, False], ids=["after a step", "at once"])
 def test_a_module_that_is_replaced(first: bool) -> None:
     """A unit around it goes on with the same parameters; a unit that it was itself is gone."""
-    check(*ANYWHERE["a new module"], inner=False, first=first, whole=False)
+    kept: list[nn.Module] = []
+
+    def replace(layer: Any) -> None:
+        kept.extend([layer.linear] if first else [])  # gone from the model, if not from memory
+        _new_module(layer)
+
+    check((_nothing, replace), inner=False, first=first, whole=False)
     with raises("unit-gone"):
-        check(*ANYWHERE["a new module"], inner=True, first=first, whole=False)
+        check((_nothing, replace), inner=True, first=first, whole=False)
 
 
 @ranks(2)

@@ -31,23 +31,16 @@ def tied(*names: str, user: str = "c", owner: str = "a") -> Node:
 ONCE = ["all_gather", "finish", "reshard"]
 
 
-def test_gathered_around_each_use_and_reduced_once() -> None:
-    """The owner's backward is the last one, so that it ends there."""
-    sim = schedules.warm(tied("a", "b", "c"))
-    heard = moves(sim)
-    sim.iteration()
-    assert heard == [*ONCE * 4, "reduce"]
-    assert sim.device.races == []
-
-
-def test_an_owner_that_is_called_last() -> None:
-    """Its own end comes before the other unit's: the reduction waits for the end of backward."""
-    sim = schedules.warm(tied("c", "b", "a"))
+@pytest.mark.parametrize("order", ["abc", "cba"], ids=["owner first", "owner last"])
+def test_gathered_around_each_use_and_reduced_once(order: str) -> None:
+    """If the owner's own end comes before the other unit's, the reduction waits for both."""
+    sim = schedules.warm(tied(*order))
     heard = moves(sim)
     sim.forward()
     assert heard == ONCE * 2
     sim.backward()
     assert heard == [*ONCE * 4, "reduce"]
+    assert sim.device.races == []
 
 
 @pytest.mark.parametrize("owner", [True, False])
@@ -64,23 +57,20 @@ def test_a_unit_around_the_other(owner: bool) -> None:
     assert heard in ([*ONCE, *ONCE, "reduce"], [*ONCE, *ONCE[:2], "reduce", "reshard"])
 
 
-def test_a_backward_without_the_owner() -> None:
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_backward_without_the_owner(hooked: bool) -> None:
+    """Another unit's gradient is reduced in its stead; a step in a hook waits for the gather ahead
+    that nobody has used.
+    """
     root = tied("a", "b", "c")
     sim = schedules.warm(root)
     heard = moves(sim)
     root.children[0].used = False
-    sim.iteration()
+    if hooked:
+        sim.step_in_backward()
+        sim.scheduler.is_last_backward = False
+    sim.iteration(step=not hooked)
     assert heard.count("reduce") == 1
-
-
-def test_a_step_in_a_hook_waits_for_a_gather_that_nobody_used() -> None:
-    """The owner was gathered ahead, and another unit's gradient is reduced in its stead."""
-    root = tied("a", "b", "c")
-    sim = schedules.warm(root)
-    root.children[0].used = False
-    sim.step_in_backward()
-    sim.scheduler.is_last_backward = False
-    sim.iteration(step=False)
     assert sim.device.races == []
 
 

@@ -1,70 +1,51 @@
-"""Tied parameters across units, before and after sharding: one parameter, as without sharding."""
+"""Tied parameters, in one unit and across units: one parameter, as without sharding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
-from fsdp2 import errors, fully_shard
-from fsdp2.core.modules.registry import require_record
+from fsdp2 import errors
 from tests.common import models, parity
 from tests.common.backends import packs
+from tests.common.cases import in_turn
 from tests.common.combinations import each_once
 from tests.common.errors import raises
 from tests.common.workers import ranks
+from tests.ties import stories
+from tests.ties.stories import IDS, Shard, as_without_sharding, train
 
 
 def build(vocab: int = 13, tied: bool = False) -> Any:
     return models.seeded(partial(models.Transformer, blocks=2, vocab=vocab, tied=tied))
 
 
-def _shard(*modules: Any, **arguments: Any) -> None:
-    for module in modules:
-        fully_shard(module, **{"mesh": parity.world_mesh(), **arguments})
-
-
 def _assign(model: Any) -> None:
     model.head.weight = model.embed.weight
 
 
-def _register(model: Any) -> None:
-    model.head.register_parameter("weight", model.embed.weight)
-
-
-def _delete_and_assign(model: Any) -> None:
-    del model.head.weight
-    model.head.weight = model.embed.weight
-
-
-def _assign_while_gathered(model: Any) -> None:
-    for unit in (model, model.embed, model.head):
-        if hasattr(unit, "unshard"):
-            unit.unshard()
-    model.head.weight = model.embed.weight
-
-
-def _before(model: Any, *modules: Any, **arguments: Any) -> None:
+def _before(shard: Shard, model: Any, *modules: Any, **arguments: Any) -> None:
     _assign(model)
-    _shard(*modules, **arguments)
+    shard(*modules, **arguments)
 
 
-def _between(model: Any, *modules: Any, **arguments: Any) -> None:
-    _shard(*modules[:-1], **arguments)
+def _between(shard: Shard, model: Any, *modules: Any, **arguments: Any) -> None:
+    shard(*modules[:-1], **arguments)
     _assign(model)
-    _shard(modules[-1], **arguments)
+    shard(modules[-1], **arguments)
 
 
-def _after(model: Any, *modules: Any, **arguments: Any) -> None:
-    _shard(*modules, **arguments)
+def _after(shard: Shard, model: Any, *modules: Any, **arguments: Any) -> None:
+    shard(*modules, **arguments)
     _assign(model)
 
 
@@ -84,9 +65,8 @@ def check_one(model: Any) -> None:
     assert isinstance(model.embed.weight, DTensor)
     plain = build(tied=True)
     assert list(model.state_dict()) == list(plain.state_dict())
-    assert [name for name, _ in model.named_parameters()] == [
-        n for n, _ in plain.named_parameters()
-    ]
+    assert stories.names(model) == stories.names(plain)
+    assert stories.managed(model) == len(list(plain.parameters()))
 
 
 # -- parity ---------------------------------------------------------------------------------------
@@ -96,14 +76,14 @@ def check_one(model: Any) -> None:
 @each_once(
     which=list(UNITS),
     tie=[_before, _between, _after],
-    vocab=[13, 3],  # uneven on 2 and 4 ranks; fewer rows than 4 ranks
+    vocab=[13, 3, 16],  # uneven on 2 and 4 ranks; fewer rows than 4 ranks; even
     reshard_after_forward=[True, False],
 )
 def test_trained_as_without_sharding(
     which: str, tie: Any, vocab: int, reshard_after_forward: bool
 ) -> None:
     model = build(vocab)
-    tie(model, *UNITS[which](model), reshard_after_forward=reshard_after_forward)
+    tie(stories.shard, model, *UNITS[which](model), reshard_after_forward=reshard_after_forward)
     batches = parity.language_batches(vocab, steps=3)
     sharded = parity.train_sharded(model, parity.adamw, parity.language_loss, batches)
     check_one(model)
@@ -113,58 +93,22 @@ def test_trained_as_without_sharding(
     parity.assert_close(sharded, plain, parity.FP32, "unsharded")
 
 
-@ranks(2)
-@each_once(
-    tie=[_assign, _register, _delete_and_assign, _assign_while_gathered],
-    which=["root", "pair", "both"],
-    when=["before the first forward", "after an iteration"],
-)
-def test_tied_after_sharding(tie: Any, which: str, when: str) -> None:
-    """The parameter stays the object that it was; the other one's shard goes."""
-    model, plain = build(), build()
-    _shard(*UNITS[which](model))
-    ids = torch.arange(6).view(2, 3)
-    if when == "after an iteration":
-        for each in (model, plain):
-            each(ids).square().mean().backward()
-            each.zero_grad()
-    kept, gone = model.embed.weight, model.head.weight
-    for each in (model, plain):
-        (tie if each is model else _assign)(each)
-    for each in (model, plain):
-        each(ids).square().mean().backward()
-        each.reshard() if each is model else None
-    check_one(model)
-    assert model.embed.weight is kept
-    assert not any(p.sharded is gone for p in _managed(model))
-    parity.assert_close(
-        parity.full_grads(model), {n: p.grad for n, p in plain.named_parameters()}, parity.FP32
-    )
-
-
-def _managed(model: Any) -> list[Any]:
-    groups = require_record(model).scheduler.groups  # type: ignore[union-attr]  # it has run
-    return [param for group in groups for param in group.params]
-
-
 @ranks(4)
 @pytest.mark.parametrize("tie", [_before, _after])
 def test_with_replicas_and_accumulation(tie: Any) -> None:
     """HSDP, mixed in one after the other: no sync, no all-reduce, both; hooks run once a step."""
     model, plain = build(), build(tied=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    tie(model, *UNITS["both"](model), mesh=mesh)
+    tie(stories.shard, model, *UNITS["both"](model), mesh=mesh)
     reduced: list[Any] = []
     model.embed.weight.register_post_accumulate_grad_hook(reduced.append)
     for step in range(3):
         model.set_requires_gradient_sync(step != 0)
         model.set_requires_all_reduce(step == 2)
         for each in (model, plain):
-            each(torch.arange(step, step + 6).view(2, 3)).square().mean().backward()
+            each(IDS + step).square().mean().backward()
     assert len(reduced) == 1
-    parity.assert_close(
-        parity.full_grads(model), {n: p.grad for n, p in plain.named_parameters()}, parity.FP32
-    )
+    parity.assert_close(parity.full_grads(model), parity.full_grads(plain), parity.FP32)
 
 
 @packs
@@ -173,21 +117,59 @@ def test_with_replicas_and_accumulation(tie: Any) -> None:
 def test_gathered_where_it_is_used_and_reduced_once(tie: Any) -> None:
     """Units of their own free it between the two places."""
     model = build()
-    tie(model, *UNITS["both"](model))
-    ids = torch.zeros(2, 3, dtype=torch.int64)
+    tie(stories.shard, model, *UNITS["both"](model))
     seen: list[bool] = []
     for block in model.blocks:
         block.register_forward_hook(lambda *_: seen.append(isinstance(model.head.weight, DTensor)))
     for _ in range(2):
         with parity.CountCollectives() as counted:
-            model(ids).sum().backward()
+            model(IDS).sum().backward()
     assert seen == [True] * 4
     # Gathers: blocks, the root's norm, the tied weight twice in forward and twice in backward.
     assert counted.reduce_scatters == 2 + 1 + 1
     assert counted.all_gathers == 2 * 2 + 1 + 3 + 1
 
 
-# -- other shapes of models -----------------------------------------------------------------------
+# -- tied later -----------------------------------------------------------------------------------
+
+
+def _register(model: Any) -> None:
+    model.head.register_parameter("weight", model.embed.weight)
+
+
+def _delete_and_assign(model: Any) -> None:
+    del model.head.weight
+    _assign(model)
+
+
+def _assign_while_gathered(model: Any) -> None:
+    for unit in (model, model.embed, model.head):
+        if hasattr(unit, "unshard"):
+            unit.unshard()
+    _assign(model)
+
+
+@ranks(2)
+@each_once(
+    tie=[_assign, _register, _delete_and_assign, _assign_while_gathered],
+    which=["root", "pair", "both"],
+    trained=[False, True],
+)
+def test_tied_after_sharding(tie: Any, which: str, trained: bool) -> None:
+    """The parameter stays the object that it was; the other one's shard goes."""
+
+    def story(model: Any, shard: Shard) -> bool:
+        shard(*UNITS[which](model))
+        if trained:
+            train(model, IDS)
+        kept = model.embed.weight
+        tie(model)
+        model.zero_grad()
+        model(IDS).square().mean().backward()
+        stories.reshard(model)
+        return model.embed.weight is kept
+
+    check_one(as_without_sharding(build, story))
 
 
 class Stack(nn.Module):
@@ -204,7 +186,7 @@ class Stack(nn.Module):
 class EncoderDecoder(nn.Module):
     """One embedding for encoder, decoder and head: one module, or tied weights."""
 
-    def __init__(self, one_module: bool) -> None:
+    def __init__(self, one_module: bool = False) -> None:
         super().__init__()
         self.shared = nn.Embedding(7, models.DIM)
         self.encoder = Stack(self.shared if one_module else None)
@@ -220,160 +202,131 @@ class EncoderDecoder(nn.Module):
         return self.head(self.decoder(ids, self.encoder(ids)))
 
 
-def _compare(model: Any, plain: Any, steps: int = 3, loss: Any = None) -> None:
-    loss = loss or (lambda each, ids: each(ids).square().mean())
-    optimizers = [parity.adamw(each.parameters()) for each in (model, plain)]
-    for step in range(steps):
-        ids = torch.arange(step, step + 6).view(2, 3) % 7
-        for each, optimizer in zip((model, plain), optimizers, strict=True):
-            loss(each, ids).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    parity.assert_close(
-        parity.full_params(model), dict(plain.named_parameters()), parity.FP32, "parameters"
-    )
+class Chain(nn.Sequential):
+    """Linears with one weight, with a tanh after each; the last one deeper than the others."""
+
+    def __init__(self, length: int) -> None:
+        parts = [nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Tanh()) for _ in range(length)]
+        for part in parts[1:]:
+            part[0].weight = parts[0][0].weight
+        parts[-1] = nn.Sequential(parts[-1])
+        super().__init__(*parts)
 
 
-@ranks(2)
-@each_once(one_module=[True, False], again=[True, False], blocks=[True, False])
-def test_encoder_and_decoder(one_module: bool, again: bool, blocks: bool) -> None:
+X = torch.linspace(-1, 1, 2 * models.DIM).view(2, models.DIM)
+
+
+def _encoder_and_decoder(model: Any, shard: Shard, again: bool, blocks: bool) -> Any:
     """The encoder is a unit, the decoder too, and the head is the root's."""
-    model, plain = (models.seeded(partial(EncoderDecoder, one_module)) for _ in range(2))
     if blocks:
-        _shard(model.encoder.block, model.decoder.block)
-    _shard(model.encoder, model.decoder, model)
+        shard(model.encoder.block, model.decoder.block)
+    shard(model.encoder, model.decoder, model)
     if again:
         model.tie_weights()
-    _compare(model, plain)
-    assert model.shared.weight is model.encoder.embed.weight is model.head.weight
+    trained = train(model, IDS, IDS + 1, IDS)
     with torch.no_grad():  # a part on its own, as in generation
-        ids = torch.zeros(1, 2, dtype=torch.int64)
-        parity.assert_close(model.encoder(ids), plain.encoder(ids), parity.FP32)
+        return trained, model.encoder(IDS)
 
 
-@ranks(2)
-@pytest.mark.parametrize("first", ["encoder", "root"])
-def test_a_part_that_runs_first(first: str) -> None:
+def _a_part_runs_first(model: Any, shard: Shard) -> Any:
     """One scheduler serves all units that a tie joins, whichever runs first."""
-    model, plain = (models.seeded(partial(EncoderDecoder, False)) for _ in range(2))
-    _shard(model.encoder, model.decoder, model)
-    for each in (model, plain):
-        (each.encoder if first == "encoder" else each)(torch.arange(4).view(2, 2)).sum().backward()
-    expected = {name: param.grad for name, param in plain.named_parameters()}
-    parity.assert_close(parity.full_grads(model), expected, parity.FP32)
-    for each in (model, plain):
-        each.zero_grad()
-    _compare(model, plain)
+    shard(model.encoder, model.decoder, model)
+    return train(model.encoder, IDS), train(model, IDS, IDS + 1)
 
 
-class Parts(nn.Module):
-    """Two units, and nothing around them that is one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low, self.high = (
-            nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Tanh()) for _ in range(2)
-        )
-        self.high[0].weight = self.low[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.high(self.low(x))
-
-
-@ranks(2)
-@each_once(order=[("low", "high"), ("high", "low")], inner=[True, False])
-def test_without_a_root(order: tuple[str, str], inner: bool) -> None:
+def _without_a_root(model: Any, shard: Shard, backward: bool, inner: bool) -> None:
     """Both are roots; a loss may use one of them, or both."""
-    model, plain = models.seeded(Parts), models.seeded(Parts)
-    for name in order:
-        part: Any = getattr(model, name)
-        _shard(*((part[0], part) if inner else (part,)))
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain)]
-    x = torch.randn(2, models.DIM)
-    for use in ("high", None, "low", None):
-        for each, optimizer in zip((model, plain), optimizers, strict=True):
-            (each if use is None else getattr(each, use))(x).square().sum().backward()
-            optimizer.step()
-            for part in (each.low, each.high):
-                part.zero_grad()
-    parity.assert_close(
-        parity.full_params(model), dict(plain.named_parameters()), parity.FP32, "parameters"
-    )
+    for part in reversed(model) if backward else model:
+        shard(*((part[0], part) if inner else (part,)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for use in (model[1], model, model[0], model):
+        model.zero_grad()
+        for part in model:
+            part.zero_grad()
+        use(X).square().sum().backward()
+        optimizer.step()
 
 
-@ranks(2)
-@pytest.mark.parametrize("when", ["before the first forward", "after an iteration"])
-def test_the_owner_is_deleted(when: str) -> None:
+def _the_owner_is_deleted(model: Any, shard: Shard, trained: bool) -> Any:
     """A unit that used its group owns it then."""
-    model, plain = build(), build(tied=True)
-    _before(model, *UNITS["both"](model))
-    ids, x = torch.arange(6).view(2, 3), torch.randn(2, models.DIM)
-    if when == "after an iteration":
-        for each in (model, plain):
-            each(ids).square().mean().backward()
-            each.zero_grad()
-    for each in (model, plain):
-        each.embed = nn.Identity()
-    for each in (model, plain):
-        each(x[None]).square().mean().backward()
-    parity.assert_close(
-        parity.full_grads(model), {n: p.grad for n, p in plain.named_parameters()}, parity.FP32
-    )
+    _before(shard, model, *UNITS["both"](model))
+    if trained:
+        train(model, IDS)
+    model.embed = nn.Identity()
+    return train(model, X[None])
 
 
-@ranks(2)
-def test_an_added_alias_and_new_parameters() -> None:
+def _in_one_unit(model: Any, shard: Shard) -> Any:
+    shard(model, reshard_after_forward=True)
+    return train(model, X)
+
+
+def _added(model: Any, shard: Shard) -> Any:
     """`shard_new_parameters` takes a tied one, too; an alias of a managed one needs no call."""
-    model: Any = models.seeded(
-        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
-    )
-    _shard(*model, model)
-    model.extra = model[0].weight
-    model.shard_new_parameters()
-    model.other = model[1].weight
-    x = torch.ones(2, models.DIM)
+    shard(*model, model)
+    model.extra = model[0][0].weight
+    getattr(model, "shard_new_parameters", stories.not_at_all)()
+    model.other = model[1][0][0].weight
     model.register_forward_hook(lambda m, _, y: y @ m.extra + y @ m.other)
-    model(x).sum().backward()
-    plain: Any = models.seeded(
-        lambda: nn.Sequential(nn.Linear(models.DIM, models.DIM), nn.Linear(models.DIM, models.DIM))
-    )
-    plain.register_forward_hook(lambda m, _, y: y @ m[0].weight + y @ m[1].weight)
-    plain(x).sum().backward()
-    assert sorted(model.state_dict()) == sorted([*plain.state_dict(), "extra", "other"])
-    expected = {n: p.grad for n, p in plain.named_parameters()}
-    found = parity.full_grads(model)
-    found.update({"0.weight": found.pop("extra"), "1.weight": found.pop("other")})
-    parity.assert_close(dict(sorted(found.items())), dict(sorted(expected.items())), parity.FP32)
+    return train(model, X)
+
+
+TWICE = (False, True)
+OTHERS: dict[str, tuple[Callable[[], Any], stories.Story]] = {
+    "a part runs first": (EncoderDecoder, _a_part_runs_first),
+    "three times, across depths": (partial(Chain, 3), _in_one_unit),
+    "aliases": (partial(Chain, 2), _added),
+}
+for one, two, three in product(TWICE, TWICE, TWICE):
+    name = f"encoder and decoder, one module: {one}, tied again: {two}, blocks: {three}"
+    told = partial(_encoder_and_decoder, again=two, blocks=three)
+    OTHERS[name] = (partial(EncoderDecoder, one), told)
+for one, two in product(TWICE, TWICE):
+    told = partial(_without_a_root, backward=one, inner=two)
+    OTHERS[f"no root, backward: {one}, units inside: {two}"] = (partial(Chain, 2), told)
+for one in TWICE:
+    OTHERS[f"owner deleted, trained: {one}"] = (build, partial(_the_owner_is_deleted, trained=one))
 
 
 @ranks(2)
-@pytest.mark.parametrize("when", ["before to_empty", "after"])
-def test_from_the_meta_device(when: str) -> None:
-    source = build(tied=True)
+def test_other_shapes_of_models() -> None:
+    in_turn(OTHERS, lambda case: as_without_sharding(*case))
+
+
+# -- loaded ---------------------------------------------------------------------------------------
+
+
+def _like(param: Tensor, name: str) -> Tensor:
+    """The values of a tied model, sharded as the parameter is."""
+    values = build(tied=True).get_parameter(name).detach()
+    if not isinstance(param, DTensor):
+        return values
+    return distribute_tensor(values, param.device_mesh, param.placements)
+
+
+def _on_meta() -> nn.Module:
     with torch.device("meta"):
-        model: Any = models.Transformer(blocks=2, vocab=13)
-    _shard(*UNITS["both"](model))
-    if when != "after":
-        _assign(model)
-    model.to_empty(device="cpu")
-    if when == "after":
-        _assign(model)
-    for block in model.blocks:
-        block.scale.fill_((models.DIM // 2) ** -0.5)
-    with torch.no_grad():
-        for (_, param), (_, values) in zip(
-            model.named_parameters(), source.named_parameters(), strict=True
-        ):
-            mesh, placements = param.device_mesh, param.placements
-            param.copy_(distribute_tensor(values, mesh, placements))
-    batches = parity.language_batches(13, steps=3)
-    sharded = parity.train_sharded(model, parity.adamw, parity.language_loss, batches)
-    check_one(model)
-    parity.assert_close(
-        sharded,
-        parity.train_unsharded(source, parity.adamw, parity.language_loss, batches),
-        parity.FP32,
-    )
+        return models.Transformer(blocks=2, vocab=13)
+
+
+@ranks(2)
+@pytest.mark.parametrize("early", [True, False], ids=["before to_empty", "after"])
+def test_from_the_meta_device(early: bool) -> None:
+    def story(model: Any, shard: Shard) -> Any:
+        shard(*UNITS["both"](model))
+        if early:
+            _assign(model)
+        model.to_empty(device="cpu")
+        if not early or shard is stories.not_at_all:  # where torch has untied them
+            _assign(model)
+        for block in model.blocks:
+            block.scale.fill_((models.DIM // 2) ** -0.5)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(_like(param, name))
+        return train(model, IDS, IDS + 1)
+
+    check_one(as_without_sharding(_on_meta, story))
 
 
 @ranks(2)
@@ -383,104 +336,88 @@ def test_from_the_meta_device(when: str) -> None:
 )
 def test_a_loader_replaces_both_and_ties_them(which: str, when: str) -> None:
     """As transformers does it: the optimizer trains the one tensor that the entries hold."""
-    source, model = build(tied=True), build()
-    _shard(*UNITS[which](model))
-    ids = torch.arange(6).view(2, 3)
-    if when == "after an iteration":
-        model(ids).square().mean().backward()
-        model.zero_grad()
-    before = model.embed.weight, model.head.weight
-    loaded = {
-        name: nn.Parameter(
-            distribute_tensor(
-                source.get_parameter(name).detach(), param.device_mesh, param.placements
-            )
-        )
-        for name, param in model.named_parameters()
-        if name != "head.weight"
-    }
-    loaded["head.weight"] = loaded["embed.weight"]
-    if when == "by a state dict":
-        model.load_state_dict({**model.state_dict(), **loaded}, assign=True)
-    else:
-        for name, param in loaded.items():
-            owner, _, key = name.rpartition(".")
-            setattr(model.get_submodule(owner), key, param)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    plain = torch.optim.AdamW(source.parameters(), lr=0.1)
-    for _ in range(2):
-        _step(model, optimizer)
-        _step(source, plain)
+    before: list[nn.Parameter] = []
+
+    def story(model: Any, shard: Shard) -> Any:
+        shard(*UNITS[which](model))
+        if when == "after an iteration":
+            train(model, IDS)
+        before[:] = model.embed.weight, model.head.weight
+        held = dict(model.named_parameters())
+        loaded = {n: nn.Parameter(_like(param, n)) for n, param in held.items()}
+        loaded["head.weight"] = loaded["embed.weight"]
+        if when == "by a state dict":
+            model.load_state_dict({**model.state_dict(), **loaded}, assign=True)
+        else:
+            for name, param in loaded.items():
+                owner, _, key = name.rpartition(".")
+                setattr(model.get_submodule(owner), key, param)
+        return train(model, IDS, IDS + 1)
+
+    model = as_without_sharding(build, story)
     check_one(model)
-    parity.assert_close(parity.full_params(model), dict(source.named_parameters()), parity.FP32)
     for stale, name in zip(before, ["embed.weight", "head.weight"], strict=True):
         with pytest.raises(errors.ShardingStateError, match=rf"holds parameter '{name}'"):
             torch.optim.SGD([stale], lr=0.1).step()
 
 
 @ranks(2)
-@each_once(tie=[_before, _after], which=["root", "both"], assign=[True, False])
-def test_state_dicts(tie: Any, which: str, assign: bool) -> None:
-    """Both names hold one tensor; loading keeps them one, by either name's values."""
+@each_once(tie=[_before, _after], which=["root", "both", "pair"], assign=[True, False])
+def test_one_parameter_whatever_is_done(tie: Any, which: str, assign: bool) -> None:
+    """Sharded, gathered, loaded by either name, after `.to()`: one object, of one tensor."""
     model = build()
-    tie(model, *UNITS[which](model))
-    ids = torch.arange(6).view(2, 3)
-    before = model(ids).detach()
+    tie(stories.shard, model, *UNITS[which](model))
+    inside: list[bool] = []
+    model.norm.register_forward_hook(
+        lambda *_: inside.append(model.embed.weight is model.head.weight)
+    )
+    before = model(IDS).detach()
     state = model.state_dict()
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
     copy = {name: value.clone() for name, value in state.items()}
     with torch.no_grad():
         model.embed.weight.zero_()
-    model.load_state_dict(copy, assign=assign)
-    parity.assert_close(model(ids).detach(), before, parity.FP32)
-    model.reshard()
-    check_one(model)
-    model.head.load_state_dict({"weight": copy["embed.weight"]}, assign=assign)
-    parity.assert_close(model(ids).detach(), before, parity.FP32)
-    model.reshard()
-    check_one(model)
+    for change in (
+        lambda: model.load_state_dict(copy, assign=assign),
+        lambda: model.head.load_state_dict({"weight": copy["embed.weight"]}, assign=assign),
+        lambda: model.to(torch.float64).to(torch.float32),
+    ):
+        change()
+        output = model(IDS)
+        parity.assert_close(output.detach(), before, parity.FP32)
+        output.sum().backward()
+        stories.reshard(model)
+        check_one(model)
+        assert isinstance(model.embed.weight.grad, DTensor)
+        model.zero_grad()
+    assert inside == [True] * 4
 
 
 # -- optimizers -----------------------------------------------------------------------------------
 
 
 @ranks(2)
-@each_once(which=["root", "both"], made=["before sharding", "before tying"])
-def test_an_optimizer_that_holds_the_other_one(which: str, made: str) -> None:
+@each_once(which=["root", "both"], late=[False, True])
+def test_an_optimizer_that_holds_the_other_one(which: str, late: bool) -> None:
     """It raises; pointed to what there is, it trains the parameter once, with its own state."""
-    model, plain = build(), build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    _shard(*UNITS[which](model))
-    if made == "before tying":
+
+    def story(model: Any, shard: Shard) -> Any:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        _step(model, optimizer)
-        other = torch.optim.AdamW(plain.parameters(), lr=0.1)
-        _step(plain, other)
-    else:
-        other = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    for each in (model, plain):
-        _assign(each)
-    model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
-    if made == "before tying":
-        with raises("optimizer-holds-tied"):
-            optimizer.step()
-    else:
-        with raises("stale-optimizer"):
-            optimizer.step()
-    model.zero_grad()
-    fsdp2.optim.repoint_optimizer(optimizer)
-    held = [param for group in optimizer.param_groups for param in group["params"]]
-    assert held == list(model.parameters())
-    for _ in range(2):
-        _step(model, optimizer)
-        _step(plain, other)
-    parity.assert_close(parity.full_params(model), dict(plain.named_parameters()), parity.FP32)
+        shard(*UNITS[which](model))
+        if late:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            train(model, IDS, optimizer=optimizer)
+        _assign(model)
+        if isinstance(model, fsdp2.FSDPModule):
+            model(IDS).sum().backward()
+            with raises("optimizer-holds-tied" if late else "stale-optimizer"):
+                optimizer.step()
+            fsdp2.optim.repoint_optimizer(optimizer)
+            held = [param for group in optimizer.param_groups for param in group["params"]]
+            assert held == list(model.parameters())
+        return train(model, IDS, IDS, optimizer=optimizer)
 
-
-def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.arange(6).view(2, 3)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    as_without_sharding(build, story)
 
 
 # -- what is refused ------------------------------------------------------------------------------
@@ -494,9 +431,9 @@ def test_units_that_compute_in_other_dtypes(tie: Any) -> None:
     with parity.CountCollectives() as counted, raises("tied-dtypes"):
         if tie is _before:
             _assign(model)
-        _shard(model.head, mp_policy=policy)
-        tie(model, *models.units(model), model)
-        model(torch.zeros(1, 2, dtype=torch.int64))
+        stories.shard(model.head, mp_policy=policy)
+        tie(stories.shard, model, *models.units(model), model)
+        model(IDS)
     assert counted.total == 0
 
 
@@ -504,11 +441,40 @@ def test_units_that_compute_in_other_dtypes(tie: Any) -> None:
 def test_tied_between_a_forward_and_its_backward() -> None:
     """The earlier forward's gradients would be lost in silence."""
     model = build()
-    _shard(*UNITS["both"](model))
-    ids = torch.zeros(1, 2, dtype=torch.int64)
-    early = model.embed(ids)
+    stories.shard(*UNITS["both"](model))
+    early = model.embed(IDS)
     _assign(model)
-    late = model(ids)
+    late = model(IDS)
     with raises("tied-late"):
         (early.sum() + late.sum()).backward()
-    model(ids).sum().backward()
+    model(IDS).sum().backward()
+
+
+def _one_storage(first: nn.Linear, second: nn.Linear) -> None:
+    second.weight.data = first.weight.data
+
+
+def _same_memory(first: nn.Linear, second: nn.Linear) -> None:
+    second.weight = nn.Parameter(first.weight)
+
+
+def _overlap(first: nn.Linear, second: nn.Linear) -> None:
+    rows = torch.randn(models.DIM + 1, models.DIM)
+    first.weight, second.weight = nn.Parameter(rows[:-1]), nn.Parameter(rows[1:])
+
+
+@ranks(2)
+def test_parameters_that_share_memory_are_refused() -> None:
+    """Two parameters over the same memory would go apart in silence: each gets its own rows.
+
+    Within one call only: the memory of parameters that other calls sharded is gone.
+    """
+
+    def check(share: Callable[[nn.Linear, nn.Linear], None]) -> None:
+        pair = [nn.Linear(models.DIM, models.DIM, bias=False) for _ in range(2)]
+        share(*pair)
+        match = r"'1\.weight' shares memory with parameter '0\.weight'"
+        with pytest.raises(ValueError, match=match):
+            stories.shard(nn.Sequential(*pair))
+
+    in_turn({case.__name__: case for case in (_one_storage, _same_memory, _overlap)}, check)
