@@ -348,7 +348,7 @@ def _changes_whole(mesh: DeviceMesh) -> nn.Module:
 def _change_one(param: Tensor) -> None:
     if dist.get_rank() == 2:
         assert isinstance(param, DTensor)
-        param.to_local()[0] += 1
+        param.to_local()[-1] += 1
 
 
 @ranks(4)
