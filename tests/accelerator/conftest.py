@@ -10,9 +10,9 @@ from fsdp2.testing.stand_in import device
 from tests.common import workers
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def _own_ranks() -> Iterator[None]:
-    """They serve no other tests: they know the device, and some are robbed of its streams."""
+    """They serve no other tests: they know the device."""
     if device.missing_tool() is not None:
         pytest.skip("needs c++ and ninja")
     device.build()  # once, and not on two ranks at a time

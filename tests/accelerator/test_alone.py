@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.testing.stand_in import device, group
+from tests.accelerator import test_lanes as lanes
 from tests.common import alone, workers
 from tests.common.parity import assert_equal
-
-
-def _mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    names = ("replicate", "shard")[-len(shape) :]
-    device.load()
-    group.register()
-    backend = dict.fromkeys(names, group.COALESCING)
-    return init_device_mesh(device.NAME, shape, mesh_dim_names=names, backend_override=backend)
 
 
 def _no_pause() -> None:
@@ -26,7 +18,8 @@ def _no_pause() -> None:
 @workers.ranks(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_collectives_in_lanes(dtype: torch.dtype) -> None:
-    own, on = _mesh((1,)).get_group(), torch.device(device.NAME, 0)
+    mesh, on = lanes._mesh(device.NAME, group.COALESCING, (1,)), torch.device(device.NAME, 0)
+    own = mesh.get_group()
     device.races()
     alone.check_gathers(own, on, dtype, _no_pause)
     if dtype.is_floating_point:
@@ -37,7 +30,8 @@ def test_collectives_in_lanes(dtype: torch.dtype) -> None:
 @workers.ranks(1)
 @pytest.mark.parametrize("case", alone.CASES)
 def test_a_model_trains_as_if_it_were_not_sharded(case: str) -> None:
-    mesh, on = _mesh(alone.mesh_shape(case)), torch.device(device.NAME, 0)
+    mesh = lanes._mesh(device.NAME, group.COALESCING, alone.mesh_shape(case))
+    on = torch.device(device.NAME, 0)
     expected = alone.train(case, on, None, _no_pause)
     before = device.count_of("wait")
     device.races()

@@ -13,7 +13,8 @@ from fsdp2 import elastic
 from fsdp2.core.layout.mesh import local_of
 from fsdp2.testing.stand_in import device, group
 from tests.accelerator import test_lanes as lanes
-from tests.common import workers
+from tests.accelerator.test_offloaded_states import _step as step_of
+from tests.common import parity, workers
 
 TIME = datetime.timedelta(seconds=30)
 
@@ -26,12 +27,6 @@ def _seen(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     for name, entries in found.optimizer["state"].items():
         tensors |= {f"{name}.{key}": value for key, value in entries.items()}
     return {name: local_of(value).detach().cpu().clone() for name, value in tensors.items()}
-
-
-def _step(model: Any, optimizer: Any, mesh: Any, step: int) -> None:
-    model(lanes._batch(step, mesh)).float().square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -50,7 +45,7 @@ def test_the_same_bits_on_the_same_devices(offload: bool) -> None:
     )
     device.races()
     for step in range(2):
-        _step(models[0], optimizers[0], mesh, step)
+        step_of(models[0], optimizers[0], mesh, step, clips=False)
     sends.send_checkpoint([1], 2, {"own": sends.state_dict()}, TIME)
     joins.load_state_dict(joins.recv_checkpoint(0, sends.metadata(), 2, TIME)["own"])
     sends.disallow_checkpoint()
@@ -66,10 +61,9 @@ def test_the_same_bits_on_the_same_devices(offload: bool) -> None:
     assert kinds[0] == kinds[1] == {"cpu" if offload else device.NAME}
     for step in (2, 3):
         first, second = (_seen(*each) for each in zip(models, optimizers, strict=True))
-        assert first.keys() == second.keys()
-        assert [name for name in first if not torch.equal(first[name], second[name])] == []
+        parity.assert_equal(second, first)
         for model, optimizer in zip(models, optimizers, strict=True):
-            _step(model, optimizer, mesh, step)
+            step_of(model, optimizer, mesh, step, clips=False)
     lanes._assert_ordered()
     for transport in (sends, joins):
         transport.shutdown()

@@ -30,7 +30,7 @@ from tests.common.looped import coalescing
 DIM, HIDDEN, STEPS = 16, 32, 3
 SMALL = 300  # bytes of a piece: norms and biases are packed, which go along with the weights
 
-Change = Callable[[nn.Module, Any], None]
+Change = Callable[[Any], None]
 
 WHOLE: dict[str, Any] = {"shard_placement_fn": fsdp2.whole_below(DIM * 4)}
 """Norms, biases, the scale and the outlet are whole on every rank."""
@@ -87,39 +87,44 @@ def _mesh(kind: str, backend: str, shape: tuple[int, ...]) -> DeviceMesh:
 # ---- what is changed about a model before it is trained
 
 
-def _prefetch(model: nn.Module, _: Any) -> None:
+def _prefetch(model: Any) -> None:
     for before, after in zip(model.blocks, model.blocks[1:], strict=False):
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
 
 
-def _look_ahead(model: nn.Module, _: Any) -> None:
+def _look_ahead(model: Any) -> None:
     model.set_tuning(prefetch_window=3)
 
 
-def _checkpoint(model: nn.Module, _: Any) -> None:
+def _checkpoint(model: Any) -> None:
     for block in model.blocks:
         block.checkpoints = True
 
 
-def _keep_gradients(model: nn.Module, _: Any) -> None:
+def _keep_gradients(model: Any) -> None:
     model.set_tuning(keep_gradients=True)
 
 
-def _hook(model: nn.Module, stream: Any) -> None:
+def _hook(model: Any, stream: Any = None) -> None:
     for module in (*model.blocks, model):
         module.set_all_reduce_hook(lambda gradient: gradient.mul_(0.5), stream=stream)
 
 
-def _code(model: nn.Module, _: Any) -> None:
+def _hook_on_a_stream(model: Any) -> None:
+    on_device = next(model.parameters()).device.type != "cpu"
+    _hook(model, torch.Stream(device.load()) if on_device else None)
+
+
+def _code(model: Any) -> None:
     model.set_wire_format(gather="int8", reduce="bf16", exact_below=SMALL)
 
 
-def _send_differences(model: nn.Module, _: Any) -> None:
+def _send_differences(model: Any) -> None:
     model.set_wire_format(gather="int4", differences=True, exact_below=SMALL)
 
 
-def _feed_back(model: nn.Module, _: Any) -> None:
+def _feed_back(model: Any) -> None:
     model.set_wire_format(reduce="int4", rotate=True, feedback=True, exact_below=SMALL)
 
 
@@ -133,7 +138,7 @@ CASES: dict[str, tuple[dict[str, Any], Change | None]] = {
     "three ahead": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, _look_ahead),
     "recomputed": ({}, _checkpoint),
     "kept gradients": ({}, _keep_gradients),
-    "hooked": ({}, _hook),
+    "hooked": ({}, _hook_on_a_stream),
     "coded": ({}, _code),
     "fed back": ({}, _feed_back),
     "fed back, mixed": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, _feed_back),
@@ -160,8 +165,15 @@ def _build(mesh: DeviceMesh, case: str, levels: bool = False) -> nn.Module:
     # The small parameters stand for large ones; in other cases norms and biases for small ones.
     model.set_tuning(pack_below=0 if case == "usual" else SMALL)
     if change is not None:
-        on_device = mesh.device_type != "cpu"
-        change(model, torch.Stream(device.load()) if on_device and case == "hooked" else None)
+        change(model)
+    return model
+
+
+def sharded_layers(mesh: DeviceMesh, *layers: nn.Module, **options: Any) -> nn.Sequential:
+    """Layers on the device, each a unit, and one around them."""
+    model = nn.Sequential(*layers).to(mesh.device_type)
+    for unit in (*model, model):
+        fsdp2.fully_shard(unit, mesh=mesh, **options)
     return model
 
 
@@ -207,36 +219,41 @@ def _use_some(model: Any) -> None:
     model.blocks[2].scales = False
 
 
-def _compare(
+def trained_as_on_the_cpu(
     case: str,
     backend: str,
     shape: tuple[int, ...],
     accumulate: int = 1,
-    change: Callable[[Any], None] = _as_it_is,
+    change: Change = _as_it_is,
     levels: bool = False,
-) -> None:
-    """Train on the CPU, then on the device; nothing may be out of order, and all bits are equal."""
+) -> tuple[nn.Module, list[int]]:
+    """Train on the CPU, then on the device; nothing may be out of order, and all bits are equal.
+
+    Returns the device's model, and how many events it recorded, waits and recorded streams it had.
+    """
+    plain, mesh = (_mesh(kind, backend, shape) for kind in ("cpu", device.NAME))
     with coalescing():
-        plain = _mesh("cpu", backend, shape)
         model = _build(plain, case, levels)
         change(model)
         expected = _train(model, plain, accumulate)
-    mesh = _mesh(device.NAME, backend, shape)
     model = _build(mesh, case, levels)
     change(model)
+    counted = ("record", "wait", "record_stream")
+    before = list(map(device.count_of, counted))
+    device.races()
+    parity.assert_equal(_train(model, mesh, accumulate), expected, case)
+    _assert_ordered()
+    return model, [device.count_of(what) - was for what, was in zip(counted, before, strict=True)]
+
+
+def _compare(case: str, backend: str = group.COALESCING, shape: Any = (2,), **options: Any) -> None:
+    model, (_, waits, recorded) = trained_as_on_the_cpu(case, backend, shape, **options)
     kinds = {kind for r in fsdp2.report(model).groups for kind in r.transport.split("+")}
     coded = "coded" in case  # what is not, is small, and packed
     assert ("coalesced" in kinds) is (backend == group.COALESCING and not coded)
     assert ("coded" in kinds) is coded
-    before = device.count_of("record_stream"), device.count_of("wait")
-    device.races()
-    seen = _train(model, mesh, accumulate)
-    _assert_ordered()
-    assert device.count_of("record_stream") == before[0]
-    assert device.count_of("wait") > before[1]
-    for step, (mine, other) in enumerate(zip(seen, expected, strict=True)):
-        for number, (a, b) in enumerate(zip(mine, other, strict=True)):
-            assert torch.equal(a, b), f"step {step}, tensor {number}: {(a - b).abs().max()}"
+    assert recorded == 0
+    assert waits > 0
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -246,21 +263,21 @@ def _compare(
 )
 @workers.ranks(2)
 def test_same_bits_as_on_the_cpu(case: str, backend: str) -> None:
-    _compare(case, backend, (2,))
+    _compare(case, backend)
 
 
 @pytest.mark.parametrize("case", ["usual", "mixed", "kept", "whole, mixed"])
 @workers.ranks(4)
 def test_replicated(case: str) -> None:
     """Two sums of two ranks: one order only."""
-    _compare(case, group.COALESCING, (2, 2))
+    _compare(case, shape=(2, 2))
 
 
 @pytest.mark.parametrize("case", ["usual", "mixed", "offloaded", "kept gradients", "hooked"])
 @workers.ranks(4)
 def test_levels(case: str) -> None:
     """Gathers and reductions of two levels, on the lanes of one."""
-    _compare(case, group.COALESCING, (2, 2), accumulate=2, change=_use_some, levels=True)
+    _compare(case, shape=(2, 2), accumulate=2, change=_use_some, levels=True)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +285,7 @@ def test_levels(case: str) -> None:
 )
 @workers.ranks(2)
 def test_accumulating(case: str) -> None:
-    _compare(case, group.COALESCING, (2,), accumulate=3)
+    _compare(case, accumulate=3)
 
 
 @pytest.mark.parametrize(
@@ -281,22 +298,19 @@ def test_accumulating(case: str) -> None:
 @workers.ranks(2)
 def test_gradients_that_another_rank_has(case: str) -> None:
     """The host reads who had one behind the reduction, and delivers at the end of backward."""
-    _compare(case, group.COALESCING, (2,), accumulate=2, change=_use_some)
+    _compare(case, accumulate=2, change=_use_some)
 
 
 @workers.ranks(4)
 def test_gradients_that_another_replica_has() -> None:
-    _compare("usual", group.COALESCING, (2, 2), change=_use_some)
+    _compare("usual", shape=(2, 2), change=_use_some)
 
 
 @workers.ranks(2)
 def test_collectives_on_a_stream_of_their_own() -> None:
     """As NCCL's before torch 2.8: what the call returns makes the current stream wait."""
-    group.StandInGroup.own_stream = True
-    try:
-        _compare("mixed", group.COALESCING, (2,))
-    finally:
-        group.StandInGroup.own_stream = False
+    with mock.patch.object(group.StandInGroup, "own_stream", True):
+        _compare("mixed")
 
 
 @workers.ranks(2)
@@ -370,8 +384,7 @@ def test_a_save_beside_training(tmp_path: Path, case: str) -> None:
             saving.result()
             other = _build(mesh, case)
             fsdp2.checkpoint.load(tmp_path, other)
-            after = [_local(param) for param in other.parameters()]
-            assert all(map(torch.equal, after, before))
+            parity.assert_equal([_local(param) for param in other.parameters()], before)
     assert len(places) == 1
     _assert_ordered()
 
@@ -387,8 +400,7 @@ def test_compiled_blocks() -> None:
     seen = _train(model, mesh)
     _assert_ordered()
     torch._dynamo.reset()
-    for mine, other in zip(seen, expected, strict=True):
-        assert all(map(torch.equal, mine, other))
+    parity.assert_equal(seen, expected)
 
 
 # ---- calls and memory
@@ -449,11 +461,7 @@ def test_units_that_are_gathered(window: int) -> None:
     mesh = _mesh(device.NAME, group.COALESCING, (2,))
     dim, layers = 64, 6
     unit = dim * dim * 4
-    model = nn.Sequential(*[nn.Linear(dim, dim, bias=False) for _ in range(layers)])
-    model.to(mesh.device_type)
-    for layer in model:
-        fsdp2.fully_shard(layer, mesh=mesh)
-    fsdp2.fully_shard(model, mesh=mesh)
+    model: Any = sharded_layers(mesh, *[nn.Linear(dim, dim, bias=False) for _ in range(layers)])
     model.set_tuning(prefetch_window=window)
     x = torch.ones(1, dim, device=mesh.device_type)
     with torch.no_grad():
@@ -475,9 +483,7 @@ def test_each_gather_is_waited_for_alone() -> None:
     mesh = _mesh(device.NAME, group.COALESCING, (2,))
     units = DeviceStreams.RING + 4
     layers = [nn.Linear(DIM, DIM, bias=False) for _ in range(units)]
-    model = nn.Sequential(*layers).to(mesh.device_type)
-    for unit in (*model, model):
-        fsdp2.fully_shard(unit, mesh=mesh)
+    model: Any = sharded_layers(mesh, *layers)
     x = torch.ones(1, DIM, device=mesh.device_type)
     gathered = [require_record(layer).unit.own_groups[0] for layer in model]
 
@@ -544,12 +550,8 @@ def test_the_device_notices_what_is_not_waited_for() -> None:
     mesh = _mesh(device.NAME, group.COALESCING, (2,))
     model = _build(mesh, "usual")
     device.races()
-    wait = DeviceStreams.wait
-    DeviceStreams.wait = lambda *_: None  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(DeviceStreams, "wait", return_value=None):
         _train(model, mesh)
-    finally:
-        DeviceStreams.wait = wait  # type: ignore[method-assign]
     found = device.races()
     assert any("all-gather" in race and "writes" in race for race in found)
     assert any("reduce-scatter" in race for race in found)
@@ -581,6 +583,4 @@ def test_whole_tensors(case: str) -> None:
         seen.append([*rows, list(map(_local, model.parameters())), _train(model, mesh)[-1]])
     _assert_ordered()
     expected, found = seen
-    for before, after in zip(expected, found, strict=True):
-        assert len(before) == len(after)
-        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    parity.assert_equal(found, expected)

@@ -11,14 +11,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.core.device.streams import DeviceStreams
+from fsdp2.core.layout.mesh import local_of
 from fsdp2.optim.offloaded import HostSection, Staging
 from fsdp2.testing.stand_in import device, group
 from tests.accelerator import test_lanes as lanes
-from tests.common import workers
+from tests.common import parity, workers
 
 STEPS = 3
 
@@ -27,15 +27,11 @@ def _optimizer(model: nn.Module, **options: Any) -> fsdp2.optim.FlatOptimizer:
     return fsdp2.optim.FlatOptimizer(model, torch.optim.AdamW, lr=1e-2, foreach=False, **options)
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _seen(model: nn.Module, optimizer: fsdp2.optim.FlatOptimizer) -> list[torch.Tensor]:
     """Parameters and states, on the host."""
     states = [state[key] for state in optimizer.state.values() for key in sorted(state)]
     found = [*model.parameters(), *states]
-    return [_local(tensor).detach().cpu().clone() for tensor in found]
+    return [local_of(tensor).detach().cpu().clone() for tensor in found]
 
 
 def _step(model: nn.Module, optimizer: Any, mesh: Any, step: int, clips: bool = True) -> None:
@@ -88,11 +84,11 @@ def _check(mode: str, case: str, shape: tuple[int, ...]) -> None:
             seen[-1].append(_seen(model, optimizer))
         lanes._assert_ordered()
         if options:
-            kept = [_local(value) for state in optimizer.state.values() for value in state.values()]
+            kept = [
+                local_of(value) for state in optimizer.state.values() for value in state.values()
+            ]
             assert {tensor.device.type for tensor in kept} == {"cpu"}
-    for ours, expected in zip(seen[1], seen[0], strict=True):
-        assert len(ours) == len(expected)
-        assert all(map(torch.equal, ours, expected))
+    parity.assert_equal(seen[1], seen[0])
 
 
 @workers.ranks(2)
@@ -151,7 +147,7 @@ def test_state_goes_to_an_optimizer_on_the_device_and_back(back: bool) -> None:
             optimizer = _optimizer(model, **options[1])
             optimizer.load_state_dict(saved)
         _step(model, optimizer, mesh, step)
-    assert all(map(torch.equal, _seen(model, optimizer), _seen(whole, expected)))
+    parity.assert_equal(_seen(model, optimizer), _seen(whole, expected))
 
 
 @pytest.mark.parametrize(

@@ -14,28 +14,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2.core.device.streams import DeviceStreams
 from fsdp2.core.modules.registry import require_record
 from fsdp2.testing.stand_in import device, group
 from fsdp2.tracing import Timeline
+from tests.accelerator import test_lanes as lanes
 from tests.common import workers
 
 BLOCKS = 3
 
 
-def _traced(shape: tuple[int, ...], **options: Any) -> tuple[Timeline, Counter[str]]:
-    """A steady step, and how often each lane was made to wait in it."""
-    names = ("replicate", "shard")[-len(shape) :]
-    device.load()
-    group.register()
-    backend = dict.fromkeys(names, group.COALESCING)
-    mesh = init_device_mesh(device.NAME, shape, mesh_dim_names=names, backend_override=backend)
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(BLOCKS)]).to(device.NAME)
-    for module in (*model, model):
-        fsdp2.fully_shard(module, mesh=mesh, **options)
+def _traced(**options: Any) -> tuple[Timeline, int]:
+    """A steady step, and how often a lane was made to wait in it."""
+    mesh = lanes._mesh(device.NAME, group.COALESCING, (2,))
+    model = lanes.sharded_layers(mesh, *[nn.Linear(64, 64) for _ in range(BLOCKS)], **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     batch = torch.ones(4, 64, device=device.NAME)
 
@@ -55,12 +49,12 @@ def _traced(shape: tuple[int, ...], **options: Any) -> tuple[Timeline, Counter[s
     step()
     assert not device.races()
     assert trace.timeline is not None
-    return trace.timeline, Counter({"all": waits})
+    return trace.timeline, waits
 
 
 @workers.ranks(2)
 def test_lanes_are_streams() -> None:
-    timeline, waits = _traced((2,))
+    timeline, waits = _traced()
     assert timeline.metadata["clock"] == "events"
     assert [s.unit for s in timeline.on("all-gather")] == [*"012", *"210"]
     scattered = [s.unit for s in timeline.on("reduce") if s.operation == "reduce-scatter"]
@@ -70,13 +64,13 @@ def test_lanes_are_streams() -> None:
     assert edges["all-gather", "compute"] == 2 * BLOCKS
     assert edges["reduce", "compute"] == BLOCKS
     assert edges["compute", "reduce"] == BLOCKS
-    assert sum(edges.values()) <= waits["all"]  # collectives' own, besides
+    assert sum(edges.values()) <= waits  # collectives' own, besides
 
 
 @workers.ranks(2)
 def test_times_are_those_of_events() -> None:
     """In the order of lanes, and within what the host saw."""
-    timeline, _ = _traced((2,))
+    timeline, _ = _traced()
     assert timeline.duration > 0
     for lane in ("compute", "all-gather", "reduce"):
         slices = timeline.on(lane)
@@ -95,7 +89,7 @@ def test_times_are_those_of_events() -> None:
 def test_inputs_of_reductions_are_counted_while_they_are_there() -> None:
     """One at a time, as COMPUTE waits for a reduction before it stages the next."""
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    timeline, _ = _traced((2,), mp_policy=policy)
+    timeline, _ = _traced(mp_policy=policy)
     counted = [sample.bytes.get("reduction buffers", 0) for sample in timeline.memory]
     scattered = [s for s in timeline.slices if s.operation == "reduce-scatter"]
     assert 0 < max(counted) <= max(s.bytes for s in scattered)

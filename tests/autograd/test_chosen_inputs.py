@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -31,9 +32,13 @@ def _shard(**arguments: Any) -> Any:
     return fsdp2.fully_shard(model, mesh=parity.world_mesh(), **arguments)
 
 
-def _loss(model: nn.Module, rank: int, step: int = 0) -> Tensor:
-    x: Tensor = gradients.part(step, rank)[0]
+def _loss(model: nn.Module, rank: int) -> Tensor:
+    x: Tensor = gradients.part(0, rank)[0]
     return model(x).square().sum()
+
+
+def _train(model: nn.Module, rank: int) -> None:
+    _loss(model, rank).backward()
 
 
 CHOICES = {
@@ -67,9 +72,8 @@ def test_backward_to_shards(read_before: bool, arguments: dict[str, Any]) -> Non
         ours = {name: ours.get(name) for name in shards}
         gradients.assert_like_unsharded(ours, _build(), compute)
         model.zero_grad()
-        _loss(model, dist.get_rank(), 1).backward()
-        everything: gradients.Compute = lambda plain, rank: _loss(plain, rank, 1).backward()  # noqa: E731
-        gradients.assert_like_unsharded(parity.full_grads(model), _build(), everything, "after")
+        _train(model, dist.get_rank())
+        gradients.assert_like_unsharded(parity.full_grads(model), _build(), _train, "after")
         model.zero_grad()
 
 
@@ -84,31 +88,24 @@ def test_gradients_of_shards_are_returned_by_no_one() -> None:
         with raises("grad-of-shard"):
             torch.autograd.grad(loss, asked, allow_unused=True)
     loss.backward()
-    compute: gradients.Compute = lambda plain, rank: _loss(plain, rank).backward()  # noqa: E731
-    gradients.assert_like_unsharded(parity.full_grads(model), _build(), compute)
+    gradients.assert_like_unsharded(parity.full_grads(model), _build(), _train)
 
 
 @ranks(2, timeout=240)
-@pytest.mark.parametrize("forward_too", [True, False])
-def test_compiled_autograd_is_off_for_sharded_models(forward_too: bool) -> None:
+def test_compiled_autograd_is_off_for_sharded_models() -> None:
     """Its graphs would trace hooks; a model without sharded modules is compiled as before."""
     with compiling.fresh_dynamo():
         model, compiler = _shard(), compiling.Compiler("aot_eager", fullgraph=False)
         enable: Callable[[], Any] = lambda: compiled_autograd._enable(compiler.wrap)  # noqa: E731
-        for step in range(2):
-            if forward_too:
-                with enable():
-                    _loss(model, dist.get_rank(), step).backward()
-            else:
-                loss = _loss(model, dist.get_rank(), step)
+        for forward_too in (True, True, False, False):
+            with enable() if forward_too else nullcontext():
+                loss = _loss(model, dist.get_rank())
+                if forward_too:
+                    loss.backward()
+            if not forward_too:
                 with enable():
                     loss.backward()
-            compute: gradients.Compute = lambda plain, rank: _loss(  # noqa: E731
-                plain,
-                rank,
-                step,  # noqa: B023  # called here
-            ).backward()
-            gradients.assert_like_unsharded(parity.full_grads(model), _build(), compute)
+            gradients.assert_like_unsharded(parity.full_grads(model), _build(), _train)
             model.zero_grad()
         assert compiler.graphs == 0
         plain = nn.Linear(2, 2)

@@ -10,156 +10,103 @@ import importlib.util
 
 import pytest
 
-from tests.clients.launch import check, check_ours, check_started
+from tests.clients.launch import check, finished
 
 pytestmark = pytest.mark.clients
 
+ACCELERATE, LIGHTNING = "with_accelerate.py", "with_lightning.py"
+TRAINER, LIBRARIES = "with_trainer.py", "with_libraries.py"
 
-def _needs(*packages: str) -> None:
-    for package in packages:
-        pytest.importorskip(package)
+CLIENTS: dict[str, tuple[str, str, str]] = {
+    # Clipping, accumulation, bf16, a checkpoint, tied weights that rank 0 loads, recomputation.
+    "accelerate": (
+        "accelerate transformers",
+        ACCELERATE,
+        "plain accumulated mixed resumed tied recomputed",
+    ),
+    "accelerate compiled": ("accelerate transformers", ACCELERATE, "compiled"),
+    "accelerate, FSDP1": (
+        "accelerate transformers",
+        ACCELERATE,
+        "one_accumulated one_recomputed one_mixed one_upcast",
+    ),
+    # Full fine-tuning with generation and a gathered save, accumulation, bf16, resumption.
+    "Trainer": ("accelerate transformers", TRAINER, "full accumulated mixed resumed"),
+    "Trainer with LoRA": ("accelerate transformers peft", TRAINER, "lora"),
+    "Trainer, FSDP1": ("accelerate transformers", TRAINER, "one"),
+    # With DPO and LoRA, the reference forward freezes adapters between forward and backward.
+    **{
+        f"trl {case}": ("trl peft", TRAINER, case)
+        for case in ("sft", "sft_lora", "dpo", "dpo_lora", "grpo")
+    },
+    "Fabric": ("lightning transformers", LIGHTNING, "fabric"),
+    "Fabric, FSDP1": ("lightning transformers", LIGHTNING, "one_fabric"),
+    "Lightning": ("lightning transformers", LIGHTNING, "trainer accumulated"),
+    # It resumes from a sharded checkpoint.
+    "Lightning, FSDP1": ("lightning transformers", LIGHTNING, "one_trainer"),
+    # Sharded on the meta device, then filled by a loader that replaces parameters.
+    "transformers": (
+        "transformers",
+        LIBRARIES,
+        "transformers_plain transformers_mixed transformers_tied",
+    ),
+    # Adapters stay plain tensors of each rank: both implementations leave them alone.
+    "LoRA on a sharded model": ("transformers peft", LIBRARIES, "transformers_lora"),
+    # Its helpers shard, load, clip, prefetch, move the model, and change what forward leaves.
+    "verl": ("transformers peft verl", "with_verl.py", "plain mixed placed prefetched resharding"),
+    # Its parallelizer, units by compute dtype, and gradients that are reduced by hand.
+    "NeMo Automodel": ("transformers nemo_automodel", "with_nemo.py", "layers by_dtype hooks"),
+    # Its train module: made on the meta device, bf16, prefetched; its own clipping.
+    "OLMo-core full": ("olmo_core", LIBRARIES, "olmo_full"),  # its mesh can be made once
+    "OLMo-core blocks": ("olmo_core", LIBRARIES, "olmo_blocks"),
+    # Optimizers, loaders, losses and models around what `fully_shard` sharded.
+    **{
+        case: (f"{package} transformers", LIBRARIES, case)
+        for package, cases in {
+            "schedulefree": "schedulefree",
+            "torchdata": "torchdata",
+            "sentence_transformers": "sentences",
+            "torchao": "int8 bitnet float8",
+        }.items()
+        for case in cases.split()
+    },
+    # Beside the same over the unsharded model; both implementations behave alike.
+    **{
+        f"{case} over parameters": (package, "with_optimizers.py", case)
+        for package, cases in {
+            "torchao": "torchao8 torchao4 torchao_fp8 torchao_offload",
+            "bitsandbytes": "bitsandbytes",
+            "schedulefree": "schedulefree",
+            "heavyball": "heavyball",
+        }.items()
+        for case in cases.split()
+    },
+}
+"""What each needs, its script, and the cases that one launch runs in turn."""
 
-
-def _needs_installed(package: str) -> None:
-    """As `_needs`, of one that cannot be imported as a whole: it is there without what it needs."""
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-
-
-def test_accelerate() -> None:
-    """Clipping, accumulation, bf16, a checkpoint, tied weights that rank 0 loads, recomputation."""
-    _needs("accelerate", "transformers")
-    check("with_accelerate.py", "plain", "accumulated", "mixed", "resumed", "tied", "recomputed")
-
-
-def test_accelerate_compiled() -> None:
-    _needs("accelerate", "transformers")
-    check("with_accelerate.py", "compiled")
-
-
-def test_transformers_trainer() -> None:
-    """Full fine-tuning with generation and a gathered save, accumulation, bf16, resumption."""
-    _needs("accelerate", "transformers")
-    check("with_trainer.py", "full", "accumulated", "mixed", "resumed")
-
-
-def test_transformers_trainer_with_lora() -> None:
-    _needs("accelerate", "transformers", "peft")
-    check("with_trainer.py", "lora")
-
-
-def test_transformers_own_sharding() -> None:
-    """Sharded on the meta device, then filled by a loader that replaces parameters."""
-    _needs("transformers")
-    check("with_transformers.py", "plain", "mixed", "tied")
-
-
-def test_lora_on_a_model_that_is_sharded_already() -> None:
-    """Adapters stay plain tensors of each rank: both implementations leave them alone."""
-    _needs("transformers", "peft")
-    check("with_transformers.py", "lora")
-
-
-def test_lightning_fabric() -> None:
-    _needs("lightning", "transformers")
-    check("with_lightning.py", "fabric")
-
-
-def test_lightning_trainer() -> None:
-    _needs("lightning", "transformers")
-    check("with_lightning.py", "trainer", "accumulated")
-
-
-def test_fsdp1() -> None:
-    """accelerate with ``fsdp_version=1``, the Trainer with ``fsdp="full_shard auto_wrap"``."""
-    _needs("accelerate", "transformers")
-    check("with_fsdp1.py", "accelerate", "recomputed", "mixed", "upcast", "trainer")
-
-
-@pytest.mark.parametrize("case", ["lightning", "lightning_trainer"])
-def test_lightning_fsdp1(case: str) -> None:
-    """Its FSDPStrategy, in Fabric and in the Trainer, which resumes from a sharded checkpoint."""
-    _needs("lightning", "transformers")
-    check("with_fsdp1.py", case)
-
-
-def test_verl() -> None:
-    """Its helpers shard, load, clip, prefetch, move the model, and change what forward leaves."""
-    _needs("transformers", "peft")
-    _needs_installed("verl")
-    check("with_verl.py", "plain", "mixed", "placed", "prefetched", "resharding")
-
-
-def test_nemo_automodel() -> None:
-    """Its parallelizer, units by compute dtype, and gradients that are reduced by hand."""
-    _needs("transformers")
-    _needs_installed("nemo_automodel")
-    check("with_nemo.py", "layers", "by_dtype", "hooks")
+STARTED: dict[str, tuple[str, str]] = {
+    # Without torchrun: rank 0 is the script, the others are processes that it starts.
+    **dict.fromkeys(("fabric", "trainer"), ("lightning transformers", LIGHTNING)),
+    **dict.fromkeys(("spawn", "fork", "popen", "torchrun"), ("", "with_launchers.py")),
+    "accelerates": ("accelerate", "with_launchers.py"),
+    # With a ``runtime_env`` whose setup hook installs fsdp2 in each worker.
+    **dict.fromkeys(("ray_actors", "ray_trainer"), ("ray", "with_ray.py")),
+}
+"""Scripts that start their two ranks themselves."""
 
 
-@pytest.mark.parametrize("case", ["fabric", "trainer"])
-def test_lightning_starts_its_own_ranks(case: str) -> None:
-    """Without torchrun: rank 0 is the script, the others are processes that it starts."""
-    _needs("lightning", "transformers")
-    check_started("with_lightning.py", case)
+def _needs(packages: str) -> None:
+    """Some cannot be imported as a whole: they are there without what they need."""
+    for package in packages.split():
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
 
 
-@pytest.mark.parametrize("case", ["spawn", "fork", "popen", "torchrun", "accelerates"])
-def test_ranks_that_a_script_starts(case: str) -> None:
-    if case == "accelerates":
-        _needs("accelerate")
-    check_started("with_launchers.py", case)
-
-
-@pytest.mark.parametrize("case", ["sft", "sft_lora", "dpo", "dpo_lora", "grpo"])
-def test_trl(case: str) -> None:
-    """With DPO and LoRA, the reference forward freezes adapters between forward and backward."""
-    _needs("trl", "peft")
-    check("with_trl.py", case)
-
-
-@pytest.mark.parametrize(
-    ("case", "package"),
-    [
-        ("schedulefree", "schedulefree"),
-        ("torchdata", "torchdata"),
-        ("sentences", "sentence_transformers"),
-        ("int8", "torchao"),
-        ("bitnet", "torchao"),
-        ("float8", "torchao"),
-        ("heavyball_adamw", "heavyball"),
-        ("heavyball_soap", "heavyball"),
-        ("heavyball_muon", "heavyball"),
-    ],
-)
-def test_libraries(case: str, package: str) -> None:
-    """Optimizers, loaders, losses and models around what `fully_shard` sharded."""
-    _needs(package, "transformers")
-    check("with_libraries.py", case)
-
-
-@pytest.mark.parametrize(
-    ("case", "package"),
-    [
-        ("torchao8", "torchao"),
-        ("torchao4", "torchao"),
-        ("torchao_fp8", "torchao"),
-        ("torchao_offload", "torchao"),
-        ("bitsandbytes", "bitsandbytes"),
-        ("schedulefree", "schedulefree"),
-        ("heavyball", "heavyball"),
-    ],
-)
-def test_optimizers(case: str, package: str) -> None:
-    """Beside the same over the unsharded model; both implementations behave alike."""
-    _needs(package)
-    check("with_optimizers.py", case)
-
-
-@pytest.mark.parametrize("package", ["torchao", "bitsandbytes", "schedulefree", "heavyball"])
-def test_optimizers_over_flat_shards(package: str) -> None:
-    _needs(package)
-    check_ours("over_flat_shards.py", package)
+@pytest.mark.parametrize("client", CLIENTS)
+def test_same_losses(client: str) -> None:
+    packages, script, cases = CLIENTS[client]
+    _needs(packages)
+    check(script, *cases.split())
 
 
 def test_diffusers() -> None:
@@ -167,37 +114,30 @@ def test_diffusers() -> None:
     autograd's order, as the unsharded model does: losses differ by that rounding.
     """
     _needs("diffusers")
-    check("with_libraries.py", "diffusion", rtol=1e-5)
+    check(LIBRARIES, "diffusion", rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["full", "blocks"])
-def test_olmo_core(case: str) -> None:
-    """Its train module: made on the meta device, bf16, prefetched; its own clipping."""
-    _needs("olmo_core")
-    check("with_olmo_core.py", case)
+@pytest.mark.parametrize("package", ["torchao", "bitsandbytes", "schedulefree", "heavyball"])
+def test_optimizers_over_flat_shards(package: str) -> None:
+    _needs(package)
+    finished("with_optimizers.py", f"flat_{package}")
+
+
+@pytest.mark.parametrize("case", STARTED)
+def test_ranks_that_a_script_starts(case: str) -> None:
+    packages, script = STARTED[case]
+    _needs(packages)
+    check(script, case, alone=True)
 
 
 @pytest.mark.parametrize("case", ["hooked", "local_sgd", "diloco"])
 def test_torchft(case: str) -> None:
     """Two replica groups: sharded within, averaged across; one joins with other parameters."""
     _needs("torchft")
-    check_started("with_torchft.py", case, ranks=4)
-
-
-@pytest.mark.parametrize("case", ["actors", "trainer"])
-def test_ranks_that_ray_starts(case: str) -> None:
-    """With a ``runtime_env`` whose setup hook installs fsdp2 in each worker."""
-    _needs("ray")
-    check_started("with_ray.py", case)
+    check("with_torchft.py", case, ranks=4, alone=True)
 
 
 def test_pipelining() -> None:
     """2 stages a rank where the schedule is looped; 2 shards each."""
-    check(
-        "with_pipelining.py",
-        "ScheduleGPipe",
-        "Schedule1F1B",
-        "ScheduleInterleaved1F1B",
-        "ScheduleInterleavedZeroBubble",
-        ranks=4,
-    )
+    schedules = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+    check("with_pipelining.py", *(f"Schedule{name}" for name in schedules), ranks=4)

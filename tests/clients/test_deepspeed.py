@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import checkpoint, fully_shard
+from tests.clients.launch import SCRIPTS, output_of
+from tests.common.jobs import ROOT
 from tests.common.workers import run_on_ranks
 
 pytestmark = pytest.mark.clients
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "migration" / "deepspeed.md"
-TIMEOUT = 300.0  # seconds
 
 MODEL = """
 from torch import nn
@@ -33,16 +31,7 @@ def make_model():
 
 def _run(folder: Path, *arguments: str) -> None:
     path = os.pathsep.join([str(ROOT), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of(*arguments, folder=folder, DS_ACCELERATOR="cpu", PYTHONPATH=path)
 
 
 def _made() -> nn.Sequential:
@@ -72,7 +61,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("deepspeed is not installed")
     folder = tmp_path_factory.mktemp("zero")
     (folder / "train.py").write_text(MODEL)
-    script = str(Path(__file__).parent / "scripts" / "with_deepspeed.py")
+    script = str(SCRIPTS / "with_deepspeed.py")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     _run(folder, *launcher, script, str(folder))
     return folder

@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from fsdp2 import elastic
-from tests.clients.launch import ROOT, SCRIPTS
+from tests.clients.launch import SCRIPTS, output_of
+from tests.common import jobs
 
 pytestmark = pytest.mark.clients
 
 
-def _kill(kind: str, quorum: str, groups: int, kills: int, seed: int, timeout: float) -> int:
+def _kill(kind: str, quorum: str, groups: int, kills: int, seed: int) -> int:
     """How many steps all groups had together, behind a run whose hashes are alike."""
     pytest.importorskip("torchft")
     arguments = [kind, quorum, *map(str, (groups, kills, seed))]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "groups_with_kills.py"), *arguments],
-        env=environment,
-        text=True,
-        timeout=timeout,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-    )
-    found = re.search(rf"^{kills} kills in \d+ steps, (\d+) of them", done.stdout, re.MULTILINE)
-    assert found, done.stdout[-6000:]
-    assert "by itself" not in done.stdout
+    out = output_of(str(SCRIPTS / "groups_with_kills.py"), *arguments)
+    found = re.search(rf"^{kills} kills in \d+ steps, (\d+) of them", out, re.MULTILINE)
+    assert found, out[-6000:]
+    assert "by itself" not in out
     return int(found[1])
 
 
@@ -45,14 +29,15 @@ def _kill(kind: str, quorum: str, groups: int, kills: int, seed: int, timeout: f
     ("kind", "quorum"), [("adamw", "async"), ("adamw", "sync"), ("flat", "sync"), ("muon", "async")]
 )
 def test_a_group_is_killed_and_back(kind: str, quorum: str) -> None:
-    assert _kill(kind, quorum, groups=2, kills=2, seed=0, timeout=500) >= 12
+    assert _kill(kind, quorum, groups=2, kills=2, seed=0) >= 12
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("seed", [7, 8])
-def test_a_hundred_kills(seed: int) -> None:
+def test_a_hundred_kills(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three groups, of which two must take part in a step."""
-    assert _kill("adamw", "async", groups=3, kills=100, seed=seed, timeout=3000) >= 12
+    monkeypatch.setattr(jobs, "TIMEOUT_SECONDS", 3000)
+    assert _kill("adamw", "async", groups=3, kills=100, seed=seed) >= 12
 
 
 def test_the_transport_is_one_of_torchfts() -> None:

@@ -87,12 +87,6 @@ def _train(model: nn.Module, whole_batch: bool, accumulate: int = 1) -> list[lis
     return seen
 
 
-def _assert_same(ours: list[list[torch.Tensor]], theirs: list[list[torch.Tensor]]) -> None:
-    for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        for number, (a, b) in enumerate(zip(mine, other, strict=True)):
-            assert torch.equal(a, b), f"step {step}, tensor {number}: {(a - b).abs().max()}"
-
-
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("coalesced", [False, True])
@@ -102,7 +96,7 @@ def test_same_bits_as_torch(mixed: bool, reshard: bool | None, coalesced: bool) 
     with coalescing() if coalesced else nullcontext():
         ours = _build(fsdp2, mixed, False, reshard_after_forward=reshard)
     theirs = _build(parity.TORCH, mixed, False, reshard_after_forward=reshard)
-    _assert_same(_train(ours, False), _train(theirs, False))
+    parity.assert_equal(_train(ours, False), _train(theirs, False), "torch")
 
 
 @pytest.mark.parametrize("coalesced", [False, True])
@@ -111,7 +105,7 @@ def test_checkpointing_and_accumulation(coalesced: bool) -> None:
     with coalescing() if coalesced else nullcontext():
         ours = _build(fsdp2, True, True)
     theirs = _build(parity.TORCH, True, True)
-    _assert_same(_train(ours, False, accumulate=3), _train(theirs, False, accumulate=3))
+    parity.assert_equal(*(_train(model, False, accumulate=3) for model in (ours, theirs)))
 
 
 @ranks(2)
@@ -119,6 +113,4 @@ def test_unsharded_parity() -> None:
     """fp32 sums in another order: a few roundings of 2**-24, fed through six steps of AdamW."""
     ours = _train(_build(fsdp2, False, False), False)
     whole = _train(_build(None, False, False), True)
-    for mine, other in zip(ours, whole, strict=True):
-        for a, b in zip(mine, other, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5)
+    parity.assert_close(ours, whole, parity.Tolerance(rtol=1e-3, atol=2e-5), "unsharded")

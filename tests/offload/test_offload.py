@@ -4,18 +4,20 @@ shards and gradients in memory of their own, copied to and from the "device", wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import nn
 
-from fsdp2 import CPUOffloadPolicy
+from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.core.modules.registry import require_record
 from tests.common import meshes, models, parity
-from tests.common.combinations import each_once
+from tests.common.cases import in_turn
 from tests.common.offloading import forced_offload
 from tests.common.workers import ranks
 
@@ -31,114 +33,121 @@ def _offloaded(model: nn.Module, **arguments: Any) -> Any:
 # -- on a CPU mesh --------------------------------------------------------------------------------
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("pin_memory", [True, False])
-def test_nothing_changes_on_a_cpu_mesh(pin_memory: bool) -> None:
-    """torch's FSDP2 raises where there is no accelerator to pin for."""
+def _assert_nothing_changes(*policies: OffloadPolicy) -> None:
     steps = meshes.micro_batches(models.DIM, 4)
-    policy = CPUOffloadPolicy(pin_memory=pin_memory)
-    ours = meshes.train_micro(
-        parity.shard(parity.OURS, models.seeded(models.MLP), offload_policy=policy), steps
-    )
-    parity.assert_equal(
-        ours,
-        meshes.train_micro(parity.shard(parity.OURS, models.seeded(models.MLP)), steps),
-        "without the policy",
-    )
+    expected = meshes.train_micro(parity.shard(parity.OURS, models.seeded(models.MLP)), steps)
+    for policy in policies:
+        model = parity.shard(parity.OURS, models.seeded(models.MLP), offload_policy=policy)
+        parity.assert_equal(meshes.train_micro(model, steps), expected, str(policy))
+
+
+@ranks(1, 2)
+def test_nothing_changes_on_a_cpu_mesh() -> None:
+    """torch's FSDP2 raises where there is no accelerator to pin for."""
+    _assert_nothing_changes(CPUOffloadPolicy(pin_memory=True), CPUOffloadPolicy(pin_memory=False))
 
 
 @ranks(2)
 def test_torchs_own_policy_is_taken() -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy as Torchs
-    from torch.distributed.fsdp import OffloadPolicy
-
-    steps = meshes.micro_batches(models.DIM, 4, steps=1)
-    expected = meshes.train_micro(parity.shard(parity.OURS, models.seeded(models.MLP)), steps)
-    for policy in (Torchs(pin_memory=False), OffloadPolicy()):
-        ours = meshes.train_micro(
-            parity.shard(parity.OURS, models.seeded(models.MLP), offload_policy=policy), steps
-        )
-        parity.assert_equal(ours, expected, str(policy))
+    _assert_nothing_changes(
+        torch.distributed.fsdp.CPUOffloadPolicy(pin_memory=False),
+        torch.distributed.fsdp.OffloadPolicy(),
+    )
 
 
 # -- the path of accelerators ---------------------------------------------------------------------
 
 
-@ranks(1, 2, 4)
-@each_once(mixed={"fp32": False, "mixed": True}, reshard_after_forward=[None, False])
-def test_training(mixed: bool, reshard_after_forward: bool | None) -> None:
+class Case(NamedTuple):
+    """What is trained, how it is sharded, and what is set before each micro-batch."""
+
+    build: Callable[[], nn.Module]
+    arguments: dict[str, Any] = {}  # noqa: RUF012  # nobody writes it
+    micro: int = 1
+    before: meshes.Before | None = None
+    shape: Callable[[int], tuple[int, int]] | None = None
+
+
+def _evaluate(model: Any, number: int, last: bool) -> None:
+    if last:
+        with torch.no_grad():
+            model(torch.ones(1, models.DIM))
+
+
+def _leave_in_flight(model: Any, number: int, last: bool) -> None:
+    model.set_is_last_backward(last)
+
+
+def _reduced_in(dtype: torch.dtype) -> dict[str, Any]:
+    return {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, dtype)}
+
+
+TIED = partial(models.Transformer, blocks=1, tied=True)
+SYNC, NO_SYNC, NO_ALL_REDUCE = meshes.Flags(), meshes.Flags(False), meshes.Flags(all_reduce=False)
+CASES = {
+    "tied": Case(TIED),
+    "tied, mixed": Case(TIED, {"mixed": True}),
+    "tied, kept": Case(TIED, {"reshard_after_forward": False}),
+    "tied, mixed, kept": Case(TIED, {"mixed": True, "reshard_after_forward": False}),
+    "reduced in bf16": Case(models.Nested, _reduced_in(torch.bfloat16)),
+    "odd": Case(models.OddMLP),
+    "repeated": Case(models.Repeated),
+    "evaluated": Case(models.MLP, micro=2, before=_evaluate),
+    # Added up on the device without sync, or in CPU memory by each backward.
+    "accumulated": Case(models.MLP, micro=3, before=meshes.flags_in_turn(NO_SYNC, NO_SYNC, SYNC)),
+    "reduced every time": Case(models.MLP, micro=3),
+    # Reductions are left in flight: all arrive at the end.
+    "left in flight": Case(models.MLP, micro=2, before=_leave_in_flight),
+}
+ON_SEVERAL = {
+    "reduced in fp16": Case(models.Nested, _reduced_in(torch.float16)),
+    "reduced in fp64": Case(models.Nested, _reduced_in(torch.float64)),
+    "replicated": Case(
+        models.MLP,
+        micro=2,
+        before=meshes.flags_in_turn(NO_ALL_REDUCE, SYNC),
+        shape=lambda size: (2, size // 2),
+    ),
+    "copies only": Case(
+        models.MLP,
+        micro=2,
+        before=meshes.flags_in_turn(NO_ALL_REDUCE, SYNC),
+        shape=lambda size: (size, 1),
+    ),
+}
+ON_FOUR = {"smaller groups after forward": Case(models.MLP, {"reshard_after_forward": 2})}
+
+
+def _check(case: Case) -> None:
     """The same bits as without offloading: only where things are is different."""
-    build = partial(models.seeded, partial(models.Transformer, blocks=1, tied=True))
-    steps = [[batch] for batch in parity.language_batches(13, steps=3)]
-    arguments = {"mixed": mixed, "reshard_after_forward": reshard_after_forward}
-    ours = meshes.train_micro(_offloaded(build(), **arguments), steps, loss=parity.language_loss)
-    kept = meshes.train_micro(
-        parity.shard(parity.OURS, build(), **arguments), steps, loss=parity.language_loss
-    )
-    parity.assert_equal(ours, kept, "not offloaded")
-    plain = meshes.train_plain(build(), steps, loss=parity.language_loss, mixed=mixed)
-    parity.assert_close(ours, plain, parity.REORDERED_MIXED if mixed else parity.FP32, "unsharded")
-
-
-@ranks(2, extended=(4,))
-@pytest.mark.parametrize("reduce", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_reduce_dtypes(reduce: torch.dtype) -> None:
-    steps = meshes.micro_batches(models.DIM, 3, steps=2)
-    policy = parity.OURS.MixedPrecisionPolicy(torch.bfloat16, reduce)
-    ours = meshes.train_micro(_offloaded(models.seeded(models.Nested), mp_policy=policy), steps)
-    kept = meshes.train_micro(
-        parity.shard(parity.OURS, models.seeded(models.Nested), mp_policy=policy), steps
-    )
-    parity.assert_equal(ours, kept, "not offloaded")
-
-
-@ranks(2, extended=(4,))
-@pytest.mark.parametrize(
-    "build", [models.OddMLP, models.Repeated], ids=lambda build: build.__name__
-)
-def test_other_models(build: Any) -> None:
-    steps = meshes.micro_batches(models.DIM, 1 if build is models.OddMLP else 2, steps=2)
-    ours = meshes.train_micro(_offloaded(models.seeded(build)), steps)
-    parity.assert_close(
-        ours, meshes.train_plain(models.seeded(build), steps), parity.FP32, "unsharded"
-    )
-
-
-@ranks(2, extended=(4,))
-@pytest.mark.parametrize("sync", ["at the end", "every time"])
-def test_accumulation(sync: str) -> None:
-    """Added up on the device without sync, or in CPU memory by each backward."""
-    steps = meshes.micro_batches(models.DIM, 4, micro=3, steps=2)
-    no = meshes.Flags(sync=sync == "every time")
-    before = meshes.flags_in_turn(no, no, meshes.Flags())
-    ours = meshes.train_micro(_offloaded(models.seeded(models.MLP)), steps, before=before)
-    parity.assert_close(
-        ours, meshes.train_plain(models.seeded(models.MLP), steps), parity.FP32, "unsharded"
-    )
-
-
-@ranks(2, extended=(4,))
-@pytest.mark.parametrize("shape", ["both", "copies only"])
-def test_hsdp(shape: str) -> None:
     size = dist.get_world_size()
-    mesh = meshes.hsdp_mesh(2, size // 2) if shape == "both" else meshes.hsdp_mesh(size, 1)
-    steps = meshes.micro_batches(models.DIM, 4, micro=2, steps=2)
-    before = meshes.flags_in_turn(meshes.Flags(all_reduce=False), meshes.Flags())
-    ours = meshes.train_micro(
-        _offloaded(models.seeded(models.MLP), mesh=mesh), steps, before=before
-    )
-    parity.assert_close(
-        ours, meshes.train_plain(models.seeded(models.MLP), steps), parity.FP32, "unsharded"
-    )
+    arguments = dict(case.arguments)
+    if case.shape is not None:
+        arguments["mesh"] = meshes.hsdp_mesh(*case.shape(size))
+    model, mixed = models.seeded(case.build), arguments.get("mixed", False)
+    if case.build is TIED:
+        loss = parity.language_loss
+        steps: Any = [[batch] for batch in parity.language_batches(13, steps=2)]
+    else:
+        loss = parity.regression_loss
+        (outputs,) = model(torch.ones(1, models.DIM)).shape[1:]
+        steps = meshes.micro_batches(models.DIM, outputs, micro=case.micro, steps=2)
+    train = partial(meshes.train_micro, steps=steps, loss=loss, before=case.before)
+    ours = train(_offloaded(models.seeded(case.build), **arguments))
+    kept = train(parity.shard(parity.OURS, models.seeded(case.build), **arguments))
+    parity.assert_equal(ours, kept, "not offloaded")
+    if "mp_policy" not in arguments:
+        plain = meshes.train_plain(model, steps, loss=loss, mixed=mixed)
+        parity.assert_close(
+            ours, plain, parity.REORDERED_MIXED if mixed else parity.FP32, "unsharded"
+        )
 
 
-@ranks(4)
-def test_smaller_groups_after_forward() -> None:
-    steps = meshes.micro_batches(models.DIM, 4, steps=2)
-    ours = meshes.train_micro(_offloaded(models.seeded(models.MLP), reshard_after_forward=2), steps)
-    parity.assert_close(
-        ours, meshes.train_plain(models.seeded(models.MLP), steps), parity.FP32, "unsharded"
-    )
+@ranks(1, 4, extended=(2,))
+def test_training() -> None:
+    size = dist.get_world_size()
+    more = (ON_SEVERAL if size > 1 else {}) | (ON_FOUR if size == 4 else {})
+    in_turn({**CASES, **more}, _check)
 
 
 @ranks(2)
@@ -201,20 +210,6 @@ def test_hooks_see_gradients_that_have_arrived() -> None:
     expected = meshes.train_plain(models.seeded(models.MLP), steps)[-1].params
     actual = dict(zip(expected, parity.full_all(model.parameters()), strict=True))
     parity.assert_close(actual, expected, parity.FP32, "unsharded")
-
-
-@ranks(2)
-def test_gradients_wait_for_the_last_backward() -> None:
-    """With reductions left in flight by `set_is_last_backward(False)`, all arrive at the end."""
-    batches = parity.regression_batches(models.DIM, 4, steps=2)
-    model, plain = _offloaded(models.seeded(models.MLP)), models.seeded(models.MLP)
-    for number, batch in enumerate(batches):
-        model.set_is_last_backward(number == 1)
-        parity.regression_loss(model, parity.my_part(batch)).backward()
-        parity.regression_loss(plain, batch).backward()
-    parity.assert_close(
-        parity.full_grads(model), parity.full_grads(plain), parity.FP32, "unsharded"
-    )
 
 
 @ranks(2)

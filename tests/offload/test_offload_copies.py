@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp2 import CPUOffloadPolicy
 from fsdp2.core.device import kernels
 from fsdp2.core.device.streams import Lane, Streams
 from fsdp2.core.schedule.scheduler import offloading
 from fsdp2.optim import FlatOptimizer
 from fsdp2.testing.null_group import null_world
+from tests.common.offloading import forced_offload
+from tests.common.parity import world_mesh
 
 pytestmark = pytest.mark.alone
 
-BF16, F32 = torch.bfloat16, torch.float32
-
 
 @pytest.fixture(autouse=True)
-def _forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU mesh the policy changes nothing otherwise."""
-    monkeypatch.setattr(
-        "fsdp2.sharding.assembly._effective_offload", lambda offload, device: offload
-    )
+def _forced() -> Iterator[None]:
+    with forced_offload():
+        yield
 
 
 def _model() -> nn.Module:
@@ -37,47 +34,16 @@ def _model() -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
 
 
-def _shard(model: nn.Module, policy: MixedPrecisionPolicy) -> nn.Module:
-    mesh = init_device_mesh("cpu", (1,))
-    offload = CPUOffloadPolicy(pin_memory=False)
+def _shard(model: nn.Module) -> nn.Module:
+    arguments = {"mesh": world_mesh(), "offload_policy": CPUOffloadPolicy(pin_memory=False)}
     for block in model:
-        fsdp2.fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    return fsdp2.fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16, F32), MixedPrecisionPolicy(BF16, BF16)],
-)
-def test_training_on_one_rank_is_as_without_offload(policy: MixedPrecisionPolicy) -> None:
-    """Gathered parameters are views of the mirror, or casts of it, never of the shards."""
-    with null_world(1):
-        plain, model = _model(), _model()
-        offloaded = _shard(model, policy)
-        mesh = init_device_mesh("cpu", (1,))
-        for block in plain:
-            fsdp2.fully_shard(block, mesh=mesh, mp_policy=policy)
-        fsdp2.fully_shard(plain, mesh=mesh, mp_policy=policy)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, offloaded)]
-        for step in range(4):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-            for m, optimizer in zip((plain, offloaded), optimizers, strict=True):
-                if step == 2:
-                    with torch.no_grad():
-                        m(x)
-                for _ in range(2):  # adds to the gradient that is there
-                    m(x).square().sum().backward()
-                optimizer.step()
-            for ours, theirs in zip(offloaded.parameters(), plain.parameters(), strict=True):
-                assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
-                assert torch.equal(ours.to_local(), theirs.to_local())
-            for optimizer in optimizers:
-                optimizer.zero_grad()
+        fsdp2.fully_shard(block, **arguments)
+    return fsdp2.fully_shard(model, **arguments)
 
 
 def test_loaded_state_is_what_the_next_forward_computes_with() -> None:
     with null_world(1):
-        model = _shard(_model(), MixedPrecisionPolicy())
+        model = _shard(_model())
         x = torch.randn(2, 8)
         model(x)
         state = copy.copy(model.state_dict())
@@ -127,7 +93,7 @@ def _waits(streams: WatchedStreams, action: Callable[[], object]) -> int:
 def test_a_training_forward_does_not_hold_up_the_host(streams: WatchedStreams) -> None:
     """Backward waits at its end, a forward without gradients at its own."""
     with null_world(1):
-        model = _shard(_model(), MixedPrecisionPolicy())
+        model = _shard(_model())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x = torch.randn(2, 8)
         losses: list[torch.Tensor] = []
@@ -154,7 +120,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
 def test_the_host_waits_for_copies_before_it_writes(streams: WatchedStreams, write: str) -> None:
     """After a training forward that has no backward."""
     with null_world(1):
-        model = _shard(_model(), MixedPrecisionPolicy())
+        model = _shard(_model())
         model(torch.randn(2, 8))
         assert _waits(streams, lambda: WRITES[write](model)) == UNITS
         assert _waits(streams, lambda: WRITES["reshard"](model)) == 0
@@ -163,7 +129,7 @@ def test_the_host_waits_for_copies_before_it_writes(streams: WatchedStreams, wri
 
 def test_an_optimizer_of_others_waits_for_nothing(streams: WatchedStreams) -> None:
     with null_world(1):
-        model, other = _shard(_model(), MixedPrecisionPolicy()), nn.Linear(2, 2)
+        model, other = _shard(_model()), nn.Linear(2, 2)
         model(torch.randn(2, 8))
         optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
         assert _waits(streams, optimizer.step) == 0
@@ -171,7 +137,7 @@ def test_an_optimizer_of_others_waits_for_nothing(streams: WatchedStreams) -> No
 
 def test_schedulers_of_offloaded_models_are_not_kept() -> None:
     with null_world(1):
-        model = _shard(_model(), MixedPrecisionPolicy())
+        model = _shard(_model())
         model(torch.randn(2, 8)).sum().backward()
         known = len(offloading)
         assert known

@@ -395,15 +395,12 @@ class Program:
 
     # ---- what is done
 
-    def run(self) -> Counter[str]:
-        """Run all statements; returns how often each kind ran."""
-        done: Counter[str] = Counter()
+    def run(self) -> None:
+        """Run all statements."""
         for position, statement in enumerate(self.statements):
             self.where = f"seed {self.seed}, statement {position}: {statement}"
             getattr(self, statement.kind)(**statement.options)
-            done[statement.kind] += 1
         self._compare_params()
-        return done
 
     def _input(self, grad: bool = False) -> Tensor:
         x = torch.randn(ROWS, WIDTH, generator=self.inputs, dtype=torch.float64)
@@ -590,8 +587,3 @@ class Program:
         parity.assert_close(
             parity.full_params(self.model), parity.full_params(self.plain), TOLERANCE, self.where
         )
-
-
-def run_program(seed: int) -> dict[str, int]:
-    """One program, on this rank; returns how often each kind of statement ran."""
-    return dict(Program(seed, dist.get_world_size()).run())

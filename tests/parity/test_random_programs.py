@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.common.combinations import seldom
 from tests.common.workers import ranks
@@ -26,13 +27,13 @@ FAILED_ONCE_ON_FOUR = {
 @ranks(2)
 @pytest.mark.parametrize("seed", [*range(4), *FAILED_ONCE])
 def test_programs_on_two_ranks(seed: int) -> None:
-    programs.run_program(seed)
+    programs.Program(seed, dist.get_world_size()).run()
 
 
 @ranks(4)
 @pytest.mark.parametrize("seed", [0, *FAILED_ONCE_ON_FOUR])
 def test_programs_on_four_ranks(seed: int) -> None:
-    programs.run_program(seed)
+    programs.Program(seed, dist.get_world_size()).run()
 
 
 @ranks(2)
@@ -53,4 +54,4 @@ def test_a_program_notices() -> None:
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("seed", seldom(range(100, 115), extended=4))
 def test_more_programs(seed: int) -> None:
-    programs.run_program(seed)
+    programs.Program(seed, dist.get_world_size()).run()

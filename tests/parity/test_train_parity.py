@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.common import combinations, models, parity
@@ -52,86 +51,41 @@ PROBLEMS: dict[str, tuple[Callable[[], nn.Module], parity.Loss, Callable[[], lis
 }
 
 
-def _train(api: Any, problem: str, optimizer: str, **arguments: Any) -> list[parity.Step]:
-    build, loss, batches = PROBLEMS[problem]
-    model = parity.shard(api, models.seeded(build), **arguments)
-    return parity.train_sharded(model, OPTIMIZERS[optimizer], loss, batches())
-
-
-def _train_unsharded(problem: str, optimizer: str, **arguments: Any) -> list[parity.Step]:
-    build, loss, batches = PROBLEMS[problem]
-    return parity.train_unsharded(
-        models.seeded(build), OPTIMIZERS[optimizer], loss, batches(), **arguments
-    )
-
-
-def _check_against_unsharded(
-    ours: list[parity.Step], problem: str, optimizer: str, *, mixed: bool
-) -> None:
+def _check(problem: str, optimizer: str, **arguments: Any) -> None:
     """Both comparisons that tests/common/parity.py explains: by slices, and with whole batches."""
-    slices = _train_unsharded(problem, optimizer, slices=True, mixed=mixed)
-    if dist.get_world_size() == 2 and optimizer != "adamw_fused":
-        parity.assert_equal(ours, slices, "unsharded, by slices")
-    else:
-        tolerance = parity.REORDERED_MIXED if mixed else parity.REORDERED_FP32
-        parity.assert_close(ours, slices, tolerance, "unsharded, by slices")
-    if not mixed:
-        parity.assert_close(ours, _train_unsharded(problem, optimizer), parity.FP32, "unsharded")
+    build, loss, batches = PROBLEMS[problem]
+    steps = parity.check_training(
+        partial(models.seeded, build),
+        batches(),
+        loss=loss,
+        make_optimizer=OPTIMIZERS[optimizer],
+        elementwise=optimizer != "adamw_fused",
+        **arguments,
+    )
+    assert len(steps) == 10
 
 
-def _transformer_cases() -> list[Any]:
-    """By default, what combines with one optimizer need not combine with each."""
-    default = {
-        ("sgd", False, None),
-        ("adamw_foreach", False, None),
-        ("adamw_foreach", True, None),
-        ("adamw_foreach", False, True),
-        ("adamw_foreach", True, False),
-        ("adamw_fused", True, None),
-    }
-    return [
-        pytest.param(
-            *(optimizer, mixed, reshard),
-            marks=[] if (optimizer, mixed, reshard) in default else [pytest.mark.exhaustive],
-            id=f"{optimizer}-{'mixed' if mixed else 'fp32'}-{reshard}",
-        )
-        for optimizer in OPTIMIZERS
-        for mixed in (False, True)
-        for reshard in (None, True, False)
-    ]
+@ranks(2)
+@combinations.each_once(
+    optimizer=[*OPTIMIZERS],
+    mixed={"mixed": True, "fp32": False},  # by default others are fp32
+    reshard_after_forward=[None, True, False],
+)
+def test_transformer(optimizer: str, mixed: bool, reshard_after_forward: bool | None) -> None:
+    _check("transformer", optimizer, mixed=mixed, reshard_after_forward=reshard_after_forward)
 
 
 @pytest.mark.extended
 @ranks(4)
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
 def test_transformer_on_four_ranks(mixed: bool) -> None:
-    _check_transformer("adamw_foreach", mixed, None)
-
-
-@ranks(2, extended=(4,))
-@pytest.mark.parametrize(("optimizer", "mixed", "reshard_after_forward"), _transformer_cases())
-def test_transformer(optimizer: str, mixed: bool, reshard_after_forward: bool | None) -> None:
-    _check_transformer(optimizer, mixed, reshard_after_forward)
-
-
-def _check_transformer(optimizer: str, mixed: bool, reshard_after_forward: bool | None) -> None:
-    arguments = {"mixed": mixed, "reshard_after_forward": reshard_after_forward}
-    ours = _train(parity.OURS, "transformer", optimizer, **arguments)
-    assert len(ours) == 10
-    parity.assert_like_torch(
-        ours, _train(parity.TORCH, "transformer", optimizer, **arguments), mixed=mixed
-    )
-    _check_against_unsharded(ours, "transformer", optimizer, mixed=mixed)
+    _check("transformer", "adamw_foreach", mixed=mixed)
 
 
 @ranks(2, extended=(4,))
 @combinations.each_once(problem=["nested", "odd", "tied"], mixed={"fp32": False, "mixed": True})
 def test_other_models(problem: str, mixed: bool) -> None:
-    ours = _train(parity.OURS, problem, "adamw_foreach", mixed=mixed)
-    parity.assert_like_torch(
-        ours, _train(parity.TORCH, problem, "adamw_foreach", mixed=mixed), mixed=mixed
-    )
-    _check_against_unsharded(ours, problem, "adamw_foreach", mixed=mixed)
+    _check(problem, "adamw_foreach", mixed=mixed)
 
 
 @ranks(4)
@@ -141,5 +95,14 @@ def test_other_models(problem: str, mixed: bool) -> None:
 @pytest.mark.parametrize("optimizer", combinations.often(list(OPTIMIZERS)))
 def test_same_bits_as_torch_on_four_ranks(optimizer: str, mixed: bool) -> None:
     """Where every rank's share of a message is whole gloo blocks, sums have one order in both."""
-    ours = _train(parity.OURS, "even", optimizer, mixed=mixed)
-    parity.assert_equal(ours, _train(parity.TORCH, "even", optimizer, mixed=mixed), "torch")
+    build, loss, batches = PROBLEMS["even"]
+    ours, torchs = (
+        parity.train_sharded(
+            parity.shard(api, models.seeded(build), mixed=mixed),
+            OPTIMIZERS[optimizer],
+            loss,
+            batches(),
+        )
+        for api in (parity.OURS, parity.TORCH)
+    )
+    parity.assert_equal(ours, torchs, "torch")

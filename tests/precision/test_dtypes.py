@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2.core.layout.layout import SLOT_ALIGN_BYTES
 from tests.common import backends, models, parity
-from tests.common.combinations import each_once
+from tests.common.cases import in_turn
 from tests.common.gradients import assert_like_unsharded
 from tests.common.meshes import TORCH_VERSION
 from tests.common.workers import ranks
@@ -67,9 +67,9 @@ class Adapted(nn.Module):
 
 
 def build(
-    base: torch.dtype, first: torch.dtype = torch.float32, second: torch.dtype | None = None
+    base: torch.dtype, first: torch.dtype = torch.float32, second: torch.dtype = torch.float32
 ) -> nn.Module:
-    return models.seeded(partial(Adapted, base, first, second or first))
+    return models.seeded(partial(Adapted, base, first, second))
 
 
 batches = partial(parity.regression_batches, models.DIM, 2, steps=3)
@@ -98,34 +98,39 @@ def _train(make: Any, torch_too: bool) -> list[parity.Step]:
     return steps
 
 
-@ranks(2)
-@each_once(
-    base=[torch.bfloat16, torch.float16, *QUANTISED], adapters=[torch.float32, torch.bfloat16]
-)
-def test_adapters_on_a_frozen_base(base: torch.dtype, adapters: torch.dtype) -> None:
-    """Only the adapters train; the base is neither changed nor upcast on the way."""
-    steps = _train(partial(build, base, adapters), torch_too=_torch_takes(base))
-    for name, grad in steps[-1].grads.items():
-        assert (grad is None) == name.endswith(".base"), name
-    before = dict(build(base, adapters).named_parameters())
-    for name, value in steps[-1].params.items():
-        assert value.dtype == before[name].dtype, name
-        assert torch.equal(value, before[name]) == name.endswith(".base"), name
+BASES: dict[str, tuple[torch.dtype, torch.dtype, torch.dtype]] = {
+    f"{base}, {first}, {second}": (base, first, second)
+    for base, first, second in (
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.float16, torch.bfloat16, torch.bfloat16),
+        *((base, torch.float32, torch.float32) for base in QUANTISED),
+        (torch.int8, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.uint8, torch.float32, torch.bfloat16),
+    )
+}
+"""Dtypes of a base and of its adapters' two matrices."""
 
 
 @ranks(2)
-@pytest.mark.parametrize("base", [torch.bfloat16, torch.uint8], ids=str)
-def test_trainable_parameters_of_two_dtypes_in_one_group(base: torch.dtype) -> None:
-    """Each dtype is reduced on its own. torch's FSDP2 wants one dtype a group."""
-    make = partial(build, base, torch.float32, torch.bfloat16)
-    steps = _train(make, torch_too=False)
-    dtypes = {
-        name.rpartition(".")[2]: grad.dtype
-        for name, grad in steps[0].grads.items()
-        if grad is not None
-    }
-    assert dtypes["first"] == torch.float32
-    assert dtypes["second"] == torch.bfloat16
+def test_adapters_on_a_frozen_base() -> None:
+    """Only the adapters train; the base is neither changed nor upcast on the way.
+
+    Each dtype is reduced on its own. torch's FSDP2 wants one trainable dtype a group.
+    """
+
+    def check(dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]) -> None:
+        base, first, second = dtypes
+        steps = _train(partial(build, *dtypes), first == second and _torch_takes(base))
+        before = dict(build(*dtypes).named_parameters())
+        for name, grad in steps[-1].grads.items():
+            assert (grad is None) == name.endswith(".base"), name
+            assert grad is None or grad.dtype == before[name].dtype, name
+        for name, value in steps[-1].params.items():
+            assert value.dtype == before[name].dtype, name
+            assert torch.equal(value, before[name]) == name.endswith(".base"), name
+
+    in_turn(BASES, check)
 
 
 @ranks(2)
@@ -156,33 +161,32 @@ def test_base_is_gathered_as_it_is(base: torch.dtype) -> None:
     assert model.layers[0].first.dtype == torch.float32
 
 
-FLOAT8 = pytest.param(
-    torch.float8_e4m3fn,
-    marks=pytest.mark.skipif(
-        backends.known(backends.pretended()).coalesces,
-        reason="gloo, which stands in for NCCL, coalesces no float8",
-    ),
-)
+OTHERS = [torch.bool, torch.int32, torch.int64, torch.float64]
+if not backends.known(backends.pretended()).coalesces:  # gloo, which stands in, coalesces none
+    OTHERS.append(torch.float8_e4m3fn)
 
 
-@ranks(2)
-@pytest.mark.parametrize("dtype", [FLOAT8, torch.int32, torch.int64, torch.float64])
-def test_frozen_parameters_of_other_dtypes(dtype: torch.dtype) -> None:
+@ranks(1, 2, 4)
+def test_frozen_parameters_of_other_dtypes() -> None:
     """Every rank sees the whole parameter, bit by bit."""
-    model = nn.Linear(models.DIM, 5)
-    whole = torch.arange(21).reshape(7, 3).to(dtype)
-    model.extra = nn.Parameter(whole.clone(), requires_grad=False)
-    fsdp2.fully_shard(model, mesh=parity.world_mesh())
-    seen = []
-    model.register_forward_pre_hook(lambda m, _: seen.append(m.extra.clone()))
-    model(torch.randn(2, models.DIM)).sum().backward()
-    assert seen[0].dtype == dtype
-    assert torch.equal(seen[0].view(torch.uint8), whole.view(torch.uint8))
-    model.reshard()
-    local: Any = model.extra
-    rows = whole.tensor_split([4])[dist.get_rank()]
-    assert local.to_local().dtype == dtype
-    assert torch.equal(local.to_local().view(torch.uint8), rows.view(torch.uint8))
+
+    def check(dtype: torch.dtype) -> None:
+        model = nn.Linear(models.DIM, 5)
+        whole = torch.arange(21).reshape(7, 3).to(dtype)
+        model.extra = nn.Parameter(whole.clone(), requires_grad=False)
+        fsdp2.fully_shard(model, mesh=parity.world_mesh())
+        seen = []
+        model.register_forward_pre_hook(lambda m, _: seen.append(m.extra.clone()))
+        model(torch.randn(2, models.DIM)).sum().backward()
+        assert seen[0].dtype == dtype
+        assert torch.equal(seen[0].view(torch.uint8), whole.view(torch.uint8))
+        model.reshard()
+        local: Any = model.extra
+        rows = whole.chunk(dist.get_world_size())[dist.get_rank()]
+        assert local.to_local().dtype == dtype
+        assert torch.equal(local.to_local().view(torch.uint8), rows.view(torch.uint8))
+
+    in_turn({str(dtype): dtype for dtype in OTHERS}, check)
 
 
 class _Branches(nn.Module):

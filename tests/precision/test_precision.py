@@ -15,6 +15,7 @@ from torch.func import functional_call
 from tests.common import meshes, models, parity
 from tests.common.backends import packs
 from tests.common.combinations import each_once
+from tests.common.running import TORCHS_TAKES_DATACLASSES
 from tests.common.workers import ranks
 
 BF16, FP16, FP32_, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -34,16 +35,15 @@ def _policy(api: Any, param: Any, reduce: Any, *, own: torch.dtype = FP32_, **mo
     return api.MixedPrecisionPolicy(param, reduce, **more)
 
 
+def _sync_last(model: Any, number: int, last: bool) -> None:
+    model.set_requires_gradient_sync(last)
+
+
 def _same(scenario: Callable[[Any], Any]) -> Any:
     """As torch: to the bit on one and two ranks; on four, a sum's order may differ."""
     return meshes.like_torch(
         scenario, parity.REORDERED_MIXED if dist.get_world_size() > 2 else None
     )
-
-
-def _same_since_2_13(scenario: Callable[[Any], Any]) -> Any:
-    """For what torch's FSDP2 could not do before."""
-    return _same(scenario) if meshes.TORCH_VERSION >= (2, 13) else scenario(parity.OURS)
 
 
 # -- policies -------------------------------------------------------------------------------------
@@ -67,14 +67,11 @@ def test_policies(name: str) -> None:
     param, reduce, more = POLICIES[name]
     steps = meshes.micro_batches(models.DIM, 3, micro=2)
 
-    def before(model: Any, number: int, last: bool) -> None:
-        model.set_requires_gradient_sync(last)
-
     def scenario(api: Any) -> Any:
         policy, root = _policy(api, param, reduce), _policy(api, param, reduce, **more)
         model = models.seeded(partial(models.MLP, out=3))
         parity.shard(api, model, mp_policy=policy, root={"mp_policy": root})
-        return meshes.train_micro(model, steps, before=before)
+        return meshes.train_micro(model, steps, before=_sync_last)
 
     # torch rounds to the reduce dtype where nothing is communicated, ours does not. And since 2.15
     # it rounds what a backward adds to sums kept without sync, ours (as 2.13) only the new sum.
@@ -113,36 +110,6 @@ def test_reduction_is_in_the_parameters_own_dtype_by_default(param: Any, own: An
     assert {grad.dtype for grad in grads.values()} == {own}
 
 
-@ranks(2)
-@pytest.mark.parametrize("name", ["bf16, fp32", "fp16 all through"])
-def test_gradients_are_those_of_a_plain_model_in_that_dtype(name: str) -> None:
-    param, reduce, _ = POLICIES[name]
-    batch = parity.regression_batches(models.DIM, 3, steps=1)[0]
-    model = parity.shard(
-        parity.OURS,
-        models.seeded(models.Nested),
-        mp_policy=parity.OURS.MixedPrecisionPolicy(param, reduce),
-    )
-    parity.regression_loss(model, parity.my_part(batch)).backward()
-    plain = models.seeded(models.Nested)
-    for rank in range(2):
-        (_in_dtype(plain, param, parity.my_part(batch, rank, 2)) / 2).backward()
-    parity.assert_close(parity.full_grads(model), parity.full_grads(plain), ROUNDED[param], "plain")
-
-
-def _in_dtype(
-    plain: nn.Module,
-    dtype: torch.dtype,
-    part: Any,
-    keep: Callable[[str], bool] = lambda name: False,
-) -> Tensor:
-    """The loss of a plain fp32 model with parameters cast through autograd, but for some."""
-    cast = {n: p if keep(n) else p.to(dtype) for n, p in plain.named_parameters()}
-    inputs, targets = part
-    output = functional_call(plain, cast, inputs.to(dtype))
-    return (output.float() - targets).square().mean()
-
-
 # -- different policies in one model --------------------------------------------------------------
 
 
@@ -178,7 +145,8 @@ def test_casts_between_units_that_pass_containers(mode: str, cast: bool) -> None
 
         return meshes.train_micro(model, batches, loss=loss)
 
-    ours = _same_since_2_13(scenario) if mode == "dataclass" else _same(scenario)
+    torch_too = mode != "dataclass" or TORCHS_TAKES_DATACLASSES
+    ours = _same(scenario) if torch_too else scenario(parity.OURS)
     parity.assert_equal(ours, scenario(parity.OURS, "tuple"), "whatever the container")
 
 
@@ -219,6 +187,15 @@ def _two_normed() -> nn.Module:
     return nn.Sequential(_Normed(), _Normed(), nn.Linear(models.DIM, 3))
 
 
+def _loss_in_bf16(plain: nn.Module, part: Any) -> Tensor:
+    """The loss of a plain fp32 model with parameters cast through autograd, but for norms."""
+    named = plain.named_parameters()
+    cast = {name: param if "norm" in name else param.to(BF16) for name, param in named}
+    inputs, targets = part
+    output = functional_call(plain, cast, inputs.to(BF16))
+    return (output.float() - targets).square().mean()
+
+
 def _overridden(api: Any, model: nn.Module, reduce: Any) -> Any:
     kept = {p for n, p in model.named_parameters() if "norm" in n}
 
@@ -234,12 +211,9 @@ def _overridden(api: Any, model: nn.Module, reduce: Any) -> Any:
 def test_param_dtype_override(reduce: Any) -> None:
     batches = meshes.micro_batches(models.DIM, 3, micro=2)
 
-    def before(model: Any, number: int, last: bool) -> None:
-        model.set_requires_gradient_sync(last)
-
     def scenario(api: Any) -> Any:
         model = _overridden(api, models.seeded(_two_normed), reduce)
-        steps = meshes.train_micro(model, batches, before=before)
+        steps = meshes.train_micro(model, batches, before=_sync_last)
         assert model[0].seen == (BF16, FP32_)
         return steps
 
@@ -253,7 +227,7 @@ def test_param_dtype_override(reduce: Any) -> None:
     for batch in batches[0]:
         for rank in range(size):
             part = parity.my_part(batch, rank, size)
-            (_in_dtype(plain, BF16, part, lambda n: "norm" in n) / size).backward()
+            (_loss_in_bf16(plain, part) / size).backward()
     parity.assert_close(ours[0].grads, parity.full_grads(plain), ROUNDED[BF16], "plain")
 
 
@@ -269,30 +243,6 @@ def test_override_is_asked_once_for_each_parameter() -> None:
     model(parity.language_batches(13, steps=1)[0]).float().sum().backward()
     assert len(asked) == len(params)
     assert set(asked) == set(params)
-
-
-@ranks(2)
-def test_a_group_of_parameters_of_two_dtypes() -> None:
-    """Each is reduced in its own by default; torch before 2.15 refuses, since then it promotes."""
-
-    def build() -> nn.Module:
-        model = models.seeded(_two_normed)
-        for name, param in model.named_parameters():
-            if "norm" not in name:
-                param.data = param.data.to(BF16)
-        return model
-
-    batch = parity.regression_batches(models.DIM, 3, steps=1)[0]
-
-    def loss(model: nn.Module, part: Any) -> Tensor:
-        return (model(part[0].bfloat16()).float() - part[1]).square().mean()
-
-    model, plain = parity.shard(parity.OURS, build()), build()
-    loss(model, parity.my_part(batch)).backward()
-    for rank in range(2):
-        (loss(plain, parity.my_part(batch, rank, 2)) / 2).backward()
-    parity.assert_close(parity.full_grads(model), parity.full_grads(plain), ROUNDED[BF16], "plain")
-    assert model[0].seen == (BF16, FP32_)
 
 
 # -- the gradient's dtype -------------------------------------------------------------------------
@@ -358,41 +308,3 @@ def test_recast_after_sharding(when: str, dtype: torch.dtype) -> None:
     parity.assert_equal(parity.full_params(model), parity.full_params(fresh), "parameters")
     parity.assert_equal(parity.full_grads(model), parity.full_grads(fresh), "gradients")
     assert {grad.dtype for grad in parity.full_grads(model).values()} == {dtype}
-
-
-# -- other kinds of parameters --------------------------------------------------------------------
-
-
-class _Mixed(nn.Module):
-    """Weights next to an integer table and a mask, both parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(models.DIM, models.DIM)
-        self.table = nn.Parameter(
-            torch.arange(3 * models.DIM).view(3, models.DIM), requires_grad=False
-        )
-        self.mask = nn.Parameter(torch.arange(models.DIM) % 2 == 0, requires_grad=False)
-        self.seen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = [self.table.detach().clone(), self.mask.detach().clone()]
-        return self.linear(x) * self.mask + self.table.sum(0).to(x.dtype)
-
-
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "mixed"])
-def test_integer_and_bool_parameters_are_gathered_as_they_are(mixed: bool) -> None:
-    batch = parity.my_part(parity.regression_batches(models.DIM, models.DIM, steps=1)[0])
-
-    def scenario(api: Any) -> Any:
-        model: Any = parity.shard(api, models.seeded(_Mixed), mixed=mixed)
-        for _ in range(2):
-            parity.regression_loss(model, batch).backward()
-        return model.seen, parity.full_grads(model)
-
-    seen, grads = _same_since_2_13(scenario)
-    plain = models.seeded(_Mixed)
-    parity.assert_equal(seen, [plain.table.detach(), plain.mask.detach()], "gathered")
-    assert grads["table"] is None
-    assert len(parity.full_all([seen[0]])) == 1

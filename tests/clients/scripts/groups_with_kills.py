@@ -23,18 +23,13 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torchft import Manager, ProcessGroupGloo
+from groups import HOST, RANKS, join, manage, sharded, store
 from torchft.coordination import LighthouseServer
 
 import fsdp2
 from fsdp2 import elastic
 
-HOST = "localhost"
-RANKS = 2
-TIMEOUT = datetime.timedelta(seconds=10)  # between groups
+TIMEOUT = 10.0  # seconds between groups
 LONGER = datetime.timedelta(seconds=60)  # inside of a group, where a rank may wait for other groups
 LIMIT = 120.0  # seconds in which something must happen
 AFTER = 12  # steps of all groups together behind the last kill
@@ -86,34 +81,20 @@ def save(folder, model, optimizer, manager):
 def work(kind, quorum, groups, group, life, rank, port, lighthouse, folder):
     """One rank of one life of a group."""
     torch.set_num_threads(1)
-    store = dist.TCPStore(HOST, port)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=LONGER)
-    torch.manual_seed(1000 * group + life)
-    model = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 8))
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shard",))
-    for module in (model[0], model[2], model):
-        fsdp2.fully_shard(module, mesh=mesh)
+    join(rank, port, timeout=LONGER)
+    model = sharded(1000 * group + life, fsdp2.fully_shard)
     optimizer = optimizer_of(kind, model)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
     ema = fsdp2.optim.EMA(model, 0.9)
     states = {"schedule": schedule, "ema": ema}
     transport = elastic.ShardTransport(model, optimizer, states=states, host=HOST)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT),
+    manager = manage(
+        *(group, port, lighthouse, transport, TIMEOUT),
         min_replica_size=least(groups),
-        load_state_dict=transport.load_state_dict,
-        state_dict=transport.state_dict,
         checkpoint_transport=transport,
         use_async_quorum=quorum == "async",
-        timeout=TIMEOUT,
+        timeout=datetime.timedelta(seconds=TIMEOUT),
         quorum_timeout=LONGER,
-        replica_id=f"group_{group}",
-        store_addr=HOST,
-        store_port=port,
-        rank=rank,
-        world_size=RANKS,
-        lighthouse_addr=lighthouse,
-        hostname=HOST,
     )
     steps = elastic.attach(model, manager, optimizer)
     batches = elastic.Batches(1000, 2 * RANKS)
@@ -169,7 +150,7 @@ class Supervisor:
 
     def start(self, group):
         group.life += 1
-        group.store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        group.store = store()
         group.processes = [
             self.context.Process(
                 target=work,

@@ -4,9 +4,10 @@ import os
 import subprocess
 import sys
 
+import common
 import torch
 import torch.distributed as dist
-from common import finish, report_classes, report_loss
+from common import finish, report_classes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -29,13 +30,12 @@ def run_steps(case):
     fully_shard(model)
     report_classes(case, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(STEPS):
+
+    def loss_of(model, step):
         torch.manual_seed(100 * step + dist.get_rank())
-        loss = model(torch.randn(4, 8)).square().mean()
-        report_loss(case, loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return model(torch.randn(4, 8)).square().mean()
+
+    common.train(case, model, optimizer, range(STEPS), loss_of)
 
 
 def rank_variables(rank):

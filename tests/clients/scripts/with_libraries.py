@@ -1,10 +1,22 @@
 """Libraries around a model that `fully_shard` sharded, called as usual. Arguments: cases."""
 
-import sys
+import os
 
 import torch
 import torch.distributed as dist
-from common import finish, report_classes, report_loss, tiny_llama, tokens
+from common import (
+    SCRATCH,
+    VOCABULARY,
+    language_loss,
+    lora,
+    rank,
+    report_classes,
+    report_loss,
+    run,
+    tiny_llama,
+    tokens,
+    train,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 STEPS = 4
@@ -24,42 +36,97 @@ def llama(policy=None, prepare=None):
     return sharded(model, model.model.layers, policy)
 
 
-def language(case, model, optimizer, steps=range(STEPS), around=lambda training: None):
+def adamw(model):
+    return torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+
+
+def course(case, model, optimizer, **options):
     report_classes(case, model)
-    for step in steps:
-        around(True)
-        loss = model(input_ids=tokens(step), labels=tokens(step)).loss
-        report_loss(case, loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        around(False)
+    train(case, model, optimizer, range(STEPS), **options)
+
+
+def evaluated(case, model, optimizer, before=None, after=None, loss_of=language_loss):
+    """A course whose weights are changed, and evaluated, behind every step."""
+
+    def evaluate():
+        if before is not None:
+            before()
         with torch.no_grad():
-            report_loss(case, model(input_ids=tokens(99), labels=tokens(99)).loss)
+            report_loss(case, loss_of(model, 99))
         model.reshard()  # torch's root keeps what it gathered, and misses what is written next
+        if after is not None:
+            after()
+
+    course(case, model, optimizer, loss_of=loss_of, after=evaluate)
+
+
+# ---- optimizers and averages
 
 
 def schedulefree(case):
-    """Evaluated after every step: `eval()` and `train()` write the parameters by hand."""
+    """`eval()` and `train()` write the parameters by hand."""
     from schedulefree import AdamWScheduleFree
 
     model = llama()
     optimizer = AdamWScheduleFree(model.parameters(), lr=1e-2, foreach=False)
-    language(
-        case, model, optimizer, around=lambda on: optimizer.train() if on else optimizer.eval()
+    optimizer.train()
+    evaluated(case, model, optimizer, before=optimizer.eval, after=optimizer.train)
+
+
+def diffusion(case):
+    """A Flux of diffusers that learns a flow, evaluated each step with its averaged weights."""
+    from diffusers import FluxTransformer2DModel
+    from diffusers.training_utils import EMAModel
+
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        pooled_projection_dim=16,
+        axes_dims_rope=(4, 4, 8),
     )
+    sharded(model, [*model.transformer_blocks, *model.single_transformer_blocks])
+    average = EMAModel(model.parameters(), decay=0.5)
+
+    def loss_of(model, step):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        image, noise = torch.randn(2, 2, 6, 4, generator=generator)
+        time = torch.rand(2, generator=generator)
+        flow = model(
+            hidden_states=torch.lerp(image, noise, time[:, None, None]),
+            encoder_hidden_states=torch.randn(2, 3, 16, generator=generator),
+            pooled_projections=torch.randn(2, 16, generator=generator),
+            timestep=time,
+            img_ids=torch.arange(18.0).view(6, 3),
+            txt_ids=torch.zeros(3, 3),
+        ).sample
+        return torch.nn.functional.mse_loss(flow, noise - image)
+
+    def swap_in():
+        average.step(model.parameters())
+        average.store(model.parameters())
+        average.copy_to(model.parameters())
+
+    def swap_out():
+        average.restore(model.parameters())
+
+    evaluated(case, model, adamw(model), before=swap_in, after=swap_out, loss_of=loss_of)
+
+
+# ---- quantized training
 
 
 def _quantized(case, config):
     """The reduction's dtype is named: without one torch 2.13 reduces in bf16, fsdp2 in fp32."""
     from torchao import quantize_
 
-    def prepare(model):
-        quantize_(model.model.layers, config)
-
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)
-    model = llama(policy, prepare)
-    language(case, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model = llama(policy, lambda model: quantize_(model.model.layers, config))
+    evaluated(case, model, adamw(model))
 
 
 def int8(case):
@@ -83,34 +150,29 @@ def float8(case):
     )
 
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+    model = llama(
+        policy, lambda model: convert_to_float8_training(model.model.layers, config=config)
+    )
+    evaluated(
+        case, model, adamw(model), before=lambda: precompute_float8_dynamic_scale_for_fsdp(model)
+    )
 
-    def prepare(model):
-        convert_to_float8_training(model.model.layers, config=config)
 
-    model = llama(MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32), prepare)
-
-    def around(training):
-        if not training:
-            precompute_float8_dynamic_scale_for_fsdp(model)
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    language(case, model, optimizer, around=around)
+# ---- loaders and models
 
 
 def torchdata(case):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    rows = [tokens(step) for step in range(2 * STEPS)]
-    loader = StatefulDataLoader(rows, batch_size=None)
+    rows = iter(StatefulDataLoader([tokens(step) for step in range(STEPS)], batch_size=None))
+
+    def loss_of(model, _):
+        batch = next(rows)
+        return model(input_ids=batch, labels=batch).loss
+
     model = llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    report_classes(case, model)
-    for batch in loader:
-        loss = model(input_ids=batch, labels=batch).loss
-        report_loss(case, loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    course(case, model, adamw(model), loss_of=loss_of)
 
 
 def sentences(case):
@@ -121,7 +183,7 @@ def sentences(case):
 
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=64,
+        vocab_size=VOCABULARY,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -130,108 +192,98 @@ def sentences(case):
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    transformer = modules.Transformer.__new__(modules.Transformer)
-    torch.nn.Module.__init__(transformer)
-    bert = BertModel(config)
 
     class Encoder(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.bert = bert
+            self.bert = BertModel(config)
 
         def forward(self, features):
             hidden = self.bert(features["input_ids"], features["attention_mask"])[0]
             return {**features, "token_embeddings": hidden}
 
-    model = SentenceTransformer(modules=[Encoder(), modules.Pooling(32)], device="cpu")
-    sharded(model, bert.encoder.layer)
-    loss_of = losses.MultipleNegativesRankingLoss(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    report_classes(case, model)
-    for step in range(STEPS):
+    encoder = Encoder()
+    model = SentenceTransformer(modules=[encoder, modules.Pooling(32)], device="cpu")
+    sharded(model, encoder.bert.encoder.layer)
+    multiple_negatives = losses.MultipleNegativesRankingLoss(model)
+
+    def loss_of(_, step):
         pair = [
             {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             for ids in (tokens(step, 4), tokens(step + 50, 4))
         ]
-        loss = loss_of(pair, torch.empty(0))
-        report_loss(case, loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        return multiple_negatives(pair, torch.empty(0))
+
+    course(case, model, adamw(model), loss_of=loss_of)
 
 
-def diffusion(case):
-    """A Flux of diffusers that learns a flow, evaluated each step with its averaged weights."""
-    from diffusers import FluxTransformer2DModel
-    from diffusers.training_utils import EMAModel
+def transformers(case):
+    """Its own `fully_shard` path: sharded while it is loaded, on the meta device, then filled."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
 
-    torch.manual_seed(0)
-    model = FluxTransformer2DModel(
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        pooled_projection_dim=16,
-        axes_dims_rope=(4, 4, 8),
+    way = case.removeprefix("transformers_")
+    folder = os.path.join(SCRATCH, case)
+    if rank() == 0:
+        tiny_llama(tie_word_embeddings=way == "tied").save_pretrained(folder)
+    dist.barrier()
+    config = DistributedConfig(fsdp_size=2, fsdp_mixed_precision=way == "mixed")
+    model = LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
+    if way == "lora":  # on a model that is sharded already: adapters stay whole on every rank
+        from peft import get_peft_model
+
+        model = get_peft_model(model, lora())
+    course(case, model, adamw(model))
+    if way == "plain":
+        folder = os.path.join(SCRATCH, "saved")
+        model.save_pretrained(folder)
+        dist.barrier()
+        config = DistributedConfig(fsdp_size=2)
+        model = LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
+        train(case, model, adamw(model), range(STEPS, 2 * STEPS))
+
+
+transformers_plain = transformers_mixed = transformers_tied = transformers_lora = transformers
+
+
+def olmo(case):
+    """OLMo-core's train module, whose model shards itself by a wrapping strategy."""
+    from olmo_core.config import DType
+    from olmo_core.distributed.parallel import DataParallelType
+    from olmo_core.nn.transformer import TransformerConfig, TransformerDataParallelWrappingStrategy
+    from olmo_core.optim import AdamWConfig
+    from olmo_core.train.train_module.transformer import (
+        TransformerDataParallelConfig,
+        TransformerTrainModule,
     )
-    sharded(model, [*model.transformer_blocks, *model.single_transformer_blocks])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    average = EMAModel(model.parameters(), decay=0.5)
-    report_classes(case, model)
 
-    def loss_of(step):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        image, noise = torch.randn(2, 2, 6, 4, generator=generator)
-        time = torch.rand(2, generator=generator)
-        mixed = torch.lerp(image, noise, time[:, None, None])
-        flow = model(
-            hidden_states=mixed,
-            encoder_hidden_states=torch.randn(2, 3, 16, generator=generator),
-            pooled_projections=torch.randn(2, 16, generator=generator),
-            timestep=time,
-            img_ids=torch.arange(18.0).view(6, 3),
-            txt_ids=torch.zeros(3, 3),
-        ).sample
-        loss = torch.nn.functional.mse_loss(flow, noise - image)
-        report_loss(case, loss)
-        return loss
+    length = 8
+    torch.manual_seed(0)
+    module = TransformerTrainModule(
+        model=TransformerConfig.olmo2_1M(VOCABULARY).build(init_device="meta"),
+        optim=AdamWConfig(lr=1e-2),
+        rank_microbatch_size=2 * length,
+        max_sequence_length=length,
+        dp_config=TransformerDataParallelConfig(
+            name=DataParallelType.fsdp,
+            param_dtype=DType.bfloat16,
+            wrapping_strategy=TransformerDataParallelWrappingStrategy(case.removeprefix("olmo_")),
+            prefetch_factor=1,
+        ),
+        device=torch.device("cpu"),
+    )
 
-    for step in range(STEPS):
-        loss_of(step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        average.step(model.parameters())
-        average.store(model.parameters())
-        average.copy_to(model.parameters())
-        with torch.no_grad():
-            loss_of(99)
-        model.reshard()  # torch's root keeps what it gathered, and misses what is written next
-        average.restore(model.parameters())
+    def loss_of(model, step):
+        ids = tokens(step)
+        return model(ids, labels=ids, loss_reduction="mean", return_logits=False).loss
+
+    def clip(_):  # the module's own step clips, and asks a trainer where to log the norm
+        return module._clip_grad_norm(1e9)
+
+    course(case, module.model, module.optim, loss_of=loss_of, clip=clip)
 
 
-def _heavyball(case, kind):
-    import heavyball
-
-    heavyball.utils.compile_mode = None
-    model = llama()
-    language(case, model, getattr(heavyball, kind)(model.parameters(), lr=1e-2))
-
-
-def heavyball_adamw(case):
-    _heavyball(case, "AdamW")
-
-
-def heavyball_soap(case):
-    _heavyball(case, "SOAP")
-
-
-def heavyball_muon(case):
-    _heavyball(case, "Muon")
-
+olmo_full = olmo_blocks = olmo
 
 dist.init_process_group("gloo")
-for name in sys.argv[1:]:
-    globals()[name](name)
-finish()
+run(lambda case: globals()[case](case))

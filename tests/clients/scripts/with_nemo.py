@@ -1,10 +1,8 @@
 """NeMo Automodel's own parallelizer, per-parameter dtypes and pipeline hooks. Arguments: cases."""
 
-import sys
-
 import torch
 import torch.distributed as dist
-from common import finish, report_classes, report_loss, tiny_llama, tokens
+from common import language_loss, report_classes, run, tiny_llama, train
 from nemo_automodel.components.distributed.parallelizer import apply_fsdp2_sharding_recursively
 from nemo_automodel.components.distributed.parallelizer_utils import fully_shard_by_dtype
 from nemo_automodel.components.moe.fsdp_mixin import (
@@ -13,9 +11,6 @@ from nemo_automodel.components.moe.fsdp_mixin import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-STEPS = 3
-MICROBATCHES = 2
 
 
 def sharded(case):
@@ -39,45 +34,35 @@ def sharded(case):
     return model
 
 
-def train(case, model):
-    """``hooks``: gradients are reduced by hand at the end, as NeMo does in a pipeline's stage."""
-    by_hand = case == "hooks"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(STEPS):
-        for micro in range(MICROBATCHES):
-            if by_hand:
-                _configure_fsdp_module(
-                    model,
-                    is_last_backward=False,
-                    reshard_after_backward=False,
-                    requires_gradient_sync=False,
-                )
-            batch = tokens(MICROBATCHES * step + micro)
-            loss = model(input_ids=batch, labels=batch).loss
-            report_loss(case, loss)
-            loss.backward()
-        if by_hand:
-            _configure_fsdp_module(
-                model,
-                is_last_backward=True,
-                reshard_after_backward=True,
-                requires_gradient_sync=True,
-            )
-            _run_post_backward_hooks(model)()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        report_loss(case, norm.full_tensor())
-        optimizer.step()
-        optimizer.zero_grad()
+def by_hand(model, last):
+    _configure_fsdp_module(
+        model,
+        is_last_backward=last,
+        reshard_after_backward=last,
+        requires_gradient_sync=last,
+    )
 
 
 def main(case):
+    """``hooks``: gradients are reduced by hand at the end, as NeMo does in a pipeline's stage."""
     model = sharded(case)
     report_classes(case, model)
     assert isinstance(model.model.layers[0], FSDPModule)
-    train(case, model)
+
+    def loss_of(model, step):
+        if case == "hooks":
+            by_hand(model, last=False)
+        return language_loss(model, step)
+
+    def clip(parameters):
+        if case == "hooks":
+            by_hand(model, last=True)
+            _run_post_backward_hooks(model)()
+        return torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(case, model, optimizer, range(3), loss_of=loss_of, clip=clip, micros=2)
 
 
 dist.init_process_group("gloo")
-for argument in sys.argv[1:]:
-    main(argument)
-finish()
+run(main)

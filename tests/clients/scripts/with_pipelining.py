@@ -3,12 +3,10 @@
 2 ranks: 2 pipeline stages of one shard each; 4 ranks: 2 stages, 2 shards.
 """
 
-import sys
-
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining as pipelining
-from common import finish, rank, report_classes, report_loss
+from common import report_classes, report_loss, run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -72,7 +70,4 @@ def main(name):
 
 
 dist.init_process_group("gloo")
-assert rank() < dist.get_world_size()
-for schedule_name in sys.argv[1:]:
-    main(schedule_name)
-finish()
+run(main)

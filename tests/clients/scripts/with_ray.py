@@ -27,12 +27,12 @@ class Rank:
         train(case)
 
 
-def actors(case):
+def ray_actors(case):
     made = [ray.remote(num_cpus=0)(Rank).remote() for _ in range(RANKS)]
     ray.get([each.train.remote(rank, case) for rank, each in enumerate(made)])
 
 
-def trainer(case):
+def ray_trainer(case):
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 

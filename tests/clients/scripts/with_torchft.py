@@ -1,72 +1,63 @@
 """torchft: two replica groups of two ranks, which the script starts. Argument: a case.
 
-`fully_shard` shards within a group. torchft's managed process group averages across the groups that
-are alive: gradients by an all-reduce hook, as torchft's own test and torchtitan do, or parameters
-by LocalSGD and DiLoCo. The groups are made with different parameters: before the first step torchft
-heals each rank from the same rank of the group that it chose for it.
+hooked, local_sgd, diloco     as users of torchft have it, with any `fully_shard`
+steps, async, wrapper         on `fsdp2.elastic`, beside a simulation
+
+torchft's managed process group averages across the groups that are alive: gradients by an
+all-reduce hook, as torchft's own test and torchtitan do, or parameters by LocalSGD and DiLoCo. The
+groups are made with different parameters: before the first step torchft heals each rank from the
+same rank of the group that it chose for it.
+
+The simulation trains one whole model on the average of all four ranks' gradients. Learning rate and
+numbers of ranks are powers of two, so that both round alike. In the step `SHORT`, group 1 fails by
+its own word, behind its backward: group 0 goes on, and group 1 heals.
 """
 
-import datetime
 import sys
 
+import groups
 import torch
 import torch.distributed as dist
 from common import finish, report_classes, report_loss
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torchft import Manager, Optimizer, ProcessGroupGloo
+from groups import RANKS
+from torch.distributed.fsdp import FSDPModule
+from torchft import Optimizer
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.process_group import ManagedProcessGroup
 
-GROUPS, RANKS = 2, 2  # ranks of each group
-STEPS = 6
+GROUPS = 2
+STEPS, SHORT = 6, 3
 SYNC_EVERY = 2  # steps between averages of LocalSGD and DiLoCo
-HOST = "localhost"
-TIMEOUT = datetime.timedelta(seconds=60)
+RATE = 0.125
 
 
-def make(seed):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 8))
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
-    for module in (model[0], model[2], model):
-        fully_shard(module, mesh=mesh)
-    return model
+def loss_of(model, step, group, rank):
+    generator = torch.Generator().manual_seed(1000 * step + RANKS * group + rank)
+    return model(torch.randn(4, 8, generator=generator)).square().mean()
 
 
-def manage(model, optimizer, group, port, lighthouse):
-    """The manager of one rank, with what it sends to a group that joins."""
+# ---- with any `fully_shard`
 
-    def state_dict():
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
-    def load_state_dict(state):
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+class States:
+    """What is sent to a group that joins."""
 
-    return Manager(
-        pg=ProcessGroupGloo(timeout=TIMEOUT),
-        min_replica_size=GROUPS,
-        load_state_dict=load_state_dict,
-        state_dict=state_dict,
-        use_async_quorum=False,  # a group has what it is sent before its forward
-        replica_id=f"group_{group}",
-        store_addr=HOST,
-        store_port=port,
-        rank=dist.get_rank(),
-        world_size=RANKS,
-        lighthouse_addr=lighthouse,
-        hostname=HOST,
-    )
+    def __init__(self, model, optimizer):
+        self.parts = {"model": model, "optimizer": optimizer}
+
+    def state_dict(self):
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state):
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
 
 
 def steps(case, model, optimizer, group):
     for step in range(STEPS):
-        torch.manual_seed(1000 * step + RANKS * group + dist.get_rank())
         optimizer.zero_grad()
-        loss = model(torch.randn(4, 8)).square().mean()
+        loss = loss_of(model, step, group, dist.get_rank())
         if group == 0:  # group 1 is in them: its gradients or parameters are averaged in
             report_loss(case, loss)
         loss.backward()
@@ -100,16 +91,84 @@ def diloco(case, model, optimizer, manager, group):
     assert manager.current_step() == STEPS // SYNC_EVERY
 
 
+# ---- on `fsdp2.elastic`
+
+AGAIN = {
+    "wrapper": [[], []],  # which fails in no step
+    "steps": [[], [SHORT]],  # the other group had its gradients, and committed
+    "async": [[4], [SHORT]],  # one of two groups heals beside the next step: too few are left
+}
+"""The steps that each group has to try again."""
+
+
+def simulate():
+    """What every group must end with."""
+    model = groups.make(0)
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=RATE)
+    for step in range(STEPS):
+        averages = []
+        for group in range(GROUPS):
+            each = [
+                torch.autograd.grad(loss_of(model, step, group, rank), params)
+                for rank in range(RANKS)
+            ]
+            averages.append([(a + b) / RANKS for a, b in zip(*each, strict=True)])
+        for param, one, other in zip(params, *averages, strict=True):
+            param.grad = (one + other) / GROUPS
+        optimizer.step()
+    return model.state_dict()
+
+
+def simulated(case, model, optimizer, manager, group):
+    from fsdp2 import elastic
+
+    wrapper = Optimizer(manager, optimizer)
+    own = elastic.attach(model, manager, () if case == "wrapper" else optimizer)
+    again = []
+    while manager.current_step() < STEPS:
+        before = manager.current_step()
+        wrapper.zero_grad() if case == "wrapper" else own.begin()
+        step = manager.current_step()
+        loss_of(model, step, group, dist.get_rank()).backward()
+        if case == "wrapper":
+            wrapper.step()
+        else:
+            if step == SHORT and group == 1 and SHORT not in again:
+                own.fail(RuntimeError("of the user's code"))
+            own.commit()
+        if manager.current_step() == before:
+            again.append(step)
+    assert again == AGAIN[case][group], f"group {group} tried {again} again"
+    full = {name: param.full_tensor() for name, param in model.state_dict().items()}
+    for name, value in simulate().items():
+        assert torch.equal(full[name], value), f"group {group}: {name}"
+
+
+# ---- a rank
+
+
 def train(number, case, ports, lighthouse):
     """On one of all ranks; `number` counts over the groups."""
+    torch.set_num_threads(1)
     group, rank = divmod(number, RANKS)
-    store = dist.TCPStore(HOST, ports[group])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    model = make(seed=group)
+    groups.join(rank, ports[group])
+    model = groups.sharded(seed=0 if case in AGAIN else group)
     report_classes(case, model, number)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    manager = manage(model, optimizer, group, ports[group], lighthouse)
-    globals()[case](case, model, optimizer, manager, group)
+    if case in AGAIN:
+        from fsdp2 import elastic
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        states = elastic.ShardTransport(model, optimizer, host=groups.HOST)
+        options = {"checkpoint_transport": states, "init_sync": False}
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        states, options = States(model, optimizer), {}
+    # Without an asynchronous quorum a group has what it is sent before its forward.
+    options |= {"min_replica_size": GROUPS, "use_async_quorum": case == "async"}
+    manager = groups.manage(group, ports[group], lighthouse, states, 60, **options)
+    course = simulated if case in AGAIN else globals()[case]
+    course(case, model, optimizer, manager, group)
     dist.barrier()
     manager.shutdown(wait=False)
     finish()
@@ -117,7 +176,6 @@ def train(number, case, ports, lighthouse):
 
 if __name__ == "__main__":
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=GROUPS, join_timeout_ms=60_000)
-    stores = [dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False) for _ in range(GROUPS)]
-    ports = [store.port for store in stores]
-    arguments = (sys.argv[1], ports, lighthouse.address())
+    stores = [groups.store() for _ in range(GROUPS)]
+    arguments = (sys.argv[1], [store.port for store in stores], lighthouse.address())
     torch.multiprocessing.spawn(train, arguments, GROUPS * RANKS)

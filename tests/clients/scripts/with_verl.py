@@ -8,9 +8,10 @@ import importlib.util
 import sys
 from types import ModuleType
 
+import common
 import torch
 import torch.distributed as dist
-from common import finish, rank, report_classes, report_loss, tiny_llama, tokens
+from common import language_loss, rank, report_classes, run, tiny_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -50,15 +51,10 @@ def load(case):
 
 
 def train(case, model, optimizer, steps):
-    for step in steps:
-        batch = tokens(step)
-        loss = model(input_ids=batch, labels=batch).loss
-        report_loss(case, loss)
-        loss.backward()
-        norm = fsdp_utils.fsdp2_clip_grad_norm_(model.parameters(), 0.5)
-        report_loss(case, getattr(norm, "full_tensor", lambda norm=norm: norm)())
-        optimizer.step()
-        optimizer.zero_grad()
+    def clip(parameters):
+        return fsdp_utils.fsdp2_clip_grad_norm_(parameters, 0.5)
+
+    common.train(case, model, optimizer, steps, clip=clip)
 
 
 def main(case):
@@ -69,7 +65,7 @@ def main(case):
     if case == "resharding":
         for value in (True, False, True):
             fsdp_utils.set_reshard_after_forward(model, value)
-            loss = model(input_ids=tokens(0), labels=tokens(0)).loss
+            loss = language_loss(model, 0)
             sharded = all(hasattr(param, "placements") for param in model.parameters())
             assert sharded is value, f"{sharded} after set_reshard_after_forward({value})"
             loss.backward()
@@ -81,6 +77,4 @@ def main(case):
 
 
 dist.init_process_group("gloo")
-for argument in sys.argv[1:]:
-    main(argument)
-finish()
+run(main)
