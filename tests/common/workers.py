@@ -394,9 +394,13 @@ def _share_one_device() -> None:
     init: Any = dist.ProcessGroupGloo.__init__
     device = dist.ProcessGroupGloo.create_default_device()
 
-    def over_it(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def over_it(
+        self: Any, store: Any, rank: int, size: int, timeout: timedelta, **more: object
+    ) -> None:
         options: Any = dist.ProcessGroupGloo._Options()
         options._devices, options._threads, options._timeout = [device], 2, timeout
+        for name, value in more.items():  # torch 2.15 has another
+            setattr(options, name, value)
         init(self, store, rank, size, options)
 
     dist.ProcessGroupGloo.__init__ = over_it  # type: ignore[method-assign]
