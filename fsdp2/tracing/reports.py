@@ -19,6 +19,7 @@ from fsdp2.core.facts import (
     MixedPrecisionPolicy,
     ParamGroup,
     Segment,
+    ShardedParam,
     Slot,
     Transport,
     UnitRecord,
@@ -252,16 +253,22 @@ def report(model: nn.Module) -> Report:
             for group in record.unit.own_groups:
                 names.setdefault(group, []).append(name or "(root)")
                 records[group] = record
-    params = {param: name for name, param in model.named_parameters()}
-    sharded = {param.sharded for group in names for param in group.params}
+    owners = {  # of what is registered now: a sharded parameter, or an unsharded one
+        module._parameters.get(name): param
+        for group in names
+        for param in group.params
+        for module, name in param.entries
+    }
+    params = [(owners.get(param), name) for name, param in model.named_parameters()]
+    known = {param: name for param, name in params if param is not None}
     return Report(
-        tuple(_report(group, names[group], records[group], params) for group in names),
-        tuple(name for param, name in params.items() if param not in sharded),
+        tuple(_report(group, names[group], records[group], known) for group in names),
+        tuple(name for param, name in params if param is None),
     )
 
 
 def _report(
-    group: ParamGroup, where: list[str], record: UnitRecord, params: Mapping[nn.Parameter, str]
+    group: ParamGroup, where: list[str], record: UnitRecord, params: Mapping[ShardedParam, str]
 ) -> GroupReport:
     unit, scheduler = record.unit, record.scheduler
     reshards: bool | int | None = unit.reshard_after_forward
@@ -275,7 +282,7 @@ def _report(
     dims = group.params[0].axes.dims
     ranks = layout.world_size
     trained = {i for i, param in enumerate(group.params) if param.sharded.requires_grad}
-    names = [params.get(param.sharded, param.name) for param in group.params]
+    names = [params.get(param, param.name) for param in group.params]
     named = list(zip(names, group.params, strict=True))
     kept = reused = 0
     packed = {}

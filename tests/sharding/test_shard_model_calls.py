@@ -86,6 +86,8 @@ def test_ignored(how: str) -> None:
     left = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     assert left == {"scale", *(f"middle.{name}" for name, _ in model.middle.named_parameters())}
     assert set(report.left) == left
+    model.first.unshard()  # type: ignore[operator]  # an FSDPModule
+    assert fsdp2.report(model) == report
     assert not isinstance(model.middle, FSDPModule)
     assert "in no unit: scale, middle.inner.weight" in str(report)
 
