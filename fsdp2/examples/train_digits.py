@@ -181,8 +181,7 @@ def build_model(options: Options) -> tuple[nn.Module, xla.XlaFullyShardedDataPar
         strategy = options.strategy or "zero3"
         report = shard_model(model, {Block}, strategy=strategy, mp_policy=options.policy)
         # A wrapper around what is sharded already only saves; copies of all shards are groups.
-        ranks = report.groups[0].ranks
-        groups = torch.arange(options.world_size).view(-1, ranks).tolist()
+        groups = torch.arange(options.world_size).view(-1, report.groups[0].ranks).tolist()
         return model, xla.XlaFullyShardedDataParallel(model, sharding_groups=groups), str(report)
     if options.nested:
         for i, block in enumerate(model.blocks):

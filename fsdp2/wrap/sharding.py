@@ -21,13 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.core.errors import coded
-from fsdp2.core.facts import (
-    ProcessGroup,
-    default_group,
-    default_mesh,
-    device_of,
-    gather_numbers,
-)
+from fsdp2.core.facts import ProcessGroup, default_group, default_mesh, device_of, gather_numbers
 from fsdp2.interop import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2.sharding.api import apply_calls, plan_call
 from fsdp2.sharding.meshes import Levels
@@ -35,7 +29,7 @@ from fsdp2.sharding.module import FSDPModule
 from fsdp2.sharding.plan import Pending, PlacementFn, PlannedCall
 from fsdp2.sharding.plan import whole_below as small_whole
 from fsdp2.tracing.reports import Report, report
-from fsdp2.wrap.choices import Policy, chosen_modules
+from fsdp2.wrap.choices import Choice, Policy, chosen_modules
 
 if TYPE_CHECKING:
     from fsdp2.sharding.wire import WireFormat
@@ -75,7 +69,6 @@ _OPTIONS = (
 class _PlannedUnit:
     """A unit to be."""
 
-    names: list[str]
     modules: list[nn.Module]
     options: dict[str, Any]
     call: PlannedCall | None = None
@@ -167,13 +160,12 @@ def shard_model(
     choices = chosen_modules(
         model, policy, ignored_modules=modules, ignored_params=params, options=options
     )
-    plans = [
-        _PlannedUnit([c.name], [c.module], dict(c.options)) for c in choices if _runs(c.module)
-    ]
-    for plan in plans:
-        _check_options(plan)
+    choices = [choice for choice in choices if _runs(choice.module)]
+    for choice in choices:
+        _check_options(choice)
+    plans = [_PlannedUnit([choice.module], dict(choice.options)) for choice in choices]
     plans = _with_ties(model, plans, params, options)
-    plans.append(_PlannedUnit(["(root)"], [model], options))
+    plans.append(_PlannedUnit([model], options))
     if whole_below:
         for plan in plans:
             others = plan.options["shard_placement_fn"]
@@ -305,13 +297,13 @@ def _node_mesh(
     return init_device_mesh(device_type, (world.size() // local, local), mesh_dim_names=names)
 
 
-def _check_options(plan: _PlannedUnit) -> None:
-    for key in plan.options:
+def _check_options(choice: Choice) -> None:
+    for key in choice.options:
         if key not in _OPTIONS:
             raise coded(
                 ValueError,
                 "policy-option",
-                f"the policy gives '{plan.names[0]}' the option {key!r}, which shard_model does "
+                f"the policy gives '{choice.name}' the option {key!r}, which shard_model does "
                 f"not have; use mesh, reshard_after_forward, shard_placement_fn, mp_policy, "
                 f"offload_policy",
             )
@@ -332,13 +324,12 @@ def _runs(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _registrations(model: nn.Module) -> dict[nn.Parameter, dict[nn.Module, str]]:
-    """The modules and names under which each parameter is registered."""
-    found: dict[nn.Parameter, dict[nn.Module, str]] = {}
-    for name, module in model.named_modules():
-        for param in module._parameters.values():
-            if param is not None:
-                found.setdefault(param, {})[module] = name
+def _registrations(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """The modules that register each parameter."""
+    found: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            found.setdefault(param, []).append(module)
     return found
 
 
@@ -367,16 +358,14 @@ def _with_ties(
     used: dict[nn.Module, set[int]] = {}
     for module, unit in _units_of(model, -1, owners):
         used.setdefault(module, set()).add(unit)
-    clusters: list[dict[nn.Module, str]] = []
+    clusters: list[list[nn.Module]] = []
     for param, places in _registrations(model).items():
         units = set().union(*(used[module] for module in places))
         if param in ignored or len(units) == 1:
             continue
-        joined = dict(places)
-        for other in [other for other in clusters if other.keys() & places.keys()]:
-            joined |= other
-            clusters.remove(other)
-        clusters.append(joined)
+        others = [other for other in clusters if {*other} & {*places}]
+        clusters = [other for other in clusters if other not in others]
+        clusters.append(list(dict.fromkeys(sum(others, places))))
     tied = []
     for cluster in clusters:
         inner = {below for module in cluster for below in list(module.modules())[1:]}
@@ -384,7 +373,7 @@ def _with_ties(
         if model in cluster or inner & taken or not all(map(_runs, cluster)):
             continue
         own = [plans[owners[module]].options for module in cluster if module in owners]
-        tied.append(_PlannedUnit(list(cluster.values()), list(cluster), own[0] if own else options))
+        tied.append(_PlannedUnit(cluster, own[0] if own else options))
     gone = {module for plan in tied for module in plan.modules}
     return [*tied, *(plan for plan in plans if plan.modules[0] not in gone)]
 

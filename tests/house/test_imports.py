@@ -243,8 +243,7 @@ def test_names_are_listed_before_they_load() -> None:
         import json, sys
         import fsdp2
         before = set(sys.modules)
-        loaded = [dir(fsdp2), len(set(sys.modules) - before)]
-        print(json.dumps([*loaded, dir(fsdp2.tracing)]))
+        print(json.dumps([dir(fsdp2), len(set(sys.modules) - before), dir(fsdp2.tracing)]))
     """
     listed, loaded, of_tracing = _alone(source)
     assert listed == sorted([*fsdp2.__all__, "__version__"])
